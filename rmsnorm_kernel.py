@@ -1,0 +1,298 @@
+"""RMSNorm in Triton: read each row once, do everything else in registers.
+
+    y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))       # x (..., H), weight (H,)
+
+The maths for one row; mean() runs over its H columns:
+
+    rstd  = 1 / sqrt(mean(x * x) + eps)         forward; the one number per row that the backward needs again
+    x_hat = x * rstd
+    y     = x_hat * w
+
+    c1    = mean(w * dy * x_hat)                backward; derived above its kernel
+    dx    = rstd * (w * dy - x_hat * c1)
+    dw    = dy * x_hat, summed over all rows
+
+That is a handful of multiplications per element, so a GPU spends the time moving bytes, not computing.  Eager
+PyTorch runs it as 8 kernels forward and 16 backward; each reads its inputs from memory and writes its result
+back.  Bytes read and written per element of a bf16 x (in between, the eager formula works in fp32, 4 bytes):
+
+                eager                                                            fused              ratio
+    forward     to fp32 6, pow 8, mean 4, * rstd 8, to bf16 6, * weight 4    36  x, y       2+2    4    9.0
+    backward    weight, dw 12, to fp32 6, * rstd 24, mean and pow 32,
+                add both paths 12, to bf16 6                                 92  dy, x, dx  2+2+2  6   15.3
+    both                                                                    128                   10   12.8
+
+The prediction: on tensors much larger than the GPU's cache, forward + backward is about 12.8 times as fast.
+
+Four ideas of Triton, in the order in which the kernels need them:
+
+1. A kernel is written as one *program*.  `kernel[(n_rows,)](...)` starts n_rows copies of it, in parallel and
+   in no particular order; `tl.program_id(0)` tells a copy which one it is, and so which row is its own.
+2. A program works on *blocks*.  `tl.arange(0, BLOCK_SIZE)` is BLOCK_SIZE numbers at once, so `tl.load` of a
+   pointer plus that block is a whole row in one statement.  The values then stay in registers, the fastest
+   memory there is, until `tl.store`.  Nothing in between touches memory: that is all "fused" means.
+3. The length of a block is a power of two and a `tl.constexpr`: known when the kernel is compiled, once for
+   each value.  Where H is no power of two the block is longer than the row, and a *mask* switches the surplus
+   lanes off: they load `other` (0, which adds nothing to a sum) and store nothing.
+4. A *persistent* grid has only as many programs as the GPU runs at once; each takes row after row in a loop.
+   What outlives a row (in the backward the weight, and the sum that becomes dw) stays in registers meanwhile.
+
+Limits: fp16, bf16, fp32; no second derivative; H up to 32,768, because one program holds a whole row in its
+registers.  Above H = 8,192 the backward needs more registers than there are and spills: correct, but slower.
+"""
+
+import contextlib
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # no GPU: run the kernels on the CPU, slowly; must precede `import triton`
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret  # True: Triton's interpreter runs the kernels below, on the CPU
+MAX_HIDDEN_SIZE = 32_768
+MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer never outgrows this, however many rows
+
+
+def rmsnorm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Eager RMSNorm, operation for operation what Hugging Face's LlamaRMSNorm does; float64 stays float64."""
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (..., H) fp32
+    variance = x_wide.pow(2).mean(-1, keepdim=True)  # (..., 1) fp32
+    x_hat = x_wide * torch.rsqrt(variance + eps)  # (..., H) fp32
+    return weight * x_hat.to(x.dtype)  # (..., H)
+
+
+@triton.jit
+def _rmsnorm_fwd_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    x_row_stride,
+    w_ptr,  # (n_cols,)
+    y_ptr,  # (n_rows, n_cols)
+    y_row_stride,
+    rstd_ptr,  # (n_rows,) fp32
+    n_cols,
+    eps,
+    BLOCK_SIZE: tl.constexpr,  # the first power of two >= n_cols
+):
+    row = tl.program_id(0).to(tl.int64)  # row * stride outgrows 32 bits, at H = 4096 from row 524,288 on
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+
+    # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count in the mean.
+    # The cast is for torch.compile, which passes a Python float as fp64 (a plain launch passes fp32).
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd)
+
+    # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.  The
+    # product is formed in fp32 and rounded once, as PyTorch does with two bf16 factors.
+    x_hat = (x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = x_hat * w
+    tl.store(y_ptr + row * y_row_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# The backward.  Given dy = dL/dy, find dx = dL/dx and dw = dL/dw.  For column j of a row:
+#
+#   y_j = x_hat_j * w_j    so     wdy_j = dL/dx_hat_j = w_j * dy_j
+#                          and    dw_j  = dy_j * x_hat_j, summed over the rows
+#
+#   x_hat_j = x_j * rstd depends on x_i twice: directly if i = j, and through rstd for every i, where
+#
+#       d rstd / d x_i = -1/2 * (mean(x * x) + eps)^(-3/2) * 2 * x_i / H = -rstd^3 * x_i / H
+#
+#   dx_i = sum_j wdy_j * (d x_hat_j / d x_i)
+#        = wdy_i * rstd - sum_j wdy_j * x_j * rstd^3 * x_i / H          now x * rstd = x_hat, twice
+#        = rstd * (wdy_i - x_hat_i * c1)                                c1 = sum_j wdy_j * x_hat_j / H
+#
+# The forward rounds x_hat to x's dtype.  Here that counts as the identity, as it does in autograd, where
+# `.to(dtype)` passes the gradient straight through: x_hat below is the unrounded one.
+#
+# dw needs every row, but a program sees one row at a time.  Writing dy * x_hat out to sum it later would cost
+# more bytes than dx itself.  Instead each program adds up its rows in registers and writes one row of partial
+# sums at its end.  Which rows it adds, and in which order, is fixed: a GPU gives the same bits every time.
+#
+# n_rows changes from batch to batch.  Triton compiles anew when an integer argument becomes 1, or becomes or
+# stops being a multiple of 16, except for arguments named in do_not_specialize.
+@triton.jit(do_not_specialize=["n_rows"])
+def _rmsnorm_bwd_kernel(
+    dy_ptr,  # (n_rows, n_cols)
+    dy_row_stride,
+    x_ptr,  # (n_rows, n_cols)
+    x_row_stride,
+    w_ptr,  # (n_cols,)
+    rstd_ptr,  # (n_rows,) fp32
+    dx_ptr,  # (n_rows, n_cols)
+    dx_row_stride,
+    dw_partial_ptr,  # (n_programs, n_cols) fp32; None if the weight is frozen
+    n_rows,
+    n_cols,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
+
+    # num_stages: while one row is computed, the loads of the next ones are already on their way.
+    for row in tl.range(pid, n_rows, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(row, tl.int64)
+        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+
+        x_hat = x * rstd
+        wdy = w * dy
+        c1 = tl.sum(wdy * x_hat, axis=0) / n_cols
+        dx = rstd * (wdy - x_hat * c1)
+        tl.store(dx_ptr + row * dx_row_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+        # None is known at compile time: for a frozen weight the next line is not even compiled.
+        if dw_partial_ptr is not None:
+            dw += dy * x_hat
+
+    if dw_partial_ptr is not None:
+        tl.store(dw_partial_ptr + pid * n_cols + cols, dw, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_programs"])
+def _rmsnorm_dw_kernel(dw_partial_ptr, dw_ptr, n_programs, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    # Columns in parallel, partial sums in a loop: a fixed order, unlike atomics.  Block sizes not tuned.
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    dw = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    for start in tl.range(0, n_programs, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < n_programs)[:, None] & (cols < n_cols)[None, :]
+        dw += tl.load(dw_partial_ptr + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None) -> None:
+    """Refuse what the kernels cannot compute, before any pointer is handed to them."""
+    for name, t in (("x", x), ("weight", weight), ("dy", x if dy is None else dy)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(f"{name} is {t.dtype}, expected float16, bfloat16 or float32: convert it first.")
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, expected x's {x.device}: move it with .to(x.device).")
+    if not x.is_cuda and not INTERPRETED:
+        raise ValueError(f"x is on {x.device}, expected a GPU: move it, or export TRITON_INTERPRET=1.")
+    if weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
+        allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {allowed}")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.shape[0]}): fit the weight.")
+    if dy is not None and dy.shape != x.shape:
+        raise ValueError(f"dy has shape {tuple(dy.shape)}, expected x's {tuple(x.shape)}: pass y's gradient.")
+
+
+def _as_rows(t: torch.Tensor) -> torch.Tensor:
+    """View t (..., H) as (n_rows, H) with adjacent columns; copy only where no such view exists."""
+    rows = t.reshape(-1, t.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+def _num_warps(block_size: int) -> int:
+    """A warp is 32 threads; the more of them share a row, the fewer values each one holds.  Not tuned."""
+    return 4 if block_size <= 2048 else 8 if block_size <= 8192 else 16
+
+
+def rmsnorm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32."""
+    _check(x, weight)
+    rows, weight = _as_rows(x), weight.contiguous()
+    n_rows, H = rows.shape
+    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)  # (..., H)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)  # (n_rows,) fp32
+    if n_rows > 0:
+        block, stride = triton.next_power_of_2(H), rows.stride(0)
+        with _on_device_of(x):
+            _rmsnorm_fwd_kernel[(n_rows,)](
+                rows, stride, weight, y, H, rstd, H, eps, BLOCK_SIZE=block, num_warps=_num_warps(block)
+            )
+    return y, rstd
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed."""
+    _check(x, weight, dy)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # (..., H)
+    dy, x, weight = _as_rows(dy), _as_rows(x), weight.contiguous()
+    n_rows, H = x.shape
+    if n_rows == 0:
+        return dx, torch.zeros_like(weight) if need_dweight else None
+
+    # Two programs per multiprocessor; a CPU has none, and 4 for it makes the programs loop there too.
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+    n_programs = min(n_rows, 2 * processors, MAX_DW_PARTIAL_BYTES // (4 * H))
+    # Rows loaded ahead wait in shared memory: two of them, if 64 KiB hold the two.  Not tuned.
+    block = triton.next_power_of_2(H)
+    warps = _num_warps(block)
+    stages = 3 if 2 * block * (dy.element_size() + x.element_size()) <= 64 * 2**10 else 1
+
+    dw_partial = dweight = None
+    if need_dweight:
+        dw_partial = torch.empty((n_programs, H), dtype=torch.float32, device=x.device)
+        dweight = torch.empty(H, dtype=weight.dtype, device=x.device)  # (H,)
+    args = (dy, dy.stride(0), x, x.stride(0), weight, rstd, dx, H, dw_partial, n_rows, H)
+    with _on_device_of(x):
+        _rmsnorm_bwd_kernel[(n_programs,)](*args, BLOCK_SIZE=block, STAGES=stages, num_warps=warps)
+        if need_dweight:
+            grid = (triton.cdiv(H, 16),)  # 64 x 16: 7.4 us on an H200 at H = 4096; 64 x 32: 11.6 us
+            _rmsnorm_dw_kernel[grid](dw_partial, dweight, n_programs, H, BLOCK_ROWS=64, BLOCK_COLS=16)
+    return dx, dweight
+
+
+class TritonRMSNormFunction(torch.autograd.Function):
+    """`TritonRMSNormFunction.apply(x, weight, eps)`: the two launchers, connected to autograd."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = rmsnorm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        # True only under create_graph=True.  `once_differentiable` would let the second derivative vanish
+        # without a word where dy itself needs no gradient.
+        if torch.is_grad_enabled():
+            raise RuntimeError("TritonRMSNorm has no second derivative, which create_graph=True asks for.")
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = rmsnorm_backward(dy, x, weight, rstd, need_dweight=ctx.needs_input_grad[1])
+        return dx, dweight, None
+
+
+class TritonRMSNorm(torch.nn.Module):
+    """Drop-in replacement for LlamaRMSNorm: same parameter, same `state_dict` keys, same numbers."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    @classmethod
+    def from_llama_rmsnorm(cls, module: torch.nn.Module) -> "TritonRMSNorm":
+        """Take over a LlamaRMSNorm; the weight is shared, not copied, so an optimizer may already hold it."""
+        norm = cls(module.weight.shape[0], module.variance_epsilon)
+        norm.weight = module.weight
+        return norm.train(module.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TritonRMSNormFunction.apply(x, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
