@@ -1,0 +1,827 @@
+"""Is the fused cross-entropy right?
+
+`python cross_entropy_test.py` prints a table: the loss and its gradient in fp32, bf16 and fp16, and the
+memory of four ways to compute them.  `pytest cross_entropy_test.py` makes the same checks, and many more.
+
+Everything is judged against float64 and allowed twice the error of eager PyTorch (see checking.py).  Eager
+is written here as Hugging Face writes it, logits.float() first: its most exact form, the hardest to match.
+
+A gradient is compared in two parts, the entry of each row's target and all the others.  In a norm over both,
+the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others would look fine.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cross_entropy_kernel
+from checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    needs_gpu,
+    needs_two_gpus,
+    print_checks,
+)
+from cross_entropy_kernel import (
+    TritonCrossEntropyLoss,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_reference,
+)
+
+N_ROWS, V = (512, 128_256) if HAS_GPU else (24, 1_000)  # the table's shape; most tests need only a small one
+SMALL_ROWS, SMALL_V = 5, 150
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+
+# 0 / 0 and inf - inf are the right answers in some tests; the interpreter's NumPy comments on them.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison_new_tensors():
+    """Make torch.empty return NaN (and huge integers), so that what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Let small vocabularies take several chunks too."""
+    set_block_size(monkeypatch, 64)
+
+
+def set_block_size(monkeypatch, block_size):
+    for name in ("FORWARD_BLOCK_SIZE", "BACKWARD_BLOCK_SIZE"):
+        monkeypatch.setattr(cross_entropy_kernel, name, block_size)
+
+
+def make_inputs(shape=(SMALL_ROWS, SMALL_V), dtype=torch.float32, offset=0.0, ignore_index=-100, seed=0):
+    """Logits with a mean in each row; every third row is sure of its target, every fifth is ignored."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    *batch, vocab = shape
+    logits = 3 * torch.randn(shape, generator=generator, device=DEVICE)
+    logits += torch.randn((*batch, 1), generator=generator, device=DEVICE) + offset
+    targets = torch.randint(vocab, batch, generator=generator, device=DEVICE)
+    rows, row_targets = logits.view(-1, vocab), targets.view(-1)
+    confident = torch.arange(len(rows), device=DEVICE)[2::3]
+    rows[confident, row_targets[confident]] += 20
+    row_targets[1::5] = ignore_index
+    return logits.to(dtype), targets
+
+
+def loss_and_gradient(loss_fn, logits, targets, grad_output=None):
+    """The loss and d loss / d logits; `logits` is used as it is, strides included."""
+    leaf = logits.detach().requires_grad_()
+    loss = loss_fn(leaf, targets)
+    loss.backward(None if grad_output is None else grad_output.to(loss.dtype))
+    return loss.detach(), leaf.grad
+
+
+def compare_both(name, ours, ref64, eager, targets) -> list[Check]:
+    """Three checks of a (loss, gradient): the loss, the target entries and the other entries."""
+    is_target = targets.unsqueeze(-1) == torch.arange(ref64[1].shape[-1], device=targets.device)
+    checks = [compare(f"{name} Loss", ours[0], ref64[0], eager[0])]
+    for part, elsewhere in (("target", ~is_target), ("other", is_target)):
+        gradients = (None if g is None else g.masked_fill(elsewhere, 0) for _, g in (ours, ref64, eager))
+        checks.append(compare(f"{name} Gradient ({part} entries)", *gradients))
+    return checks
+
+
+def reference_and_eager(logits, targets, grad_output=None, **options):
+    """(loss, gradient) in float64, and in eager PyTorch as Hugging Face writes it."""
+    ref64 = loss_and_gradient(
+        lambda x, t: cross_entropy_reference(x, t, **options), logits.double(), targets, grad_output
+    )
+    eager = loss_and_gradient(
+        lambda x, t: cross_entropy_reference(x.float(), t, **options), logits, targets, grad_output
+    )
+    return ref64, eager
+
+
+def run_checks(logits, targets, grad_output=None, loss_fn=None, **options) -> list[Check]:
+    """The three checks of the kernels, or of `loss_fn` in their place."""
+    ours = loss_and_gradient(loss_fn or TritonCrossEntropyLoss(**options), logits, targets, grad_output)
+    ref64, eager = reference_and_eager(logits, targets, grad_output, **options)
+    return compare_both(DTYPE_NAME[logits.dtype], ours, ref64, eager, targets)
+
+
+# ---------------------------------------------------------------------------- the comparator can fail
+
+
+def test_new_tensors_are_poisoned():
+    assert torch.empty(4, device=DEVICE).isnan().all()
+
+
+def gradient_for(logits, other_targets, n_valid):
+    def loss_fn(x, t):
+        return cross_entropy_reference(x, t, reduction="sum") / n_valid
+
+    return loss_and_gradient(loss_fn, logits.double(), other_targets)[1]
+
+
+WRONG_GRADIENTS = {  # from the right gradient g, the logits x, the targets t and the number of valid rows n
+    "zero": lambda g, x, t, n: torch.zeros_like(g),
+    "sign flip": lambda g, x, t, n: -g,
+    "other entries zeroed": lambda g, x, t, n: g.where(F.one_hot(t.clamp(min=0), SMALL_V) == 1, 0),
+    "target not subtracted": lambda g, x, t, n: g.clamp(min=0),
+    "target off by one": lambda g, x, t, n: gradient_for(x, ((t + 1) % SMALL_V).where(t >= 0, t), n),
+    "ignored rows trained": lambda g, x, t, n: gradient_for(x, t.clamp(min=0), n),
+    "mean over all rows": lambda g, x, t, n: g * n / len(t),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", WRONG_GRADIENTS)
+def test_comparator_rejects_wrong_gradient(mistake, dtype):
+    logits, targets = make_inputs(dtype=dtype)
+    ref64, eager = reference_and_eager(logits, targets)
+    right = compare_both("right", (ref64[0].float(), ref64[1].to(dtype)), ref64, eager, targets)
+    assert_all_passed(right)
+    gradient = WRONG_GRADIENTS[mistake](ref64[1], logits, targets, (targets != -100).sum()).to(dtype)
+    wrong = compare_both(mistake, (ref64[0].float(), gradient), ref64, eager, targets)
+    assert not all(check.passed for check in wrong)
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+def test_comparator_rejects_denominator_that_is_not_rescaled(rescale):
+    logits, targets = make_inputs()
+    logits += torch.linspace(0, 10, SMALL_V, device=DEVICE)  # each chunk has a larger maximum than the last
+
+    def online_softmax(x, t):
+        m, d = torch.full_like(x[:, 0], -INF), torch.zeros_like(x[:, 0])
+        for chunk in x.split(64, dim=-1):
+            m_new = torch.maximum(m, chunk.amax(-1))
+            d = (d * (m - m_new).exp() if rescale else d) + (chunk - m_new[:, None]).exp().sum(-1)
+            m = m_new
+        row_loss = m + d.log() - x.gather(-1, t.clamp(min=0)[:, None])[:, 0]
+        return row_loss[t != -100].mean()
+
+    checks = run_checks(logits, targets, loss_fn=online_softmax)
+    assert all(check.passed for check in checks) == rescale
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_block_size", [64, 8192])
+def test_one_chunk_and_many_give_the_reference(dtype, max_block_size, monkeypatch):
+    set_block_size(monkeypatch, max_block_size)
+    assert_all_passed(run_checks(*make_inputs(dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_table_shape(dtype, monkeypatch):
+    set_block_size(monkeypatch, 8192)
+    assert_all_passed(run_checks(*make_inputs((N_ROWS, V), dtype)))
+
+
+def test_worked_example_of_the_docstring(monkeypatch):
+    set_block_size(monkeypatch, 4)
+    logits = torch.tensor([[2.0, 5.0, 1.0, 3.0, 4.0, 7.0, 2.0, 6.0]], device=DEVICE)
+    loss, m, d, n_valid = cross_entropy_forward(logits, torch.tensor([5], device=DEVICE))
+    assert (round(loss.item(), 3), m.item(), round(d.item(), 3), n_valid.item()) == (0.462, 7.0, 1.587, 1)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193])
+def test_ragged_vocabulary_next_to_powers_of_two_and_chunk_ends(vocab):
+    assert_all_passed(run_checks(*make_inputs((4, vocab))))
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 1024, 1025])
+def test_number_of_rows_next_to_the_reduction_block(n_rows):
+    logits, targets = make_inputs((n_rows, 5))
+    targets[1:-5] = -100  # ignored rows are quick
+    assert_all_passed(run_checks(logits, targets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [80.0, -1e4])
+def test_large_offset_does_not_cost_digits(dtype, offset):
+    assert_all_passed(run_checks(*make_inputs(dtype=dtype, offset=offset)))
+
+
+@pytest.mark.parametrize("height", [5.0, 10.0, 15.0])
+def test_gradient_of_confident_rows(height):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn((48, SMALL_V), generator=generator, device=DEVICE)
+    targets = torch.randint(SMALL_V, (48,), generator=generator, device=DEVICE)
+    logits.scatter_(-1, targets[:, None], height)  # 1 - softmax(target) is about 0.6, 0.01 and 1e-4
+    assert_all_passed(run_checks(logits, targets, torch.ones(48, device=DEVICE), reduction="none"))
+
+
+def test_overflow_of_exp_without_the_maximum():
+    logits, targets = make_inputs()
+    assert_all_passed(run_checks(logits * 100, targets))
+
+
+# ---------------------------------------------------------------------------- -inf, inf and NaN logits
+
+
+@pytest.mark.parametrize("mask", ["first chunk", "middle chunk", "all but one", "scattered", "lowest float"])
+def test_masked_vocabulary_is_not_nan(mask):
+    logits, targets = make_inputs()
+    keep = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, targets.clamp(min=0)[:, None], True)
+    if mask == "first chunk":
+        keep[:, 64:] = True
+    elif mask == "middle chunk":
+        keep[:, :64] = keep[:, 128:] = True
+    elif mask != "all but one":
+        keep |= torch.rand(logits.shape, device=DEVICE) < 0.5
+    logits[~keep] = torch.finfo(torch.float32).min if mask == "lowest float" else -INF
+    assert_all_passed(run_checks(logits, targets))
+    _, gradient = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+    assert (gradient[~keep] == 0).all()
+
+
+def rows_alone(logits, targets, **options):
+    """Loss and gradient of every row, none divided by anything."""
+    grad_output = torch.ones_like(targets, dtype=torch.float32)
+    return loss_and_gradient(TritonCrossEntropyLoss(reduction="none", **options), logits, targets, grad_output)
+
+
+def assert_only_row_3_differs(loss_and_gradient_a, loss_and_gradient_b):
+    others = torch.arange(SMALL_ROWS, device=DEVICE) != 3
+    for a, b in zip(loss_and_gradient_a, loss_and_gradient_b):
+        assert torch.equal(a[others], b[others])
+        assert not torch.equal(a[3], b[3])
+
+
+@pytest.mark.parametrize("row", ["all -inf", "all lowest float", "target -inf", "one inf", "one NaN"])
+def test_unusual_row_is_as_in_pytorch_and_leaves_the_other_rows_alone(row):
+    logits, targets = make_inputs()
+    before = rows_alone(logits, targets)
+    columns = {"target": targets[3], "all": slice(None), "one": 100}[row.split()[0]]
+    logits[3, columns] = torch.finfo(torch.float32).min if row == "all lowest float" else float(row.split()[1])
+    after = rows_alone(logits, targets)
+    assert_only_row_3_differs(before, after)
+    grad_output = torch.ones(SMALL_ROWS, device=DEVICE)
+    ref64, _ = reference_and_eager(logits, targets, grad_output, reduction="none")
+    for ours, ref in zip(after, ref64):
+        torch.testing.assert_close(ours[3], ref[3].float(), equal_nan=True)
+
+
+def test_nan_logits_of_an_ignored_row_stay_out():
+    logits, targets = make_inputs()
+    plain = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+    logits[targets == -100] = NAN
+    loss, gradient = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+    assert torch.equal(loss, plain[0])
+    assert torch.equal(gradient, plain[1])
+
+
+# ---------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 1, 16, SMALL_V + 5, 2**40])
+def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
+    logits, targets = make_inputs(ignore_index=ignore_index)
+    assert (targets == ignore_index).any()
+    assert_all_passed(run_checks(logits, targets, ignore_index=ignore_index))
+    loss, gradient = rows_alone(logits, targets, ignore_index=ignore_index)
+    assert (loss[targets == ignore_index] == 0).all()
+    assert (gradient[targets == ignore_index] == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("n_rows", [0, 3])
+def test_no_valid_row_is_as_in_pytorch(n_rows, reduction):
+    logits = torch.randn(n_rows, SMALL_V, device=DEVICE)
+    targets = torch.full((n_rows,), -100, device=DEVICE)
+    grad_output = torch.ones((n_rows,) if reduction == "none" else ())
+    loss, gradient = loss_and_gradient(
+        TritonCrossEntropyLoss(reduction=reduction), logits, targets, grad_output.to(DEVICE)
+    )
+    expected = cross_entropy_reference(logits, targets, reduction=reduction)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    assert torch.equal(gradient, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("target", [SMALL_V, SMALL_V + 10, -1, -99, 2**31, 2**40, -(2**40)])
+def test_target_outside_the_vocabulary_gives_nan_for_its_row_only(target):
+    logits, targets = make_inputs()
+    before = rows_alone(logits, targets)
+    targets[3] = target
+    after = rows_alone(logits, targets)
+    assert_only_row_3_differs(before, after)
+    assert after[0][3].isnan() and after[1][3].isnan().all()
+    assert TritonCrossEntropyLoss()(logits, targets).isnan()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2**40])
+def test_int32_targets(ignore_index):
+    logits, targets = make_inputs()
+    options = {"ignore_index": ignore_index}
+    targets.clamp_(min=0 if ignore_index > 0 else -100)
+    ours = loss_and_gradient(TritonCrossEntropyLoss(**options), logits, targets.int())
+    as_int64 = loss_and_gradient(TritonCrossEntropyLoss(**options), logits, targets)
+    assert torch.equal(ours[0], as_int64[0]) and torch.equal(ours[1], as_int64[1])
+
+
+# ---------------------------------------------------------------------------- layouts
+
+LAYOUTS = {
+    "1-D, scalar target": lambda: make_inputs((SMALL_V,)),
+    "3-D": lambda: make_inputs((2, 3, SMALL_V)),
+    "4-D": lambda: make_inputs((2, 1, 3, SMALL_V)),
+    "transposed": lambda: with_logits(make_inputs(), lambda x: x.t().contiguous().t()),
+    "batch transposed": lambda: with_logits(make_inputs((2, 3, SMALL_V)), lambda x: x.mT.contiguous().mT),
+    "every other column": lambda: with_logits(make_inputs(), lambda x: x.repeat_interleave(2, -1)[:, ::2]),
+    "padded vocabulary": lambda: with_logits(make_inputs(), lambda x: F.pad(x, (0, 10))[:, :-10]),
+    "odd row stride": lambda: with_logits(make_inputs(), lambda x: F.pad(x, (1, 2))[:, 1:-2]),
+    "last token dropped": lambda: with_logits(make_inputs((2, 3, SMALL_V)), lambda x: F.pad(x, (0, 0, 0, 1))[:, :-1]),
+    "expanded": lambda: with_logits(make_inputs(), lambda x: x[:1].expand(SMALL_ROWS, -1)),
+    "one column": lambda: with_logits(make_inputs((4, 1)), lambda x: F.pad(x, (0, 6))[:, :1]),
+    "targets with a stride": lambda: with_targets(make_inputs(), lambda t: torch.stack([t, t - 1], -1)[:, 0]),
+    "targets transposed": lambda: with_targets(make_inputs((3, 2, SMALL_V)), lambda t: t.mT.contiguous().mT),
+    "targets expanded": lambda: with_targets(make_inputs(), lambda t: t[:1].expand(SMALL_ROWS)),
+}
+
+
+def with_logits(inputs, change):
+    return change(inputs[0]), inputs[1]
+
+
+def with_targets(inputs, change):
+    return inputs[0], change(inputs[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(layout):
+    logits, targets = LAYOUTS[layout]()
+    grad_output = torch.randn(targets.shape, device=DEVICE)
+    assert_all_passed(run_checks(logits, targets, grad_output, reduction="none"))
+
+
+# ---------------------------------------------------------------------------- upstream gradients
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_arbitrary_grad_output(reduction):
+    logits, targets = make_inputs((2, 3, SMALL_V))
+    grad_output = torch.randn((2, 3) if reduction == "none" else (), device=DEVICE)
+    assert_all_passed(run_checks(logits, targets, grad_output, reduction=reduction))
+
+
+@pytest.mark.parametrize("layout", ["expanded by sum", "expanded along one dimension", "transposed"])
+def test_grad_output_of_every_row_with_unusual_strides(layout):
+    logits, targets = make_inputs((2, 3, SMALL_V))
+    grad_output = {
+        "expanded by sum": torch.tensor(0.7, device=DEVICE).expand(2, 3),
+        "expanded along one dimension": torch.randn(2, 1, device=DEVICE).expand(2, 3),
+        "transposed": torch.randn(3, 2, device=DEVICE).t(),
+    }[layout]
+    assert_all_passed(run_checks(logits, targets, grad_output, reduction="none"))
+
+
+def test_sum_of_row_losses_gives_the_gradient_of_sum():
+    logits, targets = make_inputs()
+    by_rows = loss_and_gradient(lambda x, t: TritonCrossEntropyLoss(reduction="none")(x, t).sum(), logits, targets)
+    by_sum = loss_and_gradient(TritonCrossEntropyLoss(reduction="sum"), logits, targets)
+    assert torch.equal(by_rows[1], by_sum[1])
+
+
+def test_zero_grad_output_gives_zero_not_nan():
+    logits, targets = make_inputs()
+    logits[:, :70] = -INF
+    _, gradient = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets, torch.zeros((), device=DEVICE))
+    assert (gradient[targets >= 70] == 0).all()
+
+
+# ---------------------------------------------------------------------------- autograd's contract
+
+
+def test_inputs_are_not_changed():
+    logits, targets = make_inputs()
+    before = logits.clone(), targets.clone()
+    loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+    assert torch.equal(logits, before[0]) and torch.equal(targets, before[1])
+
+
+def test_loss_is_fp32_and_gradient_has_the_logits_dtype():
+    logits, targets = make_inputs(dtype=torch.bfloat16)
+    loss, gradient = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_second_backward_through_a_retained_graph():
+    logits, targets = make_inputs()
+    once = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)[1]
+    leaf = logits.requires_grad_()
+    loss = TritonCrossEntropyLoss()(leaf, targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(leaf.grad, 2 * once)
+
+
+def test_two_losses_on_one_tensor():
+    logits, targets = make_inputs()
+    other_targets = targets.flip(0)
+
+    def both(loss_fn):
+        return lambda x, t: loss_fn(x, t) + 3 * loss_fn(x, other_targets)
+
+    ref64 = loss_and_gradient(both(cross_entropy_reference), logits.double(), targets)
+    eager = loss_and_gradient(both(cross_entropy_reference), logits, targets)
+    ours = loss_and_gradient(both(TritonCrossEntropyLoss()), logits, targets)
+    assert_all_passed(compare_both("two losses", ours, ref64, eager, targets))
+
+
+def test_gradients_accumulate_over_micro_batches():
+    logits, targets = make_inputs((6, SMALL_V))
+    whole = loss_and_gradient(TritonCrossEntropyLoss(reduction="sum"), logits, targets)[1]
+    leaf = logits.requires_grad_()
+    for rows in (slice(0, 2), slice(2, 6)):
+        TritonCrossEntropyLoss(reduction="sum")(leaf[rows], targets[rows]).backward()
+    assert torch.equal(leaf.grad, whole)
+
+
+def test_no_grad_and_frozen_logits_build_no_graph():
+    logits, targets = make_inputs()
+    frozen = TritonCrossEntropyLoss(inplace=True)(logits, targets)
+    with torch.no_grad():
+        unrecorded = TritonCrossEntropyLoss()(logits.requires_grad_(), targets)
+    assert frozen.grad_fn is None and unrecorded.grad_fn is None
+    assert torch.equal(frozen, unrecorded)
+
+
+def test_second_derivative_is_refused_not_silently_zero():
+    logits, targets = make_inputs()
+    loss = TritonCrossEntropyLoss()(logits.requires_grad_(), targets)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_launchers_work_without_autograd(reduction):
+    logits, targets = make_inputs(dtype=torch.bfloat16)
+    grad_output = torch.randn((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
+    expected = loss_and_gradient(TritonCrossEntropyLoss(reduction=reduction), logits, targets, grad_output)
+    loss, m, d, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
+    new = cross_entropy_backward(grad_output, logits, targets, m, d, n_valid)
+    assert new.data_ptr() != logits.data_ptr()
+    over = cross_entropy_backward(grad_output, logits, targets, m, d, n_valid, inplace=True)
+    assert over.data_ptr() == logits.data_ptr()
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(new, expected[1]) and torch.equal(over, expected[1])
+
+
+def test_every_run_gives_the_same_bits():
+    logits, targets = make_inputs((5_000, 700) if HAS_GPU else (20, 150))
+    first, second = (loss_and_gradient(TritonCrossEntropyLoss(), logits, targets) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+# ---------------------------------------------------------------------------- inplace=True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(SMALL_ROWS, SMALL_V), (2, 3, SMALL_V), (SMALL_V,)])
+def test_inplace_writes_the_same_gradient_over_the_logits(shape, dtype):
+    values, targets = make_inputs(shape, dtype)
+    expected = loss_and_gradient(TritonCrossEntropyLoss(), values, targets)
+    leaf = values.clone().requires_grad_()
+    logits = leaf.clone()
+    gradients = []
+    logits.register_hook(gradients.append)
+    loss = TritonCrossEntropyLoss(inplace=True)(logits, targets)
+    assert torch.equal(logits, values), "the forward must not change the logits"
+    loss.backward()
+    assert gradients[0].data_ptr() == logits.data_ptr()
+    assert torch.equal(loss, expected[0]) and torch.equal(leaf.grad, expected[1])
+    assert torch.equal(leaf, values)
+
+
+def test_inplace_second_backward_raises():
+    values, targets = make_inputs()
+    logits = values.requires_grad_().clone()
+    loss = TritonCrossEntropyLoss(inplace=True)(logits, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inplace_second_loss_on_the_same_logits_raises():
+    values, targets = make_inputs()
+    logits = values.requires_grad_().clone()
+    loss_fn = TritonCrossEntropyLoss(inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss_fn(logits, targets) + loss_fn(logits, targets.flip(0))).backward()
+
+
+def test_inplace_other_saved_use_of_the_logits_raises():
+    values, targets = make_inputs()
+    logits = values.requires_grad_().tanh()  # like a soft cap: its backward reads its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        TritonCrossEntropyLoss(inplace=True)(logits, targets).backward()
+
+
+def refused_inplace(logits, targets, match):
+    before = logits.detach().clone()
+    with pytest.raises(ValueError, match=match):
+        TritonCrossEntropyLoss(inplace=True)(logits, targets)
+    assert torch.equal(logits, before)
+
+
+def test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory():
+    logits, targets = make_inputs()
+    refused_inplace(logits.requires_grad_(), targets, "is a leaf")
+    refused_inplace(logits.view(1, SMALL_ROWS, SMALL_V), targets[None], "is a leaf")
+
+
+INPLACE_LAYOUTS = ["transposed", "every other column", "padded vocabulary", "last token dropped", "expanded"]
+
+
+@pytest.mark.parametrize("layout", INPLACE_LAYOUTS)
+def test_inplace_refuses_memory_that_cannot_hold_the_gradient(layout):
+    logits, targets = LAYOUTS[layout]()
+    refused_inplace(logits, targets, "expected contiguous ones")
+
+
+# ---------------------------------------------------------------------------- Hugging Face
+
+
+@pytest.mark.parametrize("num_items_in_batch", [None, 11])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_hugging_face_on_shifted_labels(dtype, num_items_in_batch):
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    logits, labels = make_inputs((2, 5, SMALL_V), dtype)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+
+    def hugging_face(x, _):
+        return loss_utils.ForCausalLMLoss(x, labels, SMALL_V, num_items_in_batch=num_items_in_batch)
+
+    def ours(x, t):
+        if num_items_in_batch is None:
+            return TritonCrossEntropyLoss()(x, t)
+        return TritonCrossEntropyLoss(reduction="sum")(x, t) / num_items_in_batch
+
+    def ref64(x, t):
+        total = cross_entropy_reference(x, t, reduction="sum")
+        return total / (num_items_in_batch or (t != -100).sum())
+
+    assert_all_passed(
+        compare_both(
+            "Hugging Face",
+            loss_and_gradient(ours, logits, shifted),
+            loss_and_gradient(ref64, logits.double(), shifted),
+            loss_and_gradient(hugging_face, logits, shifted),
+            shifted,
+        )
+    )
+
+
+# ---------------------------------------------------------------------------- bad input
+
+X, T = torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)
+BAD_INPUTS = {
+    "logits no tensor": ([[0.0]], T, TypeError, "logits is a list, targets a Tensor"),
+    "targets no tensor": (X, [0, 1], TypeError, "logits is a Tensor, targets a list"),
+    "float64 logits": (X.double(), T, TypeError, "logits is torch.float64, expected float16, bfloat16"),
+    "integer logits": (X.long(), T, TypeError, "logits is torch.int64, expected float16"),
+    "class probabilities": (X, X, TypeError, "targets is torch.float32, expected class indices"),
+    "uint8 targets": (X, T.to(torch.uint8), TypeError, "targets is torch.uint8, expected class indices"),
+    "boolean targets": (X, T.bool(), TypeError, "targets is torch.bool, expected class indices"),
+    "no vocabulary": (
+        X[:, :0],
+        T,
+        ValueError,
+        r"\(2, 0\) and targets \(2,\), expected \(..., V\) with V >= 1",
+    ),
+    "0-D logits": (X[0, 0], T[0], ValueError, r"logits has shape \(\) and targets \(\)"),
+    "too few targets": (X, T[:1], ValueError, r"logits has shape \(2, 5\) and targets \(1,\)"),
+    "vocabulary second": (X[..., None], T[:, None], ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"),
+    "two devices": (X, T.to("meta"), ValueError, "logits is on .* and targets on meta: move one"),
+    "unknown device": (X.to("meta"), T.to("meta"), ValueError, "logits is on meta, expected a GPU"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_INPUTS)
+def test_bad_input_is_refused_with_a_sentence(mistake, monkeypatch):
+    monkeypatch.setattr(cross_entropy_kernel, "INTERPRETED", False)  # the device is looked at last
+    logits, targets, error, sentence = BAD_INPUTS[mistake]
+    with pytest.raises(error, match=sentence):
+        TritonCrossEntropyLoss()(logits, targets)
+    with pytest.raises(error, match=sentence):
+        cross_entropy_backward(torch.ones(()), logits, targets, None, None, None)
+
+
+def test_cpu_tensors_are_refused_where_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr(cross_entropy_kernel, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="logits is on cpu, expected a GPU: move it, or set TRITON_INTERPRET"):
+        TritonCrossEntropyLoss()(X, T)
+
+
+def test_unknown_reduction_is_refused_when_it_is_given():
+    with pytest.raises(ValueError, match="reduction is 'avg', expected one of"):
+        TritonCrossEntropyLoss(reduction="avg")
+    with pytest.raises(ValueError, match="reduction is 'avg', expected one of"):
+        cross_entropy_forward(X.to(DEVICE), T.to(DEVICE), reduction="avg")
+
+
+# ---------------------------------------------------------------------------- on a GPU only
+
+
+@needs_gpu
+def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
+    n_rows, vocab = 17_000, 128_256  # 2**31 elements end in row 16,743
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 10 * 2**30:
+        pytest.skip("needs 10 GiB of free GPU memory")
+    torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
+    set_block_size(monkeypatch, 8192)
+    logits = torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3)
+    targets = torch.randint(vocab, (n_rows,), device=DEVICE)
+    grad_output = torch.randn(n_rows, device=DEVICE)
+    loss, m, d, _ = cross_entropy_forward(logits, targets, reduction="none")
+    gradient = cross_entropy_backward(grad_output, logits, targets, m, d, None)
+    for rows in (slice(0, 4), slice(16_742, 16_746), slice(-4, None)):
+        ref64, eager = reference_and_eager(logits[rows], targets[rows], grad_output[rows], reduction="none")
+        ours = loss[rows], gradient[rows]
+        assert_all_passed(compare_both(f"rows {rows.start} on", ours, ref64, eager, targets[rows]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_compile_in_one_graph_with_ignored_rows(reduction, inplace):
+    torch.use_deterministic_algorithms(False)
+    module = TritonCrossEntropyLoss(reduction=reduction, inplace=inplace)
+    compiled = torch.compile(lambda x, t: module(x * 1.0, t), fullgraph=True)  # in place needs a result
+    logits, targets = make_inputs(dtype=torch.bfloat16)
+    grad_output = torch.randn((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
+    checks = run_checks(logits, targets, grad_output, loss_fn=compiled, reduction=reduction)
+    assert_all_passed(checks)
+
+
+@needs_gpu
+@pytest.mark.parametrize("inplace", [False, True])
+def test_cuda_graph_captures_forward_and_backward(inplace):
+    torch.use_deterministic_algorithms(False)
+    loss_fn = TritonCrossEntropyLoss(inplace=inplace)
+    values, targets = make_inputs(dtype=torch.bfloat16)
+    leaf, static_targets = values.clone().requires_grad_(), targets.clone()
+
+    def step():
+        leaf.grad = None
+        loss = loss_fn(leaf * 1.0, static_targets)
+        loss.backward()
+        return loss
+
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static_loss = step()
+
+    new_values, new_targets = make_inputs(dtype=torch.bfloat16, seed=1)
+    with torch.no_grad():
+        leaf.copy_(new_values)
+    static_targets.copy_(new_targets)
+    graph.replay()
+    loss, gradient = loss_and_gradient(TritonCrossEntropyLoss(), new_values, new_targets)
+    assert torch.equal(static_loss, loss) and torch.equal(leaf.grad, gradient)
+
+
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_host_never_waits_for_the_gpu(reduction, inplace):
+    loss_fn = TritonCrossEntropyLoss(reduction=reduction, inplace=inplace)
+    values, targets = make_inputs()
+    targets[0] = SMALL_V  # nor does it look for bad targets
+    leaf = values.requires_grad_()
+    loss_fn(leaf * 1.0, targets).sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_fn(leaf * 1.0, targets).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_new_number_of_rows_compiles_nothing(monkeypatch):
+    def step(n_rows):
+        loss_and_gradient(TritonCrossEntropyLoss(), *make_inputs((n_rows, 128)))
+
+    step(16)
+    compiled = []
+    runtime = cross_entropy_kernel.triton.knobs.runtime
+    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    for n_rows in (17, 1, 33, 1024):
+        step(n_rows)
+    assert not compiled
+
+
+@needs_two_gpus
+def test_gpu_that_is_not_the_current_one():
+    logits, targets = (tensor.to("cuda:1") for tensor in make_inputs())
+    assert torch.cuda.current_device() == 0
+    assert_all_passed(run_checks(logits, targets))
+    assert torch.cuda.current_device() == 0
+
+
+class Produce(torch.autograd.Function):
+    """A copy of `values` that is an operation's result, as logits are; its backward takes no memory."""
+
+    @staticmethod
+    def forward(ctx, anchor, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_zeros(()), None
+
+
+WAYS = {
+    "PyTorch as Hugging Face writes it (logits.float())": lambda x, t: F.cross_entropy(x.float(), t),
+    "PyTorch on the bf16 logits": F.cross_entropy,
+    "ours": TritonCrossEntropyLoss(),
+    "ours, inplace=True": TritonCrossEntropyLoss(inplace=True),
+}
+
+
+def measure_extra_memory() -> tuple[int, dict[str, int]]:
+    """Bytes of the logits, and for each way the peak beyond them in forward and backward."""
+    values = torch.randn((N_ROWS, V), dtype=torch.bfloat16, device=DEVICE)
+    targets = torch.randint(V, (N_ROWS,), device=DEVICE)
+    extra = {}
+    for way, loss_fn in WAYS.items():
+        logits = Produce.apply(torch.zeros((), device=DEVICE, requires_grad=True), values)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss_fn(logits, targets).backward()
+        extra[way] = torch.cuda.max_memory_allocated() - before
+        del logits
+    return values.nbytes, extra
+
+
+def memory_is_as_promised(logits_bytes: int, extra: dict[str, int]) -> bool:
+    """One gradient as large as the logits and nothing else; in place not even that."""
+    slack = 2**20
+    return extra["ours"] <= logits_bytes + slack and extra["ours, inplace=True"] <= slack
+
+
+@needs_gpu
+def test_memory_beyond_the_logits_is_one_gradient_or_none():
+    logits_bytes, extra = measure_extra_memory()
+    assert memory_is_as_promised(logits_bytes, extra), extra
+
+
+# ---------------------------------------------------------------------------- the table
+
+
+def print_memory() -> bool:
+    print("\nMemory Comparison\n" + "-" * 60)
+    if not HAS_GPU:
+        print("  (on a GPU only)")
+        return True
+    logits_bytes, extra = measure_extra_memory()
+    standard, fused = (logits_bytes + extra[way] for way in (next(iter(WAYS)), "ours"))
+    print(f"  Standard PyTorch CE — peak memory: {standard / 1e6:.1f} MB")
+    print(f"  Fused Triton CE — peak memory: {fused / 1e6:.1f} MB")
+    print(f"  Memory reduction: {standard / fused:.1f}x")
+    print(f"\n  Of that, beyond the {logits_bytes / 1e6:.1f} MB of logits themselves ({N_ROWS} x {V:,}, bf16):")
+    for way, size in extra.items():
+        print(f"    {way:<52}{size / 1e6:>8.1f} MB")
+    passed = memory_is_as_promised(logits_bytes, extra)
+    print(f"  At most one gradient, and none in place: {'PASSED' if passed else 'FAILED'}")
+    return passed
+
+
+def main() -> int:
+    if not HAS_GPU:
+        print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
+    print("Cross-Entropy Correctness Tests\n" + "=" * 60)
+    print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.  allowed: twice eager's, plus a floor.")
+    passed = True
+    titles = ["Float32", "BFloat16 (bf16 logits and gradient, fp32 loss)", "Float16 (likewise)"]
+    for number, (dtype, title) in enumerate(zip(DTYPES, titles), start=1):
+        print(f"\nTest {number}: {title}")
+        logits, targets = make_inputs((N_ROWS, V), dtype)
+        ours = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
+        ref64, eager = reference_and_eager(logits, targets)
+        loss, *gradients = compare_both(DTYPE_NAME[dtype], ours, ref64, eager, targets)
+        verdict = "PASSED" if loss.passed else "FAILED"
+        values = f"ref: {ref64[0].item():.6f}  custom: {ours[0].item():.6f}  diff: {loss.max_diff:.2e}"
+        print(f"  {loss.name} — {values}  {verdict}")
+        passed &= print_checks(gradients) and loss.passed
+    passed &= print_memory()
+    print("\n" + "=" * 60 + f"\nAll cross-entropy tests {'PASSED' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
