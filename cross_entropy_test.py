@@ -599,7 +599,7 @@ BAD_INPUTS = {
     "0-D logits": (X[0, 0], T[0], ValueError, r"logits has shape \(\) and targets \(\)"),
     "too few targets": (X, T[:1], ValueError, r"logits has shape \(2, 5\) and targets \(1,\)"),
     "vocabulary second": (X[..., None], T[:, None], ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"),
-    "two devices": (X, T.to("meta"), ValueError, "logits is on .* and targets on meta: move one"),
+    "two devices": (X, T.to("meta"), ValueError, "logits is on .*, targets on meta: move one"),
     "unknown device": (X.to("meta"), T.to("meta"), ValueError, "logits is on meta, expected a GPU"),
 }
 
