@@ -1,0 +1,341 @@
+"""The workshop's instruments: ceilings, timing, memory, tables and JSON records.
+
+Everything here is shared by the scripts; no kernel mathematics lives here.
+
+Units: times in microseconds (us) or seconds, bandwidth in GB/s and memory in
+MB and GB, all decimal (1 GB = 1e9 bytes), as the playbook's tables print them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # read when triton is first imported: kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+RULE = "=" * 70
+NO_GPU_NOTE = (
+    "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"
+    "with small shapes. Timings printed below are NOT meaningful."
+)
+
+# Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs
+# utilization.  First matching name wins; a GPU that is not listed gives n/a.
+DATASHEET_BF16_TFLOPS = {
+    "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250,
+    "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- command line
+
+
+class UserError(Exception):
+    """The input is at fault: one sentence, exit code 2."""
+
+
+class RunError(Exception):
+    """Something failed while running: one sentence, exit code 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as one sentence in place of the usage text."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def whole_number(text: str, least: int = 0) -> int:
+    """argparse type: an integer of at least `least` that fits 31 bits, as every size and seed in use does."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least} (below 2**31), not {text!r}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    return whole_number(text, least=1)
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a number above 0, and below 1e30 so that fp32 holds what is computed from it."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e30:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
+    return value
+
+
+OUT_OF_MEMORY = (
+    f"{'the GPU' if HAS_GPU else 'this machine'} ran out of memory. Lower, in this order: --batch-size, --seq-len; "
+    "then use a smaller --model. On a GPU, also check with nvidia-smi that no other process holds its memory"
+)
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """PyTorch's allocator has an exception of its own; Triton, cuBLAS and the CPU's say it in words."""
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(w in str(error) for w in words)
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run a script's main(): exit code 0, 1 (failed while running) or 2 (bad input), no traceback."""
+    try:
+        code = main() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        print(f"error: {OUT_OF_MEMORY}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def require_writable(path: str | None) -> None:
+    """Refuse an output file that could not be written, before minutes of work are spent on it."""
+    if path is None:
+        return
+    target = Path(path)
+    existed = target.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    if not existed:
+        target.unlink()
+
+
+# ---------------------------------------------------------------- environment
+
+
+def commit() -> str:
+    """This checkout's commit, '+' where files differ from it; GIT_COMMIT overrides; 'unknown' without git."""
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"]
+    here = Path(__file__).parent
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def environment() -> dict:
+    """What a record must say about where it was made."""
+    import transformers
+
+    env = {
+        "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
+        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None,
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+    return env
+
+
+def environment_line(env: dict) -> str:
+    """One line: GPU, versions, date, commit."""
+    device = env["gpu"] or f"none (CPU {env['cpu']})"
+    return (
+        f"GPU: {device} | PyTorch {env['torch']} | Triton {env['triton']} | "
+        f"transformers {env['transformers']} | {env['date']} | commit {env['commit']}"
+    )
+
+
+def datasheet_tflops(gpu: str | None) -> float | None:
+    """Dense bf16 TFLOP/s by the data sheet, None where the GPU is not listed."""
+    return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
+
+
+# ---------------------------------------------------------------- timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: 20th percentile, median, 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def synchronize() -> None:
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
+    """Wall time of fn(), launches included.
+
+    On a GPU: triton's do_bench (warm-up first, so that compilation stays out;
+    the L2 cache is flushed before every call, so that inputs come from memory).
+    """
+    if HAS_GPU:
+        return Timing(*(1e3 * t for t in triton.testing.do_bench(fn, warmup=25, rep=rep_ms, quantiles=[0.2, 0.5, 0.8])))
+    samples = []
+    for _ in range(3):
+        start = time.perf_counter()
+        fn()
+        samples.append(1e6 * (time.perf_counter() - start))
+    low, middle, high = sorted(samples)
+    return Timing(low, middle, high)
+
+
+def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
+    """Kernel time of fn() alone: median us of its replays from one CUDA graph, no Python in between.
+
+    Without a GPU, or where fn cannot be captured because it synchronizes with
+    the host, None.  Replays run back to back, so data that fits in L2 stays there.
+    """
+    if not HAS_GPU:
+        return None
+    try:
+        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
+    except RuntimeError:  # "operation not permitted when stream is capturing"
+        torch.cuda.synchronize()
+        return None
+
+
+def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
+    """Measured device copy rate, GB/s, reads plus writes counted."""
+    if not HAS_GPU:
+        n_bytes = 64 << 20
+    source = torch.empty(n_bytes, dtype=torch.uint8, device="cuda" if HAS_GPU else "cpu").random_()
+    target = torch.empty_like(source)
+    return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
+
+
+def matmul_rate(n: int = 8192) -> float:
+    """Measured bf16 matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
+    n = n if HAS_GPU else 512
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda" if HAS_GPU else "cpu") for _ in range(2))
+    return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
+
+
+def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
+    """The speed of light of this machine, measured in this run."""
+    return "\n".join(
+        [
+            environment_line(env),
+            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
+        ]
+    )
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
+    """Peak GPU memory that fn() allocates beyond what was allocated before it; None on the CPU."""
+    if not HAS_GPU:
+        return None
+    fn()  # workspaces that are allocated once do not count
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory allocated on the GPU so far; on the CPU, the peak resident size of this process."""
+    if HAS_GPU:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ---------------------------------------------------------------- output
+
+
+def title(text: str) -> str:
+    return f"{RULE}\n{text}\n{RULE}"
+
+
+def table(headers: list[str], rows: list[list], align: list[str] | None = None) -> str:
+    """A plain table: the first column left-aligned, the others right-aligned unless told."""
+    align = align or ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:
+    return missing if value is None else format(value, spec)
+
+
+def write_record(path: str | None, record: dict) -> None:
+    """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
+
+    Raises:
+        RunError: the file cannot be written (any more).
+    """
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(f"the record could not be written to {path}: {error.strerror}") from error
+    print(f"Record written to {path}")
+
+
+def read_record(path: str, kind: str) -> dict:
+    """Read a record of the given kind.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or is a record of another kind.
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a JSON record: {error}") from error
+    if not isinstance(record, dict) or record.get("kind") != kind:
+        found = record.get("kind") if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
+    return record
