@@ -1,0 +1,21 @@
+"""Step 11, baseline: fine-tune LLaMA 3.1 8B as Hugging Face and PyTorch ship it.
+
+    python finetune_baseline.py                  # 20 steps of 1 x 512 tokens
+    python finetune_baseline.py --random-init    # the same without access to the weights
+
+finetune_optimized.py runs the same loop with custom kernels; compare_runs.py lays two runs side by side.
+"""
+
+import llama
+import measure
+
+
+def main() -> None:
+    args = llama.finetune_parser(__doc__).parse_args()
+    llama.check_outputs(args)
+    model = llama.load_model(args)
+    llama.finetune(model, args, title="Baseline", kernels=[])
+
+
+if __name__ == "__main__":
+    measure.run_main(main)

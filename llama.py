@@ -1,0 +1,702 @@
+"""The workload: a LLaMA, text to train on, and the training loop that every script shares.
+
+Nothing here knows a custom kernel.  A script loads a model, may patch kernels
+in with `replace_modules` and `causal_lm_loss`, and hands it to `finetune`, so
+the baseline and the optimized run differ in what is patched and nothing else.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sysconfig
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+import measure
+from measure import HAS_GPU, RunError, UserError, positive_int, whole_number
+
+# read on import: one error sentence must not drown in a library's warnings (progress bars stay)
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+# after `measure`, which decides how triton (imported by transformers) will run
+from huggingface_hub import errors as hub_errors  # isort: skip
+from huggingface_hub import hf_hub_download  # isort: skip
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # isort: skip
+
+DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
+UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+IGNORE_INDEX = -100
+BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
+WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
+VALIDATION_BATCHES = 4
+NOT_SAVED = "nothing was saved. Try a lower --lr"
+CPU_PARAMETER_LIMIT = 1_000_000_000
+
+
+# ---------------------------------------------------------------- flags
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that mean the same thing in every script."""
+    add = parser.add_argument
+    # fmt: off
+    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny",
+        help="Hugging Face id, local directory, or 'tiny': a small random LLaMA, no download "
+        "(default: %(default)s)")
+    add("--random-init", action="store_true",
+        help="the model's real architecture with random weights; nothing is downloaded for the default model")
+    add("--data", default="stdlib", metavar="stdlib|synthetic|FILE.txt|FILE.jsonl",
+        help="stdlib: the source of Python's standard library; synthetic: random tokens; a text file; "
+        "or jsonl with 'prompt' and 'completion' (default: %(default)s)")
+    add("--batch-size", type=positive_int, default=1, help="sequences per step (default: %(default)s)")
+    add("--seq-len", type=positive_int, default=512, help="tokens per sequence (default: %(default)s)")
+    add("--seed", type=whole_number, default=0, help="of weights and data order (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="bf16" if HAS_GPU else "fp32",
+        help="of weights, activations and optimizer state (default here: %(default)s)")
+    add("--json", metavar="FILE", help="write the run as a JSON record")
+    # fmt: on
+
+
+def add_kernels_flag(parser: argparse.ArgumentParser, known: list[str], default: str) -> None:
+    """--kernels a,b|all|none, refused where a name is not one of `known`."""
+
+    def parse(text: str) -> list[str]:
+        names = {"all": known, "none": []}.get(text, text.split(","))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"unknown kernel {', '.join(map(repr, unknown))}; choose from {', '.join(known)}, all, none"
+            )
+        return [name for name in known if name in names]
+
+    parser.add_argument(
+        "--kernels", type=parse, default=default, metavar="NAME,NAME|all|none",
+        help=f"custom kernels to use, of {', '.join(known)} (default: %(default)s)",
+    )  # fmt: skip
+
+
+def finetune_parser(doc: str) -> argparse.ArgumentParser:
+    """The flags of both fine-tuning scripts."""
+    parser = measure.Parser(doc)
+    add_workload_flags(parser)
+    add = parser.add_argument
+    add("--steps", type=positive_int, default=20, help="optimizer steps (default: %(default)s)")
+    add("--lr", type=measure.positive_float, help="learning rate (default: 1e-5; 1e-3 for tiny)")
+    add("--save", metavar="DIR", help="write the trained model; from_pretrained(DIR) loads it")
+    return parser
+
+
+# ---------------------------------------------------------------- model
+
+
+def llama_3_1_8b_config() -> LlamaConfig:
+    """LLaMA 3.1 8B's architecture, so that --random-init needs no download."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        bos_token_id=128_000,
+        eos_token_id=128_001,
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_config() -> LlamaConfig:
+    """The same shape of network at a size that a CPU trains in seconds; bytes as tokens."""
+    return LlamaConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-5,
+        bos_token_id=256,
+        eos_token_id=256,
+        tie_word_embeddings=False,
+    )
+
+
+def load_config(args: argparse.Namespace) -> LlamaConfig:
+    """The model's configuration, or a UserError that says what to do.
+
+    Refused: a model that cannot be reached, one that is not a LLaMA, a sequence
+    longer than the model allows, a model too large for a machine without a GPU.
+    """
+    if args.model == "tiny":
+        config = tiny_config()
+    elif args.random_init and args.model == DEFAULT_MODEL:
+        config = llama_3_1_8b_config()
+    else:
+        if args.model == DEFAULT_MODEL and not HAS_GPU:
+            raise UserError(no_gpu_message(args.model))
+        config = download_config(args.model)
+    if config.model_type != "llama":
+        raise UserError(f"{args.model} is a {config.model_type!r} model; these scripts train LLaMA models")
+    if args.seq_len < 2:
+        raise UserError(f"--seq-len {args.seq_len} leaves no next token to predict; at least 2 are needed")
+    if args.seq_len > config.max_position_embeddings:
+        raise UserError(
+            f"--seq-len {args.seq_len} is longer than the {config.max_position_embeddings} positions of {args.model}"
+        )
+    if not HAS_GPU and parameter_count(config) > CPU_PARAMETER_LIMIT:
+        raise UserError(no_gpu_message(args.model))
+    return config
+
+
+def no_gpu_message(model: str) -> str:
+    return f"{model} needs a CUDA GPU and none was found; use --model tiny (or a model under 1 billion parameters)"
+
+
+def download_config(model: str) -> LlamaConfig:
+    """Configuration of a local directory or a Hugging Face id; downloads nothing but config.json."""
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").is_file():
+            raise UserError(f"the directory {model} holds no config.json, so it is not a saved model")
+        with loading(f"the configuration of {model}"):
+            return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if model.startswith((".", "/", "~")):
+        raise UserError(f"the directory {model} does not exist")
+    try:
+        hf_hub_download(model, "config.json")
+    except hub_errors.GatedRepoError as error:
+        raise UserError(refused_message(model)) from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"Hugging Face knows no model {model!r} (or your HF_TOKEN is missing or invalid: "
+            "check with `hf auth whoami`)"
+        ) from error
+    except hub_errors.HFValidationError as error:
+        raise UserError(f"{model!r} is neither a directory nor a Hugging Face model id") from error
+    except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
+        # LocalEntryNotFoundError: not cached, and the hub (its answer is the cause) does not send it
+        answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+        status = None if answer is None else answer.status_code
+        if status in (401, 403):
+            raise UserError(refused_message(model)) from error
+        if status == 404:
+            raise UserError(f"{model} has no config.json, so it is not a transformers model") from error
+        raise UserError(unreachable_message(model)) from error
+    with loading(f"the configuration of {model}"):
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def refused_message(model: str) -> str:
+    return (
+        f"access to {model} was refused. Accept the license at https://huggingface.co/{model}, then "
+        "export HF_TOKEN=hf_... with a valid token of that account. Without access: --random-init runs the "
+        f"default model's architecture, and --model {UNGATED_MODEL} is open to everyone"
+    )
+
+
+def unreachable_message(model: str) -> str:
+    return (
+        f"{model} is not in the local cache and Hugging Face could not be reached. Check the network, or run "
+        "without a download: --model tiny, a local directory, or --random-init with the default model"
+    )
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Parameters of a LLaMA, counted from its configuration."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def load_model(args: argparse.Namespace) -> torch.nn.Module:
+    """The model in training mode, on the GPU if there is one, in --dtype.
+
+    Random weights are drawn on the device itself from --seed, so that two runs
+    start from the same point and 8B parameters take seconds.
+    """
+    config = load_config(args)
+    if args.data not in ("stdlib", "synthetic"):
+        read_file(args.data)  # a wrong path is refused here, not after the weights took minutes to load
+    dtype = DTYPES[args.dtype]
+    torch.manual_seed(args.seed)
+    if args.model == "tiny" or args.random_init:
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        with loading(f"the weights of {args.model}"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                args.model, dtype=dtype, device_map={"": DEVICE},
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        # transformers fills these with random numbers; that would train, from the wrong start
+        absent = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
+        if absent:
+            raise UserError(
+                f"the weights of {args.model} do not fit its config.json: {len(absent)} are missing or "
+                f"of another shape, {absent[0]} among them"
+            )
+    model.config.use_cache = False  # a cache of keys and values serves generation, not training
+    return model.train()
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """One sentence for whatever is raised while `what` is read.
+
+    Every Exception, because transformers, tokenizers, safetensors and
+    huggingface_hub have no base class in common for "this file is damaged".
+    """
+    try:
+        yield
+    except Exception as error:
+        if measure.ran_out_of_memory(error):
+            raise
+        message = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise UserError(f"{what} could not be loaded: {message}") from error
+
+
+def load_tokenizer(args: argparse.Namespace):
+    """The model's tokenizer; None where it has none, and then UTF-8 bytes are the tokens."""
+    if args.model == "tiny" or (args.random_init and args.model == DEFAULT_MODEL):
+        return None
+    if Path(args.model).is_dir() and not any(Path(args.model).glob("token*")):
+        return None
+    with loading(f"the tokenizer of {args.model}"):
+        return AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+
+
+# ---------------------------------------------------------------- patching
+
+
+def replace_modules(model: torch.nn.Module, class_name: str, make: Callable) -> int:
+    """Replace every submodule whose class is called `class_name` by make(old); returns how many.
+
+    The list is complete before anything is replaced: changing a tree while
+    walking it skips some of its branches.
+    """
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ == class_name]
+    for name, module in found:
+        parent_name, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent_name), attribute, make(module))
+    return len(found)
+
+
+def causal_lm_loss(cross_entropy: Callable) -> Callable:
+    """A drop-in for a Hugging Face model's `loss_function`, around cross_entropy(logits, targets).
+
+    Token t predicts token t + 1.  The labels are shifted, not the logits: a
+    shift of the logits cuts a row out of every sequence, and the copy that this
+    takes is as large as the logits themselves.
+
+    Args:
+        cross_entropy: mean loss over the targets that are not -100, from
+            logits (B, T, V) and targets (B, T) int64.
+    """
+
+    def loss_function(
+        logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)  # (B, T)
+        loss = cross_entropy(logits, shift_labels)
+        if num_items_in_batch is not None:  # gradient accumulation: mean over all its micro-batches
+            loss = loss * (shift_labels != IGNORE_INDEX).sum() / num_items_in_batch
+        return loss
+
+    return loss_function
+
+
+# ---------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input; labels equal input_ids with IGNORE_INDEX where nothing is to be learned."""
+
+    input_ids: torch.Tensor  # (B, T) int64
+    labels: torch.Tensor  # (B, T) int64, not shifted
+    n_tokens: int  # without padding
+
+    def to(self, device: str) -> "Batch":
+        return Batch(self.input_ids.to(device), self.labels.to(device), self.n_tokens)
+
+
+@dataclass(frozen=True)
+class Data:
+    train: list[Batch]
+    validation: list[Batch]
+    source: str  # one line about where it comes from
+
+
+def load_data(args: argparse.Namespace, config: LlamaConfig, steps: int) -> Data:
+    """`steps` training batches and VALIDATION_BATCHES held-out ones, the same for the same flags.
+
+    Raises:
+        UserError: the file cannot be read or is too short, a jsonl line is
+            malformed, or the tokenizer's ids do not fit the model.
+    """
+    n_train, n_validation = steps * args.batch_size, VALIDATION_BATCHES * args.batch_size
+    if args.data == "synthetic":
+        generator = torch.Generator().manual_seed(args.seed)
+        tokens = torch.randint(config.vocab_size, (n_train + n_validation, args.seq_len), generator=generator)
+        sequences = [(row, row) for row in tokens]
+        train, validation = sequences[:n_train], sequences[n_train:]
+        source = f"synthetic: uniform random tokens of {config.vocab_size:,}"
+    else:
+        tokenizer = load_tokenizer(args)
+        encode, end = text_encoder(tokenizer, config)
+        if args.data.endswith(".jsonl"):
+            examples = read_jsonl(args.data, encode, end, args.seq_len)
+            n_held_out = max(1, len(examples) // 10)
+            train, validation = examples[:-n_held_out], examples[-n_held_out:][:n_validation]
+            source = f"{args.data}: {len(train):,} examples to train on, {n_held_out:,} held out"
+        else:
+            train_texts, validation_texts = read_texts(args.data)
+            train = pack(train_texts, encode, end, args.seq_len, n_train)
+            validation = pack(validation_texts, encode, end, args.seq_len, n_validation)
+            source = f"{args.data}: {len(train):,} sequences to train on, {len(validation):,} held out"
+        source += f", tokens: {'UTF-8 bytes' if tokenizer is None else type(tokenizer).__name__}"
+        if len(train) < n_train:
+            source += f" (each seen about {n_train / len(train):.1f} times)"
+    largest = max(int(ids.max()) for ids, _ in train + validation)
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"the data holds token id {largest}, outside the model's vocabulary of {config.vocab_size}; "
+            "the tokenizer does not belong to this model"
+        )
+    order = list(epochs(len(train), n_train, args.seed))
+    return Data(
+        train=make_batches([train[i] for i in order], args.batch_size),
+        validation=make_batches(validation, args.batch_size),
+        source=source,
+    )
+
+
+def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:
+    """n_wanted indices: every sequence once in random order, then all again in another order."""
+    shuffle = random.Random(seed)
+    while n_wanted > 0:
+        order = list(range(n_sequences))
+        shuffle.shuffle(order)
+        yield from order[:n_wanted]
+        n_wanted -= n_sequences
+
+
+def text_encoder(tokenizer, config: LlamaConfig) -> tuple[Callable[[str], list[int]], list[int]]:
+    """(text -> token ids without special tokens, the ids that end a text)."""
+    if tokenizer is None:
+        end = [256] if config.vocab_size == BYTE_VOCABULARY else []
+        return (lambda text: list(text.encode("utf-8"))), end
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return (lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), end
+
+
+def read_texts(data: str) -> tuple[list[str], list[str]]:
+    """(training texts, held-out texts): every tenth stdlib file, or the last tenth of a text file."""
+    if data == "stdlib":
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+        return [t for i, t in enumerate(texts) if i % 10], texts[::10]
+    text = read_file(data)
+    cut = len(text) * 9 // 10
+    return [text[:cut]], [text[cut:]]
+
+
+def read_file(path: str) -> str:
+    if not path.endswith((".txt", ".jsonl")):
+        raise UserError(f"--data {path}: expected stdlib, synthetic, a .txt file or a .jsonl file")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # without the mark that Windows editors put first
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise UserError(f"{path} is empty")
+    return text
+
+
+def pack(texts: list[str], encode: Callable, end: list[int], seq_len: int, n_wanted: int) -> list[tuple]:
+    """Up to n_wanted (input_ids, labels) of exactly seq_len tokens, cut from the texts laid end to end."""
+    tokens: list[int] = []
+    for text in texts:
+        tokens += encode(text) + end
+        if len(tokens) >= seq_len * n_wanted:
+            break
+    n_sequences = min(n_wanted, len(tokens) // seq_len)
+    if n_sequences == 0:
+        raise UserError(
+            f"the data has a part of only {len(tokens)} tokens, too short for one sequence of "
+            f"--seq-len {seq_len} (a tenth of a text file is held out); give more text or a smaller --seq-len"
+        )
+    rows = torch.tensor(tokens[: n_sequences * seq_len]).view(n_sequences, seq_len)
+    return [(row, row) for row in rows]
+
+
+def read_jsonl(path: str, encode: Callable, end: list[int], seq_len: int) -> list[tuple]:
+    """(input_ids, labels) per line of {"prompt": ..., "completion": ...}; prompt tokens are not trained on.
+
+    An example longer than seq_len is cut at its end.
+    """
+    examples = []
+    # not splitlines(): it also cuts at characters that may stand inside a JSON string, such as U+2028
+    for line_number, line in enumerate(read_file(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            example = json.loads(line)
+            prompt, completion = example["prompt"], example["completion"]
+            if not (isinstance(prompt, str) and isinstance(completion, str)):
+                raise TypeError
+            (prompt + completion).encode("utf-8")  # JSON can spell half of a surrogate pair, which is no text
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f'{path}, line {line_number}: expected a JSON object with strings "prompt" and "completion"'
+            ) from None
+        prompt_ids, completion_ids = encode(prompt), encode(completion) + end
+        ids = torch.tensor((prompt_ids + completion_ids)[:seq_len], dtype=torch.int64)
+        labels = ids.clone()
+        labels[: len(prompt_ids)] = IGNORE_INDEX
+        # the first token of a sequence is never predicted, so it alone teaches nothing
+        if not (labels[1:] != IGNORE_INDEX).any():
+            raise UserError(
+                f"{path}, line {line_number}: no completion token is left to train on within --seq-len {seq_len}"
+            )
+        examples.append((ids, labels))
+    if len(examples) < 2:
+        raise UserError(f"{path} holds {len(examples)} example; at least 2 are needed (one is held out)")
+    return examples
+
+
+def make_batches(sequences: list[tuple], batch_size: int) -> list[Batch]:
+    """Batches of up to batch_size, padded at the right to the longest; padding has no label.
+
+    Padding after the end needs no attention mask: with causal attention no
+    real token ever looks at it.
+    """
+    batches = []
+    for start in range(0, len(sequences), batch_size):
+        ids, labels = zip(*sequences[start : start + batch_size])
+        pad = torch.nn.utils.rnn.pad_sequence
+        batches.append(
+            Batch(
+                pad(list(ids), batch_first=True, padding_value=0),
+                pad(list(labels), batch_first=True, padding_value=IGNORE_INDEX),
+                n_tokens=sum(len(row) for row in ids),
+            )
+        )
+    return batches
+
+
+# ---------------------------------------------------------------- training
+
+
+def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW as PyTorch gives it by default."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+    """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
+
+    The ranges give the profiler its four phases; outside a profile they cost nothing worth measuring.
+    """
+    with torch.profiler.record_function("forward"):
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+    with torch.profiler.record_function("backward"):
+        loss.backward()
+    with torch.profiler.record_function("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
+    """Mean loss per trained token over the held-out batches, dropout off."""
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        batch = batch.to(DEVICE)
+        n_targets = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
+        total += model(input_ids=batch.input_ids, labels=batch.labels).loss.item() * n_targets
+        count += n_targets
+    model.train()
+    return total / count
+
+
+def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+    """Model FLOPs per trained token, forward + backward: 6 per matrix weight + causal attention.
+
+    Matrix weights are all but the input embedding, which is a look-up (Kaplan
+    et al. 2020).  Attention multiplies QK^T and PV over half of T keys on
+    average: 6 * layers * heads * head_dim * T (PaLM's 12, halved by causality).
+    """
+    attention_size = config.num_attention_heads * config.head_dim
+    attention = config.hidden_size * 2 * (attention_size + config.num_key_value_heads * config.head_dim)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    matrix_weights = config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    return 6.0 * matrix_weights + 6.0 * config.num_hidden_layers * attention_size * seq_len
+
+
+def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kernels: list[str]) -> dict:
+    """Fine-tune with AdamW, print every step and the result block, return (and write) the record.
+
+    Args:
+        model: from `load_model`, patched or not.
+        args: from `finetune_parser`.
+        title: heads the result block, as in "Baseline Results".
+        kernels: names of what was patched in, for the record.
+
+    Raises:
+        RunError: the loss is not finite; nothing is saved then.
+    """
+    config = model.config
+    data = load_data(args, config, args.steps)
+    lr = args.lr if args.lr is not None else (1e-3 if args.model == "tiny" else 1e-5)
+    env = measure.environment()
+    if args.save:
+        load_tokenizer(args)  # saved with the model: if it cannot be had, say so before training
+    if not HAS_GPU:
+        print(measure.NO_GPU_NOTE + "\n")
+    print(measure.environment_line(env))
+    n_parameters = sum(p.numel() for p in model.parameters())
+    weights = "random weights" if args.model == "tiny" or args.random_init else "pretrained weights"
+    print(f"Model: {args.model}, {n_parameters:,} parameters, {weights}, {args.dtype}")
+    print(f"Data: {data.source}")
+    print(f"Custom kernels: {', '.join(kernels) or 'none'}; AdamW, learning rate {lr:g}\n")
+
+    validation_before = validation_loss(model, data.validation)
+    optimizer = make_optimizer(model, lr)
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    losses, seconds, tokens, peaks = [], [], [], []  # one of each per step
+    for step, batch in enumerate(data.train, start=1):
+        batch = batch.to(DEVICE)
+        measure.synchronize()
+        start = time.perf_counter()
+        loss = training_step(model, optimizer, batch)
+        measure.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise RunError(f"the loss became {losses[-1]} at step {step}; {NOT_SAVED}")
+        tokens.append(batch.n_tokens)
+        peaks.append(measure.peak_memory_bytes())
+        print(step_line(step, args.steps, losses, seconds, tokens, peaks), flush=True)
+    validation_after = validation_loss(model, data.validation)
+    if not math.isfinite(validation_after):  # the last step's loss was computed before its update
+        raise RunError(f"the validation loss became {validation_after} after step {args.steps}; {NOT_SAVED}")
+
+    skip = WARMUP_STEPS if args.steps > WARMUP_STEPS else 0
+    timed = seconds[skip:]
+    throughput = sum(tokens[skip:]) / sum(timed)
+    peak_tflops = measure.datasheet_tflops(env["gpu"]) if args.dtype == "bf16" else None
+    flops = flops_per_token(config, args.seq_len) * throughput
+    record = {
+        "kind": "finetune", "title": title, "environment": env, "kernels": kernels,
+        "model": args.model, "weights": weights, "parameters": n_parameters, "dtype": args.dtype,
+        "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len, "steps": args.steps,
+        "seed": args.seed, "lr": lr, "warmup_steps": skip,
+        "losses": losses, "seconds": seconds, "tokens": tokens, "peaks": peaks,
+        "average_seconds": statistics.mean(timed), "median_seconds": statistics.median(timed),
+        "tokens_per_second": throughput, "peak_memory_bytes": peaks[-1],
+        "model_flops_utilization": flops / (peak_tflops * 1e12) if peak_tflops else None,
+        "validation_loss_before": validation_before, "validation_loss_after": validation_after,
+    }  # fmt: skip
+    print("\n" + result_block(record))
+    if args.save:
+        save_model(model, args)
+    measure.write_record(args.json, record)
+    return record
+
+
+def step_line(
+    step: int, n_steps: int, losses: list[float], seconds: list[float], tokens: list[int], peaks: list[int]
+) -> str:
+    """What is printed after a step, counted from 1; the lists hold at least that many steps."""
+    i = step - 1
+    left = statistics.median(seconds[:step]) * (n_steps - step)
+    return (
+        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {losses[i]:8.4f}  {seconds[i]:7.3f} s  "
+        f"{tokens[i] / seconds[i]:>9,.0f} tokens/sec  peak {peaks[i] / 1e9:6.1f} GB  ETA {left:4.0f} s"
+    )
+
+
+def result_block(record: dict) -> str:
+    """The playbook's result block, from a record."""
+    mfu = record["model_flops_utilization"]
+    memory = "Peak GPU memory:" if record["environment"]["gpu"] else "Peak process memory:"
+    first = record["warmup_steps"] + 1
+    lines = [
+        measure.title(f"{record['title']} Results"),
+        f"{'Average time per step:':<25} {record['average_seconds']:.3f} s (steps {first} to {record['steps']})",
+        f"{'Median time per step:':<25} {record['median_seconds']:.3f} s",
+        f"{'Average throughput:':<25} {record['tokens_per_second']:,.0f} tokens/sec",
+        f"{memory:<25} {record['peak_memory_bytes'] / 1e9:.1f} GB",
+        f"{'Model FLOPs utilization:':<25} "
+        + ("n/a" if mfu is None else f"{100 * mfu:.1f} % of the data sheet's dense bf16 rate"),
+        f"{'Validation loss:':<25} {record['validation_loss_before']:.4f} before, "
+        f"{record['validation_loss_after']:.4f} after",
+    ]
+    return "\n".join(lines)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse outputs that cannot be written before anything is loaded."""
+    measure.require_writable(args.json)
+    if getattr(args, "save", None):
+        try:
+            os.makedirs(args.save, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {args.save}: {error.strerror}") from error
+        if not os.access(args.save, os.W_OK):
+            raise UserError(f"cannot write to {args.save}: permission denied")
+
+
+def save_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Write weights, configuration and tokenizer as an ordinary transformers directory.
+
+    Everything is written beside the old files first and then renamed, so that a
+    full disk leaves the model that was there whole.
+
+    Raises:
+        RunError: the files cannot be written.
+    """
+    tokenizer = load_tokenizer(args)
+    model.config.use_cache = True  # load_model switched it off for training only
+    target = Path(args.save)
+    try:
+        with tempfile.TemporaryDirectory(dir=target, prefix=".unfinished-") as folder:
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            for stale in target.glob("model*.safetensors*"):  # another number of shards would be read as well
+                stale.unlink()
+            for file in Path(folder).iterdir():
+                file.replace(target / file.name)
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: what transformers finds wrong
+        raise RunError(f"the model could not be saved to {args.save}: {error}") from error
+    print(f"Model saved to {args.save}")
