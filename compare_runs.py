@@ -1,0 +1,168 @@
+"""Step 11, the result: lay recorded fine-tuning runs side by side.
+
+    python finetune_baseline.py  --json baseline.json
+    python finetune_optimized.py --json optimized.json
+    python compare_runs.py baseline.json optimized.json --plot comparison.png
+
+The first run is what the others are compared with.  The exit code is 1 when
+the losses of two runs of the same workload drift apart: a kernel that is
+faster and trains something else is wrong.
+"""
+
+import math
+
+import measure
+from measure import UserError
+
+# what must be equal before two loss curves may be compared
+WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "steps", "seed", "lr"]
+
+# largest relative difference of a step's loss that rounding explains, over tens of steps
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+STEPS_SHOWN = 20
+
+
+def workload_differences(first: dict, other: dict) -> list[str]:
+    """Sentences naming each setting in which two runs differ."""
+    return [f"{key} {other[key]} (not {first[key]})" for key in WORKLOAD if first[key] != other[key]]
+
+
+def relative_differences(first: dict, other: dict) -> list[float]:
+    """|loss - loss of the first run| / loss of the first run, for each step."""
+    return [abs(b - a) / abs(a) for a, b in zip(first["losses"], other["losses"])]
+
+
+def drifted(records: list[dict]) -> bool:
+    """True when a run of the first run's workload has a loss that is further off than rounding."""
+    first = records[0]
+    return any(
+        max(relative_differences(first, other)) > LOSS_TOLERANCE[first["dtype"]]
+        for other in records[1:]
+        if not workload_differences(first, other)
+    )
+
+
+def render(names: list[str], records: list[dict]) -> str:
+    """The whole report, from the records alone."""
+    first = records[0]
+    parts = [measure.title("Comparison of fine-tuning runs")]
+    for name, record in zip(names, records):
+        kernels = ", ".join(record["kernels"]) or "none"
+        parts.append(f"{name}: {measure.environment_line(record['environment'])}\n  custom kernels: {kernels}")
+    parts.append(
+        f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), data {first['data']}, "
+        f"{first['batch_size']} x {first['seq_len']} tokens, {first['steps']} steps, seed {first['seed']}"
+    )
+    if first["environment"]["gpu"] is None:
+        parts.append("Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful.")
+
+    rows = []
+    for name, record in zip(names, records):
+        rows.append([
+            name,
+            f"{record['median_seconds']:.4f}",
+            f"{record['tokens_per_second']:,.0f}",
+            f"{record['peak_memory_bytes'] / 1e9:.1f}",
+            f"{first['median_seconds'] / record['median_seconds']:.2f}x",
+            f"{record['tokens_per_second'] / first['tokens_per_second']:.2f}x",
+            f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
+        ])  # fmt: skip
+    headers = ["Run", "Median step (s)", "Tokens/sec", "Peak memory (GB)", "Speedup", "Throughput", "Memory"]
+    parts.append(measure.table(headers, rows))
+
+    comparable = []
+    for name, record in zip(names[1:], records[1:]):
+        differences = workload_differences(first, record)
+        if differences:
+            parts.append(f"{name}: not the same workload, so losses are not compared: {'; '.join(differences)}")
+        else:
+            comparable.append((name, record))
+    if comparable:
+        parts.append(loss_table(names[0], first, comparable))
+        tolerance = LOSS_TOLERANCE[first["dtype"]]
+        for name, record in comparable:
+            largest = max(relative_differences(first, record))
+            verdict = "the same training" if largest <= tolerance else "NOT the same training"
+            parts.append(
+                f"{name}: largest relative loss difference over {first['steps']} steps {largest:.1e} "
+                f"(allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
+            )
+    return "\n\n".join(parts)
+
+
+def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
+    """Losses step by step; of a long run, STEPS_SHOWN steps spread evenly."""
+    n_steps = len(first["losses"])
+    stride = math.ceil(n_steps / STEPS_SHOWN)
+    shown = sorted({*range(0, n_steps, stride), n_steps - 1})
+    headers = ["Step", f"Loss {first_name}"]
+    for name, _ in comparable:
+        headers += [f"Loss {name}", "Relative difference"]
+    rows = []
+    for step in shown:
+        row = [str(step + 1), f"{first['losses'][step]:.5f}"]
+        for _, record in comparable:
+            row += [f"{record['losses'][step]:.5f}", f"{relative_differences(first, record)[step]:.1e}"]
+        rows.append(row)
+    return measure.table(headers, rows)
+
+
+def plot(names: list[str], records: list[dict], path: str) -> None:
+    """Loss curves, tokens per second and peak memory, as one PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (losses, throughput, memory) = plt.subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
+    for name, record in zip(names, records):
+        style = "-" if record is records[0] else "--"
+        losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)
+    losses.set(xlabel="step", ylabel="training loss", title="Loss")
+    losses.legend()
+    colors = [f"C{i}" for i in range(len(records))]
+    for axis, title, values, spec in [
+        (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
+        (memory, "Peak memory (GB)", [r["peak_memory_bytes"] / 1e9 for r in records], ".1f"),
+    ]:
+        bars = axis.bar(names, values, color=colors)
+        axis.bar_label(bars, [format(v, spec) for v in values], padding=2)
+        axis.set(title=title, ylim=(0, 1.15 * max(values)))
+        axis.tick_params(axis="x", rotation=20)
+    env = records[0]["environment"]
+    figure.suptitle(
+        f"{records[0]['model']}, {records[0]['batch_size']} x {records[0]['seq_len']} tokens, "
+        f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    print(f"Plot written to {path}")
+
+
+def run_names(records: list[dict]) -> list[str]:
+    """Short, distinct names: the runs' titles, numbered where they repeat."""
+    titles = [record["title"] for record in records]
+    return [t if titles.count(t) == 1 else f"{t} {i}" for i, t in enumerate(titles, start=1)]
+
+
+def main() -> int:
+    parser = measure.Parser(__doc__)
+    parser.add_argument(
+        "records", nargs="+", metavar="RUN.json", help="records of the fine-tuning scripts; two or more"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="loss curves and bars as a picture")
+    args = parser.parse_args()
+    if len(args.records) < 2:
+        raise UserError("give at least two records to compare")
+    measure.require_writable(args.plot)
+    records = [measure.read_record(path, "finetune") for path in args.records]
+    names = run_names(records)
+    print(render(names, records))
+    if args.plot:
+        plot(names, records, args.plot)
+    return int(drifted(records))
+
+
+if __name__ == "__main__":
+    measure.run_main(main)

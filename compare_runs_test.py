@@ -1,0 +1,101 @@
+"""Tests of the comparison: what it calls the same training, and what it refuses to compare."""
+
+import json
+import sys
+
+import pytest
+
+import compare_runs
+import measure
+
+ENVIRONMENT = {
+    "gpu": "Some GPU", "cpu": "x86_64", "torch": "2", "triton": "3", "transformers": "5", "date": "2026-01-01",
+    "commit": "abc",
+}  # fmt: skip
+
+
+def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
+    return {
+        "kind": "finetune", "title": title, "environment": ENVIRONMENT, "kernels": [], "model": "tiny",
+        "weights": "random weights", "dtype": "fp32", "data": "stdlib", "batch_size": 1, "seq_len": 8,
+        "steps": len(losses), "seed": 0, "lr": 1e-3, "losses": list(losses), "median_seconds": 0.2,
+        "tokens_per_second": 40.0, "peak_memory_bytes": 4e9,
+    } | changes  # fmt: skip
+
+
+def compare(tmp_path, monkeypatch, capsys, *records, flags=()):
+    """(exit code, stdout, stderr) of the script on these records."""
+    paths = [tmp_path / f"{i}.json" for i in range(len(records))]
+    for path, record in zip(paths, records):
+        path.write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, paths), *flags])
+    with pytest.raises(SystemExit) as exit_:
+        measure.run_main(compare_runs.main)
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, capsys):
+    return lambda *records, flags=(): compare(tmp_path, monkeypatch, capsys, *records, flags=flags)
+
+
+def test_ratios_are_to_the_first_run(script):
+    faster = run("Optimized", median_seconds=0.1, tokens_per_second=100.0, peak_memory_bytes=1e9)
+    code, out, _ = script(run(), faster)
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("Optimized  ")]
+    assert line.split() == ["Optimized", "0.1000", "100", "1.0", "2.00x", "2.50x", "0.25x"]
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-4), ("bf16", 1e-2)])
+def test_losses_that_drift_apart_are_found(script, dtype, allowed):
+    for factor, verdict in [(0.5, "the same training"), (2.0, "NOT the same training")]:
+        other = run("Optimized", losses=(3.0, 2.0 * (1 + factor * allowed), 1.0), dtype=dtype)
+        code, out, _ = script(run(dtype=dtype), other)
+        assert code == (factor > 1) and out.rstrip().endswith(f": {verdict}")
+
+
+def test_runs_of_different_workloads_are_not_called_the_same_training(script):
+    code, out, _ = script(run(), run("Optimized", losses=(9.0, 9.0, 9.0), seed=1, batch_size=2))
+    assert code == 0
+    assert "losses are not compared: batch_size 2 (not 1); seed 1 (not 0)" in out and "the same training" not in out
+
+
+def test_long_runs_show_their_first_and_last_step(script):
+    code, out, _ = script(run(losses=range(1, 102)), run("Optimized", losses=range(1, 102)))
+    steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
+    assert code == 0 and steps[0] == "1" and steps[-1] == "101" and len(steps) <= compare_runs.STEPS_SHOWN + 1
+
+
+def test_three_runs_are_told_apart(script):
+    code, out, _ = script(run(), run("Optimized"), run("Optimized", median_seconds=0.4))
+    assert code == 0 and "Optimized 2" in out and "Optimized 3" in out
+
+
+def test_plot_is_a_picture(script, tmp_path):
+    picture = tmp_path / "plot.png"
+    code, _, _ = script(run(), run("Optimized"), flags=["--plot", str(picture)])
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [
+        ([run()], "at least two records"),
+        ([run(), {"kind": "profile"}], "is not a 'finetune' record (it is 'profile')"),
+        ([run(), [1]], "is not a 'finetune' record (it is 'list')"),
+    ],
+)
+def test_bad_input_is_one_sentence(script, records, sentence):
+    code, out, err = script(*records)
+    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+
+
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is not a JSON record"), (None, "cannot read")])
+def test_unreadable_record_is_one_sentence(script, tmp_path, content, sentence):
+    bad = tmp_path / "bad.json"
+    if content:
+        bad.write_text(content)
+    code, _, err = script(run(), flags=[str(bad)])
+    assert code == 2 and err.count("\n") == 1 and sentence in err
