@@ -1,0 +1,458 @@
+"""Steps 3, 7 and 10: where does the GPU time and memory of one training step go?
+
+    python profile_baseline.py                                       # step 3: PyTorch as it ships
+    python profile_baseline.py --use-custom-rmsnorm                  # step 7: one kernel replaced
+    python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
+    python profile_baseline.py --random-init                         # without access to the weights
+
+The profiler records two streams of events: operations that the CPU calls
+(aten::mm) and kernels that they make the GPU run.  A kernel knows the operation
+that launched it, but `aten::mul` may be a norm, the loss or AdamW.  To tell them
+apart the script opens named ranges around parts of the model, and finds for each
+kernel the range that it was launched for (`category_of`).
+
+Without a GPU the CPU time of each operation takes the kernels' place.
+"""
+
+import argparse
+import contextlib
+import re
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+import llama
+import measure
+from finetune_optimized import KERNELS, apply_kernels
+from measure import HAS_GPU, RunError
+
+# after `measure`, which decides how triton (imported by transformers) will run
+from transformers.models.llama import modeling_llama  # isort: skip
+
+TIMED_STEPS = 3
+TOP = 20
+OTHER, UNATTRIBUTED = "other elementwise and copies", "unattributed"
+CATEGORIES = [
+    "matmul", "attention", "normalization", "loss", "activation", "rotary", OTHER, "optimizer", UNATTRIBUTED,
+]  # fmt: skip
+PHASES = ["forward", "loss", "backward", "optimizer", "other"]
+
+# "forward", "backward" and "optimizer" are opened by llama.training_step, the others here
+RANGE_OF_CLASS = {
+    "LlamaRMSNorm": "normalization", "TritonRMSNorm": "normalization", "LlamaMLP": "mlp",
+    "LlamaAttention": "attention", "LlamaRotaryEmbedding": "rotary", "Embedding": "embedding",
+}  # fmt: skip
+CATEGORY_OF_RANGE = {
+    "normalization": "normalization", "loss": "loss", "rotary": "rotary", "optimizer": "optimizer",
+    "mlp": "activation", "attention": OTHER, "embedding": OTHER,  # what is not a matmul or SDPA there
+}  # fmt: skip
+
+MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm$|aten::(matmul|linear)$")
+ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
+CATEGORY_OF_FUNCTION = {"RMSNorm": "normalization", "CrossEntropy": "loss"}  # our autograd.Functions
+CATEGORY_OF_KERNEL = {"matmul": re.compile("gemm|cutlass|nvjet"), "attention": re.compile("flash|fmha|sdpa")}
+RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync, ...
+EVALUATE = "autograd::engine::evaluate_function: "  # opened by autograd around each backward node
+BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itself
+
+
+# ---------------------------------------------------------------- ranges
+
+
+def in_range(name: str, function: Callable) -> Callable:
+    """`function`, run inside a profiler range."""
+
+    def ranged(*args, **kwargs):
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return ranged
+
+
+def range_hooks(module: torch.nn.Module, name: str) -> list:
+    """Forward hooks that open and close a profiler range around `module`; returns their handles."""
+    opened = []
+
+    def open_range(module, inputs):
+        opened.append(record_function(name))
+        opened[-1].__enter__()
+
+    def close_range(module, inputs, output):
+        opened.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(open_range), module.register_forward_hook(close_range)]
+
+
+@contextlib.contextmanager
+def category_ranges(model: torch.nn.Module) -> Iterator[None]:
+    """Name the parts of the model for the profiler; everything is as before afterwards.
+
+    Rotary embedding and loss are functions, not modules.  LlamaAttention.forward
+    looks `apply_rotary_pos_emb` up in its module each time, so it can be replaced there.
+    """
+    handles = [
+        handle
+        for module in model.modules()
+        if type(module).__name__ in RANGE_OF_CLASS
+        for handle in range_hooks(module, RANGE_OF_CLASS[type(module).__name__])
+    ]
+    loss_function, rotary = model.loss_function, modeling_llama.apply_rotary_pos_emb
+    model.loss_function = in_range("loss", loss_function)
+    modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
+    try:
+        yield
+    finally:
+        model.loss_function, modeling_llama.apply_rotary_pos_emb = loss_function, rotary
+        for handle in handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------- attribution: whose time is this?
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One piece of time to explain: a GPU kernel, copy or fill, and the CPU event that launched it.
+
+    Without a GPU: an operation and the CPU time that it spent itself.
+    """
+
+    name: str
+    us: float
+    launcher: FunctionEvent | None  # None: the profiler recorded no launch for this kernel
+
+
+def is_operation(event: FunctionEvent) -> bool:
+    """An operator or autograd node on the CPU: no range, no CUDA call, no Python frame (their id is 0)."""
+    return (
+        event.device_type == DeviceType.CPU
+        and not event.is_user_annotation
+        and event.id != 0
+        and not RUNTIME_CALL.match(event.name)
+    )
+
+
+def is_evaluation(event: FunctionEvent | None) -> bool:
+    """Autograd's wrapper around a backward node, in which it also adds and reduces gradients."""
+    return event is not None and event.name.startswith(EVALUATE)
+
+
+def gpu_events(events: list[FunctionEvent]) -> list[FunctionEvent]:
+    """Kernels, copies and fills.  Ranges also appear on the GPU's timeline: they would count twice."""
+    return [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+
+
+def work_of(events: list[FunctionEvent]) -> list[Work]:
+    """Everything that took time, each kernel exactly once; without a GPU, every operation.
+
+    The profiler copies each kernel's name and duration to the operation that
+    launched it.  A kernel launched straight from Python inside a range has no
+    such operation; then the CUDA call that carries the kernel's id leads to the range.
+    """
+    kernels = gpu_events(events)
+    if not kernels:
+        return [Work(e.name, e.self_cpu_time_total, e) for e in events if is_operation(e)]
+    launchers = defaultdict(deque)
+    for operation in filter(is_operation, events):
+        for kernel in operation.kernels:
+            launchers[kernel.name, kernel.duration].append(operation)
+    calls = {e.id: e for e in events if e.device_type == DeviceType.CPU and RUNTIME_CALL.match(e.name)}
+    work = []
+    for kernel in kernels:
+        us = kernel.time_range.elapsed_us()
+        launcher = None
+        if launchers[kernel.name, us]:
+            launcher = launchers[kernel.name, us].popleft()
+        elif kernel.id in calls:
+            launcher = calls[kernel.id].cpu_parent
+        work.append(Work(kernel.name, us, launcher))
+    return work
+
+
+def ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+    """The event, what called it, and so on outwards."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], FunctionEvent]:
+    """(thread, sequence number) -> the forward operation that created the backward node of that number.
+
+    An operation carries the number that the next backward node will get, so of
+    several with one number the last to start is the one that created the node.
+    """
+    forward = [
+        e
+        for e in events
+        if is_operation(e) and e.sequence_nr >= 0 and e.scope != BACKWARD_SCOPE and not is_evaluation(e)
+    ]
+    forward.sort(key=lambda e: e.time_range.start)
+    return {(e.thread, e.sequence_nr): e for e in forward}
+
+
+def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent]) -> str:
+    """Whose time is a kernel that `launcher` launched?  The heart of this script.
+
+    1. Fused attention or a matrix product among the launcher and its callers decides.
+    2. Where two paths of the network meet (a residual; q, k and v of one input)
+       autograd adds their gradients, outside of any backward node.  No layer owns that add.
+    3. Otherwise walk outwards to the first thing that tells: a range, one of our
+       autograd.Functions by its name, or a backward node.  The backward pass runs
+       on a thread of its own, outside of all ranges, but its nodes carry the number
+       of the forward operation that created them, and what was true of that is true here.
+    """
+    callers = list(ancestors(launcher))
+    if any(ATTENTION_OPERATION.search(event.name) for event in callers):
+        return "attention"
+    if any(MATMUL_OPERATION.match(event.name) for event in callers):
+        return "matmul"
+    if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
+        return OTHER
+    for event in callers:
+        if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
+            return CATEGORY_OF_RANGE[event.name]
+        for name, category in CATEGORY_OF_FUNCTION.items():
+            if name in event.name:
+                return category
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            origin = forward.get((event.fwd_thread, event.sequence_nr))
+            return category_of(origin, forward) if origin is not None else OTHER
+    return OTHER
+
+
+def phase_of(launcher: FunctionEvent) -> str:
+    """forward, loss, backward or optimizer; the loss lies inside forward, so the innermost range decides."""
+    for event in ancestors(launcher):
+        if is_evaluation(event):
+            return "backward"
+        if event.is_user_annotation and event.name in PHASES:
+            return event.name
+    return "other"
+
+
+def category_of_kernel(name: str) -> str:
+    """What a kernel's name gives away when its launch was not recorded."""
+    return next((c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name)), UNATTRIBUTED)
+
+
+def busy_us(events: list[FunctionEvent]) -> float:
+    """Time in which at least one kernel ran (without a GPU: one operation)."""
+    timed = gpu_events(events) or [e for e in events if is_operation(e)]
+    total, busy_until = 0.0, float("-inf")
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in timed):
+        total += max(0.0, end - max(start, busy_until))
+        busy_until = max(busy_until, end)
+    return total
+
+
+def attribute(events: list[FunctionEvent]) -> dict:
+    """The profile in numbers: operations, categories and phases, each of which adds up to the same total."""
+    forward = forward_operations(events)
+    operations = defaultdict(lambda: {"us": 0.0, "launchers": set()})
+    categories = {name: {"us": 0.0, "launches": 0} for name in CATEGORIES}
+    phases = {name: {"us": 0.0, "launches": 0} for name in PHASES}
+    for work in work_of(events):
+        # the operation nearest to the kernel; a kernel launched straight from a range stands for itself
+        operation = next(filter(is_operation, ancestors(work.launcher)), None)
+        row = operations[operation.name if operation else work.name]
+        row["us"] += work.us
+        row["launchers"].add(operation or work)
+        category, phase = category_of_kernel(work.name), "other"
+        if work.launcher is not None:
+            category, phase = category_of(work.launcher, forward), phase_of(work.launcher)
+        for table, name in ((categories, category), (phases, phase)):
+            table[name]["us"] += work.us
+            table[name]["launches"] += 1
+    rows = [{"name": n, "us": row["us"], "calls": len(row["launchers"])} for n, row in operations.items()]
+    return {
+        "device": "CUDA" if gpu_events(events) else "CPU",
+        "operations": sorted(rows, key=lambda row: -row["us"]),
+        "categories": categories,
+        "phases": phases,
+        "busy_us": busy_us(events),
+    }
+
+
+# ---------------------------------------------------------------- the run
+
+
+def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: llama.Batch) -> float:
+    """One training step, milliseconds."""
+    measure.synchronize()
+    start = time.perf_counter()
+    with record_function("step"):
+        llama.training_step(model, optimizer, batch)
+        measure.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) -> tuple[profile, float]:
+    """The last of two steps under the profiler, and its milliseconds.
+
+    The first is thrown away: it pays for attaching the profiler to the GPU.
+    """
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else [])
+    record_second = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with (
+        category_ranges(model),
+        profile(activities=activities, schedule=record_second, with_stack=stacks) as profiler,
+    ):
+        for batch in batches:
+            step_ms = timed_step(model, optimizer, batch)
+            profiler.step()
+    return profiler, step_ms
+
+
+def profile_training(args: argparse.Namespace) -> dict:
+    """Train a few steps, profile one, write its trace; returns the record.
+
+    Time and peak memory come from steps without the profiler, which slows the CPU down.
+    """
+    model = llama.load_model(args)
+    apply_kernels(model, args.kernels)
+    data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 2)
+    optimizer = llama.make_optimizer(model, lr=1e-5)
+    batches = [batch.to(llama.DEVICE) for batch in data.train]
+    warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -2], batches[-2:]
+
+    for batch in warmup:
+        timed_step(model, optimizer, batch)
+    resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    step_ms = [timed_step(model, optimizer, batch) for batch in timed]
+    peak_memory = measure.peak_memory_bytes()
+    profiler, profiled_ms = profiled_step(model, optimizer, profiled, args.stacks)
+    profiler.export_chrome_trace(args.trace)
+    parts = attribute(profiler.events())
+    if HAS_GPU and parts["device"] == "CPU":
+        raise RunError("no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)")
+    return {
+        "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
+        "model": args.model, "parameters": sum(p.numel() for p in model.parameters()),
+        "weights": "random weights" if args.model == "tiny" or args.random_init else "pretrained weights",
+        "dtype": args.dtype, "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len,
+        "seed": args.seed, "warmup_steps": args.warmup,
+        **parts,
+        "step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "profiled_step_ms": profiled_ms,
+        "resting_memory_bytes": resting_memory, "peak_memory_bytes": peak_memory,
+        "trace": args.trace, "trace_bytes": Path(args.trace).stat().st_size,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- output
+
+
+def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
+    """Rows of (name, microseconds, count) with each one's share, and their sum."""
+    total = sum(us for _, us, _ in rows)
+    rows = rows + [("Total", total, sum(count for _, _, count in rows))]
+    return measure.table(
+        headers,
+        [[name, f"{us / 1e3:,.3f}ms", f"{100 * us / total:.1f}%", f"{count:,}"] for name, us, count in rows],
+    )
+
+
+def operations_table(record: dict) -> str:
+    """The playbook's table, with one row for all the other operations, so that it adds up."""
+    rows = [(row["name"][:60], row["us"], row["calls"]) for row in record["operations"]]
+    rest = rows[TOP:]
+    if rest:
+        others = (f"({len(rest)} other operations)", sum(us for _, us, _ in rest), sum(n for _, _, n in rest))
+        rows = [*rows[:TOP], others]
+    return sum_table(["Name", f"Self {record['device']}", f"Self {record['device']} %", "# Calls"], rows)
+
+
+def parts_table(header: str, parts: dict, device: str) -> str:
+    """Categories or phases; the catch-all rows only where something fell into them."""
+    rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
+    rows = [row for row in rows if row[2] or row[0] not in (UNATTRIBUTED, "other")]
+    return sum_table([header, f"{device} time", "Share", "Launches" if device == "CUDA" else "Operation calls"], rows)
+
+
+def totals(record: dict) -> str:
+    """Is the GPU kept busy, and how much memory does the step take?"""
+    on_gpu = record["device"] == "CUDA"
+    busy_ms, step_ms = record["busy_us"] / 1e3, record["median_step_ms"]
+    idle = max(0.0, 1 - busy_ms / step_ms)
+    resting = measure.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    lines = [
+        ("GPU busy:" if on_gpu else "In operations:", f"{busy_ms:,.1f} ms"),
+        ("Step without the profiler:", f"{step_ms:,.1f} ms (median of {len(record['step_ms'])})"),
+        ("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms"),
+        ("GPU idle share:" if on_gpu else "Outside operations:", f"{100 * idle:.1f} %"),
+        ("Memory before the step:", f"{resting} GB (weights and optimizer state)" if on_gpu else resting),
+        (f"Peak {'GPU' if on_gpu else 'process'} memory:", f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
+    ]
+    return "\n".join(f"{label:<28}{value}" for label, value in lines)
+
+
+def render(record: dict) -> str:
+    """Everything that the script prints about a run, from its record."""
+    device = record["device"]
+    kind = "GPU" if device == "CUDA" else "CPU"
+    return "\n".join(
+        [
+            measure.environment_line(record["environment"]),
+            f"Model: {record['model']}, {record['parameters']:,} parameters, "
+            f"{record['weights']}, {record['dtype']}; {record['batch_size']} x {record['seq_len']} tokens; "
+            f"custom kernels: {', '.join(record['kernels']) or 'none'}",
+            "",
+            measure.title(f"Top {TOP} {device} Operations by Total {kind} Time"),
+            operations_table(record),
+            "",
+            parts_table("Category", record["categories"], device),
+            "",
+            parts_table("Phase", record["phases"], device),
+            "",
+            totals(record),
+            "",
+            f"Chrome trace: {record['trace']} ({record['trace_bytes'] / 1e6:.1f} MB); "
+            "open it in https://ui.perfetto.dev",
+        ]
+    )
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = measure.Parser(__doc__)
+    llama.add_workload_flags(parser)
+    llama.add_kernels_flag(parser, KERNELS, default="none")
+    if not HAS_GPU:
+        parser.set_defaults(seq_len=64)
+    add = parser.add_argument
+    add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
+    add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
+    add("--warmup", type=measure.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
+    add("--trace", metavar="FILE", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
+    add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
+    args = parser.parse_args(arguments)
+    wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
+    args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
+    if args.trace is None:
+        kernels = "+".join(args.kernels) or "baseline"
+        args.trace = f"traces/{Path(args.model).resolve().name}-{args.batch_size}x{args.seq_len}-{kernels}.json"
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    llama.check_outputs(args)
+    measure.require_writable(args.trace)
+    if not HAS_GPU:
+        print(measure.NO_GPU_NOTE + "\n")
+    record = profile_training(args)
+    print(render(record))
+    measure.write_record(args.json, record)
+
+
+if __name__ == "__main__":
+    measure.run_main(main)
