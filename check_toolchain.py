@@ -1,0 +1,155 @@
+"""Step 1: is everything here, and do the kernels run?
+
+    python check_toolchain.py
+
+Prints the versions and the GPU, then launches both kernels, forward and backward, on small inputs and
+compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if not, with what to do about it.
+"""
+
+import sys
+from collections.abc import Callable
+
+try:
+    import torch
+
+    import measure
+    from checking import DEVICE, DTYPE_NAME, Check, compare
+    from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+    from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+
+    ENVIRONMENT = measure.environment()  # imports transformers
+except (ImportError, OSError) as error:  # OSError: a library that PyTorch loads is missing
+    if __name__ != "__main__":
+        raise
+    sys.exit(
+        f"error: {getattr(error, 'name', None) or 'a package'} cannot be imported ({error}): install it with "
+        "`pip install -r requirements.txt`, or use the container of the README's step 1"
+    )
+
+EPS = 1e-5
+# (what a failed launch says, what to do about it); the first match wins
+REMEDIES = [
+    ("C compiler", "Triton needs one: `apt-get install gcc`, or set CC"),
+    ("non-zero exit status", "the C compiler failed, see above; often `apt-get install python3-dev` helps"),
+    ("ptxas", "this Triton does not know the GPU: use a newer one, or the NGC container 26.01 or later"),
+    ("no kernel image", "this PyTorch was not built for the GPU: use a newer one"),
+    ("out of memory", "nvidia-smi shows which process holds the GPU"),
+]
+
+
+def gpu_remedy() -> str | None:
+    """Why no GPU was found and what to do; None if there is one."""
+    if measure.HAS_GPU:
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build (https://pytorch.org)."
+    return (
+        "No GPU is visible: start the container with `docker run --gpus all` (with nvidia-container-toolkit "
+        "installed); outside a container, see whether nvidia-smi lists a GPU."
+    )
+
+
+def output_and_gradients(
+    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dy: torch.Tensor
+) -> list[torch.Tensor]:
+    """[function(*inputs), gradient of each input], for the upstream gradient dy."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    output = function(*inputs)
+    return [output, *torch.autograd.grad(output, inputs, dy.to(output.dtype))]
+
+
+def check_kernels() -> list[Check]:
+    """Launch every kernel; each result may be twice as far from float64 as eager PyTorch's."""
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(shape, device=DEVICE) for shape in ((8, 256), (256,), (8, 256)))
+    logits, targets = torch.randn(8, 1000, device=DEVICE), torch.randint(1000, (8,), device=DEVICE)
+
+    def eager_loss(logits: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+    cases = [
+        (
+            ["RMSNorm y", "RMSNorm dx", "RMSNorm dw"],
+            lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS),
+            lambda x, weight: rmsnorm_reference(x, weight, EPS),
+            [x, weight],
+            dy,
+        ),
+        (
+            ["cross-entropy loss", "cross-entropy dlogits"],
+            lambda logits: TritonCrossEntropyLoss()(logits, targets),
+            eager_loss,
+            [logits],
+            torch.ones((), device=DEVICE),
+        ),
+    ]
+    checks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for names, ours, eager, inputs, grad in cases:
+            rounded = [t.to(dtype) for t in (*inputs, grad)]
+            exact = [t.double() for t in rounded]
+            results = zip(
+                names,
+                output_and_gradients(ours, rounded[:-1], rounded[-1]),
+                output_and_gradients(eager, exact[:-1], exact[-1]),
+                output_and_gradients(eager, rounded[:-1], rounded[-1]),
+            )
+            checks += [
+                compare(f"{name}, {DTYPE_NAME[dtype]}", out, ref64, same_dtype, dtype)
+                for name, out, ref64, same_dtype in results
+            ]
+    return checks
+
+
+def explain(error: Exception) -> str:
+    """One line about a failed launch: what it said and what to do."""
+    text = f"{type(error).__name__}: {error}".strip()
+    advice = next((a for needle, a in REMEDIES if needle in text), "see the README's troubleshooting table")
+    return f"{text.splitlines()[0]} ({advice})"
+
+
+def inspect() -> dict:
+    """What `render` prints: versions, GPU, and why the kernels do not run here (None if they do)."""
+    try:
+        reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
+    except Exception as error:  # whatever stops a launch is what this script is here to find
+        reason = explain(error)
+    memory = torch.cuda.get_device_properties(0).total_memory if measure.HAS_GPU else None
+    return {
+        "environment": ENVIRONMENT, "gpu_memory_bytes": memory, "gpu_remedy": gpu_remedy(), "reason": reason,
+    }  # fmt: skip
+
+
+def render(found: dict) -> str:
+    env, memory = found["environment"], found["gpu_memory_bytes"]
+    lines = [] if env["gpu"] else [measure.NO_GPU_NOTE, ""]
+    lines += [
+        f"{name + ':':<20} {value}"
+        for name, value in (
+            ("Triton", env["triton"]),
+            ("PyTorch", env["torch"]),
+            ("CUDA", env["cuda"] or "none in this PyTorch"),
+            ("transformers", env["transformers"]),
+            ("GPU", env["gpu"] or "none found"),
+            ("Compute capability", env["compute_capability"] or "n/a"),
+            ("GPU memory", "n/a" if memory is None else f"{memory / 1e9:.1f} GB"),
+        )
+    ]
+    if found["gpu_remedy"]:
+        lines.append(found["gpu_remedy"])
+    if found["reason"]:
+        verdict = f"no: {found['reason']}"
+    else:
+        verdict = "yes" if env["gpu"] else "yes, on the CPU through Triton's interpreter (no CUDA GPU found)"
+    return "\n".join([*lines, f"These kernels run here: {verdict}"])
+
+
+def main() -> int:
+    measure.Parser(__doc__).parse_args()
+    found = inspect()
+    print(render(found))
+    return 1 if found["reason"] else 0
+
+
+if __name__ == "__main__":
+    measure.run_main(main)

@@ -1,0 +1,288 @@
+"""Compile every kernel for every supported GPU, on a machine that needs none.
+
+    python compile_check.py                      # sm_90, sm_100, sm_103 (GB300), sm_120, gfx942
+    python compile_check.py --targets sm_103
+
+The kernels are reached through the autograd Functions that users call, at LLaMA 3.1 8B's shapes, so block
+sizes, number of warps and specialization are those of a real run.  Two things are faked: the tensors (in
+PyTorch's FakeTensorMode they have a shape, strides and a CUDA device, but no memory) and Triton's driver (it
+names a target to compile for, and keeps the binary instead of loading it).
+
+Exit code 1 if a kernel does not compile, needs more shared memory than the target has, or spills: a spilled
+value did not fit in the registers and goes through memory, which is what a fused kernel is there to avoid.
+"""
+
+import os
+
+if __name__ == "__main__":
+    # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
+    os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+
+import argparse
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import measure
+from cross_entropy_kernel import FusedCrossEntropyFunction
+from rmsnorm_kernel import TritonRMSNormFunction
+
+# after the kernels, which decide how Triton will run
+import triton  # isort: skip
+from triton.backends import backends  # isort: skip
+from triton.backends.compiler import GPUTarget  # isort: skip
+from triton.errors import TritonError  # isort: skip
+
+B, T, H, V = 2, 2048, 4096, 128_256
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call a Function.  `arguments` gets a maker of tensors in the dtype under test."""
+
+    name: str
+    function: type[torch.autograd.Function]
+    arguments: Callable[[Callable[..., torch.Tensor]], tuple]
+    frozen: tuple[int, ...] = ()  # positions of arguments that need no gradient
+
+
+def cross_entropy_arguments(reduction: str) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    return lambda t: (t(B, T, V), torch.empty(B, T, dtype=torch.int64, device="cuda"), -100, reduction, False)
+
+
+# A new kernel file joins the check with a line here.  A kernel that two cases share is listed at the first.
+CASES = [
+    Case("RMSNorm", TritonRMSNormFunction, lambda t: (t(B, T, H), t(H), 1e-5)),
+    Case("RMSNorm, frozen weight", TritonRMSNormFunction, lambda t: (t(B, T, H), t(H), 1e-5), frozen=(1,)),
+    Case("cross-entropy, mean", FusedCrossEntropyFunction, cross_entropy_arguments("mean")),
+    Case("cross-entropy, sum", FusedCrossEntropyFunction, cross_entropy_arguments("sum")),
+    Case("cross-entropy, none", FusedCrossEntropyFunction, cross_entropy_arguments("none")),
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    gpu: GPUTarget
+    max_shared: int  # bytes of shared memory that one program may use, by the vendor's documentation
+
+
+TARGETS = {
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10),
+    "sm_103": Target(GPUTarget("cuda", 103, 32), 227 << 10),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 << 10),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel, or (with `error`) a case that did not compile."""
+
+    kernel: str
+    case: str
+    target: str
+    registers: int | None = None  # per thread
+    spills: int | None = None  # 32-bit registers per thread that live in memory
+    shared: int | None = None  # bytes per program
+    error: str | None = None
+
+
+# ---------------------------------------------------------------- the fakes
+
+
+class StubDriver:
+    """The part of Triton's driver that a launch touches.  Each target is a device of its own number, because
+    Triton keeps the kernels it has compiled in a table per device number."""
+
+    def __init__(self, names: list[str]):
+        self.names, self.device = names, 0
+        self.loaded: list[tuple[str, bytes, int]] = []
+        self.utils = self  # Triton looks for the two functions after next in driver.utils
+
+    def launcher_cls(self, src, metadata):
+        return lambda *args: None
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int):
+        self.loaded.append((name, binary, shared))
+        max_threads = 1024  # per program, on every target
+        return (
+            0,
+            0,
+            0,
+            0,
+            max_threads,
+        )  # module and function, then registers and spills: `resources` finds them
+
+    def get_device_properties(self, device: int) -> dict:
+        return {"max_shared_mem": TARGETS[self.names[device]].max_shared}
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.names[self.device]].gpu
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class StubContext(SimpleNamespace):
+    """The `ctx` that autograd hands a Function; autograd itself would want a CUDA build of PyTorch."""
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+
+@contextlib.contextmanager
+def pretend_gpu():
+    """CUDA tensors without memory, on a GPU whose size only decides how many programs are launched."""
+    properties = SimpleNamespace(multi_processor_count=132)
+    with (
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),  # aligned, as every allocation is
+        FakeTensorMode(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def launch(case: Case, dtype: torch.dtype) -> None:
+    """Evaluation, then forward and backward as in training."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    arguments = case.arguments(make)
+    needs_grad = [
+        isinstance(a, torch.Tensor) and a.is_floating_point() and i not in case.frozen for i, a in enumerate(arguments)
+    ]
+    context = StubContext(needs_input_grad=tuple(needs_grad))
+    case.function.apply(*arguments)
+    output = case.function.forward(context, *arguments)
+    case.function.backward(context, torch.empty_like(output))
+
+
+# ---------------------------------------------------------------- what the compiler reports
+
+
+def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
+    """(registers, spilled registers) of a compiled kernel."""
+    if gpu.backend == "hip":
+        return amd_note(binary, b".vgpr_count"), amd_note(binary, b".vgpr_spill_count")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
+    return int(registers), (int(stack) + int(local)) // 4
+
+
+def amd_note(binary: bytes, key: bytes) -> int:
+    """A number from the metadata in an AMD binary.
+
+    It is MessagePack: the key, then either one byte below 128, or a marker and the number in 1, 2 or 4 bytes.
+    """
+    value = binary[binary.index(key) + len(key) :]
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(value[0])
+    return value[0] if width is None else int.from_bytes(value[1 : 1 + width], "big")
+
+
+def compile_all(names: list[str]) -> list[Row]:
+    """A row for every different kernel that the cases launch on the named targets."""
+    driver = StubDriver(names)
+    triton.runtime.driver.set_active(driver)
+    rows = []
+    with pretend_gpu():
+        for driver.device, name in enumerate(names):
+            for case in CASES:
+                for dtype_name, dtype in DTYPES.items():
+                    label = f"{case.name}, {dtype_name}"
+                    error = None
+                    try:
+                        launch(case, dtype)
+                    except (TritonError, RuntimeError) as failure:  # MLIR's own errors are RuntimeErrors
+                        error = f"{type(failure).__name__}: {str(failure).strip()}"
+                    for kernel, binary, shared in driver.loaded:
+                        registers, spills = resources(binary, driver.get_current_target())
+                        rows.append(Row(kernel, label, name, registers, spills, shared))
+                    driver.loaded.clear()
+                    if error:
+                        rows.append(Row("(none)", label, name, error=error))
+    return rows
+
+
+# ---------------------------------------------------------------- verdict and output
+
+
+def failures(rows: list[Row]) -> list[str]:
+    """One sentence per fault; empty if the check passes."""
+    found = [] if rows else ["no kernel was compiled"]
+    for row in rows:
+        where = f"{row.kernel} ({row.case}) for {row.target}"
+        if row.error is not None:
+            found.append(f"{row.case} for {row.target} does not compile: {row.error}")
+        elif row.spills:
+            found.append(f"{where} spills {row.spills} registers per thread to memory")
+    return found
+
+
+def render(rows: list[Row]) -> str:
+    headers = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)"]
+    body = [
+        [row.kernel, row.case, row.target]
+        + (["error"] * 3 if row.error else [row.registers, row.spills, f"{row.shared:,}"])
+        for row in rows
+    ]
+    return measure.table(headers, body, ["left"] * 3 + ["right"] * 3)
+
+
+def parse_targets(text: str) -> list[str]:
+    """argparse type: names of targets, separated by commas."""
+    names = list(TARGETS) if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in TARGETS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"unknown target {', '.join(map(repr, unknown))}; choose from {', '.join(TARGETS)}, all"
+        )
+    return names
+
+
+def main() -> int:
+    parser = measure.Parser(__doc__)
+    parser.add_argument(
+        "--targets", type=parse_targets, default="all", metavar="NAME,NAME|all",
+        help=f"of {', '.join(TARGETS)} (default: %(default)s)",
+    )  # fmt: skip
+    names = parser.parse_args().targets
+    vendors = {"cuda": "nvidia", "hip": "amd"}  # GPUTarget's word for it: the name of Triton's backend
+    missing = [name for name in names if vendors[TARGETS[name].gpu.backend] not in backends]
+    names = [name for name in names if name not in missing]
+
+    rows = compile_all(names)
+    found = failures(rows)
+    print(measure.title(f"Ahead-of-time compilation, Triton {triton.__version__}, {', '.join(names)}"))
+    print(render(rows))
+    print()
+    if missing:
+        print(f"Not checked, because this Triton was built without their backend: {', '.join(missing)}")
+    for sentence in found:
+        print(f"FAILED: {sentence}")
+    if not found:
+        print(f"{len(rows)} kernels compiled, none spills: PASSED")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    measure.run_main(main)
