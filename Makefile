@@ -1,0 +1,41 @@
+# Two commands: `make demo` shows the whole tutorial on a tiny model, `make test` proves the kernels.
+# Inside the Docker container everything is installed: run them as `make demo PY=python SETUP=`.
+PYTHON ?= python3
+PY ?= .venv/bin/python
+SETUP ?= .venv/installed
+TINY = --model tiny --batch-size 2 --seq-len 64
+
+# The tiny model is too small for several threads: they wait for each other longer than they work.
+export OMP_NUM_THREADS ?= 1
+# PyTorch's profiler otherwise announces its start and stop on stderr.
+export KINETO_LOG_LEVEL ?= 99
+
+.PHONY: setup demo test compile-check lint clean
+
+setup: $(SETUP)
+
+.venv/installed: requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -r requirements.txt -c constraints.txt
+	touch $@
+
+demo: $(SETUP)
+	$(PY) check_toolchain.py
+	$(PY) profile_baseline.py $(TINY)
+	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce
+	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
+	$(PY) finetune_optimized.py $(TINY) --json demo/optimized.json
+	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
+
+test: $(SETUP) compile-check
+	$(PY) -m pytest
+
+compile-check: $(SETUP)
+	$(PY) compile_check.py
+
+lint:
+	ruff check .
+	ruff format --check .
+
+clean:
+	rm -rf .venv demo traces __pycache__ .pytest_cache .ruff_cache .hypothesis
