@@ -60,6 +60,10 @@ ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_a
 CATEGORY_OF_FUNCTION = {"RMSNorm": "normalization", "CrossEntropy": "loss"}  # our autograd.Functions
 CATEGORY_OF_KERNEL = {"matmul": re.compile("gemm|cutlass|nvjet"), "attention": re.compile("flash|fmha|sdpa")}
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync, ...
+PROFILER_OVERHEADS = {  # CUPTI's names for what the profiler and the driver do to the run
+    "Command Buffer Full", "Buffer Flush", "Instrumentation", "Resource", "Activity Buffer Request", "Driver Compiler",
+    "Lazy Function Loading", "Runtime Triggered Module Loading", "UVM Activity Init", "Unknown",
+}  # fmt: skip
 EVALUATE = "autograd::engine::evaluate_function: "  # opened by autograd around each backward node
 BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itself
 
@@ -146,8 +150,13 @@ def is_evaluation(event: FunctionEvent | None) -> bool:
 
 
 def gpu_events(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Kernels, copies and fills.  Ranges also appear on the GPU's timeline: they would count twice."""
-    return [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    """Kernels, copies and fills.
+
+    Not the other two that appear on the GPU's timeline: ranges, which would
+    count twice, and the profiler's own overheads, in which the GPU does nothing.
+    """
+    on_gpu = (e for e in events if e.device_type == DeviceType.CUDA)
+    return [e for e in on_gpu if not e.is_user_annotation and e.name not in PROFILER_OVERHEADS]
 
 
 def work_of(events: list[FunctionEvent]) -> list[Work]:

@@ -246,6 +246,16 @@ def test_ranges_on_the_gpus_timeline_are_not_counted():
     assert [row["name"] for row in profile["operations"]] == ["aten::mul"]
 
 
+def test_the_profilers_own_overhead_is_not_gpu_time():
+    """On a long GPU step CUPTI reports its full buffer as an event on the GPU's timeline."""
+    t = Timeline()
+    with t.range("loss"):
+        t.call("aten::mul", "mul", 5.0)
+    t.events.append(FunctionEvent(0, "Command Buffer Full", 0, 1000, 1005, device_type=DeviceType.CUDA))
+    profile = t.attribute()
+    assert found(profile) == {"loss": 5.0} and profile["busy_us"] == 5.0
+
+
 def test_a_cuda_call_that_shares_an_operations_id_does_not_double_its_kernels():
     """Operations and CUDA calls are numbered separately; PyTorch then notes the kernels at both."""
     t = Timeline()
