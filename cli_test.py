@@ -260,7 +260,9 @@ def test_a_directory_without_a_model_is_refused(cli, tmp_path):
 )
 def test_a_config_that_is_no_llamas_is_refused(cli, checkpoint, values):
     change_config(checkpoint, **values)
-    assert_refused(cli("--model", str(checkpoint)), str(checkpoint))
+    outcome = cli("--model", str(checkpoint))
+    assert_refused(outcome, str(checkpoint))
+    assert outcome.out == "", "a question about running the model's own code, for one"
 
 
 def test_another_architecture_is_named(cli, checkpoint):

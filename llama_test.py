@@ -12,7 +12,6 @@ import finetune_optimized
 import llama
 import measure
 from checking import DEVICE, needs_gpu, relative_error
-from cross_entropy_kernel import TritonCrossEntropyLoss
 from rmsnorm_kernel import TritonRMSNorm
 
 # isort: split
@@ -292,22 +291,18 @@ def test_the_shift_copies_no_logits():
 
 
 def test_validation_loss_weighs_tokens_not_batches(tmp_path):
-    path = jsonl(tmp_path / "data.jsonl", ("a", "bcdefghijklm"), ("abcdefgh", "i"))
+    path = jsonl(tmp_path / "data.jsonl", ("", "abcdefghijkl"), ("abcdefgh", "i"))
     model = llama.load_model(arguments())
-    batches = llama.make_batches(
-        llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16), batch_size=1
-    )
-    sums, means = [], []
+    examples = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
+    batches = llama.make_batches(examples, batch_size=1)
+    sums, counts = [], [11, 1]  # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     for batch in batches:
-        logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[:, :-1].cpu()
-        per_token = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="none"
-        )
-        sums.append(per_token.sum().item())
-        means.append(per_token.sum().item() / int((batch.labels != IGNORE).sum()))
+        logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[0, :-1].cpu()
+        sums.append(torch.nn.functional.cross_entropy(logits, batch.labels[0, 1:], reduction="sum").item())
     found = llama.validation_loss(model, batches)
-    assert found == pytest.approx(sum(sums) / 13, rel=1e-5)  # 12 completion tokens and 1
-    assert found != pytest.approx(sum(means) / 2, rel=1e-5), "this comparison cannot fail"
+    assert found == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
+    wrong = sum(total / count for total, count in zip(sums, counts)) / 2
+    assert found != pytest.approx(wrong, rel=1e-4), "this comparison cannot fail"
     assert model.training
 
 
@@ -350,6 +345,20 @@ def test_every_norm_is_replaced_and_no_weight_copied():
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
+
+
+@pytest.mark.parametrize("names", [[], ["rmsnorm"], ["cross_entropy"], ["rmsnorm", "cross_entropy"]])
+def test_each_named_kernel_is_patched_in_and_no_other(names):
+    """Equal numbers prove nothing about a kernel that does not run."""
+    batch = tiny_batch(batch_size=1, seq_len=6)
+    model = uneven_norms(llama.load_model(arguments()))
+    expected = loss_and_gradients(model, batch)
+    finetune_optimized.apply_kernels(model, names)
+    n_norms = sum(type(module) is TritonRMSNorm for module in model.modules())
+    assert n_norms == (5 if "rmsnorm" in names else 0)
+    loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+    assert (loss.grad_fn.name() == "FusedCrossEntropyFunctionBackward") == ("cross_entropy" in names)
+    assert largest_error(loss_and_gradients(model, batch), expected)[0] < 1e-5
 
 
 def test_patched_model_has_the_unpatched_loss_and_gradients():
@@ -410,6 +419,24 @@ def test_gradient_accumulation_adds_up_to_one_large_batch():
 
 
 # ---------------------------------------------------------------- training
+
+
+def test_training_step_is_forward_backward_update_and_clean_gradients():
+    args = arguments("--steps", "3")
+    model, plain = llama.load_model(args), llama.load_model(args)
+    optimizer = llama.make_optimizer(model, 1e-3)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for batch in llama.load_data(args, model.config, 3).train:
+        batch = batch.to(DEVICE)
+        loss = llama.training_step(model, optimizer, batch)
+        plain_loss = plain(input_ids=batch.input_ids, labels=batch.labels).loss
+        plain_loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-6) and not loss.requires_grad
+        assert all(parameter.grad is None for parameter in model.parameters())
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def loss_differences(baseline: dict, optimized: dict) -> list[float]:
@@ -477,14 +504,3 @@ def test_the_tokenizer_is_saved_with_the_model(monkeypatch, tmp_path):
     assert llama.load_tokenizer(args)("def f ( ) : import os")["input_ids"] == [8, 0, 0, 0, 0, 7, 0]
     (ids, _), *_ = llama.pack(["import def"], *llama.text_encoder(llama.load_tokenizer(args), None), 2, 1)
     assert ids.tolist() == [7, 8]
-
-
-def test_kernels_can_be_used_one_at_a_time():
-    batch = tiny_batch(batch_size=1, seq_len=6)
-    model = uneven_norms(llama.load_model(arguments()))
-    expected = loss_and_gradients(model, batch)
-    finetune_optimized.apply_kernels(model, ["cross_entropy"])
-    assert not any(type(module) is TritonRMSNorm for module in model.modules())
-    assert largest_error(loss_and_gradients(model, batch), expected)[0] < 1e-5
-    model.loss_function = llama.causal_lm_loss(TritonCrossEntropyLoss())
-    assert largest_error(loss_and_gradients(model, batch), expected)[0] < 1e-5
