@@ -1,0 +1,182 @@
+"""Fill README.md's recorded outputs and figures from results/*.json, or check that they agree.
+
+    python readme_figures.py            # rewrite README.md
+    python readme_figures.py --check    # exit code 1 where README.md and the records differ
+    python readme_figures.py --record results/rmsnorm_test.json rmsnorm_test.py    # run a script, keep what it prints
+
+README.md marks what comes from a record:
+
+    <!-- output: results/a.json -->            the next fenced block is what the script printed, rendered again
+    <!-- output: results/a.json b.json -->     two or more fine-tuning records: the comparison of compare_runs.py
+    <!-- figure: name -->1.23<!-- / -->        one figure in a sentence; FIGURES below says how it is computed
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import benchmark_kernels
+import compare_runs
+import llama
+import measure
+import profile_baseline
+
+HERE = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- output: (?P<paths>[^>]+?) -->\n+```text\n)(?P<body>.*?)(^```$)", re.DOTALL | re.MULTILINE)
+FIGURE = re.compile(r"(<!-- figure: (?P<name>\w+) -->)(?P<body>.*?)(<!-- / -->)", re.DOTALL)
+
+
+def load(name: str) -> dict:
+    return json.loads((HERE / "results" / name).read_text())
+
+
+def render(paths: list[str]) -> str:
+    """What the script that wrote these records printed."""
+    records = [json.loads((HERE / path).read_text()) for path in paths]
+    if len(records) > 1:
+        return compare_runs.render(compare_runs.run_names(records), records)
+    (record,) = records
+    renderers = {
+        "finetune": finetune_output,
+        "profile": profile_baseline.render,
+        "benchmark": benchmark_kernels.render,
+        "text": lambda record: "\n".join(record["lines"]),
+    }
+    return renderers[record["kind"]](record)
+
+
+def finetune_output(record: dict) -> str:
+    """Every step and the result block."""
+    columns = [record[key] for key in ("losses", "seconds", "tokens", "peaks")]
+    steps = [llama.step_line(step, record["steps"], *columns) for step in range(1, record["steps"] + 1)]
+    return "\n".join([*steps, "", llama.result_block(record)])
+
+
+def benchmark_rows(record: dict) -> dict[tuple[int, str], dict]:
+    """{(tokens, implementation): row} of a benchmark of one kernel."""
+    return {(row["tokens"], row["implementation"]): row for row in record["sections"][0]["rows"]}
+
+
+def figures() -> dict[str, str]:
+    """Every figure that a sentence of README.md quotes, by name."""
+    rms, ce = load("benchmark_rmsnorm.json"), load("benchmark_cross_entropy.json")
+    rms_rows, ce_rows = benchmark_rows(rms), benchmark_rows(ce)
+    eager, ours, on_bf16 = benchmark_kernels.EAGER, benchmark_kernels.OURS, "F.cross_entropy, bf16 logits"
+    in_place = f"{ours}, in place"
+
+    def us(row: dict) -> float:
+        return row["total_us"][1]
+
+    def share(row: dict, record: dict) -> str:
+        return f"{100 * row['gbs'] / record['copy_gbs']:.0f}"
+
+    def category_ms(record: dict, *names: str) -> float:
+        return sum(record["categories"][name]["us"] for name in names) / 1e3
+
+    def category_share(record: dict, *names: str) -> str:
+        return f"{100 * category_ms(record, *names) / category_ms(record, *record['categories']):.0f}"
+
+    values = {
+        "gpu": rms["environment"]["gpu"],
+        "copy_tbs": f"{rms['copy_gbs'] / 1e3:.2f}",
+        "matmul_tflops": f"{rms['matmul_tflops']:.0f}",
+        "flop_per_byte": f"{rms['matmul_tflops'] / rms['copy_gbs'] * 1e3:.0f}",
+    }
+    large_eager, large_ours = rms_rows[65_536, eager], rms_rows[65_536, ours]
+    values |= {
+        "rms_eager_us": f"{us(large_eager):,.0f}", "rms_eager_pct": share(large_eager, rms),
+        "rms_ours_us": f"{us(large_ours):,.0f}", "rms_ours_pct": share(large_ours, rms),
+        "rms_gain": f"{us(large_eager) / us(large_ours):.1f}",
+        "rms_liger": f"{us(rms_rows[16_384, 'Liger-Kernel']) / us(rms_rows[16_384, ours]):.2f}",
+        "rms_compile": f"{us(rms_rows[16_384, 'torch.compile']) / us(rms_rows[16_384, ours]):.2f}",
+        "rms_torch": f"{us(rms_rows[16_384, 'F.rms_norm']) / us(rms_rows[16_384, ours]):.2f}",
+        "rms_floor_256": f"{us(rms_rows[256, benchmark_kernels.HOST_FLOOR]):.0f}",
+        "rms_wall_256": f"{us(rms_rows[256, ours]):.0f}",
+        "rms_kernels_256": f"{rms_rows[256, ours]['kernels_us']:.0f}",
+        "rms_torch_wall_256": f"{us(rms_rows[256, 'F.rms_norm']):.0f}",
+    }  # fmt: skip
+    large_eager, large_ours = ce_rows[8192, eager], ce_rows[8192, ours]
+    values |= {
+        "ce_hf_us": f"{us(large_eager):,.0f}", "ce_hf_mb": f"{large_eager['extra_bytes'] / 1e6:,.0f}",
+        "ce_ours_us": f"{us(large_ours):,.0f}", "ce_ours_mb": f"{large_ours['extra_bytes'] / 1e6:,.0f}",
+        "ce_gain": f"{us(large_eager) / us(large_ours):.1f}",
+        "ce_mem_gain": f"{large_eager['extra_bytes'] / large_ours['extra_bytes']:.1f}",
+        "ce_in_place_mb": f"{ce_rows[8192, in_place]['extra_bytes'] / 1e6:.1f}",
+        "ce_wall_128": f"{us(ce_rows[128, ours]):.0f}",
+        "ce_kernels_128": f"{ce_rows[128, ours]['kernels_us']:.0f}",
+        "ce_torch_wall_128": f"{us(ce_rows[128, on_bf16]):.0f}",
+        "ce_torch_kernels_128": f"{ce_rows[128, on_bf16]['kernels_us']:.0f}",
+    }  # fmt: skip
+    for suffix, baseline in (("", eager), ("_honest", on_bf16)):
+        theirs, mine = ce_rows[1024, baseline], ce_rows[1024, ours]
+        values[f"ce_speed_1024{suffix}"] = f"{us(theirs) / us(mine):.1f}"
+        values[f"ce_mem_1024{suffix}"] = f"{theirs['extra_bytes'] / mine['extra_bytes']:.1f}"
+
+    for suffix, size in (("small", "1x512"), ("large", "4x2048")):
+        base, optimized = (load(f"finetune_{which}_{size}.json") for which in ("baseline", "optimized"))
+        before, after = load(f"profile_{size}.json"), load(f"profile_{size}_both.json")
+        targets = ("normalization", "loss")
+        values |= {
+            f"step_base_{suffix}": f"{1e3 * base['median_seconds']:.0f}",
+            f"step_opt_{suffix}": f"{1e3 * optimized['median_seconds']:.0f}",
+            f"mem_base_{suffix}": f"{base['peak_memory_bytes'] / 1e9:.1f}",
+            f"mem_opt_{suffix}": f"{optimized['peak_memory_bytes'] / 1e9:.1f}",
+            f"step_gain_{suffix}": f"{base['median_seconds'] / optimized['median_seconds']:.2f}",
+            f"mem_gain_{suffix}": f"{optimized['peak_memory_bytes'] / base['peak_memory_bytes']:.2f}",
+            f"mem_saved_{suffix}": f"{(base['peak_memory_bytes'] - optimized['peak_memory_bytes']) / 1e9:.1f}",
+            f"opt_share_{suffix}": category_share(before, "optimizer"),
+            f"opt_ms_{suffix}": f"{category_ms(before, 'optimizer'):.0f}",
+            f"norm_loss_share_{suffix}": category_share(before, *targets),
+            f"norm_loss_ms_before_{suffix}": f"{category_ms(before, *targets):.1f}",
+            f"norm_loss_ms_after_{suffix}": f"{category_ms(after, *targets):.1f}",
+        }
+    values["norm_ms_before"] = f"{category_ms(load('profile_1x512.json'), 'normalization'):.1f}"
+    values["norm_ms_after"] = f"{category_ms(load('profile_1x512_rmsnorm.json'), 'normalization'):.1f}"
+    values["norm_launches"] = f"{load('profile_1x512.json')['categories']['normalization']['launches']:,}"
+    return values
+
+
+def fill(text: str) -> str:
+    """README.md's text with every marked block and figure computed from the records."""
+    values = figures()
+
+    def block(match: re.Match) -> str:
+        lines = render(match["paths"].split()).splitlines()
+        return match[1] + "".join(line.rstrip() + "\n" for line in lines) + match[4]
+
+    text = BLOCK.sub(block, text)
+    return FIGURE.sub(lambda match: match[1] + values[match["name"]] + match[4], text)
+
+
+def record_output(path: str, script: str) -> int:
+    """Run a script that writes no record of its own, keep its printed lines as one; returns its exit code."""
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=HERE)
+    print(run.stdout, run.stderr, sep="", end="")
+    if run.returncode == 0:
+        record = {"kind": "text", "environment": measure.environment(), "script": script}
+        measure.write_record(path, record | {"lines": run.stdout.splitlines()})
+    return run.returncode
+
+
+def main() -> int:
+    parser = measure.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where they differ")
+    parser.add_argument("--record", nargs=2, metavar=("FILE", "SCRIPT"), help="record what SCRIPT prints")
+    args = parser.parse_args()
+    if args.record:
+        return record_output(*args.record)
+    readme = HERE / "README.md"
+    before = readme.read_text()
+    after = fill(before)
+    if not args.check:
+        readme.write_text(after)
+    elif before != after:
+        print("README.md differs from the records; run: python readme_figures.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    measure.run_main(main)
