@@ -182,7 +182,7 @@ def test_every_hub_error_has_its_sentence(cli, monkeypatch, error, words):
     assert_refused(cli("--model", "some/model"), *words)
 
 
-# What huggingface.co sends for a HEAD request of config.json
+# Answers to a HEAD request of config.json, by the status and headers that huggingface_hub tells them apart by
 HUB_ANSWERS = {
     "gated": (403, {"X-Error-Code": "GatedRepo"}),
     "without-token": (401, {"X-Error-Code": "GatedRepo"}),

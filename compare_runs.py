@@ -113,12 +113,14 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     figure, (losses, throughput, memory) = plt.subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
     for name, record in zip(names, records):
         style = "-" if record is records[0] else "--"
         losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)
     losses.set(xlabel="step", ylabel="training loss", title="Loss")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
     for axis, title, values, spec in [
@@ -128,7 +130,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         bars = axis.bar(names, values, color=colors)
         axis.bar_label(bars, [format(v, spec) for v in values], padding=2)
         axis.set(title=title, ylim=(0, 1.15 * max(values)))
-        axis.tick_params(axis="x", rotation=20)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     env = records[0]["environment"]
     figure.suptitle(
         f"{records[0]['model']}, {records[0]['batch_size']} x {records[0]['seq_len']} tokens, "

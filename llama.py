@@ -322,7 +322,9 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
             shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)  # (B, T)
         loss = cross_entropy(logits, shift_labels)
         if num_items_in_batch is not None:  # gradient accumulation: mean over all its micro-batches
-            loss = loss * (shift_labels != IGNORE_INDEX).sum() / num_items_in_batch
+            n_valid = (shift_labels != IGNORE_INDEX).sum()
+            # the mean over no target at all is NaN, and such a micro-batch must add nothing to the others
+            loss = torch.where(n_valid > 0, loss * n_valid, 0.0) / num_items_in_batch
         return loss
 
     return loss_function

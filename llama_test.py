@@ -267,6 +267,15 @@ def test_loss_and_gradient_are_hugging_faces(items):
     assert relative_error(off_by_one, results[0]["loss"]) > 1e-3, "this comparison cannot fail"
 
 
+def test_a_micro_batch_without_targets_adds_nothing():
+    logits = torch.randn(1, 4, 50, requires_grad=True)
+    labels = torch.full((1, 4), llama.IGNORE_INDEX)
+    loss_function = llama.causal_lm_loss(shifted_cross_entropy)
+    loss = loss_function(logits, labels, num_items_in_batch=torch.tensor(7))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+
+
 def test_labels_that_come_shifted_are_not_shifted_again():
     logits, labels = logits_and_labels()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
