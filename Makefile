@@ -38,4 +38,4 @@ lint:
 	ruff format --check .
 
 clean:
-	rm -rf .venv demo traces __pycache__ .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv demo traces __pycache__ .pytest_cache .ruff_cache

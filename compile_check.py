@@ -114,14 +114,8 @@ class StubDriver:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int):
         self.loaded.append((name, binary, shared))
-        max_threads = 1024  # per program, on every target
-        return (
-            0,
-            0,
-            0,
-            0,
-            max_threads,
-        )  # module and function, then registers and spills: `resources` finds them
+        # module, function, registers, spills (`resources` reads these two), threads that a program may have
+        return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict:
         return {"max_shared_mem": TARGETS[self.names[device]].max_shared}
