@@ -55,12 +55,15 @@ def poison_new_tensors():
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Let small vocabularies take several chunks too."""
-    set_block_size(monkeypatch, 64)
+    set_block_sizes(monkeypatch, 64, 64)
 
 
-def set_block_size(monkeypatch, block_size):
-    for name in ("FORWARD_BLOCK_SIZE", "BACKWARD_BLOCK_SIZE"):
-        monkeypatch.setattr(cross_entropy_kernel, name, block_size)
+SHIPPED_BLOCK_SIZES = cross_entropy_kernel.FORWARD_BLOCK_SIZE, cross_entropy_kernel.BACKWARD_BLOCK_SIZE
+
+
+def set_block_sizes(monkeypatch, forward, backward):
+    monkeypatch.setattr(cross_entropy_kernel, "FORWARD_BLOCK_SIZE", forward)
+    monkeypatch.setattr(cross_entropy_kernel, "BACKWARD_BLOCK_SIZE", backward)
 
 
 def make_inputs(shape=(SMALL_ROWS, SMALL_V), dtype=torch.float32, offset=0.0, ignore_index=-100, seed=0):
@@ -172,20 +175,20 @@ def test_comparator_rejects_denominator_that_is_not_rescaled(rescale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("max_block_size", [64, 8192])
-def test_one_chunk_and_many_give_the_reference(dtype, max_block_size, monkeypatch):
-    set_block_size(monkeypatch, max_block_size)
+@pytest.mark.parametrize("block_size", [64, 8192])
+def test_one_chunk_and_many_give_the_reference(dtype, block_size, monkeypatch):
+    set_block_sizes(monkeypatch, block_size, block_size)
     assert_all_passed(run_checks(*make_inputs(dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_table_shape(dtype, monkeypatch):
-    set_block_size(monkeypatch, 8192)
+def test_table_shape_with_the_shipped_block_sizes(dtype, monkeypatch):
+    set_block_sizes(monkeypatch, *SHIPPED_BLOCK_SIZES)
     assert_all_passed(run_checks(*make_inputs((N_ROWS, V), dtype)))
 
 
 def test_worked_example_of_the_docstring(monkeypatch):
-    set_block_size(monkeypatch, 4)
+    set_block_sizes(monkeypatch, 4, 4)
     logits = torch.tensor([[2.0, 5.0, 1.0, 3.0, 4.0, 7.0, 2.0, 6.0]], device=DEVICE)
     loss, m, d, n_valid = cross_entropy_forward(logits, torch.tensor([5], device=DEVICE))
     assert (round(loss.item(), 3), m.item(), round(d.item(), 3), n_valid.item()) == (0.462, 7.0, 1.587, 1)
@@ -637,7 +640,7 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
     if torch.cuda.mem_get_info()[0] < 10 * 2**30:
         pytest.skip("needs 10 GiB of free GPU memory")
     torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
-    set_block_size(monkeypatch, 8192)
+    set_block_sizes(monkeypatch, *SHIPPED_BLOCK_SIZES)
     logits = torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3)
     targets = torch.randint(vocab, (n_rows,), device=DEVICE)
     grad_output = torch.randn(n_rows, device=DEVICE)
