@@ -115,12 +115,10 @@ def test_bytes_are_counted_by_one_formula_for_all(finished):
         (["--json", "/proc/nowhere/run.json"], "cannot write"),
     ],
 )
-def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [SCRIPT.name, *flags])
-    with pytest.raises(SystemExit) as exit_:
-        measure.run_main(bench.main)
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
+def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, run_script):
+    outcome = run_script(bench, *flags)
+    error = outcome.err
+    assert outcome.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 

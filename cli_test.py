@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import finetune_baseline
 import finetune_optimized
 import llama
 import measure
+from conftest import Outcome
 
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
@@ -33,24 +33,10 @@ TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
 GOOD_LINE = '{"prompt": "question", "completion": "answer"}'
 
 
-@dataclass
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run a script's main() as the command line does: cli("--model", "tiny") -> Outcome."""
-
-    def run(*flags: str, script=finetune_baseline) -> Outcome:
-        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags])
-        with pytest.raises(SystemExit) as stop:
-            measure.run_main(script.main)
-        return Outcome(stop.value.code, *capsys.readouterr())
-
-    return run
+def cli(run_script):
+    """cli("--model", "tiny") -> Outcome, of the baseline unless told."""
+    return lambda *flags, script=finetune_baseline: run_script(script, *flags)
 
 
 @pytest.fixture(scope="session")

@@ -32,14 +32,15 @@ def relative_differences(first: dict, other: dict) -> list[float]:
     return [abs(b - a) / abs(a) for a, b in zip(first["losses"], other["losses"])]
 
 
+def same_training(first: dict, other: dict) -> bool:
+    """True when no step's loss is further off than rounding explains."""
+    return max(relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
+
+
 def drifted(records: list[dict]) -> bool:
-    """True when a run of the first run's workload has a loss that is further off than rounding."""
-    first = records[0]
-    return any(
-        max(relative_differences(first, other)) > LOSS_TOLERANCE[first["dtype"]]
-        for other in records[1:]
-        if not workload_differences(first, other)
-    )
+    """True when a run of the first run's workload is not the same training."""
+    first, *others = records
+    return any(not same_training(first, other) for other in others if not workload_differences(first, other))
 
 
 def render(names: list[str], records: list[dict]) -> str:
@@ -82,7 +83,7 @@ def render(names: list[str], records: list[dict]) -> str:
         tolerance = LOSS_TOLERANCE[first["dtype"]]
         for name, record in comparable:
             largest = max(relative_differences(first, record))
-            verdict = "the same training" if largest <= tolerance else "NOT the same training"
+            verdict = "the same training" if same_training(first, record) else "NOT the same training"
             parts.append(
                 f"{name}: largest relative loss difference over {first['steps']} steps {largest:.1e} "
                 f"(allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"

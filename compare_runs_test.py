@@ -1,12 +1,10 @@
 """Tests of the comparison: what it calls the same training, and what it refuses to compare."""
 
 import json
-import sys
 
 import pytest
 
 import compare_runs
-import measure
 
 ENVIRONMENT = {
     "gpu": "Some GPU", "cpu": "x86_64", "torch": "2", "triton": "3", "transformers": "5", "date": "2026-01-01",
@@ -23,21 +21,18 @@ def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
     } | changes  # fmt: skip
 
 
-def compare(tmp_path, monkeypatch, capsys, *records, flags=()):
-    """(exit code, stdout, stderr) of the script on these records."""
-    paths = [tmp_path / f"{i}.json" for i in range(len(records))]
-    for path, record in zip(paths, records):
-        path.write_text(json.dumps(record))
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, paths), *flags])
-    with pytest.raises(SystemExit) as exit_:
-        measure.run_main(compare_runs.main)
-    captured = capsys.readouterr()
-    return exit_.value.code, captured.out, captured.err
-
-
 @pytest.fixture
-def script(tmp_path, monkeypatch, capsys):
-    return lambda *records, flags=(): compare(tmp_path, monkeypatch, capsys, *records, flags=flags)
+def script(tmp_path, run_script):
+    """script(record, ..., flags=[...]) -> (exit code, stdout, stderr) of the script on these records."""
+
+    def compare(*records, flags=()):
+        paths = [tmp_path / f"{i}.json" for i in range(len(records))]
+        for path, record in zip(paths, records):
+            path.write_text(json.dumps(record))
+        outcome = run_script(compare_runs, *map(str, paths), *flags)
+        return outcome.code, outcome.out, outcome.err
+
+    return compare
 
 
 def test_ratios_are_to_the_first_run(script):

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 
 import measure
-from measure import HAS_GPU, RunError, UserError, positive_int, whole_number
+from measure import DEVICE, HAS_GPU, RunError, UserError, positive_int, whole_number
 
 # read on import: one error sentence must not drown in a library's warnings (progress bars stay)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -37,7 +37,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
-DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 IGNORE_INDEX = -100
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
@@ -230,6 +229,10 @@ def parameter_count(config: LlamaConfig) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
+def has_random_weights(args: argparse.Namespace) -> bool:
+    return args.model == "tiny" or args.random_init
+
+
 def load_model(args: argparse.Namespace) -> torch.nn.Module:
     """The model in training mode, on the GPU if there is one, in --dtype.
 
@@ -241,7 +244,7 @@ def load_model(args: argparse.Namespace) -> torch.nn.Module:
         read_file(args.data)  # a wrong path is refused here, not after the weights took minutes to load
     dtype = DTYPES[args.dtype]
     torch.manual_seed(args.seed)
-    if args.model == "tiny" or args.random_init:
+    if has_random_weights(args):
         with torch.device(DEVICE):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
@@ -535,6 +538,15 @@ def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batc
     return loss.detach()
 
 
+def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[torch.Tensor, float]:
+    """(loss, seconds) of one training step, from an idle device to an idle device."""
+    measure.synchronize()
+    start = time.perf_counter()
+    loss = training_step(model, optimizer, batch)
+    measure.synchronize()
+    return loss, time.perf_counter() - start
+
+
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
     """Mean loss per trained token over the held-out batches, dropout off."""
@@ -563,6 +575,19 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     return 6.0 * matrix_weights + 6.0 * config.num_hidden_layers * attention_size * seq_len
 
 
+def describe_workload(model: torch.nn.Module, args: argparse.Namespace) -> dict:
+    """The part of a record that says what was run, from the flags of `add_workload_flags`."""
+    return {
+        "model": args.model, "weights": f"{'random' if has_random_weights(args) else 'pretrained'} weights",
+        "parameters": sum(p.numel() for p in model.parameters()), "dtype": args.dtype,
+        "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len, "seed": args.seed,
+    }  # fmt: skip
+
+
+def model_line(record: dict) -> str:
+    return f"Model: {record['model']}, {record['parameters']:,} parameters, {record['weights']}, {record['dtype']}"
+
+
 def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kernels: list[str]) -> dict:
     """Fine-tune with AdamW, print every step and the result block, return (and write) the record.
 
@@ -584,9 +609,8 @@ def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kerne
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
     print(measure.environment_line(env))
-    n_parameters = sum(p.numel() for p in model.parameters())
-    weights = "random weights" if args.model == "tiny" or args.random_init else "pretrained weights"
-    print(f"Model: {args.model}, {n_parameters:,} parameters, {weights}, {args.dtype}")
+    workload = describe_workload(model, args)
+    print(model_line(workload))
     print(f"Data: {data.source}")
     print(f"Custom kernels: {', '.join(kernels) or 'none'}; AdamW, learning rate {lr:g}\n")
 
@@ -596,12 +620,8 @@ def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kerne
         torch.cuda.reset_peak_memory_stats()
     losses, seconds, tokens, peaks = [], [], [], []  # one of each per step
     for step, batch in enumerate(data.train, start=1):
-        batch = batch.to(DEVICE)
-        measure.synchronize()
-        start = time.perf_counter()
-        loss = training_step(model, optimizer, batch)
-        measure.synchronize()
-        seconds.append(time.perf_counter() - start)
+        loss, elapsed = timed_step(model, optimizer, batch.to(DEVICE))
+        seconds.append(elapsed)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise RunError(f"the loss became {losses[-1]} at step {step}; {NOT_SAVED}")
@@ -619,9 +639,7 @@ def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kerne
     flops = flops_per_token(config, args.seq_len) * throughput
     record = {
         "kind": "finetune", "title": title, "environment": env, "kernels": kernels,
-        "model": args.model, "weights": weights, "parameters": n_parameters, "dtype": args.dtype,
-        "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len, "steps": args.steps,
-        "seed": args.seed, "lr": lr, "warmup_steps": skip,
+        **workload, "steps": args.steps, "lr": lr, "warmup_steps": skip,
         "losses": losses, "seconds": seconds, "tokens": tokens, "peaks": peaks,
         "average_seconds": statistics.mean(timed), "median_seconds": statistics.median(timed),
         "tokens_per_second": throughput, "peak_memory_bytes": peaks[-1],

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU:  # read when triton is first imported: kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -163,7 +164,7 @@ def environment() -> dict:
     """What a record must say about where it was made."""
     import transformers
 
-    env = {
+    return {
         "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
         "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None,
         "cpu": platform.machine(),
@@ -175,7 +176,6 @@ def environment() -> dict:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
     }
-    return env
 
 
 def environment_line(env: dict) -> str:
@@ -245,7 +245,7 @@ def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
     """Measured device copy rate, GB/s, reads plus writes counted."""
     if not HAS_GPU:
         n_bytes = 64 << 20
-    source = torch.empty(n_bytes, dtype=torch.uint8, device="cuda" if HAS_GPU else "cpu").random_()
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
 
@@ -253,7 +253,7 @@ def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
 def matmul_rate(n: int = 8192) -> float:
     """Measured bf16 matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
     n = n if HAS_GPU else 512
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda" if HAS_GPU else "cpu") for _ in range(2))
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import re
 import statistics
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -296,12 +295,9 @@ def attribute(events: list[FunctionEvent]) -> dict:
 
 def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: llama.Batch) -> float:
     """One training step, milliseconds."""
-    measure.synchronize()
-    start = time.perf_counter()
     with record_function("step"):
-        llama.training_step(model, optimizer, batch)
-        measure.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+        _, seconds = llama.timed_step(model, optimizer, batch)
+    return 1e3 * seconds
 
 
 def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) -> tuple[profile, float]:
@@ -347,10 +343,7 @@ def profile_training(args: argparse.Namespace) -> dict:
         raise RunError("no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)")
     return {
         "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
-        "model": args.model, "parameters": sum(p.numel() for p in model.parameters()),
-        "weights": "random weights" if args.model == "tiny" or args.random_init else "pretrained weights",
-        "dtype": args.dtype, "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len,
-        "seed": args.seed, "warmup_steps": args.warmup,
+        **llama.describe_workload(model, args), "warmup_steps": args.warmup,
         **parts,
         "step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "profiled_step_ms": profiled_ms,
         "resting_memory_bytes": resting_memory, "peak_memory_bytes": peak_memory,
@@ -412,8 +405,7 @@ def render(record: dict) -> str:
     return "\n".join(
         [
             measure.environment_line(record["environment"]),
-            f"Model: {record['model']}, {record['parameters']:,} parameters, "
-            f"{record['weights']}, {record['dtype']}; {record['batch_size']} x {record['seq_len']} tokens; "
+            f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
             f"custom kernels: {', '.join(record['kernels']) or 'none'}",
             "",
             measure.title(f"Top {TOP} {device} Operations by Total {kind} Time"),

@@ -8,7 +8,7 @@ README.md marks what comes from a record:
 
     <!-- output: results/a.json -->            the next fenced block is what the script printed, rendered again
     <!-- output: results/a.json b.json -->     two or more fine-tuning records: the comparison of compare_runs.py
-    <!-- figure: name -->1.23<!-- / -->        one figure in a sentence; FIGURES below says how it is computed
+    <!-- figure: name -->1.23<!-- / -->        one figure in a sentence; figures() below says how it is computed
 """
 
 import json
@@ -127,7 +127,6 @@ def figures() -> dict[str, str]:
             f"mem_gain_{suffix}": f"{optimized['peak_memory_bytes'] / base['peak_memory_bytes']:.2f}",
             f"mem_saved_{suffix}": f"{(base['peak_memory_bytes'] - optimized['peak_memory_bytes']) / 1e9:.1f}",
             f"opt_share_{suffix}": category_share(before, "optimizer"),
-            f"opt_ms_{suffix}": f"{category_ms(before, 'optimizer'):.0f}",
             f"norm_loss_share_{suffix}": category_share(before, *targets),
             f"norm_loss_ms_before_{suffix}": f"{category_ms(before, *targets):.1f}",
             f"norm_loss_ms_after_{suffix}": f"{category_ms(after, *targets):.1f}",

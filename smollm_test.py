@@ -16,6 +16,7 @@ import finetune_baseline
 import finetune_optimized
 import llama
 from checking import assert_all_passed, compare
+from llama_test import loss_and_gradients
 
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
@@ -70,12 +71,6 @@ def test_text_is_tokenized_into_words(smollm, english):
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
 
 
-def loss_and_gradients(model: torch.nn.Module, batch: llama.Batch) -> dict[str, torch.Tensor]:
-    loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-
-
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """Hugging Face's norm and loss compute in fp32 whatever they are given; these do not."""
 
@@ -98,7 +93,6 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, engl
     model = llama.load_model(args)
     batch = llama.load_data(args, model.config, 1).train[0].to(llama.DEVICE)
     eager = loss_and_gradients(model, batch)
-    model.zero_grad(set_to_none=True)
     finetune_optimized.apply_kernels(model, finetune_optimized.KERNELS)
     found = loss_and_gradients(model, batch)
     ref64 = loss_and_gradients(in_float64(llama.load_model(args)), batch)

@@ -39,12 +39,9 @@ def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
     assert "none spills: PASSED" in result.stdout
 
 
-def test_unknown_target_is_one_sentence_and_exit_code_2(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compile_check.py", "--targets", "sm_103,sm_1"])
-    with pytest.raises(SystemExit) as exit_:
-        measure.run_main(compile_check.main)
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.count("\n") == 1 and "'sm_1'" in error
+def test_unknown_target_is_one_sentence_and_exit_code_2(run_script):
+    outcome = run_script(compile_check, "--targets", "sm_103,sm_1")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "'sm_1'" in outcome.err
 
 
 def test_verdict_passes_kernels_without_spills():
