@@ -1,8 +1,9 @@
 """Steps 7 and 10: how fast are the kernels, what memory do they take, and how far are they from the limit?
 
     python benchmark_kernels.py                          # both kernels, LLaMA 3.1 8B's sizes, bf16
-    python benchmark_kernels.py --kernel rmsnorm
+    python benchmark_kernels.py --kernel rmsnorm --hidden 2048,4096,8192
     python benchmark_kernels.py --json run.json --plot run.png
+    python benchmark_kernels.py --sweep                  # why the files carry their settings: other ones, timed
 
 Against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and Liger-Kernel and QuACK
 where they are installed.  All get the same inputs in the same dtype in the same run and are timed in the same
@@ -12,17 +13,23 @@ way, and every gradient is compared with float64 before anything is timed.
 import argparse
 import contextlib
 import gc
+import os
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import measure
+import sweep_kernels
 from checking import DEVICE, FLOOR, relative_error
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from measure import HAS_GPU, RunError, UserError, number, positive_int
+from measure import HAS_GPU, NOT_MEANINGFUL, RunError, UserError, describe, number, positive_int
 from rmsnorm_kernel import MAX_HIDDEN_SIZE, TritonRMSNormFunction, rmsnorm_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -47,8 +54,9 @@ REFERENCE_CHUNK = 4096  # rows of RMSNorm differentiated in float64 at a time
 
 EAGER = "PyTorch, as Hugging Face writes it"
 OURS = "ours"
+IN_PLACE = f"{OURS}, in place"
+COMPILED = "torch.compile"
 HOST_FLOOR = "autograd Function that does nothing"
-NOT_MEANINGFUL = " (CPU: timings not meaningful)"
 
 
 # ---------------------------------------------------------------- contenders
@@ -56,7 +64,10 @@ NOT_MEANINGFUL = " (CPU: timings not meaningful)"
 
 @dataclass(frozen=True)
 class Implementation:
-    """`function` is called with a problem's inputs: (x, weight) -> y or (logits, targets) -> loss."""
+    """`function` is called with a problem's inputs: (x, weight) -> y or (logits, targets) -> loss.
+
+    It may destroy them.  It is then timed on what it left of them, which is as much work.
+    """
 
     name: str
     function: Callable[..., torch.Tensor]
@@ -112,9 +123,13 @@ def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> lis
         operator = Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy)
         ours = [
             Implementation(OURS, TritonCrossEntropyLoss()),
-            Implementation(f"{OURS}, in place", TritonCrossEntropyLoss(inplace=True), backward_again=False),
+            Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
         ]
-    compiled = [Implementation("torch.compile", compile_function(eager))] if HAS_GPU else []
+    compiled = []
+    if HAS_GPU:
+        torch.compiler.reset()  # it gives up after eight shapes; forget those before this one
+        compiled = [Implementation(COMPILED, compile_function(eager))]
+        ours.append(Implementation(f"{OURS} under torch.compile", compile_function(ours[0].function)))
     return [
         Implementation(EAGER, eager),
         operator,
@@ -126,14 +141,13 @@ def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> lis
 
 
 def compile_function(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.compile for one shape, forgetting the shapes compiled before (it gives up after eight)."""
+    """torch.compile for one shape, all of it or an error."""
     import torch._functorch.config
 
     # Donation lets a compiled backward reuse the memory of what the forward saved for it, here a few bytes a
     # row.  Without it the backward can run more than once, and so be timed by itself.
     torch._functorch.config.donated_buffer = False
-    torch.compiler.reset()
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def liger(kernel: str) -> list[Implementation]:
@@ -167,10 +181,6 @@ PEERS = {
     "Liger-Kernel": ("liger-kernel", "liger_kernel", liger),
     "QuACK": ("quack-kernels", "quack", quack),
 }
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
@@ -237,6 +247,9 @@ def cross_entropy_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Proble
     total = cross_entropy_reference(rows, targets[:CHECKED_ROWS], reduction="sum")
     exact = torch.autograd.grad(total / tokens, [rows])  # rows are independent but for the mean's 1 / tokens
     return Problem([logits, targets], None, parts, parts(exact))
+
+
+PROBLEMS = {"rmsnorm": rmsnorm_problem, "cross_entropy": cross_entropy_problem}
 
 
 class Activations(torch.autograd.Function):
@@ -332,48 +345,77 @@ def measure_times(problem: Problem, implementation: Implementation) -> dict:
         "forward_us": forward,
         "backward_us": backward,
         "total_us": [total.p20, total.p50, total.p80],
+        "host_us": measure.queued_time_us(call.both),
         "kernels_us": measure.graph_time_us(call.from_new_graph) if capturable else None,
         "extra_bytes": extra,
     }
 
 
+def first_call(kernel: str, size: int, dtype_name: str) -> float:
+    """Seconds from our first call, of forward + backward, to its result.  Of use in a new process only."""
+    problem = PROBLEMS[kernel](TOKENS[kernel][0], size, DTYPES[dtype_name])
+    ours = next(each for each in implementations(kernel, dtype_name, []) if each.name == OURS)
+    call = Call(problem, ours)
+    measure.synchronize()  # the problem is made: PyTorch, autograd and the GPU are awake
+    start = time.perf_counter()
+    call.both()
+    measure.synchronize()
+    return time.perf_counter() - start
+
+
+def first_call_seconds(kernel: str, size: int, dtype_name: str, absent: list[str]) -> float | None:
+    """The same in a process of its own, where Triton has compiled nothing yet; None, and a sentence, if it fails."""
+    code = f"import benchmark_kernels; print(benchmark_kernels.first_call({kernel!r}, {size}, {dtype_name!r}))"
+    with tempfile.TemporaryDirectory() as empty:
+        env = {**os.environ, "TRITON_CACHE_DIR": empty}
+        here = Path(__file__).parent
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=here)
+    if child.returncode:
+        reason = child.stderr.strip() or f"exit code {child.returncode}"
+        absent.append(f"first call: its process failed ({reason.splitlines()[-1]})")
+        return None
+    return float(child.stdout.split()[-1])
+
+
 @contextlib.contextmanager
-def others_may_fail(implementation: Implementation, tokens: int, absent: list[str]) -> Iterator[None]:
+def others_may_fail(implementation: Implementation, shape: str, absent: list[str]) -> Iterator[None]:
     """Another's failure (out of memory, a GPU it does not know) is a result; ours is an error."""
     try:
         yield
     except Exception as error:
         if implementation.name.startswith(OURS):
             raise
-        absent.append(f"{implementation.name}: failed at {tokens:,} tokens ({describe(error)})")
+        absent.append(f"{implementation.name}: failed at {shape} ({describe(error)})")
 
 
 def benchmark(kernel: str, tokens: list[int], size: int, dtype_name: str) -> tuple[dict, list[str]]:
     """(the kernel's section of the record, sentences about what is absent from it)."""
     dtype = DTYPES[dtype_name]
-    make_problem = {"rmsnorm": rmsnorm_problem, "cross_entropy": cross_entropy_problem}[kernel]
     bytes_per_element = MINIMUM_PASSES[kernel] * dtype.itemsize
     peers, absent = find_peers(kernel)
+    compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
     rows = []
     for n_tokens in tokens:
+        shape = f"{n_tokens:,} x {size:,}"
         if HAS_GPU:
-            print(f"measuring {kernel}, {n_tokens:,} tokens", file=sys.stderr)
-        problem = make_problem(n_tokens, size, dtype)
+            print(f"measuring {kernel}, {shape}", file=sys.stderr)
+        problem = PROBLEMS[kernel](n_tokens, size, dtype)
         contenders = implementations(kernel, dtype_name, peers)
         errors: dict[str, dict[str, float]] = {HOST_FLOOR: {}}
         for contender in contenders[:-1]:
-            with others_may_fail(contender, n_tokens, absent):
+            with others_may_fail(contender, shape, absent):
                 errors[contender.name] = gradient_errors(problem, contender)
         check_ours(errors, dtype, n_tokens)
         for contender in contenders:
             if contender.name in errors:
-                with others_may_fail(contender, n_tokens, absent):
+                with others_may_fail(contender, shape, absent):
                     row = {"tokens": n_tokens, "implementation": contender.name}
                     row |= measure_times(problem, contender) | {"errors": errors[contender.name]}
                     n_bytes = bytes_per_element * n_tokens * size
                     row["gbs"] = n_bytes / row["total_us"][1] / 1e3 if contender.name != HOST_FLOOR else None
                     rows.append(row)
-    return {"kernel": kernel, "size": size, "bytes_per_element": bytes_per_element, "rows": rows}, absent
+    section = {"kernel": kernel, "size": size, "bytes_per_element": bytes_per_element, "rows": rows}
+    return section | {"first_call_seconds": compilation}, absent
 
 
 # ---------------------------------------------------------------- output
@@ -381,6 +423,15 @@ def benchmark(kernel: str, tokens: list[int], size: int, dtype_name: str) -> tup
 
 def gpu_line(env: dict) -> str:
     return f"GPU: {env['gpu'] or 'none (CPU ' + env['cpu'] + ')'}"
+
+
+def sections_of(record: dict, kernel: str) -> list[dict]:
+    return [section for section in record["sections"] if section["kernel"] == kernel]
+
+
+def copy_share(record: dict, row: dict | None) -> str:
+    """The row's GB/s as a percentage of the measured copy rate."""
+    return number(None if row is None or row["gbs"] is None else 100 * row["gbs"] / record["copy_gbs"], ".0f")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:
@@ -412,6 +463,8 @@ def playbook_table(record: dict, section: dict) -> str:
             measure.title(f"RMSNorm Benchmark — Custom Triton vs. PyTorch Reference{mark}"),
             gpu_line(env),
         ]
+        if len(sections_of(record, "rmsnorm")) > 1:
+            heading.append(f"Hidden size: {section['size']:,}")
         headers = ["Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
     else:
         name = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
@@ -444,30 +497,56 @@ def full_table(record: dict, section: dict) -> str:
     rmsnorm = section["kernel"] == "rmsnorm"
     parts = ["dx", "dW"] if rmsnorm else ["target", "other"]
     dimension, passes = ("hidden", 5) if rmsnorm else ("vocabulary", 3)
+    compilation = section.get("first_call_seconds")  # a record may be older than a measurement
     heading = [
         measure.title(f"{'RMSNorm' if rmsnorm else 'Cross-Entropy'}: every implementation{mark}"),
         f"{record['dtype']}; {dimension} {section['size']:,}; times in us; gradients' errors against float64",
         f"GB/s: {passes} x tokens x {dimension} x {section['bytes_per_element'] // passes} bytes / total p50",
+        *([] if rmsnorm else ["in place: the gradient overwrites the logits, which are lost"]),
+        "Total: one call at a time after flushing the cache, which hides part of the host's work; "
+        "Host: calls queued back to back",
+        f"First call (compilation): {'n/a' if compilation is None else f'{compilation:.1f} s'}",
     ]
-    if not rmsnorm:
-        heading.append("in place: the gradient overwrites the logits, which are lost")
-    headers = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80", "Kernels only"]
+    headers = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80", "Host", "Kernels only"]
     headers += ["GB/s", "% of copy", "Extra MB", *(f"Error {part}" for part in parts)]
     body = []
     for tokens, rows in rows_by_tokens(section).items():
         if body:
             body.append([""] * len(headers))
         for row in rows.values():
-            share = None if row["gbs"] is None else 100 * row["gbs"] / record["copy_gbs"]
-            times = [row["forward_us"], row["backward_us"], *row["total_us"], row["kernels_us"]]
-            forward, backward, *total, kernels = (microseconds(t) for t in times)
+            times = [row["forward_us"], row["backward_us"], *row["total_us"], row.get("host_us"), row["kernels_us"]]
+            forward, backward, *total, host, kernels = (microseconds(t) for t in times)
             errors = [number(row["errors"].get(part), ".1e") for part in parts]
             body.append(
-                [f"{tokens:,}", row["implementation"], forward, backward, " / ".join(total), kernels]
-                + [number(row["gbs"], ",.0f"), number(share, ".0f"), megabytes(row["extra_bytes"]), *errors]
+                [f"{tokens:,}", row["implementation"], forward, backward, " / ".join(total), host, kernels]
+                + [number(row["gbs"], ",.0f"), copy_share(record, row), megabytes(row["extra_bytes"]), *errors]
             )
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
     return "\n".join([*heading, "", measure.table(headers, body, align)])
+
+
+def summary_table(record: dict, kernel: str) -> str:
+    """All sizes of one kernel: ours beside the copy rate and torch.compile."""
+    mark = "" if record["environment"]["gpu"] else NOT_MEANINGFUL
+    rmsnorm = kernel == "rmsnorm"
+    shown = [OURS] if rmsnorm else [OURS, IN_PLACE]
+    headers = ["Hidden" if rmsnorm else "Vocabulary", "Tokens"]
+    for name in shown:
+        headers += [f"{name} (us)", "% of copy"]
+    headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}"]
+    body = []
+    for section in sections_of(record, kernel):
+        if body:
+            body.append([""] * len(headers))
+        for tokens, rows in rows_by_tokens(section).items():
+            us = {name: rows[name]["total_us"][1] if name in rows else None for name in (*shown, COMPILED)}
+            cells = [f"{section['size']:,}", f"{tokens:,}"]
+            for name in shown:
+                cells += [microseconds(us[name]), copy_share(record, rows.get(name))]
+            body.append([*cells, microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f")])
+    name = "RMSNorm" if rmsnorm else "Cross-Entropy"
+    heading = measure.title(f"{name}: all sizes, forward + backward, {record['dtype']}{mark}")
+    return "\n".join([heading, measure.table(headers, body, ["right"] * len(headers))])
 
 
 def render(record: dict) -> str:
@@ -477,6 +556,7 @@ def render(record: dict) -> str:
     blocks.append(measure.ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
         blocks += [playbook_table(record, section), full_table(record, section)]
+    blocks += [summary_table(record, kernel) for kernel in TOKENS if len(sections_of(record, kernel)) > 1]
     if record["absent"]:
         blocks.append("; ".join(record["absent"]))
     return "\n\n".join(blocks)
@@ -484,17 +564,17 @@ def render(record: dict) -> str:
 
 # One colour per library, dashed where in place; apart for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = {
-    OURS: "#D55E00", EAGER: "#999999", "F.": "#56B4E9", "torch.compile": "#0072B2",
+    OURS: "#D55E00", EAGER: "#999999", "F.": "#56B4E9", COMPILED: "#0072B2",
     "Liger": "#CC79A7", "QuACK": "#009E73", HOST_FLOOR: "#000000",
 }  # fmt: skip
 
 
 def line_style(name: str) -> dict:
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    dashes = ":" if name == HOST_FLOOR else "--" if name.endswith("in place") else "-"
+    dashes = {HOST_FLOOR: ":", f"{OURS} under {COMPILED}": "-."}
     return {
         "color": colour,
-        "linestyle": dashes,
+        "linestyle": dashes.get(name, "--" if name.endswith("in place") else "-"),
         "linewidth": 2.5 if name.startswith(OURS) else 1.5,
         "label": name,
     }
@@ -511,7 +591,8 @@ def plot(record: dict, path: str) -> None:
     sections = record["sections"]
     figure, axes = plt.subplots(len(sections), 2, figsize=(14, 5 * len(sections)), squeeze=False, layout="constrained")
     for section, (latency, bandwidth) in zip(sections, axes):
-        name = "RMSNorm" if section["kernel"] == "rmsnorm" else "Cross-entropy"
+        name = "RMSNorm, hidden" if section["kernel"] == "rmsnorm" else "Cross-entropy, vocabulary"
+        name = f"{name} {section['size']:,}"
         for implementation in dict.fromkeys(row["implementation"] for row in section["rows"]):
             rows = [row for row in section["rows"] if row["implementation"] == implementation]
             style = {"marker": "o", "markersize": 4, **line_style(implementation)}
@@ -551,8 +632,8 @@ def plot(record: dict, path: str) -> None:
 # ---------------------------------------------------------------- command line
 
 
-def token_list(text: str) -> list[int]:
-    """argparse type: numbers of tokens, separated by commas."""
+def number_list(text: str) -> list[int]:
+    """argparse type: positive numbers, separated by commas; sorted, and each one once."""
     return sorted({positive_int(part) for part in text.split(",")})
 
 
@@ -561,15 +642,23 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     sizes = "; ".join(f"{kernel} {','.join(map(str, tokens))}" for kernel, tokens in TOKENS.items())
     add("--kernel", choices=[*TOKENS, "all"], default="all", help="what to measure (default: %(default)s)")
-    add("--tokens", type=token_list, metavar="N,N,...", help=f"rows of the input (default here: {sizes})")
-    add("--hidden", type=positive_int, default=HIDDEN, help="columns of RMSNorm (default here: %(default)s)")
-    add("--vocab", type=positive_int, default=VOCAB, help="of cross-entropy (default here: %(default)s)")
+    add("--tokens", type=number_list, metavar="N,N,...", help=f"rows of the input (default here: {sizes})")
+    add("--hidden", type=number_list, default=str(HIDDEN), metavar="N,N,...",
+        help="columns of RMSNorm (default here: %(default)s)")  # fmt: skip
+    add("--vocab", type=number_list, default=str(VOCAB), metavar="N,N,...",
+        help="of cross-entropy (default here: %(default)s)")  # fmt: skip
     add("--dtype", choices=DTYPES, default="bf16", help="of inputs and gradients (default: %(default)s)")
+    add("--sweep", action="store_true", help="time our kernels alone, with other settings than their files carry")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")
     add("--plot", metavar="FILE.png", help="write latency and bandwidth over tokens as a picture")
     args = parser.parse_args()
-    if args.hidden > MAX_HIDDEN_SIZE:
-        raise UserError(f"--hidden {args.hidden} is more than the {MAX_HIDDEN_SIZE:,} columns that the kernel allows")
+    if max(args.hidden) > MAX_HIDDEN_SIZE:
+        allowed = f"the {MAX_HIDDEN_SIZE:,} columns that the kernel allows"
+        raise UserError(f"--hidden {max(args.hidden)} is more than {allowed}")
+    if args.sweep and args.plot:
+        raise UserError("--plot draws the benchmark; --sweep prints tables alone, so give one of the two")
+    if args.sweep and args.tokens and len(args.tokens) > 1:
+        raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
     if args.plot and not args.plot.endswith(".png"):
         raise UserError(f"--plot {args.plot} must end in .png")
     measure.require_writable(args.json)
@@ -580,19 +669,24 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     record = {
-        "kind": "benchmark", "environment": measure.environment(), "dtype": args.dtype,
+        "kind": "sweep" if args.sweep else "benchmark", "environment": measure.environment(), "dtype": args.dtype,
         "copy_gbs": measure.copy_bandwidth(), "matmul_tflops": measure.matmul_rate(),
         "sections": [], "absent": [],
     }  # fmt: skip
+    sizes = {"rmsnorm": args.hidden, "cross_entropy": args.vocab}
+    asked = [(kernel, size) for kernel in sizes if args.kernel in (kernel, "all") for size in sizes[kernel]]
     try:
-        for kernel in TOKENS if args.kernel == "all" else [args.kernel]:
-            size = args.hidden if kernel == "rmsnorm" else args.vocab
+        for kernel, size in asked:
+            if args.sweep:
+                tokens = args.tokens or [sweep_kernels.TOKENS[kernel]]
+                record["sections"] += sweep_kernels.sweep(kernel, tokens[0], size, DTYPES[args.dtype])
+                continue
             section, absent = benchmark(kernel, args.tokens or TOKENS[kernel], size, args.dtype)
             record["sections"].append(section)
             record["absent"] += [sentence for sentence in absent if sentence not in record["absent"]]
     except torch.OutOfMemoryError as error:
         raise RunError("the GPU ran out of memory; lower --tokens, or --hidden and --vocab") from error
-    print(render(record))
+    print(sweep_kernels.render_sweep(record) if args.sweep else render(record))
     measure.write_record(args.json, record)
     if args.plot:
         plot(record, args.plot)

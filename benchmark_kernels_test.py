@@ -1,5 +1,6 @@
 """Tests of the benchmark: what it prints, what it records, and what it refuses to time."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -19,7 +20,7 @@ SCRIPT = Path(bench.__file__)
 PLAYBOOK_RMSNORM = ["Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
 PLAYBOOK_CROSS_ENTROPY = ["Tokens", "Custom (us)", "PyTorch (us)", "Speedup"]
 PLAYBOOK_CROSS_ENTROPY += ["Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"]
-EVERY = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80", "Kernels only"]
+EVERY = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80", "Host", "Kernels only"]
 EVERY += ["GB/s", "% of copy", "Extra MB"]
 
 
@@ -58,8 +59,8 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
     [
         ("RMSNorm Benchmark — Custom Triton vs. PyTorch Reference", 2, PLAYBOOK_RMSNORM),
         (ONLINE_SOFTMAX, 3, PLAYBOOK_CROSS_ENTROPY),
-        ("RMSNorm: every implementation", 3, [*EVERY, "Error dx", "Error dW"]),
-        ("Cross-Entropy: every implementation", 4, [*EVERY, "Error target", "Error other"]),
+        ("RMSNorm: every implementation", 5, [*EVERY, "Error dx", "Error dW"]),
+        ("Cross-Entropy: every implementation", 6, [*EVERY, "Error target", "Error other"]),
     ],
 )
 def test_table_has_its_title_and_columns_and_both_sizes(finished, title, lines_before_headers, headers):
@@ -83,6 +84,171 @@ def test_vocabulary_is_called_llamas_only_if_it_is(finished):
 def test_printed_text_is_the_rendered_record(finished):
     stdout, record, _ = finished
     assert stdout.startswith(bench.render(record) + "\nRecord written to ")
+
+
+def test_host_time_is_measured_for_every_implementation(finished):
+    stdout, record, _ = finished
+    rows = [row for section in record["sections"] for row in section["rows"]]
+    assert {bench.HOST_FLOOR, bench.OURS, bench.IN_PLACE} <= {row["implementation"] for row in rows}
+    assert all(row["host_us"] > 0 for row in rows)
+    assert stdout.count("Host: calls queued back to back\n") == 2
+
+
+def row_of(text: str, implementation: str) -> list[str]:
+    """The cells of its first row in a printed table."""
+    return columns(next(line for line in text.splitlines() if f"  {implementation}  " in line))
+
+
+def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
+    record = copy.deepcopy(finished[1])
+    new = row_of(bench.render(record), bench.OURS)
+    for section in record["sections"]:
+        del section["first_call_seconds"]
+        for row in section["rows"]:
+            del row["host_us"]
+    old = row_of(bench.render(record), bench.OURS)
+    at = EVERY.index("Host")
+    assert new[at] != "n/a" and old[at] == "n/a"
+    assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
+    assert bench.render(record).count("First call (compilation): n/a\n") == 2
+
+
+def test_rendering_changes_nothing(finished):
+    record = copy.deepcopy(finished[1])
+    assert bench.render(record) == bench.render(record)
+    assert record == finished[1]
+
+
+def test_queued_calls_are_timed_together_and_divided(monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(measure, "HAS_GPU", True)
+    monkeypatch.setattr(measure, "synchronize", lambda: clock.__setitem__(0, clock[0] + 100e-6))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        calls.append(1)
+        clock[0] += 7e-6
+
+    # 20 calls of 7 us; of the two waits of 100 us, only the one at the end counts
+    assert measure.queued_time_us(call) == pytest.approx(7 + 100 / 20)
+    assert len(calls) == 1 + 5 * 20
+
+
+# ---------------------------------------------------------------- the first call
+
+
+def test_first_call_is_timed_in_a_new_process_with_an_empty_cache(monkeypatch):
+    caches, run_process = [], subprocess.run
+
+    def recorded(*args, **kwargs):
+        folder = Path(kwargs["env"]["TRITON_CACHE_DIR"])
+        caches.append((folder, list(folder.iterdir())))
+        return run_process(*args, **kwargs)
+
+    monkeypatch.setattr(bench.subprocess, "run", recorded)
+    absent = []
+    seconds = bench.first_call_seconds("rmsnorm", 64, "bf16", absent)
+    assert 0 < seconds < 60 and not absent
+    ((folder, contents),) = caches
+    assert contents == [] and not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "code, stderr, said",
+    [
+        (1, "Traceback\nRuntimeError: all CUDA devices are busy\n", "RuntimeError: all CUDA devices are busy"),
+        (-9, "", "exit code -9"),
+    ],
+)
+def test_failed_process_costs_a_sentence_not_the_benchmark(code, stderr, said, monkeypatch):
+    stopped = subprocess.CompletedProcess([], code, "", stderr)
+    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **kwargs: stopped)
+    absent = []
+    assert bench.first_call_seconds("rmsnorm", 64, "bf16", absent) is None
+    assert absent == [f"first call: its process failed ({said})"]
+
+
+def test_first_call_is_printed_in_seconds(finished):
+    record = copy.deepcopy(finished[1])
+    record["sections"][0]["first_call_seconds"] = 1.94
+    assert "\nFirst call (compilation): 1.9 s\n" in bench.render(record)
+
+
+# ---------------------------------------------------------------- several sizes
+
+
+def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
+    """The record, as if the kernel had been measured at these sizes, on a GPU and under torch.compile."""
+    record = copy.deepcopy(record)
+    record["environment"]["gpu"], record["copy_gbs"] = "NVIDIA Test", 4000.0
+    (section,) = bench.sections_of(record, kernel)
+    ours = [row for row in section["rows"] if row["implementation"] in (bench.OURS, bench.IN_PLACE)]
+    compiled = [row | {"implementation": bench.COMPILED} for row in ours if row["implementation"] == bench.OURS]
+    for row in ours:
+        row |= {"total_us": [10.0, 100.0, 200.0], "gbs": 3000.0 if row["implementation"] == bench.OURS else 3600.0}
+    for row in compiled:
+        row |= {"total_us": [10.0, 123.0, 200.0]}
+    section["rows"] = ours + compiled
+    record["sections"] = [section | {"size": size} for size in sizes]
+    return record
+
+
+def test_several_sizes_end_in_one_summary(finished):
+    summary = bench.render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(measure.RULE)[-1]
+    lines = [columns(line) for line in summary.splitlines()]
+    assert ["Hidden", "Tokens", "ours (us)", "% of copy", "torch.compile (us)", "torch.compile / ours"] in lines
+    for cells in (["64", "2"], ["64", "4"], ["4,096", "2"], ["4,096", "4"]):
+        assert [*cells, "100.0", "75", "123.0", "1.23x"] in lines
+
+
+def test_summary_of_cross_entropy_has_in_place_too(finished):
+    summary = bench.render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(measure.RULE)[-1]
+    lines = [columns(line) for line in summary.splitlines()]
+    assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x"] in lines
+
+
+def test_one_size_has_no_summary_and_several_name_theirs(finished):
+    one, two = (bench.render(with_sizes(finished[1], "rmsnorm", *sizes)) for sizes in ([64], [64, 128]))
+    assert "all sizes" not in one and "Hidden size" not in one
+    assert "Hidden size: 64\n" in two and "Hidden size: 128\n" in two
+
+
+def test_plot_has_room_for_every_size(finished, tmp_path):
+    record = with_sizes(finished[1], "rmsnorm", 64, 128)
+    for size, name in ((1, "one"), (2, "two")):
+        bench.plot(record | {"sections": record["sections"][:size]}, str(tmp_path / name))
+    heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big") for name in ("one", "two")]
+    assert heights[1] == 2 * heights[0]
+
+
+@pytest.mark.parametrize("text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])])
+def test_list_of_sizes_is_sorted_and_without_repetition(text, numbers):
+    assert bench.number_list(text) == numbers
+
+
+def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monkeypatch, tmp_path):
+    asked = []
+
+    def measured(kernel, tokens, size, dtype_name):
+        asked.append((kernel, tokens, size, dtype_name))
+        (section,) = bench.sections_of(finished[1], kernel)
+        return section | {"size": size}, ["QuACK: not installed"]
+
+    monkeypatch.setattr(bench, "benchmark", measured)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    flags = ["--hidden", "4096,64", "--vocab", "100,8", "--tokens", "4,2", "--dtype", "fp32"]
+    outcome = run_script(bench, *flags, "--json", str(tmp_path / "run.json"))
+    assert outcome.code == 0, outcome.err
+    sizes = [("rmsnorm", 64), ("rmsnorm", 4096), ("cross_entropy", 8), ("cross_entropy", 100)]
+    assert asked == [(kernel, [2, 4], size, "fp32") for kernel, size in sizes]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert [(section["kernel"], section["size"]) for section in record["sections"]] == sizes
+    assert record["absent"] == ["QuACK: not installed"]
+    assert outcome.out.count("all sizes") == 2
+
+
+# ---------------------------------------------------------------- what is printed besides
 
 
 def test_plot_is_a_picture(finished):
@@ -112,6 +278,12 @@ def test_bytes_are_counted_by_one_formula_for_all(finished):
         (["--tokens", "4,zero"], "zero"),
         (["--plot", "run.gif"], ".png"),
         (["--hidden", "40000"], "32,768"),
+        (["--hidden", "64,40000"], "40000"),
+        (["--hidden", "64,"], "--hidden"),
+        (["--vocab", "100,none"], "--vocab"),
+        (["--vocab", "0"], "--vocab"),
+        (["--sweep", "--plot", "run.png"], "--sweep"),
+        (["--sweep", "--tokens", "2,4"], "one number of --tokens"),
         (["--json", "/proc/nowhere/run.json"], "cannot write"),
     ],
 )
@@ -155,14 +327,82 @@ def test_gradient_that_is_zero_off_the_targets_is_found():
 
 def test_opponents_failure_is_reported_and_ours_is_raised():
     absent = []
-    with bench.others_may_fail(bench.Implementation("Liger-Kernel", torch.relu), 8, absent):
+    with bench.others_may_fail(bench.Implementation("Liger-Kernel", torch.relu), "8 x 64", absent):
         raise torch.OutOfMemoryError("out of memory\ndetails")
-    assert absent == ["Liger-Kernel: failed at 8 tokens (OutOfMemoryError: out of memory)"]
-    ours = bench.Implementation(f"{bench.OURS}, in place", torch.relu)
-    with pytest.raises(ValueError), bench.others_may_fail(ours, 8, absent):
+    assert absent == ["Liger-Kernel: failed at 8 x 64 (OutOfMemoryError: out of memory)"]
+    ours = bench.Implementation(bench.IN_PLACE, torch.relu)
+    with pytest.raises(ValueError), bench.others_may_fail(ours, "8 x 64", absent):
         raise ValueError
 
 
+@pytest.mark.parametrize("kernel", bench.TOKENS)
+def test_on_a_gpu_ours_is_also_measured_under_torch_compile(kernel, monkeypatch):
+    compiled = {}
+    monkeypatch.setattr(bench, "HAS_GPU", True)
+    monkeypatch.setattr(bench, "compile_function", lambda function: compiled.setdefault(len(compiled), function))
+    found = {each.name: each.function for each in bench.implementations(kernel, "bf16", [])}
+    names = list(found)
+    assert names[-2:] == ["ours under torch.compile", bench.HOST_FLOOR]
+    assert list(compiled.values()) == [found[bench.EAGER], found[bench.OURS]]
+    for name in names:
+        bench.line_style(name)
+
+
+def test_compiled_function_is_one_graph_or_an_error():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        bench.compile_function(broken)(torch.ones(1))
+
+
+# ---------------------------------------------------------------- implementations that destroy their inputs
+
+
+class Destroys(torch.autograd.Function):
+    """The loss of cross-entropy, and in the forward its gradient over the logits; right only on fresh ones."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        with torch.enable_grad():
+            copy = logits.detach().clone().requires_grad_()
+            loss = torch.nn.functional.cross_entropy(copy, targets)
+        logits.copy_(torch.autograd.grad(loss, copy)[0])
+        ctx.save_for_backward(logits)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.saved_tensors[0] * grad_output, None
+
+
+DESTROYERS = {"ours": bench.TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("name", DESTROYERS)
+def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, monkeypatch):
+    problem = bench.cross_entropy_problem(4, 100, torch.float32)
+    destroyer = bench.Implementation(bench.IN_PLACE, DESTROYERS[name], backward_again=False, waits=name != "ours")
+    before = problem.inputs[0].clone()
+    errors = bench.gradient_errors(problem, destroyer)
+    assert max(errors.values()) < 1e-5
+    measured = []
+
+    def extra_bytes(fn):  # its calls find the logits as the call before left them, so no refill is counted
+        measured.append([fn()[0].clone() for _ in range(2)])
+
+    monkeypatch.setattr(measure, "peak_extra_bytes", extra_bytes)
+    times = bench.measure_times(problem, destroyer)
+    ((first, second),) = measured
+    assert not torch.equal(first, second)
+    assert times["total_us"][1] > 0 and times["host_us"] > 0 and times["backward_us"] is None
+    assert bench.gradient_errors(problem, destroyer) == errors
+    assert torch.equal(problem.inputs[0], before)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_in_place_runs_again_and_leaves_the_problem_unchanged():
     """Each implementation must begin from the same inputs, also after one that destroys its own."""
     problem = bench.cross_entropy_problem(4, 100, torch.float32)
@@ -171,7 +411,9 @@ def test_in_place_runs_again_and_leaves_the_problem_unchanged():
     call = bench.Call(problem, in_place)
     (dlogits,) = call.both()
     assert dlogits.data_ptr() == call.copies[0].data_ptr()
-    for again in (call.both, call.from_new_graph):
+    for again in (call.both, call.from_new_graph, call.both):
         assert again()[0].isfinite().all()
+    for _ in range(2):  # as the forward alone is timed
+        assert call.forward().isfinite()
     assert torch.equal(problem.inputs[0], before)
     assert problem.inputs[0].device.type == DEVICE

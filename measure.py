@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ NO_GPU_NOTE = (
     "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"
     "with small shapes. Timings printed below are NOT meaningful."
 )
+NOT_MEANINGFUL = " (CPU: timings not meaningful)"  # ends the title of a table of such times
 
 # Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs
 # utilization.  First matching name wins; a GPU that is not listed gives n/a.
@@ -226,6 +228,24 @@ def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
     return Timing(low, middle, high)
 
 
+def queued_time_us(fn: Callable[[], object]) -> float:
+    """Wall time of one fn() among calls that are queued back to back, median of several batches.
+
+    That is what a training loop pays: the host's time or the GPU's, whichever is longer.
+    """
+    calls, batches = (20, 5) if HAS_GPU else (1, 3)
+    fn()
+    samples = []
+    for _ in range(batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        synchronize()
+        samples.append(1e6 * (time.perf_counter() - start) / calls)
+    return statistics.median(samples)
+
+
 def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
     """Kernel time of fn() alone: median us of its replays from one CUDA graph, no Python in between.
 
@@ -306,6 +326,11 @@ def table(headers: list[str], rows: list[list], align: list[str] | None = None) 
 
 def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:
     return missing if value is None else format(value, spec)
+
+
+def describe(error: Exception) -> str:
+    """Its type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
 def write_record(path: str | None, record: dict) -> None:
