@@ -248,7 +248,6 @@ def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_in
     """Return dlogits (..., V) in logits' dtype: new, or the logits' own memory where m_d is None (overwritten)."""
     rows, row_targets = _rows(logits, targets)
     n_rows, V = rows.shape
-    options = _options(rows, 4 if m_d is None else 16, 8 if V > 65_536 else 4)
     row_grads = grad_output.expand(targets.shape).reshape(-1)  # of a scalar it is a view with stride 0
     stride = V + (rows.stride(0) - V) % 8  # so that its rows begin as far from a multiple of 8 as the logits'
     drows = rows.detach() if m_d is None else rows.new_empty_strided((n_rows, V), (stride, 1))
@@ -256,7 +255,7 @@ def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_in
         with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
             _cross_entropy_bwd_kernel[(n_rows,)](
                 row_grads, row_grads.stride(0), rows, rows.stride(0), row_targets, m_d, n_valid,
-                drows, drows.stride(0), V, ignore_index, **options,
+                drows, drows.stride(0), V, ignore_index, **_options(rows, 4 if m_d is None else 16, 4),
             )  # fmt: skip
     return drows.view(logits.shape)
 

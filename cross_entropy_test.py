@@ -597,6 +597,15 @@ def test_inplace_other_saved_use_of_the_logits_raises():
         TritonCrossEntropyLoss(inplace=True)(logits, targets).backward()
 
 
+def test_inplace_use_saved_before_raises_even_if_the_loss_is_never_trained_on():
+    values, targets = make_inputs()
+    logits = values.requires_grad_() * 1.0
+    penalty = logits.square().sum()  # its backward reads the logits
+    TritonCrossEntropyLoss(inplace=True)(logits, targets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
 def test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory():
     logits, targets = make_inputs()
     before = logits.clone()
