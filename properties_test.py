@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from cross_entropy_test import compare_both, loss_and_gradient, reference_and_eager
-from cross_entropy_test import poison_new_tensors, small_tiles  # noqa: F401  fixtures that act in this file too
+from cross_entropy_test import compare_both, loss_and_gradient, poison_new_tensors, reference_and_eager, small_tiles  # noqa: F401  fixtures that act in this file too
 from rmsnorm_test import check_against_float64, norm
 from rmsnorm_test import run as run_norm
 
