@@ -53,8 +53,8 @@ import triton.language as tl
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# exp(x - m) = 2**(x * LOG2E - m * LOG2E), and 2**t is what a GPU computes.  So the kernels keep m times LOG2E, and an
-# exponential costs one multiply-add more.  Its product is not rounded, so that 10,000 + x keeps the digits of x.
+# exp(x - m) = 2**(x * LOG2E - m * LOG2E), and 2**t is what a GPU computes.  So the kernels keep m times LOG2E, and each
+# exponential costs one multiply-add.  Its product is not rounded, so that 10,000 + x keeps the digits of x.
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -126,7 +126,6 @@ def _cross_entropy_fwd_kernel(
 # The backward.  Given scale = dL/dloss of a row (grad_output, over n_valid for a mean), find dL/dlogits.
 #
 #   loss = m - logits[target] + log(d), where m is only a reference point: any m gives the same loss.  So
-#
 #   dloss/dlogits[j] = exp(logits[j] - m) / d  -  [j == target]               softmax minus one-hot
 #   dlogits[j]       = (exp(logits[j] - m) - d * [j == target]) * (scale / d)
 #
@@ -213,7 +212,9 @@ def _rows(logits, targets, reduction="mean", overwrite=False):
 
 def _options(logits, warps, rows=None):
     """Of a launch: a thread has 8 columns of the tile.  Best of 4 to 32 warps and 4 to 16 rows on an H200."""
-    return {"TILE_ROWS": rows or 16 // logits.element_size(), "TILE_COLS": 256 * warps, "num_warps": warps}
+    n_cols, cols = logits.shape[-1], 256 * warps
+    enough = 1 if n_cols <= cols else 2 if n_cols <= 2 * cols else 4 if n_cols <= 4 * cols else 16  # for a short row
+    return {"TILE_ROWS": min(rows or 16 // logits.element_size(), enough), "TILE_COLS": cols, "num_warps": warps}
 
 
 def _inplace_options(logits):

@@ -110,6 +110,7 @@ def tiles(shipped: Setting, warps: tuple[int, ...], shapes: list[tuple[float, fl
     return [
         shipped | {"num_warps": w, "TILE_ROWS": int(shipped["TILE_ROWS"] * r), "TILE_COLS": int(columns * c) * w}
         for w, (r, c) in itertools.product(warps, shapes)
+        if shipped["TILE_ROWS"] * r >= 1
     ]
 
 
