@@ -1,0 +1,1145 @@
+"""Is the fused AdamW right?
+
+`python adamw_test.py` prints three checks for each dtype and what stochastic rounding does; `pytest adamw_test.py`
+runs the same checks and many more.  Without a GPU the kernel runs on the CPU, in Triton's interpreter.
+
+Everything is judged against float64 and allowed twice the error of torch.optim.AdamW (see checking.py).  Of a weight
+it is the change that is compared: a step is so small beside the weight that a wrong one would hide behind it.
+"""
+
+import contextlib
+import copy
+import io
+import math
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import adamw_kernel
+from adamw_kernel import TritonAdamW, _one_minus_power, _store, adamw_reference, adamw_step
+from checking import (
+    DEVICE,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    needs_gpu,
+    needs_two_gpus,
+    print_checks,
+)
+
+triton, tl = adamw_kernel.triton, adamw_kernel.tl
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NAN, INF = math.nan, math.inf
+SHAPE = (4096, 4096) if HAS_GPU else (5, 1001)  # on the CPU: three blocks, the last one ragged
+# lr and weight_decay so large that each term of the formula shows in bf16 too
+SETTINGS = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}
+KINDS = {  # dtype of the parameter, of the moments, stochastic rounding
+    "FP32": (FP32, FP32, False),
+    "BF16": (BF16, BF16, False),
+    "FP16": (FP16, FP32, False),
+    "BF16, FP32 moments": (BF16, FP32, False),
+    "FP32, BF16 moments": (FP32, BF16, False),
+    "BF16, stochastic": (BF16, BF16, True),
+    "BF16, FP32 moments, stochastic": (BF16, FP32, True),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@contextlib.contextmanager
+def hardware_rounding():
+    """Let the interpreter round fp32 -> bf16 to nearest, as a GPU does; truncated, weights shrink in every step."""
+    if not adamw_kernel.INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    truncating = InterpreterBuilder.cast_impl
+
+    def cast(self, x, dst_type):
+        if (x.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return truncating(self, x, dst_type)
+        nearest = torch.from_numpy(x.data.copy()).to(BF16).view(torch.int16).numpy().view("uint16")
+        return TensorHandle(nearest, dst_type.scalar)
+
+    with mock.patch.object(InterpreterBuilder, "cast_impl", cast):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def round_as_hardware_does():
+    with hardware_rounding():
+        yield
+
+
+def randn(*shape, dtype=FP32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def make_params(*shapes, dtype=FP32):
+    return [torch.nn.Parameter(randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]
+
+
+def gradients(p, steps, seed=100):
+    return [(0.3 + randn(*p.shape, seed=seed + t)).to(p) for t in range(steps)]
+
+
+def train(optimizer, grads_of_steps):
+    """Steps with the given gradients, one list for each step; a None leaves its parameter without one."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for grads in grads_of_steps:
+        for p, g in zip(params, grads):
+            p.grad = None if g is None else g.clone()
+        optimizer.step()
+
+
+def eager_steps(p, grads, lr, betas, eps, weight_decay, moments_dtype=FP32):
+    """(p, m, v) after eager steps in fp32, or in fp64 for an fp64 p, each rounded to its own dtype after each step."""
+    wide = torch.promote_types(p.dtype, FP32)
+    p_dtype, moments_dtype = p.dtype, torch.promote_types(moments_dtype, wide) if wide != FP32 else moments_dtype
+    m = v = torch.zeros_like(p, dtype=moments_dtype)
+    for step, g in enumerate(grads, start=1):
+        new = adamw_reference(p.to(wide), g.to(wide), m.to(wide), v.to(wide), step, lr, *betas, eps, weight_decay)
+        p, m, v = (t.to(dtype) for t, dtype in zip(new, (p_dtype, moments_dtype, moments_dtype)))
+    return p, m, v
+
+
+def steps_and_change(optimizer_class, start, grads, **options):
+    """(the change of a parameter, m, v) after steps with an optimizer."""
+    p = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_class([p], **options)
+    train(optimizer, [[g] for g in grads])
+    state = optimizer.state[p]
+    return p.detach().double() - start.double(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def check_against_float64(name, start, grads, moments_dtype, stochastic=False, **settings) -> list[Check]:
+    """The weights' change, m and v after some steps, each against float64."""
+    settings = {**SETTINGS, **settings}
+    options = {"moments_dtype": moments_dtype, "stochastic_rounding": stochastic}
+    ours = steps_and_change(TritonAdamW, start, grads, **settings, **options)
+    p64, m64, v64 = eager_steps(start.double(), [g.double() for g in grads], **settings)
+    if moments_dtype == start.dtype:
+        eager = steps_and_change(torch.optim.AdamW, start, grads, **settings)
+    else:  # which torch.optim.AdamW does not offer
+        p, m, v = eager_steps(start, grads, **settings, moments_dtype=moments_dtype)
+        eager = p.double() - start.double(), m, v
+    dtypes = (start.dtype, moments_dtype, moments_dtype)
+    parts = zip(("weights", "m", "v"), ours, (p64 - start.double(), m64, v64), eager, dtypes)
+    return [compare(f"{name} {part}", *abc, dtype=dtype) for part, *abc, dtype in parts]
+
+
+def kind_checks(kind) -> list[Check]:
+    dtype, moments_dtype, stochastic = KINDS[kind]
+    start = randn(*SHAPE, dtype=dtype)
+    return check_against_float64(kind, start, gradients(start, 4), moments_dtype, stochastic)
+
+
+# ---- The numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_match_float64(kind):
+    assert_all_passed(kind_checks(kind))
+
+
+def test_reference_is_torchs_formula():
+    start = randn(50, dtype=torch.float64)
+    grads = gradients(start, 3)
+    p = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.AdamW([p], foreach=False, **SETTINGS)
+    train(theirs, [[g] for g in grads])
+    ours = eager_steps(start, grads, **SETTINGS)
+    assert all(torch.equal(a, b) for a, b in zip(ours, (p, theirs.state[p]["exp_avg"], theirs.state[p]["exp_avg_sq"])))
+
+
+@triton.jit
+def one_minus_power_kernel(log_beta, steps_ptr, out_ptr):
+    i = tl.program_id(0)
+    tl.store(out_ptr + i, _one_minus_power(tl.cast(log_beta, tl.float32), tl.load(steps_ptr + i)))
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999])
+def test_bias_correction_does_not_cancel_in_the_first_steps_nor_drift_in_late_ones(beta):
+    steps = [1, 2, 3, 5, 10, 100, 499, 500, 693, 1000, 10_000, 1_000_000]
+    out = torch.full((len(steps),), NAN, device=DEVICE)
+    one_minus_power_kernel[(len(steps),)](math.log(beta), torch.tensor(steps, dtype=FP32, device=DEVICE), out)
+    exact = torch.tensor([-math.expm1(step * math.log(beta)) for step in steps], dtype=torch.float64)
+    assert ((out.cpu().double() - exact) / exact).abs().max() < 5e-7  # 1 - exp(...) in fp32: 5e-5 for beta 0.999
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0), (0.9, 0.95), (0.0, 0.999)])
+def test_first_step_is_corrected_for_moments_that_began_at_zero(betas):
+    # m / (1 - beta1) is g and v / (1 - beta2) its square, so each weight moves by lr, up to eps.
+    p, grads = randn(64), gradients(randn(64), 1)
+    change, _, _ = steps_and_change(TritonAdamW, p, grads, lr=0.25, betas=betas, eps=0.0, weight_decay=0.0)
+    torch.testing.assert_close(change, -0.25 * grads[0].double().sign(), rtol=5e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("done", [0, 1, 9, 99_999])
+def test_step_continues_from_the_count_it_is_given(done):
+    p, g, m, v = (randn(64, seed=i) for i in range(4))
+    v = v.abs()
+    settings = (1e-2, 0.9, 0.999, 1e-8, 0.0)
+    ref64 = adamw_reference(*(t.double() for t in (p, g, m, v)), done + 1, *settings)[0]
+    eager = adamw_reference(p, g, m, v, done + 1, *settings)[0]
+    start, counter = p.double(), torch.tensor(float(done), device=DEVICE)
+    adamw_step(p, g, m, v, counter, *settings)
+    assert_all_passed([compare("weights", p.double() - start, ref64 - start, eager.double() - start, dtype=FP32)])
+    assert counter == done, "the launcher must leave the count to its caller"
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-3])
+def test_eps_is_used_where_it_shows(eps):
+    start = randn(100)
+    grads = [1e-5 * g for g in gradients(start, 3)]
+    assert_all_passed(check_against_float64("small gradients", start, grads, FP32, eps=eps, weight_decay=0.0))
+
+
+def test_zero_gradient_only_decays_the_weights():
+    start, zero = randn(100), torch.zeros(100, device=DEVICE)
+    change, m, v = steps_and_change(TritonAdamW, start, [zero], lr=0.5, weight_decay=0.5)
+    torch.testing.assert_close(change, -0.25 * start.double(), rtol=1e-6, atol=1e-6)
+    assert not m.any() and not v.any()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_gradient_that_is_not_finite_does_what_it_does_in_torch_and_stays_in_its_element(value, stochastic, dtype):
+    start = randn(100, dtype=dtype)
+    grads = gradients(start, 2)
+    clean = steps_and_change(TritonAdamW, start, grads, stochastic_rounding=stochastic)
+    grads[0][7] = value
+    ours = steps_and_change(TritonAdamW, start, grads, stochastic_rounding=stochastic)
+    theirs = steps_and_change(torch.optim.AdamW, start, grads)
+    others = torch.arange(100, device=DEVICE) != 7
+    for a, b, c in zip(ours, theirs, clean):
+        assert torch.equal(a[7], b[7]) or (a[7].isnan() and b[7].isnan())
+        assert torch.equal(a[others], c[others])
+
+
+# ---- The checks can fail -----------------------------------------------------------------------------------
+
+
+def wrong_steps(p, grads, lr, betas, eps, weight_decay, mistake):
+    """The weights after steps in float64, with one mistake."""
+    beta1, beta2 = betas
+    m = v = torch.zeros_like(p)
+    for t, g in enumerate(grads, start=1):
+        t += {"counts from 0": -1, "counts from 2": 1}.get(mistake, 0)
+        if mistake == "weight decay in the gradient":
+            g = g + weight_decay * p
+        elif mistake != "no weight decay":
+            p = p * (1 - (weight_decay if mistake == "weight decay without lr" else lr * weight_decay))
+        m = m + (g - m) * (beta1 if mistake == "beta1 for 1 - beta1" else 1 - beta1)
+        v = v * beta2 + (g if mistake == "g not squared" else g * g) * (1 - beta2)
+        bias1 = 1 if mistake == "m not corrected" else max(1 - beta1**t, 0.1)
+        bias2 = 1 if mistake == "v not corrected" else max(1 - beta2**t, 0.01)
+        root = v.abs() if mistake == "no square root" else v.abs().sqrt()
+        denom = root / (bias2 if mistake == "correction outside the root" else bias2**0.5) + eps
+        if mistake == "eps squared":
+            denom = denom - eps + eps**2
+        sign = 1 if mistake == "uphill" else -1
+        p = p + sign * lr / bias1 * (g if mistake == "g for m" else m) / denom
+    return p
+
+
+MISTAKES = ["counts from 0", "counts from 2", "weight decay in the gradient", "no weight decay", "beta1 for 1 - beta1",
+            "weight decay without lr", "g not squared", "m not corrected", "v not corrected", "no square root",
+            "correction outside the root", "uphill", "g for m"]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_comparator_rejects_known_wrong_answers(dtype):
+    start = randn(1000, dtype=dtype)
+    grads = gradients(start, 4)
+    theirs = steps_and_change(torch.optim.AdamW, start, grads, **SETTINGS)[0]
+    wide, wide_grads = start.double(), [g.double() for g in grads]
+    ref64 = eager_steps(wide, wide_grads, **SETTINGS)[0] - wide
+    for mistake in ["right", *MISTAKES, *(["eps squared"] if dtype == FP32 else [])]:
+        answer = wrong_steps(wide, wide_grads, **SETTINGS, mistake=mistake).to(dtype).double() - wide
+        check = compare(mistake, answer, ref64, theirs, dtype=dtype)
+        assert check.passed == (mistake == "right"), str(check)
+    assert not compare("no step", 0 * ref64, ref64, theirs, dtype=dtype).passed
+
+
+# ---- Stochastic rounding -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def round_kernel(x_ptr, out_ptr, seed, index, step, TENSOR: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    block = tl.program_id(0)
+    lane = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + lane)
+    _store(out_ptr, lane, lane >= 0, x, seed, block, TENSOR, index, tl.cast(step, tl.float32), BLOCK_SIZE)
+
+
+N = 2**14
+
+
+def rounded(x, seed=0, index=0, step=1, tensor=0, block_size=2048):
+    """fp32 x (N,) stochastically rounded to bf16 by the kernel's own function."""
+    out = torch.full((N,), NAN, dtype=BF16, device=DEVICE)
+    round_kernel[(N // block_size,)](x, out, seed, index, step, TENSOR=tensor, BLOCK_SIZE=block_size)
+    return out
+
+
+def bits(t):
+    return t.view(torch.int32 if t.dtype == FP32 else torch.int16)
+
+
+def fp32_of_bits(*patterns):
+    values = torch.tensor([b - 2**32 if b >= 2**31 else b for b in patterns], dtype=torch.int64)
+    return values.to(torch.int32).view(FP32).to(DEVICE)
+
+
+def test_rounding_goes_to_one_of_the_two_neighbours_only():
+    x = randn(N) * torch.exp2(20 * randn(N, seed=1))
+    beyond = bits(rounded(x).float()) - (bits(x) & -65536)  # the neighbour nearer to 0, or the next one
+    assert ((beyond == 0) | (beyond == 65536)).all() and 0.4 < (beyond > 0).double().mean() < 0.6
+
+
+def test_representable_numbers_infinities_and_nan_stay_what_they_are():
+    nans = fp32_of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7FC0FFFF, 0x7FFF8000)
+    exact = torch.cat([
+        torch.tensor([0.0, -0.0, 1.0, -1.5, INF, -INF, 2.0**-133, -(2.0**-133)], device=DEVICE),
+        fp32_of_bits(0x7F7F0000, 0x80010000, 0xFF7F0000),
+    ])  # fmt: skip
+    for values, same in ((nans, lambda out, x: out.isnan()), (exact, lambda out, x: bits(out.float()) == bits(x))):
+        x = values.repeat(N // len(values) + 1)[:N].contiguous()
+        assert same(rounded(x), x).all()
+
+
+def test_beyond_the_largest_bf16_is_infinity_as_in_rounding_to_nearest():
+    x = fp32_of_bits(0x7F7FC000).expand(N).contiguous()  # three quarters of the way
+    out = rounded(x)
+    assert 0.7 < out.isinf().double().mean() < 0.8 and (out[~out.isinf()] == torch.finfo(BF16).max).all()
+
+
+@pytest.mark.parametrize("fraction", [1, 655, 21_845, 32_768, 60_000, 65_535])  # of 65,536
+def test_rounding_is_right_on_average(fraction):
+    for sign in (0, 0x80000000):
+        x = fp32_of_bits(sign + 0x3F800000 + fraction).expand(N).contiguous()
+        up = sum((rounded(x, step=step) != rounded(fp32_of_bits(sign + 0x3F800000).expand(N).contiguous())).sum().item()
+                 for step in (1, 2))  # fmt: skip
+        chance = fraction / 65_536
+        assert abs(up - 2 * N * chance) <= 5 * math.sqrt(2 * N * chance * (1 - chance)) + 1
+
+
+def test_rounding_does_not_depend_on_the_block_size():
+    x = randn(N)
+    assert torch.equal(rounded(x, block_size=256), rounded(x, block_size=4096))
+    assert torch.equal(rounded(x), rounded(x))
+
+
+def coins(**key):
+    """N tosses: 1 where a number halfway between its neighbours was rounded up, -1 where down."""
+    return 2.0 * (rounded(fp32_of_bits(0x3F808000).expand(N).contiguous(), **key) > 1).double() - 1
+
+
+KEYS = [{}, {"seed": 1}, {"seed": 2**40}, {"index": 1}, {"step": 2}, {"step": 3}, {"tensor": 1}, {"tensor": 2},
+        {"index": 1, "step": 2}, {"index": 2}, {"seed": 1, "index": 1}]  # fmt: skip
+
+
+def test_draws_of_other_seeds_parameters_steps_and_tensors_are_not_correlated():
+    tosses = torch.stack([coins(**key) for key in KEYS])
+    correlation = tosses @ tosses.T / N - torch.eye(len(KEYS), dtype=torch.float64, device=DEVICE)
+    assert correlation.abs().max() < 5 / math.sqrt(N)
+
+
+def test_draws_of_neighbouring_elements_are_not_correlated():
+    tosses = coins()
+    for lag in [*range(1, 17), 256, 2048]:  # 8 elements share a draw, a block begins every 2,048
+        assert abs((tosses[lag:] * tosses[:-lag]).mean()) < 5 / math.sqrt(N - lag), lag
+
+
+def test_every_run_gives_the_same_bits_and_another_seed_other_ones():
+    start = randn(3000, dtype=BF16)
+    grads = gradients(start, 2)
+    runs = [steps_and_change(TritonAdamW, start, grads, stochastic_rounding=True, seed=seed) for seed in (5, 5, 6)]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1]))
+    assert not any(torch.equal(a, b) for a, b in zip(runs[0], runs[2]))
+
+
+def test_block_size_of_a_launch_does_not_show_in_the_results(monkeypatch):
+    start = randn(5001, dtype=BF16)
+    grads = gradients(start, 2)
+    results = []
+    for size in (256, 2048):
+        monkeypatch.setattr(adamw_kernel, "BLOCK_SIZE", size)
+        results.append(steps_and_change(TritonAdamW, start, grads, stochastic_rounding=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
+    start, fixed = randn(1000, dtype=BF16), gradients(randn(1000, dtype=BF16), 1)[0]
+    a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    train(TritonAdamW([a, b], stochastic_rounding=True), [[fixed, fixed]])
+    assert not torch.equal(a, b)
+    alone = torch.nn.Parameter(start.clone())
+    train(TritonAdamW([a, alone], stochastic_rounding=True), [[None, fixed]])
+    assert torch.equal(alone, b)
+
+
+# ---- What stochastic rounding is good for ------------------------------------------------------------------
+
+
+def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
+    """name: (fraction of weights like a language model's that one step moves, mean movement in units of fp32's)."""
+    start, sign = 0.02 * randn(n), randn(n, seed=1).sign()
+    results = {}
+    for name, optimizer_class, dtype, options in (
+        ("fp32", TritonAdamW, FP32, {}),
+        ("bf16, torch.optim.AdamW", torch.optim.AdamW, BF16, {}),
+        ("bf16, stochastic", TritonAdamW, BF16, {"stochastic_rounding": True}),
+    ):
+        p = torch.nn.Parameter(start.to(dtype, copy=True))
+        before = p.detach().clone()
+        optimizer = optimizer_class([p], lr=lr, weight_decay=0.0, **options)
+        train(optimizer, [[sign.to(dtype)]])
+        moved = (p != before).double().mean().item()
+        train(optimizer, [[sign.to(dtype)]] * (steps - 1))
+        results[name] = moved, (-sign * (p - before)).double().mean().item() / (steps * lr)
+    return results
+
+
+def test_small_steps_are_kept_on_average():
+    results = moved_weights()
+    assert results["bf16, torch.optim.AdamW"][0] < 0.25 and results["bf16, torch.optim.AdamW"][1] < 0.4
+    assert abs(results["fp32"][1] - 1) < 0.01
+    assert abs(results["bf16, stochastic"][1] - 1) < 0.03
+
+
+def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
+    steps, n = 30, 4000
+    v = {}
+    for stochastic in (False, True):
+        p = torch.nn.Parameter(torch.ones(n, dtype=BF16, device=DEVICE))
+        optimizer = TritonAdamW([p], lr=0.0, stochastic_rounding=stochastic)
+        train(optimizer, [[torch.ones_like(p)]])
+        v[stochastic] = optimizer.state[p]["exp_avg_sq"]
+        v[stochastic].fill_(1.0)
+        train(optimizer, [[torch.zeros_like(p)]] * steps)
+    assert (v[False] == 1).all(), "rounded to nearest, v does not decay at all: that is the fault to show"
+    assert abs(v[True].double().mean() / 0.999**steps - 1) < 0.002
+
+
+def small_model_losses(steps=40) -> dict[str, float]:
+    """name: loss of a small network after training, in fp32 on all data."""
+    x = randn(512, 16, seed=1)
+    y = torch.tanh(2 * x @ randn(16, 8, seed=2) / 4).sum(-1, keepdim=True)
+    start = [randn(16, 32, seed=3) / 4, randn(32, 1, seed=4) / 32**0.5]
+
+    def loss_of(weights, rows=slice(None)):
+        return (torch.relu(x[rows] @ weights[0].float()) @ weights[1].float() - y[rows]).square().mean()
+
+    losses = {}
+    for name, optimizer_class, dtype, options in (
+        ("fp32", TritonAdamW, FP32, {}),
+        ("bf16, torch.optim.AdamW", torch.optim.AdamW, BF16, {}),
+        ("bf16, stochastic", TritonAdamW, BF16, {"stochastic_rounding": True}),
+    ):
+        weights = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in start]
+        optimizer = optimizer_class(weights, lr=1e-3, **options)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(weights, slice(64 * (step % 8), 64 * (step % 8) + 64)).backward()
+            optimizer.step()
+        losses[name] = loss_of(weights).item()
+    return losses
+
+
+def test_small_model_trains_as_in_fp32():
+    losses = small_model_losses()
+    lag = {name: abs(loss - losses["fp32"]) for name, loss in losses.items()}
+    assert lag["bf16, stochastic"] < 0.2 * lag["bf16, torch.optim.AdamW"], losses
+
+
+# ---- Shapes and layouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 2047, 2048, 2049, 4095, 4097])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_neighbours_in_memory_stay_untouched(n, dtype):
+    start, (g,) = randn(n, dtype=dtype), gradients(randn(n, dtype=dtype), 1)
+    memory = [torch.full((n + 2 * 64,), 7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
+    p, grad, m, v = (t[64 : 64 + n] for t in memory)
+    p.copy_(start), grad.copy_(g), m.zero_(), v.zero_()
+    adamw_step(p, grad, m, v, torch.zeros((), device=DEVICE), 0.05, 0.8, 0.95, 1e-3, 0.3, seed=0)
+    assert all((t[:64] == 7).all() and (t[64 + n :] == 7).all() for t in memory)
+    assert torch.equal(grad, g), "the gradient must not change"
+    change, *moments = steps_and_change(TritonAdamW, start, [g], **SETTINGS, stochastic_rounding=True)
+    assert torch.equal(p.double() - start.double(), change)
+    assert torch.equal(m, moments[0]) and torch.equal(v, moments[1])
+
+
+LAYOUTS = {  # shape of the memory, the parameter's view of it
+    "0-D": ((), lambda t: t),
+    "transposed": ((30, 50), lambda t: t.t()),
+    "permuted 3-D": ((5, 7, 11), lambda t: t.permute(2, 0, 1)),
+    "channels last": ((2, 3, 4, 5), lambda t: t.contiguous(memory_format=torch.channels_last)),
+    "a length of one": ((50, 1, 4), lambda t: t.transpose(0, 1)),
+    "part of a larger memory": ((10, 50), lambda t: t[3:7]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_dense_layout(layout):
+    shape, view = LAYOUTS[layout]
+    start = view(randn(*shape))
+    assert_all_passed(check_against_float64(layout, start, gradients(start, 3), FP32))
+    p = torch.nn.Parameter(start.clone())
+    optimizer = TritonAdamW([p])
+    train(optimizer, [gradients(start, 1)])
+    assert p.stride() == start.clone().stride() == optimizer.state[p]["exp_avg"].stride()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "permuted 3-D", "channels last"])
+def test_gradient_with_other_strides(layout):
+    shape, view = LAYOUTS[layout]
+    start = view(randn(*shape))
+    other = gradients(start, 2)
+    grads = [torch.empty_like(start).copy_(g) for g in other]
+    assert grads[0].stride() == start.stride() != other[0].stride()
+    p, q = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    for param, gs in ((p, grads), (q, other)):
+        optimizer = TritonAdamW([param])
+        for g in gs:
+            param.grad = g
+            optimizer.step()
+    assert torch.equal(p, q)
+
+
+def test_gradient_of_one_number_repeated():
+    p = torch.nn.Parameter(randn(6, 5))
+    start = p.detach().clone()
+    optimizer = TritonAdamW([p], lr=0.5, weight_decay=0.0)
+    p.grad = torch.ones(1, 1, device=DEVICE).expand(6, 5)
+    optimizer.step()
+    torch.testing.assert_close(start - p, torch.full_like(p, 0.5))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_empty_parameter_counts_its_steps(shape):
+    p = torch.nn.Parameter(torch.empty(shape, device=DEVICE))
+    optimizer = TritonAdamW([p])
+    train(optimizer, [[torch.empty_like(p)]] * 2)
+    assert optimizer.state[p]["step"] == 2
+
+
+# ---- The contract of an optimizer --------------------------------------------------------------------------
+
+SHAPES = ((13, 9), (40,), (), (6, 5))
+
+
+def both(params_like=SHAPES, dtype=FP32, **options):
+    """Ours and torch's over equal parameters."""
+    ours, theirs = make_params(*params_like, dtype=dtype), make_params(*params_like, dtype=dtype)
+    return TritonAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def random_grads(optimizer, steps, seed=100):
+    """A list of gradients for each step."""
+    return list(zip(*(gradients(p.detach(), steps, seed + 50 * i) for i, p in enumerate(params_of(optimizer)))))
+
+
+def assert_close(ours, theirs):
+    for p, q in zip(params_of(ours), params_of(theirs)):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def assert_same_run(a, b):
+    for p, q in zip(params_of(a), params_of(b)):
+        assert torch.equal(p, q) and a.state[p].keys() == b.state[q].keys()
+        assert all(torch.equal(a.state[p][key], b.state[q][key]) for key in a.state[p])
+
+
+def test_state_has_torchs_keys_shapes_and_dtypes():
+    for dtype in (FP32, BF16):
+        ours, theirs = both(dtype=dtype)
+        for optimizer in (ours, theirs):
+            train(optimizer, random_grads(optimizer, 2))
+        a, b = ours.state_dict(), theirs.state_dict()
+        assert a["state"].keys() == b["state"].keys()
+        for i in a["state"]:
+            assert a["state"][i].keys() == b["state"][i].keys() == {"step", "exp_avg", "exp_avg_sq"}
+            for key, tensor in a["state"][i].items():
+                other = b["state"][i][key]
+                assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+            assert a["state"][i]["step"] == 2
+
+
+def test_parameters_without_a_gradient_are_skipped_and_count_their_own_steps():
+    ours, theirs = both()
+    for optimizer in (ours, theirs):
+        grads = random_grads(optimizer, 3)
+        grads[0], grads[1] = (None, *grads[0][1:]), (grads[1][0], None, *grads[1][2:])
+        grads = [(*g[:3], None) for g in grads]
+        train(optimizer, grads)
+    assert_close(ours, theirs)
+    p = params_of(ours)
+    assert [ours.state[q]["step"].item() for q in p[:3]] == [2, 2, 3] and p[3] not in ours.state
+
+
+def test_groups_have_their_own_settings():
+    def groups():
+        a, b, c, d = make_params(*SHAPES)
+        options = {"lr": 0.1, "weight_decay": 0.0}, {}, {"betas": (0.5, 0.6)}
+        return [{"params": params, **option} for params, option in zip(([a, b], [c], [d]), options)]
+
+    ours, theirs = TritonAdamW(groups(), **SETTINGS), torch.optim.AdamW(groups(), **SETTINGS)
+    for optimizer in (ours, theirs):
+        train(optimizer, random_grads(optimizer, 3))
+    assert_close(ours, theirs)
+    ours.add_param_group({"params": [torch.nn.Parameter(randn(4))]})
+    assert ours.param_groups[3]["lr"] == SETTINGS["lr"]
+    train(ours, random_grads(ours, 1))
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_learning_rate_schedulers_work(tensor_lr):
+    ours, theirs = both(lr=0.1)
+    if tensor_lr:
+        ours = TritonAdamW(params_of(ours), lr=torch.tensor(0.1, device=DEVICE))
+        lr = ours.param_groups[0]["lr"]
+    for optimizer in (ours, theirs):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for grads in random_grads(optimizer, 4):
+            train(optimizer, [grads])
+            scheduler.step()
+    assert_close(ours, theirs)
+    assert not tensor_lr or ours.param_groups[0]["lr"] is lr, "a CUDA graph reads this tensor"
+
+
+def test_momentum_schedulers_work():
+    ours, theirs = both()
+    for optimizer in (ours, theirs):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+        for grads in random_grads(optimizer, 4):
+            train(optimizer, [grads])
+            scheduler.step()
+    assert ours.param_groups[0]["betas"] != (0.9, 0.999)
+    assert_close(ours, theirs)
+
+
+def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
+    p = torch.nn.Parameter(randn(5))
+    optimizer = TritonAdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    before = p.detach().clone()
+    assert optimizer.step(closure).item() == before.square().sum().item() and not torch.equal(p, before)
+    assert optimizer.step() is None
+
+
+def test_autograd_notices_that_a_weight_was_changed():
+    p = torch.nn.Parameter(randn(5))
+    loss = p.square().sum()
+    loss.backward(retain_graph=True)
+    TritonAdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_accumulate_before_a_step():
+    p, q = (torch.nn.Parameter(randn(5)) for _ in range(2))
+    (2 * p.square().sum()).backward()
+    for _ in range(2):
+        q.square().sum().backward()
+    for param in (p, q):
+        TritonAdamW([param]).step()
+    assert torch.equal(p, q)
+
+
+# ---- Saving and loading ------------------------------------------------------------------------------------
+
+SAVED = {
+    "fp32": (FP32, {}),
+    "bf16, stochastic": (BF16, {"stochastic_rounding": True, "seed": 7}),
+    "bf16, fp32 moments": (BF16, {"stochastic_rounding": True, "moments_dtype": FP32}),
+    "fp16": (FP16, {}),
+}
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy"])
+@pytest.mark.parametrize("kind", SAVED)
+def test_run_continues_with_the_same_bits(kind, way):
+    dtype, options = SAVED[kind]
+    optimizer = TritonAdamW(make_params(*SHAPES, dtype=dtype), **SETTINGS, **options)
+    grads = random_grads(optimizer, 4)
+    train(optimizer, grads[:2])
+    if way == "deepcopy":
+        resumed = copy.deepcopy(optimizer)
+    else:
+        saved = through_a_file(optimizer.state_dict())
+        params = [torch.nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
+        resumed = TritonAdamW(params, moments_dtype=options.get("moments_dtype"))
+        resumed.load_state_dict(saved)
+    for run in (optimizer, resumed):
+        train(run, grads[2:])
+    assert_same_run(optimizer, resumed)
+    assert not any(p is q for p, q in zip(params_of(optimizer), params_of(resumed)))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("to_torch", [False, True])
+def test_state_is_exchanged_with_torch(to_torch, dtype):
+    ours, theirs = both(dtype=dtype, **SETTINGS)
+    source, target = (ours, theirs) if to_torch else (theirs, ours)
+    grads = random_grads(source, 4)
+    train(source, grads[:2])
+    target.load_state_dict(through_a_file(source.state_dict()))
+    for p, q in zip(params_of(source), params_of(target)):
+        q.data.copy_(p.data)
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(source.state[p][key].to(DEVICE), target.state[q][key].to(DEVICE))
+    for optimizer in (source, target):
+        train(optimizer, grads[2:])
+    for p, q in zip(params_of(ours), params_of(theirs)):
+        assert ours.state[p]["step"] == theirs.state[q]["step"] == 4
+        torch.testing.assert_close(p, q, rtol=1e-5 if dtype == FP32 else 2e-2, atol=1e-6 if dtype == FP32 else 2e-2)
+
+
+def test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none():
+    optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
+    train(optimizer, random_grads(optimizer, 1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"].fill_(0.3)
+    train(optimizer, random_grads(optimizer, 1))
+    known = [optimizer.param_groups[0]["lr"], *(t for state in optimizer.state.values() for t in state.values())]
+    optimizer.load_state_dict(saved)
+    now = [optimizer.param_groups[0]["lr"], *(t for state in optimizer.state.values() for t in state.values())]
+    assert all(a is b for a, b in zip(known, now)) and now[0] == torch.tensor(0.1)
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    train(optimizer, random_grads(optimizer, 1))
+    assert all(state["step"] == 1 for state in saved["state"].values())
+
+
+def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
+    source = TritonAdamW(make_params(*SHAPES, dtype=BF16))
+    train(source, random_grads(source, 1))
+    target = TritonAdamW(make_params(*SHAPES, dtype=BF16), moments_dtype=FP32)
+    target.load_state_dict(source.state_dict())
+    assert all(state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32 for state in target.state.values())
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_state_of_another_algorithm_is_refused(option):
+    theirs = torch.optim.AdamW(make_params(*SHAPES), **{option: True})
+    with pytest.raises(ValueError, match="amsgrad or maximize, expected one without"):
+        TritonAdamW(make_params(*SHAPES)).load_state_dict(theirs.state_dict())
+
+
+# ---- Stepping inside the backward --------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Three weights, the first one used twice (tied)."""
+
+    def __init__(self, dtype=FP32):
+        super().__init__()
+        self.embedding, self.hidden, self.bias = make_params((12, 8), (8, 8), (8,), dtype=dtype)
+
+    def forward(self, tokens):
+        x = F.embedding(tokens, self.embedding)
+        return torch.tanh(x @ self.hidden + self.bias) @ self.embedding.t()
+
+    def loss(self, seed=0):
+        tokens = torch.randint(12, (6,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        return self(tokens).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype, stochastic", [(FP32, False), (BF16, True)])
+def test_steps_inside_the_backward_are_the_same_steps(dtype, stochastic):
+    optimizers = []
+    for in_backward in (False, True):
+        model = Model(dtype)
+        options = {"stochastic_rounding": stochastic, "step_in_backward": in_backward}
+        groups = [{"params": [model.embedding]}, {"params": [model.hidden, model.bias], "weight_decay": 0.3}]
+        optimizer = TritonAdamW(groups, lr=0.05, **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for seed in range(3):
+            model.loss(seed).backward()
+            assert in_backward == all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same_run(*optimizers)
+    assert all(state["step"] == 3 for state in optimizers[1].state.values())
+
+
+def test_gradients_never_exist_all_at_once(monkeypatch):
+    model = Model()
+    alive = []
+    step = adamw_kernel.adamw_step
+
+    def counting_step(*args, **options):
+        alive.append(sum(p.grad is not None for p in model.parameters()))
+        return step(*args, **options)
+
+    monkeypatch.setattr(adamw_kernel, "adamw_step", counting_step)
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    assert alive == [0, 0, 0]  # three steps, a tied weight's too; its own gradient is held by the hook alone
+    optimizer.step()
+    assert alive == [0, 0, 0]
+
+
+def test_gradient_accumulation_is_refused_and_a_step_recovers():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"a second gradient reached a parameter before step\(\)"):
+        model.loss(1).backward()
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
+    optimizer.step()
+    model.loss(1).backward()
+    optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_step_without_a_backward_is_refused():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    with pytest.raises(RuntimeError, match=r"no backward has stepped a parameter since the last step\(\)"):
+        optimizer.step()
+    model.loss().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no backward has stepped"):
+        optimizer.step()
+
+
+def test_gradients_of_before_are_refused():
+    model = Model()
+    model.loss().backward()
+    with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True would add to it"):
+        TritonAdamW(model.parameters(), step_in_backward=True)
+    model.zero_grad()
+    model.bias.requires_grad_(False)
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.bias.requires_grad_(True)  # too late for a hook
+    model.loss().backward()
+    with pytest.raises(RuntimeError, match="a gradient is there that no backward has stepped"):
+        optimizer.step()
+
+
+def test_clipping_finds_no_gradients():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+    optimizer.step()
+
+
+def test_two_losses_of_different_parameters_make_one_step():
+    a, b = make_params((4,), (5,))
+    optimizer = TritonAdamW([a, b], step_in_backward=True)
+    a.square().sum().backward()
+    b.square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
+
+
+def test_frozen_parameters_stay_as_they_are_in_the_backward_too():
+    model = Model()
+    model.hidden.requires_grad_(False)
+    before = model.hidden.detach().clone()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    optimizer.step()
+    assert torch.equal(model.hidden, before) and model.hidden not in optimizer.state
+
+
+def test_loaded_settings_reach_the_hooks():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), lr=0.1, step_in_backward=True)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = saved["param_groups"][0]["weight_decay"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = [p.detach().clone() for p in model.parameters()]
+    model.loss().backward()
+    optimizer.step()
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), before))
+
+
+def test_closure_works_with_steps_in_the_backward():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    optimizer.step(lambda: model.loss().backward())
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
+def test_close_removes_the_hooks_and_step_uses_gradients_again():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    optimizer.step()
+    optimizer.close()
+    model.loss(1).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.loss(2).backward()
+    optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+# ---- Bad input ---------------------------------------------------------------------------------------------
+
+
+def launch(p=None, grad=None, m=None, v=None, steps_done=None, lr=1e-3):
+    tensors = [torch.ones(4, 6, device=DEVICE) if t is None else t for t in (p, grad, m, v)]
+    steps_done = torch.zeros((), device=DEVICE) if steps_done is None else steps_done
+    adamw_step(*tensors, steps_done, lr, 0.9, 0.999, 1e-8, 0.0)
+
+
+ONES = torch.ones(4, 6, device=DEVICE)
+GAPS, EXPANDED = torch.ones(4, 12, device=DEVICE)[:, ::2], torch.ones(6, device=DEVICE).expand(4, 6)
+BAD_INPUT = {  # name: (arguments, exception, what its sentence says)
+    "float64": ({"p": ONES.double()}, TypeError, "p is torch.float64, torch.strided, expected torch.float16 or"),
+    "complex": ({"p": ONES.to(torch.complex64)}, TypeError, "p is torch.complex64"),
+    "sparse gradient": ({"grad": ONES.to_sparse()}, TypeError, "grad is torch.float32, torch.sparse_coo, expected"),
+    "bf16 gradient": ({"grad": ONES.bfloat16()}, TypeError, "grad is torch.bfloat16, .*expected torch.float32"),
+    "fp16 moments": ({"v": ONES.half()}, TypeError, "v is torch.float16, .*expected torch.bfloat16 or torch.float32"),
+    "shorter gradient": ({"grad": ONES[:3]}, ValueError, r"grad has shape \(3, 6\) on .*expected p's \(4, 6\)"),
+    "moment elsewhere": ({"m": ONES.to("meta")}, ValueError, f"m has shape .* on meta, expected .* on {DEVICE}"),
+    "steps elsewhere": ({"steps_done": ONES.sum().to("meta")}, ValueError, "steps_done is a tensor of .* on meta"),
+    "two learning rates": ({"lr": ONES[0, :2]}, ValueError, r"lr is a tensor of shape \(2,\)"),
+    "moment of other strides": ({"m": torch.ones(6, 4, device=DEVICE).t()}, ValueError, "p, m and v have strides"),
+    "gaps": ({"p": GAPS, "m": GAPS.clone(), "v": GAPS.clone()}, ValueError, "without gaps or overlap"),
+    "gaps everywhere": ({"p": GAPS, "m": GAPS, "v": GAPS}, ValueError, "without gaps or overlap"),
+    "overlap": ({"p": EXPANDED, "m": EXPANDED, "v": EXPANDED}, ValueError, "without gaps or overlap"),
+}
+
+
+@pytest.mark.parametrize("arguments, error, sentence", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_refused_with_a_sentence(arguments, error, sentence):
+    with pytest.raises(error, match=sentence):
+        launch(**arguments)
+
+
+def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(adamw_kernel, "INTERPRETED", False)
+    ones = ONES.cpu()
+    with pytest.raises(ValueError, match="p is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"):
+        launch(ones, ones, ones, ones, torch.zeros(()))
+
+
+BAD_OPTIONS = {
+    "lr": (-1e-3, "lr is -0.001, expected a number of at least 0"),
+    "eps": (NAN, "eps is nan, expected a number of at least 0"),
+    "weight_decay": (-0.1, "weight_decay is -0.1"),
+    "betas": ((0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
+    "moments_dtype": (FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
+    "seed": (-1, "seed is -1, expected a whole number from 0"),
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_bad_options_are_refused_with_a_sentence(option):
+    value, sentence = BAD_OPTIONS[option]
+    with pytest.raises(ValueError, match=sentence):
+        TritonAdamW(make_params((3,)), **{option: value})
+    with pytest.raises(ValueError, match=sentence):
+        TritonAdamW([{"params": make_params((3,)), option: value}])
+
+
+def test_stochastic_rounding_of_fp16_is_refused_and_of_fp32_does_nothing():
+    with pytest.raises(ValueError, match="stochastic_rounding is True, expected False for float16"):
+        TritonAdamW(make_params((3,), dtype=FP16), stochastic_rounding=True)
+    start, (g,) = randn(100), gradients(randn(100), 1)
+    runs = [steps_and_change(TritonAdamW, start, [g], stochastic_rounding=stochastic) for stochastic in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_sparse_gradient_of_an_embedding_is_refused():
+    embedding = torch.nn.Embedding(10, 4, sparse=True, device=DEVICE)
+    embedding(torch.tensor([1, 2], device=DEVICE)).sum().backward()
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo, expected"):
+        TritonAdamW(embedding.parameters()).step()
+
+
+# ---- What only a GPU can show ------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward):
+    def make():
+        model = Model(BF16)
+        lr = torch.tensor(0.05, device=DEVICE)
+        return model, lr, TritonAdamW(model.parameters(), lr, stochastic_rounding=True, step_in_backward=in_backward)
+
+    def one_step(model, optimizer, tokens):
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    tokens = torch.arange(6, device=DEVICE)
+    plain_model, plain_lr, plain = make()
+    model, lr, optimizer = make()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # makes the state, and compiles the kernel, which a capture must not
+        one_step(model, optimizer, tokens)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_step(model, optimizer, tokens)
+    for step in range(4):
+        one_step(plain_model, plain, tokens)
+        if step > 0:  # the first one was made before the capture, which makes none
+            graph.replay()
+        plain_lr.mul_(0.5), lr.mul_(0.5)
+    assert all(state["step"] == 4 for state in optimizer.state.values())
+    assert_same_run(optimizer, plain)
+
+
+@needs_gpu
+def test_capture_without_a_step_before_is_refused():
+    p = torch.nn.Parameter(randn(64))
+    p.grad = torch.ones_like(p)
+    optimizer = TritonAdamW([p])
+    with pytest.raises(RuntimeError, match="without state is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@needs_gpu
+def test_nothing_waits_for_the_gpu():
+    optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
+    grads = random_grads(optimizer, 2)
+    train(optimizer, grads[:1])  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(optimizer, grads[1:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, tensor_lr):
+    torch._dynamo.reset()
+    lr = torch.tensor(0.05, device=DEVICE) if tensor_lr else 0.05
+
+    def step(p, g, m, v, steps_done):
+        adamw_step(p, g, m, v, steps_done, lr, 0.8, 0.95, 1e-3, 0.3, seed)
+
+    compiled = torch.compile(step, fullgraph=True)
+    for n in (4096, 5000):
+        inputs = [randn(n, dtype=BF16, seed=i).abs() for i in range(4)]
+        ours, theirs = ([t.clone() for t in inputs] for _ in range(2))
+        steps_done = torch.tensor(2.0, device=DEVICE)
+        step(*ours, steps_done)
+        compiled(*theirs, steps_done)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@needs_gpu
+def test_offsets_beyond_int32():
+    n, tail = 2**31 + 4096, 3000
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    p, g, m, v = (torch.zeros(n, dtype=BF16, device=DEVICE) for _ in range(4))
+    p[-tail:], g[-tail:] = randn(tail, dtype=BF16), randn(tail, dtype=BF16, seed=1)
+    small = [t[-tail:].clone() for t in (p, g, m, v)]
+    settings = (0.05, 0.8, 0.95, 1e-3, 0.3)
+    adamw_step(p, g, m, v, torch.zeros((), device=DEVICE), *settings)
+    adamw_step(*small, torch.zeros((), device=DEVICE), *settings)
+    assert all(torch.equal(t[-tail:], s) for t, s in zip((p, g, m, v), small))
+    assert not any(t[:-tail].any() for t in (p, g, m, v))
+
+
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_step_allocates_nothing_and_the_backward_frees_gradients(in_backward):
+    weights = [torch.nn.Parameter(randn(1024, 1024)) for _ in range(8)]
+    optimizer = TritonAdamW(weights, step_in_backward=in_backward)
+    one = weights[0].numel() * 4
+    for _ in range(2):
+        x = torch.ones(4, 1024, device=DEVICE)
+        for w in weights:
+            x = x @ w / 32
+        loss = x.sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        optimizer.step()
+        extra = torch.cuda.max_memory_allocated() - before
+        optimizer.zero_grad()
+    assert extra < (3 * one if in_backward else 9 * one), f"{extra / one} gradients"
+
+
+@needs_gpu
+def test_sizes_compile_at_most_once_for_those_that_16_divides_and_once_for_the_others(monkeypatch):
+    compiled = []
+    runtime = triton.knobs.runtime
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"]))
+    adamw_kernel._adamw_kernel.device_caches.clear()
+    for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
+        optimizer = TritonAdamW(make_params((n,), (n,), dtype=BF16), lr=n * 1e-6, seed=n, stochastic_rounding=True)
+        train(optimizer, random_grads(optimizer, 2))
+        assert len(compiled) == kernels
+
+
+@needs_two_gpus
+def test_parameters_on_a_gpu_that_is_not_the_current_one():
+    start, g = randn(3000, dtype=BF16), gradients(randn(3000, dtype=BF16), 1)
+    here = steps_and_change(TritonAdamW, start, g, stochastic_rounding=True)
+    with torch.cuda.device(0):
+        there = steps_and_change(TritonAdamW, start.to("cuda:1"), [t.to("cuda:1") for t in g], stochastic_rounding=True)
+    assert all(torch.equal(a, b.to(a.device)) for a, b in zip(here, there))
+    mixed = TritonAdamW([torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to("cuda:1"))])
+    train(mixed, random_grads(mixed, 2))
+
+
+# ---- The table ---------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    if not HAS_GPU:
+        print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
+    print("AdamW Correctness Tests")
+    print("=" * 60)
+    passed = True
+    with hardware_rounding():
+        for number, kind in enumerate(KINDS, start=1):
+            print(f"\nTest {number}: {kind}")
+            passed &= print_checks(kind_checks(kind))
+        print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
+        print("  moved by one step, and how far all go in 5 steps, in units of lr:")
+        for name, (moved, distance) in moved_weights().items():
+            print(f"  {name:<26} {moved:7.1%} {distance:8.3f}")
+        print("\nLoss of a small network after 40 steps")
+        for name, loss in small_model_losses().items():
+            print(f"  {name:<26} {loss:.4f}")
+    print("\n" + "=" * 60)
+    print(f"All AdamW correctness tests {'PASSED' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
