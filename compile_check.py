@@ -33,8 +33,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import measure
+from adamw_kernel import TritonAdamW
 from cross_entropy_kernel import FusedCrossEntropyFunction
+from linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from rmsnorm_kernel import TritonRMSNormFunction
+from rope_kernel import TritonRoPEFunction
+from swiglu_kernel import SwiGLUMLPFunction, TritonSwiGLUFunction
 
 # after the kernels, which decide how Triton will run
 import triton  # isort: skip
@@ -48,10 +52,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to call a Function.  `arguments` gets a maker of tensors in the dtype under test."""
+    """One way to call a Function, or any other callable that launches kernels.
+
+    `arguments` gets a maker of tensors in the dtype under test.
+    """
 
     name: str
-    function: type[torch.autograd.Function]
+    function: type[torch.autograd.Function] | Callable[..., None]
     arguments: Callable[[Callable[..., torch.Tensor]], tuple]
     frozen: tuple[int, ...] = ()  # positions of arguments that need no gradient
     dtypes: tuple[str, ...] = ("bf16", "fp32")
@@ -66,6 +73,43 @@ def cross_entropy_arguments(
     reduction: str, vocab: int = V, inplace: bool = False
 ) -> Callable[[Callable[..., torch.Tensor]], tuple]:
     return lambda t: (t(B, T, vocab), torch.empty(B, T, dtype=torch.int64, device="cuda"), -100, reduction, inplace)
+
+
+def linear_cross_entropy_arguments(reduction: str, vocab: int = V) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    def arguments(t: Callable[..., torch.Tensor]) -> tuple:
+        targets = torch.empty(B, T, dtype=torch.int64, device="cuda")
+        return t(B, T, H), t(vocab, H), targets, -100, reduction, None, None, True
+
+    return arguments
+
+
+INTERMEDIATE = 14_336
+
+
+def swiglu_halves(t: Callable[..., torch.Tensor]) -> tuple:
+    return *t(B, T, 2 * INTERMEDIATE).chunk(2, -1), False
+
+
+def mlp_arguments(t: Callable[..., torch.Tensor]) -> tuple:
+    return t(B, T, H), t(INTERMEDIATE, H), t(INTERMEDIATE, H), t(H, INTERMEDIATE)
+
+
+def adamw_step(p: torch.Tensor, grad: torch.Tensor, options: dict) -> None:
+    optimizer = TritonAdamW([p], **options)
+    p.grad = grad
+    optimizer.step()
+
+
+def adamw_arguments(**options) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    return lambda t: (t(H, H), t(H, H), options)
+
+
+def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) -> Callable[..., tuple]:
+    def arguments(t: Callable[..., torch.Tensor]) -> tuple:
+        q, k = (t(B, T, n, head_dim).transpose(1, 2) for n in (n_heads, n_kv_heads))
+        return q, k, t(1, T, head_dim), t(1, T, head_dim)
+
+    return arguments
 
 
 # 32-bit registers per thread, as Triton 3.7.1's assembler leaves them; for sm_90 and sm_103 there are none.
@@ -83,6 +127,26 @@ CASES = [
     *(
         Case(f"cross-entropy in place, V = {v:,}", FusedCrossEntropyFunction, cross_entropy_arguments("mean", v, True))
         for v in (V, 50_257, 32_000)
+    ),
+    Case("linear + cross-entropy, mean", LinearCrossEntropyFunction, linear_cross_entropy_arguments("mean")),
+    Case("linear + cross-entropy, none", LinearCrossEntropyFunction, linear_cross_entropy_arguments("none")),
+    Case("linear + CE, V = 50,257", LinearCrossEntropyFunction, linear_cross_entropy_arguments("mean", 50_257)),
+    Case("SwiGLU", TritonSwiGLUFunction, lambda t: (t(B, T, INTERMEDIATE), t(B, T, INTERMEDIATE), False)),
+    Case("SwiGLU, halves of one tensor", TritonSwiGLUFunction, swiglu_halves),
+    Case("SwiGLU MLP", SwiGLUMLPFunction, mlp_arguments),
+    Case("AdamW", adamw_step, adamw_arguments()),
+    Case("AdamW, stochastic", adamw_step, adamw_arguments(stochastic_rounding=True), dtypes=("bf16",)),
+    *(
+        Case(f"AdamW, fp32 moments, stochastic: {rounding}", adamw_step, arguments, dtypes=("bf16",))
+        for rounding in (False, True)
+        for arguments in [adamw_arguments(moments_dtype=torch.float32, stochastic_rounding=rounding)]
+    ),
+    Case("AdamW, lr in a tensor", adamw_step, lambda t: (t(H, H), t(H, H), {"lr": torch.empty((), device="cuda")})),
+    Case("AdamW, size not divisible by 16", adamw_step, lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True})),
+    Case("RoPE", TritonRoPEFunction, rope_arguments(), frozen=(2, 3)),
+    *(
+        Case(f"RoPE, {n} and {n_kv} heads of {d}", TritonRoPEFunction, rope_arguments(n, n_kv, d), frozen=(2, 3))
+        for n, n_kv, d in ((32, 32, 128), (128, 8, 128), (32, 32, 80))
     ),
 ]
 
@@ -167,6 +231,7 @@ def pretend_gpu():
     with (
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "get_device_properties", properties),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),  # aligned, as every allocation is
         FakeTensorMode(),
         torch.no_grad(),
@@ -175,19 +240,23 @@ def pretend_gpu():
 
 
 def launch(case: Case, dtype: torch.dtype) -> None:
-    """Evaluation, then forward and backward as in training."""
+    """Evaluation, then forward and backward as in training; or just the call."""
 
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
     arguments = case.arguments(make)
+    if not isinstance(case.function, type):
+        case.function(*arguments)
+        return
     needs_grad = [
         isinstance(a, torch.Tensor) and a.is_floating_point() and i not in case.frozen for i, a in enumerate(arguments)
     ]
     context = StubContext(needs_input_grad=tuple(needs_grad))
     case.function.apply(*arguments)
-    output = case.function.forward(context, *arguments)
-    case.function.backward(context, torch.empty_like(output))
+    outputs = case.function.forward(context, *arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    case.function.backward(context, *map(torch.empty_like, outputs))
 
 
 # ---------------------------------------------------------------- what the compiler reports
