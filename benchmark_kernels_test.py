@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import benchmark_kernels as bench
+import benchmark_problems as problems
 import measure
 from checking import DEVICE, HAS_GPU
+from rope_kernel import rope_backward, rope_forward
 
 SCRIPT = Path(bench.__file__)
 PLAYBOOK_RMSNORM = ["Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
@@ -61,6 +63,13 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
         (ONLINE_SOFTMAX, 3, PLAYBOOK_CROSS_ENTROPY),
         ("RMSNorm: every implementation", 5, [*EVERY, "Error dx", "Error dW"]),
         ("Cross-Entropy: every implementation", 6, [*EVERY, "Error target", "Error other"]),
+        ("SwiGLU: every implementation", 6, [*EVERY, "Error y", "Error dgate", "Error dup"]),
+        ("RoPE: every implementation", 7, [*EVERY, "Error rotated", "Error gradient"]),
+        (
+            "Linear + Cross-Entropy: every implementation",
+            6,
+            [*EVERY[:7], "TFLOP/s", "% of matmul", "Extra MB", "Error dhidden", "Error dW target", "Error dW other"],
+        ),
     ],
 )
 def test_table_has_its_title_and_columns_and_both_sizes(finished, title, lines_before_headers, headers):
@@ -91,7 +100,7 @@ def test_host_time_is_measured_for_every_implementation(finished):
     rows = [row for section in record["sections"] for row in section["rows"]]
     assert {bench.HOST_FLOOR, bench.OURS, bench.IN_PLACE} <= {row["implementation"] for row in rows}
     assert all(row["host_us"] > 0 for row in rows)
-    assert stdout.count("Host: calls queued back to back\n") == 2
+    assert stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == 6
 
 
 def row_of(text: str, implementation: str) -> list[str]:
@@ -110,7 +119,7 @@ def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
     at = EVERY.index("Host")
     assert new[at] != "n/a" and old[at] == "n/a"
     assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
-    assert bench.render(record).count("First call (compilation): n/a\n") == 2
+    assert bench.render(record).count("First call (compilation): n/a\n") == 6
 
 
 def test_rendering_changes_nothing(finished):
@@ -241,11 +250,27 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     outcome = run_script(bench, *flags, "--json", str(tmp_path / "run.json"))
     assert outcome.code == 0, outcome.err
     sizes = [("rmsnorm", 64), ("rmsnorm", 4096), ("cross_entropy", 8), ("cross_entropy", 100)]
-    assert asked == [(kernel, [2, 4], size, "fp32") for kernel, size in sizes]
+    sizes += [("swiglu", 64), ("swiglu", 4096), ("rope", 40 * 128), ("adamw", ())]
+    sizes += [("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]]
+    tokens = {"adamw": [problems.PARAMETERS]}
+    assert asked == [(kernel, tokens.get(kernel, [2, 4]), size, "fp32") for kernel, size in sizes]
     record = json.loads((tmp_path / "run.json").read_text())
-    assert [(section["kernel"], section["size"]) for section in record["sections"]] == sizes
+    assert [
+        (s["kernel"], s["size"] if isinstance(s["size"], int) else tuple(s["size"])) for s in record["sections"]
+    ] == sizes
     assert record["absent"] == ["QuACK: not installed"]
-    assert outcome.out.count("all sizes") == 2
+    assert outcome.out.count("all sizes") == 4
+
+
+def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "benchmark", lambda kernel, *_: (asked.append(kernel) or {}, []))
+    monkeypatch.setattr(bench, "render", lambda record: "; ".join(record["absent"]))
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    outcome = run_script(bench, "--dtype", "fp16")
+    assert outcome.code == 0 and "adamw is not measured in fp16" in outcome.out
+    assert asked == [kernel for kernel in bench.KERNELS if kernel != "adamw"]
 
 
 # ---------------------------------------------------------------- what is printed besides
@@ -256,19 +281,45 @@ def test_plot_is_a_picture(finished):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module, _) in bench.PEERS.items():
+    for name, (_, module, *_) in problems.PEERS.items():
         if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
 
 
-def test_bytes_are_counted_by_one_formula_for_all(finished):
-    for section, bytes_per_element in zip(finished[1]["sections"], (5 * 2, 3 * 2)):
+# kernel: (key of the rate, bytes in a row of the input that must be moved and one us x GB/s, or FLOP and us x TFLOP/s)
+WORK = {
+    "rmsnorm": ("gbs", 5 * 64 * 2, 1e3), "cross_entropy": ("gbs", 3 * 100 * 2, 1e3),
+    "swiglu": ("gbs", 8 * 64 * 2, 1e3), "rope": ("gbs", 2 * 2 * (32 + 8) * 128 * 2, 1e3), "adamw": ("gbs", 14, 1e3),
+    "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6),
+}  # fmt: skip
+
+
+def test_work_is_counted_by_one_formula_for_all(finished):
+    assert [section["kernel"] for section in finished[1]["sections"]] == list(WORK)
+    for section in finished[1]["sections"]:
+        rate, work, per_us = WORK[section["kernel"]]
         for row in section["rows"]:
             if row["implementation"] == bench.HOST_FLOOR:
-                assert row["gbs"] is None
+                assert row[rate] is None
             else:
-                n_bytes = bytes_per_element * row["tokens"] * section["size"]
-                assert row["gbs"] == pytest.approx(n_bytes / row["total_us"][1] / 1e3)
+                assert row[rate] == pytest.approx(work * row["tokens"] / row["total_us"][1] / per_us)
+
+
+def test_products_are_judged_by_the_matmul_rate_and_bytes_by_the_copy_rate(finished):
+    record = finished[1] | {"copy_gbs": 4000.0, "matmul_tflops": 700.0}
+    sections = {section["kernel"]: section for section in record["sections"]}
+    assert bench.share(record, sections["swiglu"], {"gbs": 1000.0}) == "25"
+    assert bench.share(record, sections["linear_cross_entropy"], {"tflops": 630.0}) == "90"
+
+
+def test_formula_of_each_rate_is_printed(finished):
+    for formula in (
+        "GB/s: 8 x tokens x columns x 2 bytes / total p50",
+        "GB/s: 4 x tokens x columns x 2 bytes / total p50",
+        "GB/s: 7 x parameters x 2 bytes / total p50",
+        "TFLOP/s: 6 FLOP x tokens x hidden x vocabulary / total p50",
+    ):
+        assert f"\n{formula}\n" in finished[0]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +335,11 @@ def test_bytes_are_counted_by_one_formula_for_all(finished):
         (["--vocab", "0"], "--vocab"),
         (["--sweep", "--plot", "run.png"], "--sweep"),
         (["--sweep", "--tokens", "2,4"], "one number of --tokens"),
+        (["--sweep", "--kernel", "swiglu"], "--sweep knows the settings of rmsnorm and cross_entropy alone"),
+        (["--kernel", "adamw", "--tokens", "4"], "--tokens changes nothing for --kernel adamw"),
+        (["--kernel", "rope", "--hidden", "64"], "--hidden changes nothing for --kernel rope"),
+        (["--kernel", "swiglu", "--vocab", "64"], "--vocab changes nothing for --kernel swiglu"),
+        (["--kernel", "adamw", "--dtype", "fp16"], "fp16"),
         (["--json", "/proc/nowhere/run.json"], "cannot write"),
     ],
 )
@@ -307,7 +363,7 @@ def test_accurate_kernel_is_timed():
 
 def test_gradient_that_is_zero_off_the_targets_is_found():
     """Over the whole tensor it would be nearly right: the targets' entries carry the norm."""
-    problem = bench.cross_entropy_problem(4, 100, torch.float32)
+    problem = problems.cross_entropy_problem(4, 100, torch.float32)
 
     class TargetsOnly(torch.autograd.Function):
         @staticmethod
@@ -335,17 +391,42 @@ def test_opponents_failure_is_reported_and_ours_is_raised():
         raise ValueError
 
 
-@pytest.mark.parametrize("kernel", bench.TOKENS)
+def on_a_gpu(kernel: str, monkeypatch) -> tuple[dict, list]:
+    """({name: implementation} that would be measured there, the functions that would be compiled)."""
+    compiled = []
+    monkeypatch.setattr(problems, "HAS_GPU", True)
+    monkeypatch.setattr(problems, "compile_function", lambda function, *_: compiled.append(function) or function)
+    return {each.name: each for each in bench.implementations(kernel, "bf16", [])}, compiled
+
+
+@pytest.mark.parametrize("kernel", bench.PLAYBOOK)
 def test_on_a_gpu_ours_is_also_measured_under_torch_compile(kernel, monkeypatch):
-    compiled = {}
-    monkeypatch.setattr(bench, "HAS_GPU", True)
-    monkeypatch.setattr(bench, "compile_function", lambda function: compiled.setdefault(len(compiled), function))
-    found = {each.name: each.function for each in bench.implementations(kernel, "bf16", [])}
-    names = list(found)
-    assert names[-2:] == ["ours under torch.compile", bench.HOST_FLOOR]
-    assert list(compiled.values()) == [found[bench.EAGER], found[bench.OURS]]
-    for name in names:
-        bench.line_style(name)
+    found, compiled = on_a_gpu(kernel, monkeypatch)
+    assert list(found)[-2:] == ["ours under torch.compile", bench.HOST_FLOOR]
+    assert compiled == [found[bench.EAGER].function, found[bench.OURS].function]
+
+
+@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy"])
+def test_on_a_gpu_pytorch_is_also_measured_compiled(kernel, monkeypatch):
+    found, compiled = on_a_gpu(kernel, monkeypatch)
+    assert compiled == [found[bench.EAGER].function] == [found[bench.COMPILED].function]
+
+
+@pytest.mark.parametrize("kernel", bench.KERNELS)
+def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
+    found, _ = on_a_gpu(kernel, monkeypatch)
+    styles = [bench.line_style(name) for name in found]
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == len(styles)
+
+
+@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy"])
+def test_functions_that_are_compiled_are_one_graph(kernel):
+    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20)}[kernel]
+    problem = bench.KERNELS[kernel].problem(2, size, torch.float32)
+    eager = bench.KERNELS[kernel].contenders("fp32").pytorch[0]
+    compiled = torch.compile(eager.function, fullgraph=True, dynamic=False, backend="aot_eager")
+    errors = bench.gradient_errors(problem, bench.Implementation(bench.COMPILED, compiled))
+    assert max(errors.values()) < 1e-6
 
 
 def test_compiled_function_is_one_graph_or_an_error():
@@ -354,7 +435,60 @@ def test_compiled_function_is_one_graph_or_an_error():
         return x
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        bench.compile_function(broken)(torch.ones(1))
+        problems.compile_function(broken)(torch.ones(1))
+
+
+# ---------------------------------------------------------------- what is judged
+
+
+WRONG = {
+    "swiglu": ("dgate", lambda gate, up: torch.sigmoid(gate).detach() * gate * up),
+    "rope": ("rotated", lambda q, k, cos, sin: (q, k)),
+    "linear_cross_entropy": ("dW other", lambda h, w, t: -(h * w[t]).sum() / len(t)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("kernel", WRONG)
+def test_wrong_result_is_found(kernel):
+    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50)}[kernel]
+    problem = bench.KERNELS[kernel].problem(6, size, torch.float32)
+    assert tuple(problem.exact) == bench.KERNELS[kernel].errors
+    part, wrong = WRONG[kernel]
+    assert bench.gradient_errors(problem, bench.Implementation("wrong", wrong))[part] > 0.1
+
+
+def test_step_without_bias_correction_is_found():
+    """It changes the weights by a few percent of the step, which beside the weights themselves is little."""
+    problem = bench.KERNELS["adamw"].problem(1000, (), torch.bfloat16)
+
+    class Uncorrected(torch.optim.AdamW):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            self.state[self.param_groups[0]["params"][0]]["step"].fill_(1e6)
+
+    errors = bench.gradient_errors(problem, bench.Implementation("wrong", lambda p: Uncorrected(p, **problems.ADAMW)))
+    right = bench.gradient_errors(problem, bench.implementations("adamw", "bf16", [])[0])
+    assert errors["update"] > 0.1 > 2 * right["update"] + 5e-3
+
+
+def test_reference_of_a_linear_loss_is_the_same_in_chunks(monkeypatch):
+    whole = bench.KERNELS["linear_cross_entropy"].problem(7, (16, 50), torch.float32).exact
+    monkeypatch.setattr(problems, "LOGITS_CHUNK", 3)
+    monkeypatch.setattr(problems, "CHECKED_ROWS", 3)  # of the first chunk
+    parts = bench.KERNELS["linear_cross_entropy"].problem(7, (16, 50), torch.float32).exact
+    for name, expected in whole.items():
+        torch.testing.assert_close(parts[name], expected[:3])
+
+
+@pytest.mark.parametrize("tokens, shape", [(8192, (4, 2048)), (6, (1, 6)), (3000, (2, 1500))])
+def test_tokens_of_rope_are_as_few_sequences_as_possible(tokens, shape, monkeypatch):
+    monkeypatch.setattr(problems, "Q_HEADS", 2)
+    monkeypatch.setattr(problems, "K_HEADS", 1)
+    q, k, cos, _ = problems.rope_problem(tokens, 3 * 128, torch.bfloat16).inputs
+    (B, T) = shape
+    assert q.shape == (B, 2, T, 128) and k.shape == (B, 1, T, 128) and cos.shape == (1, T, 128)
+    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
 
 # ---------------------------------------------------------------- implementations that destroy their inputs
@@ -377,13 +511,13 @@ class Destroys(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad_output, None
 
 
-DESTROYERS = {"ours": bench.TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
+DESTROYERS = {"ours": problems.TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("name", DESTROYERS)
 def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, monkeypatch):
-    problem = bench.cross_entropy_problem(4, 100, torch.float32)
+    problem = problems.cross_entropy_problem(4, 100, torch.float32)
     destroyer = bench.Implementation(bench.IN_PLACE, DESTROYERS[name], backward_again=False, waits=name != "ours")
     before = problem.inputs[0].clone()
     errors = bench.gradient_errors(problem, destroyer)
@@ -405,9 +539,9 @@ def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, mo
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_in_place_runs_again_and_leaves_the_problem_unchanged():
     """Each implementation must begin from the same inputs, also after one that destroys its own."""
-    problem = bench.cross_entropy_problem(4, 100, torch.float32)
+    problem = problems.cross_entropy_problem(4, 100, torch.float32)
     before = problem.inputs[0].clone()
-    in_place = bench.Implementation(bench.OURS, bench.TritonCrossEntropyLoss(inplace=True))
+    in_place = bench.Implementation(bench.OURS, problems.TritonCrossEntropyLoss(inplace=True))
     call = bench.Call(problem, in_place)
     (dlogits,) = call.both()
     assert dlogits.data_ptr() == call.copies[0].data_ptr()
@@ -417,3 +551,45 @@ def test_in_place_runs_again_and_leaves_the_problem_unchanged():
         assert call.forward().isfinite()
     assert torch.equal(problem.inputs[0], before)
     assert problem.inputs[0].device.type == DEVICE
+
+
+def rotates_in_place(q, k, cos, sin):
+    """As Liger-Kernel: q and k are overwritten, and the gradients that come in."""
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k):
+            return rope_forward(q, k, cos, sin, inplace=True)
+
+        @staticmethod
+        def backward(ctx, dq, dk):
+            return rope_backward(dq, dk, cos, sin, inplace=True)
+
+    return InPlace.apply(q, k)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize(
+    "kernel, function", [("swiglu", problems.TritonSwiGLU(inplace=True)), ("rope", rotates_in_place)]
+)
+def test_what_is_overwritten_is_a_copy_of_the_problem(kernel, function):
+    """Also the upstream gradient: the implementations after it must be given the same one."""
+    problem = bench.KERNELS[kernel].problem(3, 64 if kernel == "swiglu" else 40 * 128, torch.float32)
+    tensors = [*problem.inputs, *problem.dy]
+    before = [t.clone() for t in tensors]
+    in_place = bench.Implementation("another, in place", function, backward_again=False)
+    assert max(bench.gradient_errors(problem, in_place).values()) < 1e-5
+    call = bench.Call(problem, in_place)
+    call.both()
+    assert not torch.equal(call.copies[0], problem.inputs[0]) and not torch.equal(call.copies[1], problem.inputs[1])
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_each_optimizer_begins_with_the_same_state(monkeypatch):
+    problem = bench.KERNELS["adamw"].problem(1000, (), torch.float32)
+    before = [t.clone() for t in problem.inputs]
+    for implementation in bench.implementations("adamw", "fp32", []):
+        assert bench.gradient_errors(problem, implementation)["update"] < 1e-4
+        (state,) = bench.Step(problem, implementation).optimizer.state.values()
+        assert float(state["step"]) == problems.STEPS_DONE
+    assert all(map(torch.equal, problem.inputs, before))

@@ -228,12 +228,12 @@ def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
     return Timing(low, middle, high)
 
 
-def queued_time_us(fn: Callable[[], object]) -> float:
-    """Wall time of one fn() among calls that are queued back to back, median of several batches.
+def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
+    """Wall time of one fn() among `calls` that are queued back to back, median of several batches.
 
     That is what a training loop pays: the host's time or the GPU's, whichever is longer.
     """
-    calls, batches = (20, 5) if HAS_GPU else (1, 3)
+    calls, batches = (calls, 5) if HAS_GPU else (1, 3)
     fn()
     samples = []
     for _ in range(batches):
