@@ -176,8 +176,8 @@ def adamw_step(p, grad, m, v, steps_done, lr, beta1, beta2, eps, weight_decay, s
         lr_ptr, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
         with _on_device_of(p):
             _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
-                p, grad, m, v, steps_done, lr_ptr, lr, log_betas[0], 1 - beta1, log_betas[1], 1 - beta2, eps, weight_decay,
-                n, seed, index, BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS,
+                p, grad, m, v, steps_done, lr_ptr, lr, log_betas[0], 1 - beta1, log_betas[1], 1 - beta2, eps,
+                weight_decay, n, seed, index, BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 

@@ -67,8 +67,10 @@ def render(names: list[str], records: list[dict]) -> str:
             f"{first['median_seconds'] / record['median_seconds']:.2f}x",
             f"{record['tokens_per_second'] / first['tokens_per_second']:.2f}x",
             f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
+            f"{record['validation_loss_after']:.4f}",
         ])  # fmt: skip
     headers = ["Run", "Median step (s)", "Tokens/sec", "Peak memory (GB)", "Speedup", "Throughput", "Memory"]
+    headers.append("Validation loss")
     parts.append(measure.table(headers, rows))
 
     comparable = []
@@ -144,8 +146,11 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
 
 
 def run_names(records: list[dict]) -> list[str]:
-    """Short, distinct names: the runs' titles, numbered where they repeat."""
+    """Short, distinct names: the runs' titles; where they repeat, with the dtype, or numbered."""
     titles = [record["title"] for record in records]
+    with_dtype = [t if titles.count(t) == 1 else f"{t} {r['dtype']}" for t, r in zip(titles, records)]
+    if len(set(with_dtype)) == len(records):
+        return with_dtype
     return [t if titles.count(t) == 1 else f"{t} {i}" for i, t in enumerate(titles, start=1)]
 
 

@@ -17,7 +17,7 @@ def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
         "kind": "finetune", "title": title, "environment": ENVIRONMENT, "kernels": [], "model": "tiny",
         "weights": "random weights", "dtype": "fp32", "data": "stdlib", "batch_size": 1, "seq_len": 8,
         "steps": len(losses), "seed": 0, "lr": 1e-3, "losses": list(losses), "median_seconds": 0.2,
-        "tokens_per_second": 40.0, "peak_memory_bytes": 4e9,
+        "tokens_per_second": 40.0, "peak_memory_bytes": 4e9, "validation_loss_after": 1.5,
     } | changes  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_ratios_are_to_the_first_run(script):
     code, out, _ = script(run(), faster)
     assert code == 0
     (line,) = [line for line in out.splitlines() if line.startswith("Optimized  ")]
-    assert line.split() == ["Optimized", "0.1000", "100", "1.0", "2.00x", "2.50x", "0.25x"]
+    assert line.split() == ["Optimized", "0.1000", "100", "1.0", "2.00x", "2.50x", "0.25x", "1.5000"]
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-4), ("bf16", 1e-2)])
@@ -66,6 +66,12 @@ def test_long_runs_show_their_first_and_last_step(script):
 def test_three_runs_are_told_apart(script):
     code, out, _ = script(run(), run("Optimized"), run("Optimized", median_seconds=0.4))
     assert code == 0 and "Optimized 2" in out and "Optimized 3" in out
+
+
+def test_runs_that_differ_in_dtype_are_named_by_it_and_by_their_validation_loss(script):
+    code, out, _ = script(run(), run(dtype="bf16", validation_loss_after=1.75), run("Optimized", dtype="bf16"))
+    last = {line.rsplit(None, 7)[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("00", "50"))}
+    assert code == 0 and last == {"Baseline fp32": "1.5000", "Baseline bf16": "1.7500", "Optimized": "1.5000"}
 
 
 def test_plot_is_a_picture(script, tmp_path):

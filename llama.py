@@ -326,8 +326,9 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
         loss = cross_entropy(logits, shift_labels)
         if num_items_in_batch is not None:  # gradient accumulation: mean over all its micro-batches
             n_valid = (shift_labels != IGNORE_INDEX).sum()
-            # the mean over no target at all is NaN, and such a micro-batch must add nothing to the others
-            loss = torch.where(n_valid > 0, loss * n_valid, 0.0) / num_items_in_batch
+            # The mean over no target at all is NaN, and such a micro-batch must add nothing to the others.  The
+            # quotient first: of a single micro-batch it is exactly 1, which spares a fused loss scaling its gradients.
+            loss = torch.where(n_valid > 0, loss * (n_valid / num_items_in_batch), 0.0)
         return loss
 
     return loss_function
@@ -538,13 +539,47 @@ def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batc
     return loss.detach()
 
 
-def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[torch.Tensor, float]:
+def timed_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, take_step: Callable = training_step
+) -> tuple[torch.Tensor, float]:
     """(loss, seconds) of one training step, from an idle device to an idle device."""
     measure.synchronize()
     start = time.perf_counter()
-    loss = training_step(model, optimizer, batch)
+    loss = take_step(model, optimizer, batch)
     measure.synchronize()
     return loss, time.perf_counter() - start
+
+
+def captured_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, stream: torch.cuda.Stream
+) -> Callable:
+    """`training_step` recorded as one CUDA graph; what is returned replays it: thousands of launches become one.
+
+    A graph repeats kernels with the addresses and numbers that it has seen.  So each batch is copied to where the
+    recorded one was, all batches must have its shape, and the optimizer must count its steps on the GPU.  Steps must
+    have been taken before, on the same stream: kernels are compiled and optimizer states made outside of a graph.
+
+    Raises:
+        UserError: a batch has another shape than the recorded one.
+    """
+    ids, labels = batch.input_ids.clone(), batch.labels.clone()
+    torch.cuda.empty_cache()  # a graph has memory of its own and cannot use what the steps before it left
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
+
+    def replay(model, optimizer, batch):
+        if batch.input_ids.shape != ids.shape:
+            raise UserError(
+                f"a batch has the shape {tuple(batch.input_ids.shape)}, but the CUDA graph was recorded with "
+                f"{tuple(ids.shape)}; --cuda-graph needs batches of one shape"
+            )
+        ids.copy_(batch.input_ids)
+        labels.copy_(batch.labels)
+        graph.replay()
+        return loss
+
+    return replay
 
 
 @torch.no_grad()
@@ -588,7 +623,10 @@ def model_line(record: dict) -> str:
     return f"Model: {record['model']}, {record['parameters']:,} parameters, {record['weights']}, {record['dtype']}"
 
 
-def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kernels: list[str]) -> dict:
+def finetune(
+    model: torch.nn.Module, args: argparse.Namespace, title: str, kernels: list[str],
+    make_optimizer: Callable = make_optimizer, cuda_graph: bool = False,
+) -> dict:  # fmt: skip
     """Fine-tune with AdamW, print every step and the result block, return (and write) the record.
 
     Args:
@@ -596,6 +634,8 @@ def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kerne
         args: from `finetune_parser`.
         title: heads the result block, as in "Baseline Results".
         kernels: names of what was patched in, for the record.
+        make_optimizer: (model, learning rate) -> an AdamW.
+        cuda_graph: replay the steps after the first WARMUP_STEPS as one CUDA graph.
 
     Raises:
         RunError: the loss is not finite; nothing is saved then.
@@ -619,8 +659,12 @@ def finetune(model: torch.nn.Module, args: argparse.Namespace, title: str, kerne
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
     losses, seconds, tokens, peaks = [], [], [], []  # one of each per step
+    take_step, stream = training_step, torch.cuda.Stream() if cuda_graph else None
     for step, batch in enumerate(data.train, start=1):
-        loss, elapsed = timed_step(model, optimizer, batch.to(DEVICE))
+        with torch.cuda.stream(stream):
+            if cuda_graph and step == WARMUP_STEPS + 1:
+                take_step = captured_step(model, optimizer, batch.to(DEVICE), stream)
+            loss, elapsed = timed_step(model, optimizer, batch.to(DEVICE), take_step)
         seconds.append(elapsed)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import llama
 import measure
-from finetune_optimized import KERNELS, apply_kernels
+from apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, triton_adamw
 from measure import HAS_GPU, RunError
 
 # after `measure`, which decides how triton (imported by transformers) will run
@@ -46,7 +46,7 @@ PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 
 # "forward", "backward" and "optimizer" are opened by llama.training_step, the others here
 RANGE_OF_CLASS = {
-    "LlamaRMSNorm": "normalization", "TritonRMSNorm": "normalization", "LlamaMLP": "mlp",
+    "LlamaRMSNorm": "normalization", "TritonRMSNorm": "normalization", "LlamaMLP": "mlp", "TritonLlamaMLP": "mlp",
     "LlamaAttention": "attention", "LlamaRotaryEmbedding": "rotary", "Embedding": "embedding",
 }  # fmt: skip
 CATEGORY_OF_RANGE = {
@@ -56,7 +56,16 @@ CATEGORY_OF_RANGE = {
 
 MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm$|aten::(matmul|linear)$")
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
-CATEGORY_OF_FUNCTION = {"RMSNorm": "normalization", "CrossEntropy": "loss"}  # our autograd.Functions
+# our autograd.Functions; a norm_linear is a norm and matrix products, and these are told apart before
+CATEGORY_OF_FUNCTION = {
+    "RMSNorm": "normalization", "NormLinear": "normalization", "CrossEntropy": "loss", "SwiGLU": "activation",
+    "RoPE": "rotary",
+}  # fmt: skip
+# our Triton kernels, wherever they are launched from: AdamW's may run during the backward
+CATEGORY_OF_TRITON_KERNEL = {
+    "_rmsnorm": "normalization", "_cross_entropy": "loss", "_scale": "loss", "_swiglu": "activation", "_rope": "rotary",
+    "_adamw": "optimizer",
+}  # fmt: skip
 CATEGORY_OF_KERNEL = {"matmul": re.compile("gemm|cutlass|nvjet"), "attention": re.compile("flash|fmha|sdpa")}
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync, ...
 PROFILER_OVERHEADS = {  # CUPTI's names for what the profiler and the driver do to the run
@@ -101,10 +110,13 @@ def category_ranges(model: torch.nn.Module) -> Iterator[None]:
     Rotary embedding and loss are functions, not modules.  LlamaAttention.forward
     looks `apply_rotary_pos_emb` up in its module each time, so it can be replaced there.
     """
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    # a fused layer does not call its parts, and where they are hooked it would, to honour the hooks
+    fused = {part for layer in layers if "forward" in vars(layer) for part in layer.modules()}
     handles = [
         handle
         for module in model.modules()
-        if type(module).__name__ in RANGE_OF_CLASS
+        if type(module).__name__ in RANGE_OF_CLASS and module not in fused
         for handle in range_hooks(module, RANGE_OF_CLASS[type(module).__name__])
     ]
     loss_function, rotary = model.loss_function, modeling_llama.apply_rotary_pos_emb
@@ -247,6 +259,11 @@ def phase_of(launcher: FunctionEvent) -> str:
     return "other"
 
 
+def category_of_triton_kernel(name: str) -> str | None:
+    """The category of one of our own kernels, by its name."""
+    return next((category for start, category in CATEGORY_OF_TRITON_KERNEL.items() if name.startswith(start)), None)
+
+
 def category_of_kernel(name: str) -> str:
     """What a kernel's name gives away when its launch was not recorded."""
     return next((c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name)), UNATTRIBUTED)
@@ -277,6 +294,7 @@ def attribute(events: list[FunctionEvent]) -> dict:
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:
             category, phase = category_of(work.launcher, forward), phase_of(work.launcher)
+        category = category_of_triton_kernel(work.name) or category
         for table, name in ((categories, category), (phases, phase)):
             table[name]["us"] += work.us
             table[name]["launches"] += 1
@@ -323,9 +341,9 @@ def profile_training(args: argparse.Namespace) -> dict:
     Time and peak memory come from steps without the profiler, which slows the CPU down.
     """
     model = llama.load_model(args)
-    apply_kernels(model, args.kernels)
+    apply_kernels(model, [name for name in MODEL_KERNELS if name in args.kernels])
     data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 2)
-    optimizer = llama.make_optimizer(model, lr=1e-5)
+    optimizer = (triton_adamw if "adamw" in args.kernels else llama.make_optimizer)(model, lr=1e-5)
     batches = [batch.to(llama.DEVICE) for batch in data.train]
     warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -2], batches[-2:]
 

@@ -1,0 +1,226 @@
+"""Follow the profile to the floor: the rungs behind `finetune_optimized.py --ladder`, and `--longest`.
+
+Each rung adds one kernel, the largest cost of the profile first.  Before it is measured it is predicted, from the
+baseline's profile: what a category takes there, minus the time in which its bytes can pass through memory at the
+measured copy rate (Amdahl: only that part of the step can go away).  Each run has a process of its own.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import compare_runs
+import llama
+import measure
+from measure import HAS_GPU, RunError, UserError
+
+HERE = Path(__file__).parent
+LONGEST_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one pass over the tensors of a step, from the model's configuration."""
+
+    weights: int  # all parameters
+    stream: int  # (B*T, H), once per layer
+    heads: int  # q and k, once per layer
+    inner: int  # (B*T, I), once per layer
+    logits: int  # (B*T, V)
+
+
+def sizes_of(config, args: argparse.Namespace) -> Sizes:
+    width = torch.finfo(llama.DTYPES[args.dtype]).bits // 8
+    per_layer = width * args.batch_size * args.seq_len * config.num_hidden_layers
+    head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    return Sizes(
+        weights=width * llama.parameter_count(config),
+        stream=per_layer * config.hidden_size,
+        heads=per_layer * head_columns,
+        inner=per_layer * config.intermediate_size,
+        logits=width * args.batch_size * args.seq_len * config.vocab_size,
+    )
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: the kernel that it adds, what that replaces, and the bytes that remain."""
+
+    name: str
+    category: str | None  # of profile_baseline.py
+    passes: str  # what the kernel still has to read and write, as it is printed
+    floor_bytes: Callable[[Sizes], float]
+
+
+RUNGS = [
+    Rung("adamw", "optimizer", "p, g, m, v in; p, m, v out", lambda s: 7 * s.weights),
+    Rung("rmsnorm", "normalization", "x, y; dy, x, dx; two norms", lambda s: 2 * 5 * s.stream),
+    Rung("rope", "rotary", "q, k in and out; their gradients", lambda s: 4 * s.heads),
+    Rung("swiglu", "activation", "gate, up, y; dy, gate, up, dgate, dup, y", lambda s: 9 * s.inner),
+    Rung("linear_cross_entropy", "loss", "logits in, their gradient out", lambda s: 2 * s.logits),
+    # Two additions of three passes less (q, k, v share an input), two norms of two passes more: for the memory.
+    Rung("fused_layer", None, "3 x 2 passes over (N, H) less, 2 x 2 more", lambda s: -2 * s.stream),
+]
+CUDA_GRAPH = "cuda_graph"
+
+
+def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool = True) -> dict:
+    """The record that a script of this folder writes, run on args' workload in a process of its own.
+
+    Raises:
+        RunError: it failed; its own message is in the sentence.
+    """
+    workload = ["--model", args.model, "--data", args.data, "--batch-size", args.batch_size, "--seq-len", args.seq_len]
+    workload += ["--seed", args.seed, "--dtype", args.dtype, *(["--random-init"] if args.random_init else [])]
+    if steps:
+        workload += ["--steps", args.steps, *(["--lr", args.lr] if args.lr is not None else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        command = [sys.executable, HERE / script, *workload, *flags, "--json", path]
+        run = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        if run.returncode != 0:
+            said = (run.stderr.strip() or run.stdout.strip()).splitlines() or [f"exit code {run.returncode}"]
+            raise RunError(f"{' '.join([script, *flags])} failed: {said[-1]}")
+        return json.loads(path.read_text())
+
+
+def climb(args: argparse.Namespace) -> None:
+    """Run the baseline, its profile and every rung; print the table, write the record."""
+    config = llama.load_config(args)
+    if not HAS_GPU:
+        print(measure.NO_GPU_NOTE + "\n")
+    copy_gbs = measure.copy_bandwidth()
+    if HAS_GPU:
+        torch.cuda.empty_cache()  # the other processes need the memory
+    record = {"kind": "ladder", "environment": measure.environment(), "copy_gbs": copy_gbs, "rungs": [], "absent": []}
+    with tempfile.TemporaryDirectory() as folder:
+        profile = run_script("profile_baseline.py", args, "--trace", f"{folder}/trace.json", steps=False)
+    record["categories_ms"] = {name: part["us"] / 1e3 for name, part in profile["categories"].items()}
+    record["busy_ms"] = profile["busy_us"] / 1e3
+
+    def add(name: str, predicted_ms: float | None, run: dict) -> None:
+        keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels", "validation_loss_after"
+        step = {"name": name, "predicted_ms": predicted_ms, "step_ms": 1e3 * run["median_seconds"]}
+        record["rungs"].append(step | {key: run[key] for key in keys})
+        print(f"{name}: {step['step_ms']:,.1f} ms per step", flush=True)
+
+    baseline = run_script("finetune_baseline.py", args)
+    record |= {key: baseline[key] for key in (*compare_runs.WORKLOAD, "parameters", "warmup_steps")}
+    add("baseline", None, baseline)
+    sizes, names, busy_ms = sizes_of(config, args), [], record["busy_ms"]
+    for rung in RUNGS:
+        names.append(rung.name)
+        floor_ms = rung.floor_bytes(sizes) / copy_gbs / 1e6
+        saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
+        busy_ms -= saved_ms
+        predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
+        add(rung.name, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", ",".join(names)))
+    if HAS_GPU:  # what is left of the step is the GPU's own time
+        predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
+        add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", "all", "--cuda-graph"))
+    try:
+        add("Liger-Kernel, fused AdamW", None, run_script("finetune_optimized.py", args, "--opponent", "liger"))
+    except RunError as error:
+        record["absent"].append(str(error))
+    print("\n" + render(record))
+    measure.write_record(args.json, record)
+
+
+def render(record: dict) -> str:
+    """The ladder's table, from its record."""
+    on_gpu = record["environment"]["gpu"] is not None
+    baseline = record["rungs"][0]
+    rows, before = [], None
+    for rung in record["rungs"]:
+        saved = None if before is None or rung["predicted_ms"] is None else before["step_ms"] - rung["step_ms"]
+        predicted = None if saved is None else before["step_ms"] - rung["predicted_ms"]
+        difference = max(compare_runs.relative_differences(baseline, rung))
+        row = [rung["name"] if predicted is None else f"+ {rung['name']}"]
+        row += [measure.number(ms) for ms in (predicted, saved, rung["step_ms"])]
+        for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
+            row += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
+        rows.append([*row, f"{difference:.1e}"])
+        before = rung
+    headers = [
+        "Rung", "Predicted gain, ms", "Measured gain, ms", "Step, ms", "Tokens/sec", "x baseline", "Peak, GB",
+        "x baseline", "Largest loss difference",
+    ]  # fmt: skip
+    workload = f"{record['batch_size']} x {record['seq_len']} tokens, {record['steps']} steps, data {record['data']}"
+    lines = [
+        measure.environment_line(record["environment"]),
+        f"{llama.model_line(record)}; {workload}",
+        f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
+        f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
+        "",
+        measure.title(f"The ladder{'' if on_gpu else measure.NOT_MEANINGFUL}"),
+        measure.table(headers, rows),
+        *(f"Not measured: {sentence}" for sentence in record["absent"]),
+    ]
+    return "\n".join(lines)
+
+
+def train_opponent(args: argparse.Namespace) -> None:
+    """The same fine-tuning with Liger-Kernel's patch for LLaMA and PyTorch's fused AdamW."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    except ImportError as error:
+        raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
+    apply_liger_kernel_to_llama()
+    model = llama.load_model(args)
+
+    def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
+
+    llama.finetune(model, args, title="Liger-Kernel", kernels=["Liger-Kernel"], make_optimizer=make_optimizer)
+
+
+def find_longest(args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train on one random sequence after the other, each LONGEST_STEP tokens longer, until the memory is full."""
+    vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
+    record = {
+        "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,
+        **llama.describe_workload(model, args), "lengths": [], "peaks": [], "stopped_by": "the model's positions",
+    }  # fmt: skip
+    if not HAS_GPU:
+        print(measure.NO_GPU_NOTE + "\n")
+    for length in range(LONGEST_STEP, limit + 1, LONGEST_STEP):
+        ids = torch.randint(vocabulary, (1, length), device=llama.DEVICE)
+        try:
+            if HAS_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            loss, seconds = llama.timed_step(model, optimizer, llama.Batch(ids, ids, length))
+        except RuntimeError as error:
+            if not measure.ran_out_of_memory(error):
+                raise
+            record["stopped_by"] = "the GPU's memory"
+            break
+        record["lengths"].append(length)
+        record["peaks"].append(measure.peak_memory_bytes())
+        print(f"{length:>7,} tokens: {seconds:6.2f} s, peak {record['peaks'][-1] / 1e9:.1f} GB", flush=True)
+        del loss
+        if HAS_GPU:
+            gc.collect()
+            torch.cuda.empty_cache()  # blocks of the last length do not fit the next
+    print("\n" + render_longest(record))
+    measure.write_record(args.json, record)
+
+
+def render_longest(record: dict) -> str:
+    """What --longest found, from its record."""
+    longest = f"{record['lengths'][-1]:,} tokens" if record["lengths"] else f"less than {LONGEST_STEP:,} tokens"
+    limit = f"in steps of {LONGEST_STEP:,}; stopped by {record['stopped_by']}"
+    return "\n".join(
+        [
+            measure.environment_line(record["environment"]),
+            f"{llama.model_line(record)}; custom kernels: {', '.join(record['kernels']) or 'none'}",
+            f"Longest sequence that fits, batch 1: {longest} ({limit})",
+        ]
+    )
