@@ -28,7 +28,7 @@ demo: $(SETUP)
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
 
 test: $(SETUP) compile-check
-	$(PY) -m pytest
+	$(PY) -m pytest -n 4
 
 compile-check: $(SETUP)
 	$(PY) compile_check.py
