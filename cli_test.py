@@ -94,7 +94,7 @@ def test_impossible_learning_rate_is_refused(cli, value):
 @pytest.mark.parametrize("names", ["flash", "rmsnorm,flash", "flash,rmsnorm,", ""])
 def test_unknown_kernel_is_refused_with_the_known_ones(cli, names):
     outcome = cli(*TINY, "--kernels", names, script=finetune_optimized)
-    assert_refused(outcome, "unknown kernel", "choose from rmsnorm, cross_entropy")
+    assert_refused(outcome, "unknown kernel", "choose from rmsnorm, cross_entropy, swiglu, rope")
 
 
 @pytest.mark.parametrize("flags", [["--frobnicate"], ["--dtype", "fp8"], ["--steps"], ["--seed", "x"], ["stray"]])
@@ -113,8 +113,10 @@ def test_a_sequence_longer_than_the_model_allows_is_refused(cli):
 def test_help_lists_the_flags(cli):
     outcome = cli("--help", script=finetune_optimized)
     assert outcome.code == 0 and not outcome.err
-    for flag in ("--model", "--random-init", "--data", "--kernels", "--json", "--save", "--lr"):
+    common = "--model", "--random-init", "--data", "--kernels", "--json", "--save", "--lr"
+    for flag in (*common, "--stochastic-rounding", "--cuda-graph", "--opponent", "--ladder", "--longest"):
         assert flag in outcome.out
+    assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
 
 
 # ---------------------------------------------------------------- the model

@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # after `measure`, which decides how triton (imported by transformers) will run
 from huggingface_hub import errors as hub_errors  # isort: skip
 from huggingface_hub import hf_hub_download  # isort: skip
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # isort: skip
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils  # isort: skip
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -550,6 +550,21 @@ def timed_step(
     return loss, time.perf_counter() - start
 
 
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Tell transformers that no row of a batch holds several sequences, for which it looks at the positions.
+
+    In a capture it cannot look, and to be safe gives attention a mask of (T, T), with which the kernels for causal
+    attention are out of the question.
+    """
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
 def captured_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, stream: torch.cuda.Stream
 ) -> Callable:
@@ -565,7 +580,7 @@ def captured_step(
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
     torch.cuda.empty_cache()  # a graph has memory of its own and cannot use what the steps before it left
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
         loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
 
     def replay(model, optimizer, batch):

@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 IGNORE = llama.IGNORE_INDEX
 END = 256  # the tiny model's end-of-text token
+PLAYBOOK = finetune_optimized.PLAYBOOK_KERNELS.split(",")
 # A few hundred rows are all that Triton's interpreter gets through in a second.
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size", "1"]
 
@@ -267,6 +268,22 @@ def test_loss_and_gradient_are_hugging_faces(items):
     assert relative_error(off_by_one, results[0]["loss"]) > 1e-3, "this comparison cannot fail"
 
 
+@pytest.mark.parametrize("n_targets", [1, 3, 7, 41, 49])
+def test_a_single_micro_batch_is_scaled_by_exactly_one(n_targets):
+    """n / n is 1, but loss * n / n is not always the loss; a fused loss scales its gradients by anything but 1."""
+    loss, scales = torch.tensor(0.1, requires_grad=True), []
+    loss.register_hook(lambda gradient: scales.append(gradient.item()))
+    labels = torch.full((1, 60), IGNORE)
+    labels[0, 1 : 1 + n_targets] = 5
+    loss_function = llama.causal_lm_loss(lambda logits, targets: loss.clone())
+    for items in (n_targets, torch.tensor(n_targets)):
+        scaled = loss_function(None, labels, num_items_in_batch=items)
+        scaled.backward()
+        assert torch.equal(scaled, loss)
+    assert scales == [1.0, 1.0]
+    assert loss_function(None, labels, num_items_in_batch=2 * n_targets) == loss / 2
+
+
 def test_a_micro_batch_without_targets_adds_nothing():
     logits = torch.randn(1, 4, 50, requires_grad=True)
     labels = torch.full((1, 4), llama.IGNORE_INDEX)
@@ -374,7 +391,7 @@ def test_patched_model_has_the_unpatched_loss_and_gradients():
     batch = tiny_batch()
     model = uneven_norms(llama.load_model(arguments()))
     expected = loss_and_gradients(model, batch)
-    finetune_optimized.apply_kernels(model, finetune_optimized.KERNELS)
+    finetune_optimized.apply_kernels(model, PLAYBOOK)
     error, name = largest_error(loss_and_gradients(model, batch), expected)
     assert error < 1e-5, f"{name} is off by {error:.1e}"
 
@@ -414,7 +431,7 @@ def test_gradient_accumulation_adds_up_to_one_large_batch():
     expected = loss_and_gradients(model, batch)
     n_targets = int((batch.labels[:, 1:] != IGNORE).sum())
 
-    finetune_optimized.apply_kernels(model, finetune_optimized.KERNELS)
+    finetune_optimized.apply_kernels(model, PLAYBOOK)
     model.zero_grad(set_to_none=True)
     loss = torch.zeros((), device=DEVICE)
     for row in range(2):
@@ -448,26 +465,48 @@ def test_training_step_is_forward_backward_update_and_clean_gradients():
         assert relative_error(ours, theirs) < 1e-5
 
 
+def test_finetune_trains_with_the_optimizer_that_it_is_given(monkeypatch, tmp_path):
+    made = []
+
+    def make_optimizer(model, lr):
+        made.append((model, lr, torch.optim.SGD(model.parameters(), lr=1e-30)))
+        return made[-1][2]
+
+    args = arguments("--steps", "2", "--lr", "0.25", "--json", str(tmp_path / "run.json"))
+    model = llama.load_model(args)
+    record = llama.finetune(model, args, title="Mine", kernels=["mine"], make_optimizer=make_optimizer)
+    ((its_model, lr, _),) = made
+    assert its_model is model and lr == record["lr"] == 0.25 and record["kernels"] == ["mine"]
+    assert record["validation_loss_after"] == record["validation_loss_before"], "a step of 1e-30 changes nothing"
+
+
 def loss_differences(baseline: dict, optimized: dict) -> list[float]:
     first = [*baseline["losses"], baseline["validation_loss_before"], baseline["validation_loss_after"]]
     second = [*optimized["losses"], optimized["validation_loss_before"], optimized["validation_loss_after"]]
     return [abs(a - b) / a for a, b in zip(first, second)]
 
 
-def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path):
-    baseline = run(finetune_baseline, monkeypatch, tmp_path, "--steps", "10")
-    optimized = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "10")
-    assert optimized["kernels"] == finetune_optimized.KERNELS and baseline["kernels"] == []
-    assert len(baseline["losses"]) == len(optimized["losses"]) == 10
+KERNEL_FLAGS = {"default": ([], PLAYBOOK), "all": (["--kernels", "all"], finetune_optimized.KERNELS)}
+
+
+@pytest.mark.parametrize("flags, kernels", KERNEL_FLAGS.values(), ids=KERNEL_FLAGS)
+def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, flags, kernels):
+    steps = 5 if "all" in flags else 10  # the interpreter is slow
+    workload = ["--seq-len", "8", "--steps", str(steps)]
+    baseline = run(finetune_baseline, monkeypatch, tmp_path, *workload)
+    optimized = run(finetune_optimized, monkeypatch, tmp_path, *workload, *flags)
+    assert optimized["kernels"] == kernels and baseline["kernels"] == []
+    assert len(baseline["losses"]) == len(optimized["losses"]) == steps
     assert max(loss_differences(baseline, optimized)) < 1e-5
     assert baseline["validation_loss_after"] < baseline["validation_loss_before"], "nothing was learned"
 
 
 @needs_gpu
-def test_optimized_run_follows_the_baseline_in_bf16(monkeypatch, tmp_path):
+@pytest.mark.parametrize("kernels", ["rmsnorm,cross_entropy", "all"])
+def test_optimized_run_follows_the_baseline_in_bf16(monkeypatch, tmp_path, kernels):
     flags = ["--dtype", "bf16", "--seq-len", "256", "--batch-size", "4", "--steps", "20"]
     baseline = run(finetune_baseline, monkeypatch, tmp_path, *flags)
-    optimized = run(finetune_optimized, monkeypatch, tmp_path, *flags)
+    optimized = run(finetune_optimized, monkeypatch, tmp_path, *flags, "--kernels", kernels)
     assert max(loss_differences(baseline, optimized)) < 1e-2
 
 

@@ -1,6 +1,6 @@
 """Would the tests notice if a kernel were wrong?
 
-The two tables below plant faults in the kernels' sources and name, for each, the test that must fail.  A mutant is
+The tables below plant faults in the kernels' sources and name, for each, the test that must fail.  A mutant is
 imported in its kernel's place, and pytest runs that test inside this process, on a fresh import of the test's file,
 which so finds the mutant.  Only a failed assertion counts as caught; a mutant that crashes proves nothing.  Nor would
 "caught" prove anything if the source without a fault, treated likewise, did not pass every test named here.
@@ -21,7 +21,15 @@ from checking import HAS_GPU
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
 
 HERE = Path(__file__).parent
-KERNELS = {"rmsnorm_kernel": "rmsnorm_test", "cross_entropy_kernel": "cross_entropy_test"}  # and their tests
+KERNELS = {  # and their tests
+    "rmsnorm_kernel": "rmsnorm_test",
+    "cross_entropy_kernel": "cross_entropy_test",
+    "linear_cross_entropy_kernel": "linear_cross_entropy_test",
+    "swiglu_kernel": "swiglu_test",
+    "adamw_kernel": "adamw_test",
+    "rope_kernel": "rope_test",
+    "fused_layer": "fused_layer_test",
+}
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 NORM_FAULTS = {
@@ -152,7 +160,385 @@ LOSS_FAULTS = {
     ],
 }  # fmt: skip
 
-TABLES = dict(zip(KERNELS, (NORM_FAULTS, LOSS_FAULTS)))
+LINEAR_LOSS_FAULTS = {
+    "test_one_chunk_and_many_give_the_reference[4-dtype0]": [
+        ("dweight of the last chunk only", "beta=0 if number == 0 else 1", "beta=0"),
+        ("dweight begins with what the memory held", "beta=0 if number == 0 else 1", "beta=1"),
+        ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
+        ("mean of each chunk", "chunk_grads, n_valid,", "chunk_grads, n_valid and (chunk_targets != -100).sum(),"),
+        ("ignored rows' logits are multiplied", "if row_grads is not None:", "if row_grads is not None and not overwrite:"),
+    ],
+    "test_chunks_are_few_equal_and_of_whole_tiles": [
+        ("last chunk is small", "return min(chunk_size, triton.cdiv(n_rows, n_chunks * 128) * 128)", "return chunk_size"),
+        ("no default is large enough for 4 chunks", "MAX_ROUNDINGS * 128) * 128), MAX_CHUNK)", "MAX_ROUNDINGS * 128) * 128), MIN_CHUNK)"),
+    ],
+    "test_error_of_dweight_does_not_grow_with_the_number_of_chunks": [
+        ("dweight never summed in fp32", "dtype=torch.float32 if fp32_dweight else None", "dtype=None"),
+    ],
+    "test_error_of_dweight_is_bounded_by_default": [
+        ("rounded after any number of chunks", "chunk_rows) > MAX_ROUNDINGS", "chunk_rows) > 1000"),
+    ],
+    "test_arbitrary_grad_output[sum-dtype0]": [
+        ("grad_output ignored", "scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)", "pass"),
+    ],
+    "test_arbitrary_grad_output[none-dtype0]": [
+        ("one grad_output for all rows", "if overwrite else grad_output\n", "if overwrite else grad_output.flatten()[0]\n"),
+        ("dweight without the rows' factors", 'now = grad_enabled and reduction != "none"', "now = grad_enabled"),
+    ],
+    "test_scale_gradient_in_place": [
+        ("one block of columns only", "range(0, n_cols, BLOCK_SIZE)", "range(0, 1, BLOCK_SIZE)"),
+        ("wrong factor", ".to(tl.float32) * factor", ".to(tl.float32) * factor * factor"),
+    ],
+    "test_every_program_of_scale_gradient_loops_over_its_rows": [
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_gradient_is_not_touched_if_grad_output_is_one": [
+        ("multiplies by 1", "if factor != 1.0:", "if factor == factor:"),
+    ],
+    "test_fp16_gradient_waits_for_the_loss_scale": [
+        ("fp16 divided before it is scaled", " and hidden.dtype != torch.float16", ""),
+    ],
+    "test_ignored_rows_are_neither_counted_nor_trained": [
+        ("ignored rows counted", "(row_targets.long() != ignore_index).sum()", "(row_targets == row_targets).sum()"),
+    ],
+    "test_no_valid_row_is_as_in_pytorch": [
+        ("mean of no row is 0", 'row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()', "row_loss.sum()"),
+    ],
+    "test_frozen_head_gets_no_gradient_and_no_buffer": [
+        ("dweight of a frozen head", "for needed in ctx.needs_input_grad[:2])", "for needed in (True, True))"),
+    ],
+    "test_no_grad_and_frozen_inputs_compute_the_loss_only": [
+        ("gradients under no_grad", "now = grad_enabled and", "now ="),
+    ],
+    "test_logits_never_exist_as_a_whole": [
+        ("one chunk", "chunk_rows = _chunk_rows(n_rows, chunk_size)", "chunk_rows = max(n_rows, 1)"),
+        ("rows begin anywhere", "V + -V % 8", "V"),
+    ],
+    "test_second_backward_through_a_retained_graph": [
+        ("gradients handed out twice", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients"),
+    ],
+    "test_gradients_become_the_leaves_grad_without_a_copy": [
+        ("gradients are kept", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients"),
+    ],
+    "test_input_changed_before_the_backward_raises": [
+        ("changes go unseen", "ctx.save_for_backward(hidden, weight,", "ctx.save_for_backward(hidden.clone(), weight.clone(),"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_autocast_multiplies_in_its_dtype_and_returns_the_leaves_dtype": [
+        ("autocast ignored", "if torch.is_autocast_enabled(hidden.device.type):", "if False:"),
+    ],
+}  # fmt: skip
+
+SWIGLU_FAULTS = {
+    "test_zero_to_four_dimensions": [
+        ("powers of 2, not of e", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.0)"),
+        ("sigmoid of -gate", "tl.exp2(gate * -LOG2E)", "tl.exp2(gate * LOG2E)"),
+        ("y without gate", "(gate * sigmoid).to(dtype)", "sigmoid.to(dtype)"),
+        ("dgate with sigmoid held constant", "(1.0 + gate * (1.0 - sigmoid))", "1.0"),
+        ("dgate with s for 1 - s", "gate * (1.0 - sigmoid)", "gate * sigmoid"),
+        ("dgate without up", "dy * up * sigmoid * (1.0", "dy * sigmoid * (1.0"),
+        ("dup of gate, not silu", "dup = dy * (gate * sigmoid)", "dup = dy * gate"),
+        ("dup without dy", "dup = dy * (gate * sigmoid)", "dup = gate * sigmoid"),
+    ],
+    "test_silu_is_rounded_before_up_multiplies_it": [
+        ("silu not rounded", "(gate * sigmoid).to(dtype).to(tl.float32) * up", "gate * sigmoid * up"),
+    ],
+    "test_steep_infinite_and_nan_gates_are_as_in_pytorch": [
+        ("overflow above 88", "1.0 / (1.0 + tl.exp2(gate * -LOG2E))", "tl.exp2(gate * LOG2E) / (1.0 + tl.exp2(gate * LOG2E))"),
+    ],
+    "test_no_element_is_lost_at_the_end_of_a_block": [
+        ("last element lost", "cols < length", "cols < length - 1"),
+        ("last block lost", "triton.cdiv(n_rows * n_cols, BLOCK_SIZE) if line", "n_rows * n_cols // BLOCK_SIZE if line"),
+    ],
+    "test_rows_with_gaps_between_them": [
+        ("last block of each row lost", "n_rows * triton.cdiv(n_cols, BLOCK_SIZE)", "n_rows * (n_cols // BLOCK_SIZE)"),
+    ],
+    "test_any_strides[half of each row-up]": [
+        ("rows taken for one line", "line = all(t is None or t.is_contiguous() for t in rows)", "line = True"),
+        ("gate's stride for up", "up_ptr + row * up_row_stride + cols, mask=mask).to", "up_ptr + row * gate_row_stride + cols, mask=mask).to", 2),
+    ],
+    "test_any_strides[half of each row-dy]": [("gate's stride for dy", "row * dy_row_stride", "row * gate_row_stride")],
+    "test_any_strides[one row repeated (stride 0)-gate]": [
+        ("gate's stride for dgate", "row * dgate_row_stride", "row * gate_row_stride"),
+    ],
+    "test_any_strides[one row repeated (stride 0)-up]": [("up's stride for dup", "row * dup_row_stride", "row * up_row_stride")],
+    "test_any_strides[every second column-gate]": [
+        ("columns taken for adjacent", "return rows if rows.stride(1) == 1 else rows.contiguous()", "return rows"),
+    ],
+    "test_rows_beyond_int32": [("32-bit offsets", "(pid // blocks_per_row).to(tl.int64)", "(pid // blocks_per_row)")],
+    "test_launchers_write_over_what_they_were_given": [
+        ("y made again is not rounded twice", "        y = _swiglu(gate, sigmoid, up, dtype)\n", "        y = gate * sigmoid * up\n"),
+        ("y made again is silu", "y = _swiglu(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
+    ],
+    "test_inputs_are_never_changed": [("overwrites unasked", "t.detach() if inplace else", "t.detach() if True else")],
+    "test_inplace_allocates_only_the_output": [
+        ("not in place", "inplace=_begin_backward() and ctx.inplace", "inplace=_begin_backward() and False"),
+    ],
+    "test_inplace_under_retain_graph_leaves_gate_and_up_alone": [
+        ("overwrites what is needed again", "not torch._C._autograd._get_current_graph_task_keep_graph()", "True"),
+    ],
+    "test_inplace_other_saved_use_raises": [
+        ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(t)", "pass"),
+    ],
+    "test_inplace_refusal_comes_in_the_forward": [("a leaf is overwritten", "if leaf or shared or", "if shared or")],
+    "test_inplace_refuses_memory_that_cannot_hold_both_gradients": [
+        ("one memory takes two gradients", "if leaf or shared or", "if leaf or"),
+        ("gaps are overwritten", " or not t.is_contiguous()", ""),
+    ],
+    "test_one_input_without_a_gradient": [
+        ("overwrites an input without a gradient", "inplace and all(ctx.needs_input_grad[:2])", "inplace"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_mlp_of_unusual_strides": [
+        ("dx of gate alone", ".addmm_(dup, w_up)", ""),
+        ("dW_up of gate", "dw_up = dup.t()", "dw_up = dgate.t()"),
+        ("dW_down of dy", "dw_down = dout.t() @ y", "dw_down = dout.t() @ dy.sigmoid()"),
+        ("gate and up swapped", "swiglu_forward(gate, up) @", "swiglu_forward(up, gate) @"),
+    ],
+    "test_frozen_weights_get_no_gradient_and_no_matmul": [
+        ("matmul for a frozen weight", "dgate.t() @ rows if need_w_gate else None", "dgate.t() @ rows"),
+    ],
+    "test_mlp_of_another_activation_is_refused_with_a_sentence": [
+        ("any activation is silu", 'if given not in ("silu", "swish"):', "if False:"),
+    ],
+    "test_hooks_are_called_and_what_they_keep_is_not_overwritten": [
+        ("hooks are not called", "plain and not any(getattr(module, h) for h in hooks)", "plain"),
+    ],
+    "test_forward_that_a_library_replaced_is_called": [("forward is not called", ' and "forward" not in vars(module)', "")],
+    "test_global_hooks_are_called": [("global hooks are not called", "torch.nn.modules.module._has_any_global_hook() or ", "")],
+}  # fmt: skip
+
+ADAMW_FAULTS = {
+    "test_steps_match_float64[FP32]": [
+        ("no weight decay", "p = p * decay -", "p = p -"),
+        ("weight decay without lr", "1.0 - lr * _scalar(weight_decay)", "1.0 - _scalar(weight_decay)"),
+        ("uphill", "p * decay - step_size", "p * decay + step_size"),
+        ("g for m", "step_size * m /", "step_size * g /"),
+        ("m not corrected", "lr / _one_minus_power(_scalar(log_beta1), step)", "lr"),
+        ("v not corrected", "1.0 / tl.sqrt(_one_minus_power(_scalar(log_beta2), step))", "1.0"),
+        ("m corrected with beta2", "lr / _one_minus_power(_scalar(log_beta1)", "lr / _one_minus_power(_scalar(log_beta2)"),
+        ("beta1 for 1 - beta1", "(g - m) * rate1", "(g - m) * (1.0 - rate1)"),
+        ("g not squared", "g * g * rate2", "tl.abs(g) * rate2"),
+        ("no square root", "tl.sqrt(v) * sqrt_scale", "v * sqrt_scale"),
+        ("no eps", " * sqrt_scale + eps)", " * sqrt_scale)"),
+        ("m not written", "    _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)\n", ""),
+        ("v not written", "    _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)\n", ""),
+        ("last element lost", "lane < n - start", "lane < n - start - 1"),
+        ("last block lost", "(n + BLOCK_SIZE - 1) // BLOCK_SIZE", "n // BLOCK_SIZE"),
+        ("steps not counted", "list(self._stepped.values()), 1)", "list(self._stepped.values()), 0)"),
+    ],
+    "test_step_continues_from_the_count_it_is_given[1]": [
+        ("counts from 2", "tl.load(steps_done_ptr) + 1.0", "tl.load(steps_done_ptr) + 2.0"),
+    ],
+    "test_bias_correction_does_not_cancel_in_the_first_steps_nor_drift_in_late_ones": [
+        ("1 - exp(x) cancels", "tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))", "1.0 - tl.exp(x)"),
+        ("series too short", "tl.static_range(9, 1, -1)", "tl.static_range(5, 1, -1)"),
+        ("series far from 0", "x > -0.5", "x > -2.5"),
+    ],
+    "test_representable_numbers_infinities_and_nan_stay_what_they_are": [
+        ("NaN rounded to -0", "tl.where(x == x, random, 0)", "random"),
+    ],
+    "test_rounding_goes_to_one_of_the_two_neighbours_only": [
+        ("17 random bits", "words >> 16), (BLOCK_SIZE", "words >> 15), (BLOCK_SIZE"),
+    ],
+    "test_rounding_is_right_on_average[60000]": [
+        ("never up", "+ tl.where(x == x, random, 0)", ""),
+        ("15 random bits", "words & 0xFFFF, words >> 16", "words & 0x7FFF, words >> 17"),
+    ],
+    "test_draws_of_other_seeds_parameters_steps_and_tensors_are_not_correlated": [
+        ("every step draws alike", "index, step.to(tl.int32), ROUNDS", "index, 0, ROUNDS"),
+        ("every parameter draws alike", "eight, tensor, index,", "eight, tensor, 0,"),
+        ("p, m and v draw alike", "eight, tensor, index,", "eight, 0, index,"),
+        ("every seed draws alike", "tl.philox(seed, eight,", "tl.philox(seed * 0, eight,"),
+        ("one counter for two", "eight, tensor, index, step.to(tl.int32)", "eight, tensor, index + step.to(tl.int32), 0"),
+    ],
+    "test_draws_of_neighbouring_elements_are_not_correlated": [
+        ("half of the bits drawn twice", "words & 0xFFFF, words >> 16", "words & 0xFFFF, words & 0xFFFF"),
+        ("every block draws alike", "block * (BLOCK_SIZE // 8) + tl.arange", "tl.arange"),
+    ],
+    "test_second_moment_decays_by_a_tenth_of_a_percent_a_step": [
+        ("v rounded to nearest", "_store(v_ptr, lane, mask, v, seed,", "_store(v_ptr, lane, mask, v, None,"),
+    ],
+    "test_equal_parameters_are_rounded_differently_and_alike_in_any_order": [
+        ("every parameter is the first", "else None, index,", "else None, 0,"),
+    ],
+    "test_gradient_with_other_strides": [("p's strides for the gradient", "if grad.stride() != p.stride():", "if False:")],
+    "test_bad_input_is_refused_with_a_sentence[gaps everywhere]": [("what lies in gaps is stepped", "if not dense or", "if")],
+    "test_groups_have_their_own_settings": [
+        ("first group's lr for all", 'group["lr"], *group["betas"]', 'self.param_groups[0]["lr"], *group["betas"]'),
+    ],
+    "test_autograd_notices_that_a_weight_was_changed": [
+        ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
+    ],
+    "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [
+        ("count not loaded", "in self.state[p].items():", "in list(self.state[p].items())[1:]:"),
+    ],
+    "test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none": [
+        ("moments elsewhere", "old_state[p] or _new_state", "_new_state"),
+        ("lr elsewhere", 'old["lr"].fill_(lr) if', 'torch.tensor(lr, device=old["lr"].device) if'),
+    ],
+    "test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for": [
+        ("dtype of the saved moments", 'old["moments_dtype"]', 'group["moments_dtype"]'),
+    ],
+    "test_steps_inside_the_backward_are_the_same_steps": [
+        ("first group's settings in the backward", "self.param_groups[group_number]", "self.param_groups[0]"),
+        ("parameters counted from 0 in each group", "start=first", "start=0"),
+    ],
+    "test_gradients_never_exist_all_at_once": [("gradients kept", "grad, p.grad = p.grad, None", "grad = p.grad")],
+    "test_gradient_accumulation_is_refused_and_a_step_recovers": [("accumulation steps twice", "if p in self._stepped:", "if False:")],
+    "test_step_without_a_backward_is_refused": [("a step of nothing", "elif not self._stepped:", "elif False:")],
+    "test_close_removes_the_hooks_and_step_uses_gradients_again": [("hooks stay", "hook.remove()", "pass")],
+}  # fmt: skip
+
+ROPE_FAULTS = {
+    "test_small_shape_matches_float64": [
+        ("y1 not rotated", " - x2 * s1[None, :]", ""),
+        ("sign of sin in y1", " - x2 * s1[None, :]", " + x2 * s1[None, :]"),
+        ("sign of sin in y2", " + x1 * s2[None, :]", " - x1 * s2[None, :]"),
+        ("backward is the forward", "if BACKWARD:", "if False:"),
+        ("halves of sin not exchanged in the backward", "s1, s2 = -s2, -s1", "s1, s2 = -s1, -s2"),
+        ("sin not negated in the backward", "s1, s2 = -s2, -s1", "s1, s2 = s2, s1"),
+        ("first half of cos for both", "tl.load(cos_ptr + HALF, mask", "tl.load(cos_ptr, mask"),
+        ("first half of sin for both", "tl.load(sin_ptr + HALF, mask", "tl.load(sin_ptr, mask"),
+        ("cos for sin", "s1, s2 = tl.load(sin_ptr,", "s1, s2 = tl.load(cos_ptr,"),
+        ("first sample's cos for all", "cos_ptr += batch * cos_batch_stride + ", "cos_ptr += "),
+        ("first token's sin for all", "token * sin_token_stride", "0 * sin_token_stride"),
+        ("second half not written", "tl.store(y_ptr + HALF, y2", "tl.store(y_ptr, y2"),
+        ("k's halves exchanged", "k_tile, k1, k2, c1", "k_tile, k2, k1, c1"),
+        ("k's number of heads for q", "(q_heads < n_q_heads)", "(q_heads < n_k_heads)"),
+        ("last head of k lost", "(k_heads < n_k_heads)", "(k_heads < n_k_heads - 1)"),
+    ],
+    "test_any_even_head_dim[6]": [
+        ("second half after the block", "q_ptr + q_tile + HALF", "q_ptr + q_tile + BLOCK_HALF"),
+        ("last column lost", "cols < HALF", "cols < HALF - 1"),
+    ],
+    "test_heads_are_shared_out_among_several_programs[17-5-512]": [
+        ("first group's heads of q for all", "group * BLOCK_Q + tl.arange(0, BLOCK_Q)", "tl.arange(0, BLOCK_Q)"),
+        ("first group's heads of k for all", "group * BLOCK_K + tl.arange(0, BLOCK_K)", "tl.arange(0, BLOCK_K)"),
+        ("last group lost", "[(B * T, n_groups)]", "[(B * T, n_groups - 1)]"),
+    ],
+    "test_sum_is_rounded_once": [
+        ("product rounded", "y1 = x1 * c1[None, :] -", "y1 = (x1 * c1[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32) -"),
+    ],
+    "test_any_strides[one head repeated (stride 0)-q]": [
+        ("q's stride of heads for its output", "q_heads[:, None] * q_out_head_stride", "q_heads[:, None] * q_head_stride"),
+        ("q's stride of heads for k", "k_heads[:, None] * k_head_stride", "k_heads[:, None] * q_head_stride"),
+    ],
+    "test_any_strides[one token repeated (stride 0)-dk_rot]": [
+        ("k's stride of tokens for its output", "token * k_out_token_stride", "token * k_token_stride"),
+    ],
+    "test_any_strides[one sample repeated (stride 0)-dq_rot]": [
+        ("q's stride of samples for its output", "batch * q_out_batch_stride", "batch * q_batch_stride"),
+    ],
+    "test_any_strides[every second column-q]": [
+        ("columns taken for adjacent", "return x if x.stride(3) == 1 else out.copy_(x.detach()), out", "return x, out"),
+    ],
+    "test_any_strides[columns before heads-k]": [("the output's taken for adjacent", "if out.stride(3) != 1:", "if False:")],
+    "test_any_strides_of_the_angles[tokens before samples-cos]": [
+        ("cos's stride of samples for sin", "batch * sin_batch_stride", "batch * cos_batch_stride"),
+        ("cos's stride of tokens for sin", "token * sin_token_stride", "token * cos_token_stride"),
+    ],
+    "test_any_strides_of_the_angles[every second column-sin]": [
+        ("columns of sin taken for adjacent", "(t if t.stride(2) == 1 else t.contiguous())", "t"),
+    ],
+    "test_outputs_have_the_layout_of_the_inputs": [
+        ("outputs contiguous", "torch.empty_like(x)", "x.new_empty(x.shape)"),
+    ],
+    "test_heads_beyond_int32": [
+        ("32-bit samples", "(tl.program_id(0) // T).to(tl.int64)", "(tl.program_id(0) // T).to(tl.int32)"),
+        ("32-bit tokens", "(tl.program_id(0) % T).to(tl.int64)", "(tl.program_id(0) % T).to(tl.int32)"),
+        ("32-bit heads", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)"),
+    ],
+    "test_inplace_gives_the_same_numbers_in_the_memory_it_was_given": [
+        ("overwrites unasked", "x if inplace else torch.empty_like(x)", "x"),
+        ("does not overwrite", "x if inplace else torch.empty_like(x)", "torch.empty_like(x)"),
+    ],
+    "test_inplace_use_saved_before_raises": [
+        ("overwrites without a word to autograd", "torch.autograd.graph.increment_version([q, k])", "pass"),
+    ],
+    "test_inplace_refuses_memory_that_is_shared_or_would_be_copied": [
+        ("shared memory is overwritten", " or any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape))", ""),
+        ("a copy is overwritten", "if t.stride(3) != 1 or any", "if any"),
+    ],
+    "test_inplace_refuses_what_autograd_watches": [
+        ("overwrites what needs a gradient", "if t.requires_grad and torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_inputs_and_upstream_gradients_are_never_changed": [
+        ("upstream gradients overwritten", "*ctx.saved_tensors)", "*ctx.saved_tensors, inplace=True)"),
+    ],
+    "test_launchers_keep_out_of_autograd": [("the copy is autograd's", "out.copy_(x.detach())", "out.copy_(x)")],
+    "test_gradient_of_the_angles_is_refused_not_silently_dropped": [
+        ("gradient of sin is dropped", " or ctx.needs_input_grad[3]", ""),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():  #", "if False:  #"),
+    ],
+    "test_unsqueeze_dim_is_honoured[2]": [
+        ("unsqueeze_dim ignored", "if unsqueeze_dim == 1:", "if unsqueeze_dim in (1, 2):"),
+    ],
+}  # fmt: skip
+
+FUSED_LAYER_FAULTS = {
+    "test_outputs_and_gradients_match_float64": [
+        ("dw of x, not of the norm", "rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1])"),
+        ("dy of the last product alone", "dout @ weight if dy is None else dy.addmm_(dout, weight)", "dout @ weight"),
+        ("dy of the first product alone", "dout @ weight if dy is None else dy.addmm_(dout, weight)", "dout @ weight if dy is None else dy"),
+        ("residual's gradient dropped", "dx if dresidual is None else dx.add_(dresidual)", "dx"),
+        ("residual's gradient subtracted", "dx.add_(dresidual)", "dx.sub_(dresidual)"),
+        ("gradients exchanged", "return dgate, dup, dweight", "return dup, dgate, dweight"),
+        ("dw_down of dgate", "h.view(-1, h.shape[-1]) if need_weight", "dgate.view(-1, h.shape[-1]) if need_weight"),
+        ("gate and up exchanged", "linear(swiglu_forward(gate, up), weight)", "linear(swiglu_forward(up, gate), weight)"),
+    ],
+    "test_eps_is_used_where_it_shows": [
+        ("another eps in the forward", "rmsnorm_forward(x, norm_weight, eps)", "rmsnorm_forward(x, norm_weight, 1e-5)"),
+        ("another eps in the backward", "rmsnorm_forward(x, norm_weight, ctx.eps)", "rmsnorm_forward(x, norm_weight, 1e-5)"),
+    ],
+    "test_norm_linear_saves_x_rstd_and_parameters": [
+        ("y is saved", "ctx.save_for_backward(x, norm_weight, rstd, *weights)", "ctx.save_for_backward(x, norm_weight, rstd, *weights, y)"),
+        ("residual is copied", "return x.view_as(x), *", "return x.clone(), *"),
+    ],
+    "test_swiglu_linear_saves_gate_and_up_and_its_weight": [
+        ("silu(gate) * up is saved", "ctx.save_for_backward(gate, up, weight)", "ctx.save_for_backward(gate, up, weight, swiglu_forward(gate, up))"),
+    ],
+    "test_norm_linear_with_frozen_inputs": [
+        ("product for a frozen weight", "if used[i] and need:", "if used[i]:"),
+        ("products for a frozen norm", "if not (need_x or need_norm_weight) or not any(used):", "if not any(used):"),
+    ],
+    "test_frozen_products_need_no_second_norm": [
+        ("norm for frozen products", "if any(given and need for given, need in zip(used, need_weights)):", "if True:"),
+    ],
+    "test_gradient_of_the_residual_is_added": [
+        ("gradient of the residual alone is dropped", "return dresidual, None, None, *dweights", "return None, None, None, *dweights"),
+    ],
+    "test_outputs_that_nobody_uses": [
+        ("zeros for what nobody used", "        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used\n", ""),
+    ],
+    "test_backward_writes_over_gate_and_up_unless_the_graph_is_kept": [
+        ("overwrites a graph that is kept", " or not torch._C._autograd._get_current_graph_task_keep_graph()", " or True"),
+        ("does not overwrite", "inplace=once and all(need_both)", "inplace=False"),
+    ],
+    "test_constants_are_not_overwritten": [("overwrites constants", "inplace=once and all(need_both)", "inplace=once")],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_functions_take_the_layers_modules": [
+        ("norm's eps ignored", "norm.variance_epsilon", "1e-5"),
+    ],
+}  # fmt: skip
+
+TABLES = {
+    "rmsnorm_kernel": NORM_FAULTS,
+    "cross_entropy_kernel": LOSS_FAULTS,
+    "linear_cross_entropy_kernel": LINEAR_LOSS_FAULTS,
+    "swiglu_kernel": SWIGLU_FAULTS,
+    "adamw_kernel": ADAMW_FAULTS,
+    "rope_kernel": ROPE_FAULTS,
+    "fused_layer": FUSED_LAYER_FAULTS,
+}
 
 
 class Outcomes:

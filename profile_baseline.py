@@ -54,7 +54,7 @@ CATEGORY_OF_RANGE = {
     "mlp": "activation", "attention": OTHER, "embedding": OTHER,  # what is not a matmul or SDPA there
 }  # fmt: skip
 
-MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm$|aten::(matmul|linear)$")
+MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|linear)$")
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
 # our autograd.Functions; a norm_linear is a norm and matrix products, and these are told apart before
 CATEGORY_OF_FUNCTION = {

@@ -8,6 +8,7 @@ code, so that what a GPU would record can be checked without one.
 """
 
 import contextlib
+import importlib
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+import apply_kernels
 import llama
 import measure
 import profile_baseline
@@ -191,6 +193,62 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
     assert found(profile) == {"normalization": 25.0, "loss": 6.0}
     assert profile["operations"][0] == {"name": "aten::sum", "us": 16.0, "calls": 1}
     assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in profile["operations"]
+
+
+OUR_KERNELS = {
+    "_rmsnorm_fwd_kernel": "normalization", "_rmsnorm_bwd_kernel": "normalization",
+    "_rmsnorm_dw_kernel": "normalization",
+    "_cross_entropy_fwd_kernel": "loss", "_cross_entropy_bwd_kernel": "loss", "_scale_kernel": "loss",
+    "_swiglu_fwd_kernel": "activation", "_swiglu_bwd_kernel": "activation", "_rope_kernel": "rotary",
+    "_adamw_kernel": "optimizer",
+}  # fmt: skip
+
+
+def test_every_kernel_of_ours_has_its_category():
+    """By the names in the lessons' sources, so that a new kernel cannot be forgotten."""
+    modules = [
+        "rmsnorm_kernel", "cross_entropy_kernel", "linear_cross_entropy_kernel", "swiglu_kernel", "rope_kernel",
+        "adamw_kernel",
+    ]  # fmt: skip
+    names = {name for module in modules for name in vars(importlib.import_module(module)) if name.endswith("_kernel")}
+    assert names == set(OUR_KERNELS)
+    assert {name: profile_baseline.category_of_triton_kernel(name) for name in names} == OUR_KERNELS
+    assert profile_baseline.category_of_triton_kernel("vectorized_elementwise_kernel") is None
+
+
+@pytest.mark.parametrize("kernel", OUR_KERNELS)
+def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(kernel):
+    """AdamW's run in the backward, SwiGLU's inside a Function that is mostly matrix products."""
+    t = Timeline()
+    with t.range("forward"), t.op("aten::something_else"):
+        t.launch(kernel, 1.0)
+    with t.backward("torch::autograd::AccumulateGrad", seq=-1):
+        t.launch(kernel, 2.0, linked=False)
+    t.launch(kernel, 4.0, linked=False, called=False)
+    profile = t.attribute()
+    assert found(profile) == {OUR_KERNELS[kernel]: 7.0}
+    assert {name: part["us"] for name, part in profile["phases"].items() if part["us"]} == {
+        "forward": 1.0, "backward": 2.0, "other": 4.0
+    }  # fmt: skip
+
+
+def test_matrix_products_inside_our_functions_are_matrix_products():
+    t = Timeline()
+    with t.range("forward"):
+        with t.op("NormLinearFunction", seq=1):
+            t.launch("_rmsnorm_fwd_kernel", 1.0)
+            t.call("aten::mm", "nvjet_hsh", 2.0)
+        with t.op("SwiGLULinearFunction", seq=2):
+            t.launch("_swiglu_fwd_kernel", 4.0)
+            t.call("aten::mm", "nvjet_hsh", 8.0)
+    with t.backward("SwiGLULinearFunctionBackward", seq=2):
+        t.call("aten::mm", "nvjet_hsh", 16.0)
+        t.launch("_swiglu_bwd_kernel", 32.0)
+    with t.backward("NormLinearFunctionBackward", seq=1):
+        t.call("aten::addmm_", "nvjet_hsh", 64.0)
+        t.launch("_rmsnorm_bwd_kernel", 128.0)
+        t.call("aten::add_", "vectorized_elementwise", 256.0)  # the residual's gradient
+    assert found(t.attribute()) == {"matmul": 2.0 + 8 + 16 + 64, "normalization": 1.0 + 128 + 256, "activation": 36.0}
 
 
 def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobodys():
@@ -500,6 +558,44 @@ def test_no_range_stays_behind(fails):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def hooked(model) -> set[str]:
+    """Names of the modules around which a range is opened."""
+    with profile_baseline.category_ranges(model):
+        return {name for name, module in model.named_modules() if module._forward_pre_hooks}
+
+
+def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
+    model = profile_baseline.apply_kernels(tiny_model(), ["rmsnorm", "swiglu", "rope"])
+    parts = {f"model.layers.{i}.{part}" for i in range(2) for part in ("mlp", "self_attn", "input_layernorm")}
+    around = {"model.norm", "model.embed_tokens", "model.rotary_emb"}
+    assert parts | around < hooked(model)
+    profile_baseline.apply_kernels(model, ["fused_layer"])
+    assert hooked(model) == around
+
+    calls, fused = [], apply_kernels.norm_linear
+    with pytest.MonkeyPatch.context() as patch, profile_baseline.category_ranges(model):
+        patch.setattr(apply_kernels, "norm_linear", lambda *args: (calls.append(1), fused(*args))[1])
+        ids = torch.zeros(1, 4, dtype=torch.int64, device=llama.DEVICE)
+        model(input_ids=ids, labels=ids)
+    assert len(calls) == 4, "a layer was not fused under the profiler"
+
+
+def test_a_profile_with_all_kernels(tmp_path):
+    """Kernels run as operations of their Function here; the optimizer steps inside the backward."""
+    outputs = ["--json", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_baseline, "TIMED_STEPS", 1)
+        record, printed = run("--seq-len", "4", "--warmup", "1", "--kernels", "all", *outputs)
+    assert record["kernels"] == apply_kernels.KERNELS and profile_baseline.render(record) in printed
+    assert_tables_add_up(printed)
+    operations = {row["name"] for row in record["operations"]}
+    functions = {"NormLinearFunction", "SwiGLULinearFunction", "TritonRoPEFunction", "LinearCrossEntropyFunction"}
+    assert functions | {f"{name}Backward" for name in functions} <= operations
+    assert not operations & {"aten::silu", "aten::rsqrt", "aten::_log_softmax", "aten::_foreach_addcdiv_"}
+    for category in ("matmul", "attention", "normalization", "loss", "activation", "rotary"):
+        assert record["categories"][category]["us"] > 0, category
+
+
 def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     args = profile_baseline.parse_args(["--use-custom-ce", "--kernels", "rmsnorm", "--seq-len", "512"])
     assert args.kernels == ["rmsnorm", "cross_entropy"]
@@ -509,12 +605,13 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
 
 
 @needs_gpu
-@pytest.mark.parametrize("kernels", ["none", "all"])
+@pytest.mark.parametrize("kernels", ["none", "rmsnorm,cross_entropy", "all"])
 def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     args = profile_baseline.parse_args(["--model", "tiny", "--kernels", kernels])
     model = llama.load_model(args)
-    profile_baseline.apply_kernels(model, args.kernels)
-    optimizer = llama.make_optimizer(model, lr=1e-3)
+    profile_baseline.apply_kernels(model, [name for name in apply_kernels.MODEL_KERNELS if name in args.kernels])
+    make_optimizer = apply_kernels.triton_adamw if "adamw" in args.kernels else llama.make_optimizer
+    optimizer = make_optimizer(model, lr=1e-3)
     batches = [batch.to(llama.DEVICE) for batch in llama.load_data(args, model.config, 4).train]
     for batch in batches[:2]:
         profile_baseline.timed_step(model, optimizer, batch)
@@ -541,6 +638,8 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
         for part, category in expected.items():
             if part in work.name.lower() and work.launcher is not None:
                 assert profile_baseline.category_of(work.launcher, forward) == category, work.name
+    launched = {work.name for work in profile_baseline.work_of(events) if work.name in OUR_KERNELS}
+    assert launched == set(OUR_KERNELS) or kernels != "all"
 
 
 if __name__ == "__main__":

@@ -173,6 +173,13 @@ def figures() -> dict[str, str]:
             f"norm_loss_ms_before_{suffix}": f"{category_ms(before, *targets):.1f}",
             f"norm_loss_ms_after_{suffix}": f"{category_ms(after, *targets):.1f}",
         }
+    fp32, bf16, stochastic = (
+        load(f"quality_{name}.json")["validation_loss_after"] for name in ("fp32", "bf16", "stochastic")
+    )
+    values |= {
+        "quality_fp32": f"{fp32:.4f}", "quality_bf16": f"{bf16:.4f}", "quality_stochastic": f"{stochastic:.4f}",
+        "quality_closed": f"{100 * (bf16 - stochastic) / (bf16 - fp32):.0f}",
+    }  # fmt: skip
     values["norm_ms_before"] = f"{category_ms(load('profile_1x512.json'), 'normalization'):.1f}"
     values["norm_ms_after"] = f"{category_ms(load('profile_1x512_rmsnorm.json'), 'normalization'):.1f}"
     values["norm_launches"] = f"{load('profile_1x512.json')['categories']['normalization']['launches']:,}"

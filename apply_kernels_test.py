@@ -1,0 +1,669 @@
+"""Is a LLaMA with the kernels still the same LLaMA, whatever is done with it?
+
+Everything is compared with the unpatched model: loss and gradients in training, logits in evaluation, the files that
+it saves, what Hugging Face's Trainer makes of it.  Equal numbers prove nothing about a kernel that does not run, so
+launches are counted too.
+"""
+
+import copy
+from collections import Counter
+
+import accelerate
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+import adamw_kernel
+import apply_kernels
+import cross_entropy_kernel
+import linear_cross_entropy_kernel
+import llama
+import rmsnorm_kernel
+import rope_kernel
+import swiglu_kernel
+from adamw_kernel import TritonAdamW
+from apply_kernels import MODEL_KERNELS, modeling_llama, triton_adamw
+from checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, needs_gpu, relative_error
+
+# isort: split
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+IGNORE = llama.IGNORE_INDEX
+LAYERS, VOCABULARY = 2, 67
+B, T = 2, 4
+ALONE_AND_TOGETHER = [[name] for name in MODEL_KERNELS] + [MODEL_KERNELS]
+
+
+def small_config(**values):
+    """llama.tiny_config() at sizes that Triton's interpreter gets through quickly."""
+    config = llama.tiny_config()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    for name, value in (sizes | values).items():
+        setattr(config, name, value)
+    return config
+
+
+def make_model(names=(), dtype=torch.float32, **values) -> LlamaForCausalLM:
+    """The same random weights each time, with norm weights away from 1, and the kernels named."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(**values)).to(DEVICE, dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif "layers" in name:
+                weight.mul_(5)  # so that the layers count beside the embedding
+    return apply_kernels.apply_kernels(model.train(), names)
+
+
+def make_batch(**more) -> dict:
+    """Two sequences; the first third of the labels is ignored, as a prompt is."""
+    ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :2], labels[1, -1] = IGNORE, IGNORE
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE), **more}
+
+
+def padding_mask() -> torch.Tensor:
+    """The first sequence begins with a token of padding, the second ends with one."""
+    mask = torch.ones(B, T, dtype=torch.int64)
+    mask[0, :1], mask[1, -1] = 0, 0
+    return mask.to(DEVICE)
+
+
+def own_positions() -> torch.Tensor:
+    """Only differences count, so those of the second sequence are larger.  To be given together with a mask:
+    without one, transformers takes a gap between positions for the end of a sequence."""
+    return torch.stack([torch.arange(T), 3 * torch.arange(T)]).to(DEVICE)
+
+
+def loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_equal(found: dict, expected: dict, allowed: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    missing = [name for name in expected if (found[name] is None) != (expected[name] is None)]
+    assert not missing, f"a gradient is there or missing for {missing}"
+    errors = {name: relative_error(found[name], e) for name, e in expected.items() if e is not None}
+    wrong = {name: error for name, error in errors.items() if not error < allowed}
+    assert errors and not wrong, wrong
+
+
+def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
+    """The loss, and all gradients in one: of a model as small as this, a single one is off by chance."""
+    ref64 = {name: value.double() for name, value in ref64.items()}  # Hugging Face takes the loss in fp32
+    assert all(found[name] is not None for name in ref64)
+
+    def together(values):
+        return torch.cat([values[name].double().flatten() / ref64[name].norm() for name in ref64 if name != "loss"])
+
+    losses = found["loss"].float(), ref64["loss"], eager["loss"].float()
+    return [
+        compare("loss", *losses, torch.bfloat16),
+        compare("gradients", *map(together, (found, ref64, eager)), torch.bfloat16),
+    ]
+
+
+class CountedKernel:
+    def __init__(self, kernel, name, counter):
+        self.kernel, self.name, self.counter = kernel, name, counter
+
+    def __getitem__(self, grid):
+        self.counter[self.name] += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter:
+    """How often each kernel was launched, by its name without `_kernel`."""
+    counter = Counter()
+    for module, names in {
+        rmsnorm_kernel: ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel"],
+        cross_entropy_kernel: ["_cross_entropy_fwd_kernel"],
+        linear_cross_entropy_kernel: ["_scale_kernel"],
+        swiglu_kernel: ["_swiglu_fwd_kernel", "_swiglu_bwd_kernel"],
+        rope_kernel: ["_rope_kernel"],
+        adamw_kernel: ["_adamw_kernel"],
+    }.items():
+        for name in names:
+            short = name.removeprefix("_").removesuffix("_kernel")
+            monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), short, counter))
+    return counter
+
+
+N_NORMS = 2 * LAYERS + 1
+FUSED = {
+    # each layer's two norms once more in the backward, for the gradients of the products
+    "rmsnorm_fwd": 4 * LAYERS, "rmsnorm_bwd": 2 * LAYERS, "swiglu_fwd": LAYERS, "swiglu_bwd": LAYERS,
+    "rope": 2 * LAYERS,
+}  # fmt: skip
+LAUNCHES = {  # of one forward and backward
+    "rmsnorm": {"rmsnorm_fwd": N_NORMS, "rmsnorm_bwd": N_NORMS},
+    "cross_entropy": {"cross_entropy_fwd": 1},
+    "swiglu": {"swiglu_fwd": LAYERS, "swiglu_bwd": LAYERS},
+    "rope": {"rope": 2 * LAYERS},
+    "linear_cross_entropy": {"cross_entropy_fwd": 1, "scale": 2},
+    "fused_layer": FUSED,
+}
+ALL_LAUNCHES = FUSED | {
+    "rmsnorm_fwd": 4 * LAYERS + 1, "rmsnorm_bwd": 2 * LAYERS + 1, "cross_entropy_fwd": 1, "scale": 2
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_patched_model_has_the_unpatched_loss_and_gradients(names, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    assert not launches
+    assert_equal(loss_and_gradients(make_model(names), batch), expected)
+    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+
+
+INPUTS = {
+    "padding": lambda: {"attention_mask": padding_mask()},
+    "own positions": lambda: {"attention_mask": torch.ones(B, T, device=DEVICE), "position_ids": own_positions()},
+    "packed sequences": lambda: {"position_ids": (torch.arange(T) % 2).expand(B, T).to(DEVICE)},
+    "items of an accumulated batch": lambda: {"num_items_in_batch": torch.tensor(11, device=DEVICE)},
+    "number of items": lambda: {"num_items_in_batch": 11},
+    "all of them": lambda: {"attention_mask": padding_mask(), "position_ids": own_positions(), "num_items_in_batch": 5},
+}
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["rope"]], ids="+".join)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
+    batch, plain = make_batch(**INPUTS[inputs]()), make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    assert relative_error(expected["loss"], loss_and_gradients(make_model(), plain)["loss"]) > 1e-4, "cannot fail"
+    assert_equal(loss_and_gradients(make_model(names), batch), expected)
+
+
+def test_embeddings_may_be_given_and_labels_may_come_shifted():
+    model, patched = make_model(), make_model(MODEL_KERNELS)
+    batch = make_batch()
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    batch["inputs_embeds"] = model.model.embed_tokens(batch.pop("input_ids")).detach()
+    batch["shift_labels"] = shifted
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+
+
+def test_a_wrong_layer_would_be_noticed(monkeypatch):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    for name, wrong in {
+        "triton_apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k),
+        "swiglu_linear": lambda gate, up, projection: projection(torch.sigmoid(gate) * up),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(apply_kernels, name, wrong)
+            with pytest.raises(AssertionError):
+                assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
+
+
+def test_logits_are_overwritten_by_the_loss_in_training_only():
+    batch, model = make_batch(), make_model(["cross_entropy"])
+    expected = make_model()(**batch).logits
+    assert relative_error(model(**batch).logits, expected) > 0.5
+    with torch.no_grad():
+        assert relative_error(model.eval()(**batch).logits, expected) < 1e-5
+
+
+def test_in_training_there_are_no_logits_and_a_tuple_is_refused():
+    model, batch = make_model(["linear_cross_entropy"]), make_batch()
+    assert model(**batch).logits is None and model(**batch, return_dict=True).loss is not None
+    with pytest.raises(ValueError, match="return_dict is False, expected True"):
+        model(**batch, return_dict=False)
+    without_labels = model(batch["input_ids"])
+    assert without_labels.loss is None and without_labels.logits.shape == (B, T, VOCABULARY)
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["linear_cross_entropy"]], ids="+".join)
+def test_tied_embeddings(names):
+    """The head's gradient and the embedding's are added up in one tensor."""
+    batch = make_batch()
+    model, patched = make_model(tie_word_embeddings=True), make_model(names, tie_word_embeddings=True)
+    assert patched.lm_head.weight is patched.model.embed_tokens.weight
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu", "rope"]], ids="+".join)
+def test_gradient_checkpointing(names, reentrant, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    model = make_model(names)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equal(loss_and_gradients(model, batch), expected)
+    assert launches["swiglu_fwd"] == 2 * LAYERS, "no layer was computed again: nothing is saved"
+    assert launches["rope"] == 3 * LAYERS and launches["swiglu_bwd"] == LAYERS
+    model.gradient_checkpointing_disable()
+    launches.clear()
+    assert_equal(loss_and_gradients(model, batch), expected)
+    assert launches["swiglu_fwd"] == LAYERS
+
+
+TRAINED = {
+    "norms": lambda name: "norm" in name,
+    "one projection of the last layer": lambda name: "layers.1.mlp.down_proj" in name,
+    "middle of the first layer": lambda name: "layers.0.self_attn.k_proj" in name or "layers.0.mlp.up_proj" in name,
+    "head": lambda name: "lm_head" in name,
+    "embedding": lambda name: "embed_tokens" in name,
+}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
+    batch, models = make_batch(), [make_model(), make_model(MODEL_KERNELS)]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(TRAINED[trained](name))
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert sum(gradient is None for gradient in expected.values()) > len(expected) / 2
+    assert_equal(found, expected)
+
+
+def test_gradients_of_micro_batches_add_up():
+    model, patched, batch = make_model(), make_model(MODEL_KERNELS), make_batch()
+    n_items = int((batch["labels"][:, 1:] != IGNORE).sum())
+    expected = loss_and_gradients(model, batch)
+    losses = []
+    for row in range(2):
+        part = {key: value[row : row + 1] for key, value in batch.items()}
+        losses.append(patched(**part, num_items_in_batch=n_items).loss)
+        losses[-1].backward()
+    found = {"loss": sum(losses).detach(), **{name: p.grad for name, p in patched.named_parameters()}}
+    assert_equal(found, expected)
+
+
+def test_two_backwards_through_one_graph():
+    model, batch = make_model(MODEL_KERNELS), make_batch()
+    _, *expected = loss_and_gradients(make_model(), batch).values()
+    loss = model(**batch).loss
+    parameters = list(model.parameters())
+    for retain in (True, False):
+        found = torch.autograd.grad(loss, parameters, retain_graph=retain)
+        assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["fused_layer", "rmsnorm"], ["swiglu"]], ids="+".join)
+def test_autocast_is_as_wrong_as_without_the_kernels(names):
+    """Judged against float64: bf16 products round, with and without kernels."""
+    batch, kind = make_batch(), torch.device(DEVICE).type
+    ref64 = loss_and_gradients(make_model(dtype=torch.float64), batch)
+    with torch.autocast(kind, torch.bfloat16):
+        eager, found = (loss_and_gradients(make_model(n), batch) for n in ((), names))
+    assert_all_passed(checks_against(ref64, found, eager))
+
+
+def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
+    models = make_model(), make_model(["linear_cross_entropy"])
+    optimizers = llama.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
+    batch = llama.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T)
+    losses = [[llama.training_step(m, o, batch).item() for _ in range(3)] for m, o in zip(models, optimizers)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
+    assert launches["adamw"] == 3 * len(list(models[1].parameters()))
+    models[1](**make_batch()).loss.backward()
+    assert all(parameter.grad is None for parameter in models[1].parameters())
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_logits_and_loss_in_evaluation(names, launches):
+    batch = make_batch(attention_mask=padding_mask())
+    with torch.no_grad():
+        expected, found = (make_model(n).eval()(**batch) for n in ((), names))
+    assert relative_error(found.logits, expected.logits) < 1e-5 and relative_error(found.loss, expected.loss) < 1e-5
+    assert launches or names == ["linear_cross_entropy"]  # which is for training
+
+
+def test_generation_with_and_without_a_cache(launches):
+    ids = make_batch()["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": padding_mask()}
+    models = make_model().eval(), make_model(MODEL_KERNELS).eval()
+    texts = [model.generate(ids, use_cache=cache, **options) for model in models for cache in (True, False)]
+    assert texts[0].shape[1] > T and all(torch.equal(text, texts[0]) for text in texts[1:])
+    assert launches["swiglu_fwd"] > LAYERS and launches["rope"] > LAYERS
+
+
+def test_one_token_after_the_other_through_the_cache():
+    ids, model, patched = make_batch()["input_ids"], make_model().eval(), make_model(MODEL_KERNELS).eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache, logits = None, []
+        for token in ids.split(1, dim=1):
+            output = patched(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    assert cache.get_seq_length() == T
+    assert relative_error(torch.cat(logits, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hidden_states_and_attentions_are_returned_on_request(training, launches):
+    """And the recorders that transformers leaves behind for them do not keep the fused layer from being used."""
+    batch = make_batch()
+    model, patched = (make_model(n, _attn_implementation="eager").train(training) for n in ((), MODEL_KERNELS))
+    for request in ({"output_hidden_states": True}, {"output_attentions": True, "output_hidden_states": True}):
+        expected, found = (m(**batch, **request) for m in (model, patched))
+        assert len(found.hidden_states) == LAYERS + 1 and relative_error(found.loss, expected.loss) < 1e-5
+        pairs = list(zip(found.hidden_states, expected.hidden_states))
+        if "output_attentions" in request:
+            assert len(found.attentions) == LAYERS
+            pairs += zip(found.attentions, expected.attentions)
+        assert all(relative_error(f, e) < 1e-5 for f, e in pairs)
+    launches.clear()
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert launches["rmsnorm_fwd"] == 4 * LAYERS + 1
+
+
+# ---------------------------------------------------------------- it is still a Hugging Face model
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_parameters_and_keys_are_the_same(names):
+    model = make_model()
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    assert apply_kernels.apply_kernels(model, names) is model and type(model) is LlamaForCausalLM
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == keys
+
+
+def test_applied_twice_is_applied_once(launches):
+    model = apply_kernels.apply_kernels(make_model(MODEL_KERNELS), MODEL_KERNELS)
+    loss_and_gradients(model, make_batch())
+    assert launches == ALL_LAUNCHES
+
+
+def test_saved_and_loaded(tmp_path):
+    batch, patched = make_batch(), make_model(MODEL_KERNELS)
+    expected = loss_and_gradients(make_model(), batch)
+    patched.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE).train()
+    assert_equal(loss_and_gradients(plain, batch), expected)
+    assert_equal(loss_and_gradients(apply_kernels.apply_kernels(plain), batch), expected)
+    changed = {name: 0.5 * value for name, value in patched.state_dict().items()}
+    patched.load_state_dict(changed)
+    assert torch.equal(patched.state_dict()["model.norm.weight"], changed["model.norm.weight"])
+
+
+def test_a_copy_is_patched_and_on_its_own(launches):
+    batch, original = make_batch(), make_model(MODEL_KERNELS)
+    expected = loss_and_gradients(make_model(), batch)
+    duplicate = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert_equal(loss_and_gradients(duplicate, batch), expected)
+    assert launches == ALL_LAUNCHES
+    assert all(parameter.grad is None for parameter in original.parameters())
+
+
+def test_another_model_in_the_same_process_is_not_affected(launches):
+    functions = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, LlamaForCausalLM.forward
+    batch, model = make_batch(), make_model()
+    make_model(MODEL_KERNELS)
+    later = make_model()
+    loss_and_gradients(model, batch)
+    loss_and_gradients(later, batch)
+    assert not launches
+    now = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, LlamaForCausalLM.forward
+    assert now == functions
+
+
+# ---------------------------------------------------------------- where a kernel must step back
+
+
+class LoRA(torch.nn.Module):
+    """A low-rank addition to a frozen linear layer, as PEFT wraps it; hides `weight` from nobody, as PEFT does."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(2)
+        self.a, self.b = (
+            torch.nn.Parameter((torch.randn(shape, generator=generator) / 4).to(DEVICE))
+            for shape in ((2, base.in_features), (base.out_features, 2))
+        )
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def wrap(model, name, wrapper):
+    parent, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(parent)
+    setattr(parent, attribute, wrapper(getattr(parent, attribute)))
+    return model
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "lm_head"])
+def test_lora_is_not_bypassed(name, wrapped_first, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(wrap(make_model(), name, LoRA), batch)
+    if wrapped_first:
+        model = apply_kernels.apply_kernels(wrap(make_model(), name, LoRA), MODEL_KERNELS)
+    else:
+        model = wrap(make_model(MODEL_KERNELS), name, LoRA)
+    assert_equal(loss_and_gradients(model, batch), expected)
+    n_fused = LAYERS if name == "lm_head" else LAYERS - 1
+    assert launches["rmsnorm_fwd"] == N_NORMS + 2 * n_fused, "the other layers are fused"
+    assert launches["scale"] == (0 if name == "lm_head" else 2)
+
+
+def test_bias_is_not_forgotten():
+    batch = make_batch()
+    models = [make_model(n, attention_bias=True, mlp_bias=True) for n in ((), MODEL_KERNELS)]
+    for model in models:
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+
+
+PARTS = [
+    "model", "model.embed_tokens", "model.norm", "lm_head", "model.layers.0", "model.layers.0.self_attn",
+    "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.input_layernorm",
+    "model.layers.1.post_attention_layernorm", "model.layers.1.mlp", "model.layers.1.mlp.up_proj",
+    "model.layers.1.mlp.down_proj",
+]  # fmt: skip
+REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # around the embedding's neighbours
+@pytest.mark.parametrize("register", REGISTER)
+def test_hooks_on_parts_are_called(register):
+    model, batch, called = make_model(MODEL_KERNELS), make_batch(), Counter()
+    expected = loss_and_gradients(make_model(), batch)
+    for name in PARTS:
+        if register != "register_full_backward_hook" or name not in ("model", "model.embed_tokens"):
+            getattr(model.get_submodule(name), register)(lambda *_, name=name: called.update([name]))
+    assert_equal(loss_and_gradients(model, batch), expected)
+    missing = set(PARTS) - set(called) - ({"model", "model.embed_tokens"} if "backward" in register else set())
+    assert not missing and set(called.values()) == {1}
+
+
+def test_hook_on_the_activation_of_a_fused_layer_is_called():
+    model, called = make_model(["fused_layer"]), []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
+    model(**make_batch())
+    assert called == [1]
+
+
+def test_hook_changes_what_comes_after_it():
+    batch = make_batch()
+    models = make_model(), make_model(MODEL_KERNELS)
+    for model in models:
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+
+
+def test_hooks_on_every_module_are_called():
+    batch, counts = make_batch(), []
+    for names in ((), MODEL_KERNELS):
+        model, called = make_model(names), Counter()
+        handle = register_module_forward_hook(lambda module, *_, called=called: called.update([type(module).__name__]))
+        try:
+            model(**batch)
+        finally:
+            handle.remove()
+        counts.append(called)
+    assert counts[0]["Linear"] == counts[1]["Linear"] == 7 * LAYERS + 1
+    assert counts[1]["TritonRMSNorm"] == N_NORMS and counts[1]["TritonLlamaMLP"] == LAYERS
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn", "mlp", "mlp.gate_proj", "input_layernorm"])
+def test_forward_that_a_library_replaced_is_called(name, launches):
+    model, called = make_model(MODEL_KERNELS), []
+    part = model.model.layers[0].get_submodule(name)
+    theirs = part.forward
+    part.forward = lambda *args, **kwargs: (called.append(1), theirs(*args, **kwargs))[1]
+    expected = loss_and_gradients(make_model(), make_batch())
+    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert called == [1] and launches["rmsnorm_fwd"] == N_NORMS + 2 * (LAYERS - 1)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_something_else_than_a_llama_is_refused():
+    model = make_model()
+    for other in (torch.nn.Linear(2, 2), model.model, torch.nn.Sequential(model)):
+        given = type(other).__name__
+        with pytest.raises(TypeError, match=f"model is a {given}, expected a LlamaForCausalLM: unwrap it first"):
+            apply_kernels.apply_kernels(other)
+
+
+@pytest.mark.parametrize("names", [["flash"], ["rmsnorm", "adamw"], ["RMSNorm"]])
+def test_unknown_name_is_refused_and_nothing_is_replaced(names, launches):
+    model = make_model()
+    with pytest.raises(ValueError, match=f"unknown kernel '{names[-1]}', expected some of rmsnorm, cross_entropy"):
+        apply_kernels.apply_kernels(model, names)
+    model(**make_batch())
+    assert not launches
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu"], ["fused_layer"]], ids="+".join)
+def test_another_activation_is_refused(names, launches):
+    model = make_model(hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act is 'gelu', expected 'silu': name the kernels without swiglu"):
+        apply_kernels.apply_kernels(model, names)
+    others = [name for name in MODEL_KERNELS if name not in ("swiglu", "fused_layer")]
+    expected = loss_and_gradients(model, make_batch())
+    assert not launches
+    assert_equal(loss_and_gradients(apply_kernels.apply_kernels(model, others), make_batch()), expected)
+
+
+def test_model_whose_parts_accelerate_moves_is_refused():
+    model = make_model()
+    accelerate.hooks.add_hook_to_module(model.model.layers[1], accelerate.hooks.ModelHook())
+    with pytest.raises(ValueError, match="accelerate has spread the model over devices, expected one"):
+        apply_kernels.apply_kernels(model)
+
+
+# ---------------------------------------------------------------- transformers.Trainer
+
+
+def examples(n: int) -> list[dict]:
+    """Of different numbers of labels, so that micro-batches weigh differently."""
+    ids = torch.randint(VOCABULARY, (n, T), generator=torch.Generator().manual_seed(4))
+    labels = ids.clone()
+    for i, row in enumerate(labels):
+        row[: 1 + i % 3] = IGNORE
+    return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels)]
+
+
+def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[float]]:
+    """A Trainer after three steps, and the loss of each."""
+    model = make_model(names)
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulate, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not HAS_GPU, seed=0,
+    )  # fmt: skip
+    optimizers = (optimizer(model) if optimizer else None), None
+    trainer = Trainer(
+        model, args, default_data_collator, examples(12 * accumulate), examples(3), optimizers=optimizers
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize(
+    "names, accumulate", [(MODEL_KERNELS, 2), (["linear_cross_entropy"], 1), (["rmsnorm", "cross_entropy"], 2)]
+)
+def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, launches):
+    baseline, expected = trained(tmp_path, (), accumulate)
+    assert not launches and len(expected) == 3
+    moved = relative_error(baseline.model.lm_head.weight, make_model().lm_head.weight)
+    assert moved > 1e-2, "nothing was learned: this comparison cannot fail"
+    trainer, losses = trained(tmp_path, names, accumulate)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert launches["cross_entropy_fwd"] == 3 * accumulate
+    evaluations = [t.evaluate()["eval_loss"] for t in (baseline, trainer)]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+    predictions = [torch.tensor(t.predict(examples(3)).predictions) for t in (baseline, trainer)]
+    assert predictions[1].shape == (3, T, VOCABULARY)
+    assert relative_error(predictions[1], predictions[0]) < 1e-4
+
+
+def test_trainer_takes_triton_adamw(tmp_path, launches):
+    def optimizer(model):
+        return TritonAdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+
+    _, expected = trained(tmp_path, (), accumulate=2)
+    trainer, losses = trained(tmp_path, ["rmsnorm", "linear_cross_entropy"], 2, optimizer)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert launches["adamw"] == 3 * len(list(trainer.model.parameters()))
+
+
+# ---------------------------------------------------------------- what only a GPU can show
+
+
+@needs_gpu
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_bf16_is_as_wrong_as_without_the_kernels(names):
+    batch = make_batch()
+    ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double(), batch)
+    eager, found = (loss_and_gradients(make_model(n, torch.bfloat16), batch) for n in ((), names))
+    assert_all_passed(checks_against(ref64, found, eager))
+
+
+@needs_gpu
+def test_training_step_does_not_wait_for_the_gpu():
+    model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
+    optimizer = triton_adamw(model, 1e-5)
+    batch = llama.Batch(batch["input_ids"], batch["labels"], B * T)
+    for _ in range(2):  # compiling may wait
+        llama.training_step(model, optimizer, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with llama.unpacked_sequences():  # for which transformers waits
+            llama.training_step(model, optimizer, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
