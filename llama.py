@@ -557,12 +557,13 @@ def unpacked_sequences() -> Iterator[None]:
     In a capture it cannot look, and to be safe gives attention a mask of (T, T), with which the kernels for causal
     attention are out of the question.
     """
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    known = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda tensor=None: False}
+    before = {name: getattr(masking_utils, name) for name in known}
     try:
+        vars(masking_utils).update(known)
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = find
+        vars(masking_utils).update(before)
 
 
 def captured_step(
