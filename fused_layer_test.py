@@ -41,7 +41,8 @@ from fused_layer import (
 )
 
 EPS = 1e-5
-SIZES = (1024, 4096, 14_336) if HAS_GPU else (6, 24, 40)  # N, H, I; LLaMA 3.1 8B has H = 4096 and I = 14,336
+SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I
+TABLE_SIZES = (1024, 4096, 14_336) if HAS_GPU else SIZES  # H and I of LLaMA 3.1 8B; in float64 that takes a while
 DTYPES = {"Float32": torch.float32, "Float16": torch.float16}
 if HAS_GPU:
     DTYPES["BFloat16"] = torch.bfloat16
@@ -138,8 +139,8 @@ def swiglu_checks(name, inputs, douts, ours=fused_swiglu, **options):
 
 def dtype_checks(dtype) -> list[Check]:
     name = DTYPE_NAME[dtype]
-    norm = norm_checks(f"{name} norm_linear", *make_norm_inputs(dtype))
-    return norm + swiglu_checks(f"{name} swiglu_linear", *make_swiglu_inputs(dtype))
+    norm = norm_checks(f"{name} norm_linear", *make_norm_inputs(dtype, TABLE_SIZES))
+    return norm + swiglu_checks(f"{name} swiglu_linear", *make_swiglu_inputs(dtype, TABLE_SIZES))
 
 
 @contextlib.contextmanager

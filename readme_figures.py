@@ -173,6 +173,14 @@ def figures() -> dict[str, str]:
             f"norm_loss_ms_before_{suffix}": f"{category_ms(before, *targets):.1f}",
             f"norm_loss_ms_after_{suffix}": f"{category_ms(after, *targets):.1f}",
         }
+    for suffix, size in (("small", "1x512"), ("large", "4x2048")):
+        base, everything = (load(f"finetune_{which}_{size}.json") for which in ("baseline", "all"))
+        values |= {
+            f"step_all_{suffix}": f"{1e3 * everything['median_seconds']:.0f}",
+            f"mem_all_{suffix}": f"{everything['peak_memory_bytes'] / 1e9:.1f}",
+            f"diff_all_{suffix}": f"{max(compare_runs.relative_differences(base, everything)):.1e}",
+        }
+        values["mem_floor"] = f"{3 * 2 * everything['parameters'] / 1e9:.1f}"
     fp32, bf16, stochastic = (
         load(f"quality_{name}.json")["validation_loss_after"] for name in ("fp32", "bf16", "stochastic")
     )
