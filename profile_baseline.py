@@ -4,6 +4,7 @@
     python profile_baseline.py --use-custom-rmsnorm                  # step 7: one kernel replaced
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                         # without access to the weights
+    python profile_baseline.py --estimate                            # the memory alone, before a run, on any machine
 
 The profiler records two streams of events: operations that the CPU calls
 (aten::mm) and kernels that they make the GPU run.  A kernel knows the operation
@@ -30,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import llama
 import measure
+import memory_estimate
 from apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, triton_adamw
 from measure import HAS_GPU, RunError
 
@@ -453,7 +455,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=measure.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
     add("--trace", metavar="FILE", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
     add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
+    add("--estimate", action="store_true", help="how much memory a step will need on a GPU; runs none")
     args = parser.parse_args(arguments)
+    if args.estimate and not HAS_GPU:  # it is of a run with one
+        parser.set_defaults(seq_len=512, dtype="bf16")
+        args = parser.parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     if args.trace is None:
@@ -465,6 +471,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     llama.check_outputs(args)
+    if args.estimate:
+        return memory_estimate.report(args)
     measure.require_writable(args.trace)
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
