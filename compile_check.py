@@ -36,6 +36,7 @@ import measure
 from adamw_kernel import TritonAdamW
 from cross_entropy_kernel import FusedCrossEntropyFunction
 from linear_cross_entropy_kernel import LinearCrossEntropyFunction
+from reverse_kl_kernel import TritonReverseKLFunction
 from rmsnorm_kernel import TritonRMSNormFunction
 from rope_kernel import TritonRoPEFunction
 from swiglu_kernel import SwiGLUMLPFunction, TritonSwiGLUFunction
@@ -112,6 +113,14 @@ def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) 
     return arguments
 
 
+def reverse_kl_arguments(reduction: str, vocab: int) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    def arguments(t: Callable[..., torch.Tensor]) -> tuple:
+        mask = torch.empty(B, T, dtype=torch.bool, device="cuda") if reduction == "batchmean" else None
+        return t(B, T, vocab), t(B, T, vocab), mask, 1.0, -100, reduction, None, True
+
+    return arguments
+
+
 # 32-bit registers per thread, as Triton 3.7.1's assembler leaves them; for sm_90 and sm_103 there are none.
 ALLOWED_SPILLS = {"sm_100": 2, "sm_120": 2}
 
@@ -144,6 +153,14 @@ CASES = [
     Case("AdamW, lr in a tensor", adamw_step, lambda t: (t(H, H), t(H, H), {"lr": torch.empty((), device="cuda")})),
     Case("AdamW, size not divisible by 16", adamw_step, lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True})),
     Case("RoPE", TritonRoPEFunction, rope_arguments(), frozen=(2, 3)),
+    *(
+        Case(f"reverse KL, {how}, V = {v:,}", TritonReverseKLFunction, reverse_kl_arguments(how, v), frozen=(1,))
+        for how, v in (("batchmean", 131_072), ("none", 131_072), ("batchmean", 65_536), ("batchmean", 32_768))
+    ),
+    *(
+        Case(f"reverse KL, {how}, V = 50,257", TritonReverseKLFunction, reverse_kl_arguments(how, 50_257), frozen=(1,))
+        for how in ("sum", "none")
+    ),
     *(
         Case(f"RoPE, {n} and {n_kv} heads of {d}", TritonRoPEFunction, rope_arguments(n, n_kv, d), frozen=(2, 3))
         for n, n_kv, d in ((32, 32, 128), (128, 8, 128), (32, 32, 80))

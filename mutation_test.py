@@ -28,6 +28,7 @@ KERNELS = {  # and their tests
     "swiglu_kernel": "swiglu_test",
     "adamw_kernel": "adamw_test",
     "rope_kernel": "rope_test",
+    "reverse_kl_kernel": "reverse_kl_test",
     "fused_layer": "fused_layer_test",
 }
 
@@ -482,6 +483,79 @@ ROPE_FAULTS = {
     ],
 }  # fmt: skip
 
+REVERSE_KL_FAULTS = {
+    "test_rising_maxima_are_rescaled": [
+        ("d_s not rescaled", "0.0), d_s * factor", "0.0), d_s"),
+        ("a not shifted", "(a + d_s * (rise_t - rise_s)) * factor", "a * factor"),
+        ("a shifted the other way", "(rise_t - rise_s)) * factor", "(rise_s - rise_t)) * factor"),
+        ("a not rescaled", "(rise_t - rise_s)) * factor,", "(rise_t - rise_s)),"),
+        ("d_t not rescaled from tile to tile", "d_t = d_t * tl.exp2(m_t - m_t_new)", "d_t = d_t"),
+        ("d_t not rescaled to the row", "tl.sum(d_t * tl.exp2(m_t - m_t_row))", "tl.sum(d_t)"),
+    ],
+    "test_one_tile_and_many_give_the_reference[tile0-dtype0]": [
+        ("edge of the row not summed", "tl.sum(a) + tl.sum(edge_w * edge_x)", "tl.sum(a)"),
+        ("edge of the teacher not summed", " + tl.sum(tl.exp2(edge_v))", ""),
+        ("masked lanes are 0", 'mask=mask, other=-float("inf")', "mask=mask, other=0.0"),
+        ("mean not subtracted", "w * (x - mean) * factor", "w * x * factor"),
+        ("sign of the gradient", "w * (x - mean) * factor", "w * (mean - x) * factor"),
+        ("gradient of the teacher's softmax", "_load(student_ptr, cols, mask), _load(teacher_ptr, cols, mask)", "_load(teacher_ptr, cols, mask), _load(student_ptr, cols, mask)"),
+        ("powers of 2 in the gradient", "unit * (LN2 * LN2)", "unit * LN2"),
+        ("powers of 2 in the loss", "a_row / d_s_row * LN2 +", "a_row / d_s_row +"),
+        ("gradient not divided by n_counted", "scale = 1.0 if n_counted_ptr is None else 1.0 / tl.load(n_counted_ptr)", "scale = 1.0"),
+        ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_temperature_divides_both_and_no_square_multiplies[dtype0-2]": [
+        ("temperature multiplies", "1 / (LN2.value * T)", "T / LN2.value"),
+        ("temperature ignored", "1 / (LN2.value * T)", "1 / LN2.value"),
+        ("gradient not divided by T", "scale * unit * (LN2 * LN2)", "scale * LN2"),
+    ],
+    "test_large_offset_does_not_cost_digits": [
+        ("product rounded before m is subtracted", "tl.fma(s, unit, -m_s), tl.fma(t, unit, -m_t)", "s * unit - m_s, t * unit - m_t"),
+    ],
+    "test_padded_vocabulary_is_not_nan[both-first chunk]": [
+        ("-inf - -inf", "tl.where(tl.exp2(u) > 0, u - v, 0.0)", "u - v"),
+        ("column of -inf is NaN", "tl.constexpr(-1e38)", 'tl.constexpr(-float("inf"))'),
+    ],
+    "test_reductions_with_and_without_a_mask[True-batchmean]": [
+        ("mask ignored", "tl.load(mask_ptr + row) != not_counted  #", "row < n_rows  #"),
+        ("all rows counted", "n_counted = counted.sum()", "n_counted = counted.numel() + 0 * counted.sum()"),
+        ("loss not divided", "loss if n_counted is None else loss / n_counted", "loss"),
+    ],
+    "test_nan_logits_of_rows_that_do_not_count_stay_out": [
+        ("rows that do not count are read", "tl.where(counts, n_body, 0), in_edge & counts", "n_body, in_edge"),
+    ],
+    "test_targets_as_a_mask": [
+        ("only -100 is ignored", "mask.reshape(-1).contiguous(), ignore_index", "mask.reshape(-1).contiguous(), -100"),
+    ],
+    "test_any_grad_output": [
+        ("given gradient is kept whatever grad_output", "tl.load(grad_output_ptr) == 1.0, 0, n_rows", "tl.load(grad_output_ptr) != 3.0, 0, n_rows"),
+    ],
+    "test_grad_output_of_every_row_with_unusual_strides": [
+        ("one grad_output for all rows", "grad_output_ptr + tl.cast(row, tl.int64) * grad_output_stride", "grad_output_ptr"),
+    ],
+    "test_layouts_of_student_and_teacher[contiguous-odd row stride]": [
+        ("teacher cut like the student", "(teacher.stride(0) - student.stride(0)) % 8 == 0", "True"),
+        ("student's stride for the teacher", "_row_and_body(teacher_ptr, row, teacher_row_stride", "_row_and_body(teacher_ptr, row, student_row_stride"),
+    ],
+    "test_mass_that_underflows_where_the_teacher_has_none_is_not_nan": [
+        ("inf * 0", "tl.where(factor > 0, (a + d_s * (rise_t - rise_s)) * factor, 0.0)", "(a + d_s * (rise_t - rise_s)) * factor"),
+    ],
+    "test_statistics_of_shards_combine_to_those_of_whole_rows": [
+        ("shards' a not shifted", "(a + d_s * (rise_t - rise_s)) * torch", "a * torch"),
+        ("shards' d_t not rescaled", "d_t * torch.exp2(-rise_t)", "d_t"),
+    ],
+    "test_second_backward_through_a_retained_graph[sum-factors1]": [
+        ("given gradient handed out twice", "dstudent, ctx.dstudent = ctx.dstudent, None", "dstudent = ctx.dstudent"),
+    ],
+    "test_teacher_that_needs_a_gradient_is_refused": [
+        ("teacher's gradient dropped", "if grad_enabled and ctx.needs_input_grad[1]:", "if False:"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+}  # fmt: skip
+
 FUSED_LAYER_FAULTS = {
     "test_outputs_and_gradients_match_float64": [
         ("dw of x, not of the norm", "rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1])"),
@@ -537,6 +611,7 @@ TABLES = {
     "swiglu_kernel": SWIGLU_FAULTS,
     "adamw_kernel": ADAMW_FAULTS,
     "rope_kernel": ROPE_FAULTS,
+    "reverse_kl_kernel": REVERSE_KL_FAULTS,
     "fused_layer": FUSED_LAYER_FAULTS,
 }
 
