@@ -85,8 +85,19 @@ def inplace_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.
 
 def triton_adamw(model: torch.nn.Module, lr: float, stochastic_rounding: bool = False) -> TritonAdamW:
     """AdamW in one kernel per parameter, which steps during the backward, so that gradients never all exist at once."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return TritonAdamW(parameters, lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
+    return TritonAdamW(llama.trained(model), lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
+
+
+def model_kernels(kernels: Sequence[str]) -> list[str]:
+    """Those of KERNELS that `apply_kernels` takes: all but the optimizer."""
+    return [name for name in kernels if name in MODEL_KERNELS]
+
+
+def make_optimizer(
+    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
+) -> torch.optim.Optimizer:
+    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
+    return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else llama.make_optimizer(model, lr)
 
 
 def with_globals(function: Callable, **replacements) -> Callable:

@@ -14,7 +14,7 @@ import functools
 import ladder
 import llama
 import measure
-from apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, triton_adamw
+from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from measure import HAS_GPU, UserError
 
 PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"
@@ -24,13 +24,9 @@ def parse_args():
     parser = llama.finetune_parser(__doc__)
     llama.add_kernels_flag(parser, KERNELS, default=PLAYBOOK_KERNELS)
     add = parser.add_argument
-    # fmt: off
     add("--stochastic-rounding", action="store_true", help="of the adamw kernel's bf16 weights and moments")
     add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
-    add("--opponent", choices=["liger"], help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels")
-    add("--ladder", action="store_true", help="baseline and every rung up to all kernels, in one table")
-    add("--longest", action="store_true", help="find the longest sequence that fits with these --kernels, batch 1")
-    # fmt: on
+    ladder.add_flags(parser)
     args = parser.parse_args()
     for flag in ("stochastic_rounding", "cuda_graph"):
         if getattr(args, flag) and "adamw" not in args.kernels:
@@ -43,20 +39,15 @@ def parse_args():
 
 def main() -> None:
     args = parse_args()
-    if args.ladder:
-        return ladder.climb(args)
-    if args.opponent:
-        return ladder.train_opponent(args)
-    model = llama.load_model(args)
-    apply_kernels(model, [name for name in MODEL_KERNELS if name in args.kernels])
-    with_adamw = functools.partial(triton_adamw, stochastic_rounding=args.stochastic_rounding)
-    choose_optimizer = with_adamw if "adamw" in args.kernels else llama.make_optimizer
-    if args.longest:
-        return ladder.find_longest(args, model, choose_optimizer(model, 1e-5))
+    if ladder.takes_over(args):
+        return
+    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
     options = [name for name in ("stochastic_rounding", "cuda_graph") if getattr(args, name)]
     llama.finetune(
-        model, args, title="Optimized", kernels=args.kernels + options,
-        make_optimizer=choose_optimizer, cuda_graph=args.cuda_graph,
+        model, args, title="Optimized", kernels=args.kernels + options, cuda_graph=args.cuda_graph,
+        make_optimizer=functools.partial(
+            make_optimizer, kernels=args.kernels, stochastic_rounding=args.stochastic_rounding
+        ),
     )  # fmt: skip
 
 

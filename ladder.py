@@ -1,4 +1,4 @@
-"""Follow the profile to the floor: the rungs behind `finetune_optimized.py --ladder`, and `--longest`.
+"""Follow the profile to the floor: what is behind `finetune_optimized.py --ladder`, `--longest` and `--opponent`.
 
 Each rung adds one kernel, the largest cost of the profile first.  Before it is measured it is predicted, from the
 baseline's profile: what a category takes there, minus the time in which its bytes can pass through memory at the
@@ -6,6 +6,7 @@ measured copy rate (Amdahl: only that part of the step can go away).  Each run h
 """
 
 import argparse
+import functools
 import gc
 import json
 import subprocess
@@ -20,6 +21,7 @@ import torch
 import compare_runs
 import llama
 import measure
+from apply_kernels import apply_kernels, make_optimizer, model_kernels
 from measure import HAS_GPU, RunError, UserError
 
 HERE = Path(__file__).parent
@@ -56,20 +58,37 @@ class Rung:
 
     name: str
     category: str | None  # of profile_baseline.py
-    passes: str  # what the kernel still has to read and write, as it is printed
-    floor_bytes: Callable[[Sizes], float]
+    floor_bytes: Callable[[Sizes], float]  # what the kernel still has to read and write
 
 
 RUNGS = [
-    Rung("adamw", "optimizer", "p, g, m, v in; p, m, v out", lambda s: 7 * s.weights),
-    Rung("rmsnorm", "normalization", "x, y; dy, x, dx; two norms", lambda s: 2 * 5 * s.stream),
-    Rung("rope", "rotary", "q, k in and out; their gradients", lambda s: 4 * s.heads),
-    Rung("swiglu", "activation", "gate, up, y; dy, gate, up, dgate, dup, y", lambda s: 9 * s.inner),
-    Rung("linear_cross_entropy", "loss", "logits in, their gradient out", lambda s: 2 * s.logits),
+    Rung("adamw", "optimizer", lambda s: 7 * s.weights),  # p, g, m, v in; p, m, v out
+    Rung("rmsnorm", "normalization", lambda s: 2 * 5 * s.stream),  # two norms: x, y; dy, x, dx
+    Rung("rope", "rotary", lambda s: 4 * s.heads),  # q, k in and out; their gradients
+    Rung("swiglu", "activation", lambda s: 9 * s.inner),  # gate, up, y; dy, gate, up, dgate, dup, y
+    Rung("linear_cross_entropy", "loss", lambda s: 2 * s.logits),  # logits in, their gradient out
     # Two additions of three passes less (q, k, v share an input), two norms of two passes more: for the memory.
-    Rung("fused_layer", None, "3 x 2 passes over (N, H) less, 2 x 2 more", lambda s: -2 * s.stream),
+    Rung("fused_layer", None, lambda s: (2 * 2 - 2 * 3) * s.stream),
 ]
 CUDA_GRAPH = "cuda_graph"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Of what finetune_optimized.py can do in place of one training run."""
+    add = parser.add_argument
+    # fmt: off
+    add("--opponent", choices=["liger"], help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels")
+    add("--ladder", action="store_true", help="baseline and every rung up to all kernels, in one table")
+    add("--longest", action="store_true", help="find the longest sequence that fits with these --kernels, batch 1")
+    # fmt: on
+
+
+def takes_over(args: argparse.Namespace) -> bool:
+    """Do what one of the flags asks for; False if there is none."""
+    run = climb if args.ladder else train_opponent if args.opponent else find_longest if args.longest else None
+    if run is not None:
+        run(args)
+    return run is not None
 
 
 def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool = True) -> dict:
@@ -174,16 +193,15 @@ def train_opponent(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
     apply_liger_kernel_to_llama()
+    fused_adamw = functools.partial(llama.make_optimizer, fused=True)
     model = llama.load_model(args)
-
-    def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
-
-    llama.finetune(model, args, title="Liger-Kernel", kernels=["Liger-Kernel"], make_optimizer=make_optimizer)
+    llama.finetune(model, args, title="Liger-Kernel", kernels=["Liger-Kernel"], make_optimizer=fused_adamw)
 
 
-def find_longest(args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def find_longest(args: argparse.Namespace) -> None:
     """Train on one random sequence after the other, each LONGEST_STEP tokens longer, until the memory is full."""
+    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    optimizer = make_optimizer(model, 1e-5, args.kernels, args.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     record = {
         "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,

@@ -351,13 +351,13 @@ def test_an_unknown_opponent_is_refused(run_script):
 
 def test_stochastic_rounding_reaches_the_optimizer_and_the_record(monkeypatch, tmp_path, run_script, small_model):
     made, path = [], tmp_path / "run.json"
-    real = finetune_optimized.triton_adamw
+    real = apply_kernels.triton_adamw
 
     def triton_adamw(*args, **options):
         made.append(real(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(finetune_optimized, "triton_adamw", triton_adamw)
+    monkeypatch.setattr(apply_kernels, "triton_adamw", triton_adamw)
     flags = ["--kernels", "adamw", "--stochastic-rounding", "--json", str(path)]
     outcome = run_script(finetune_optimized, *SMALL, *flags)
     assert outcome.code == 0, outcome.err

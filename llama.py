@@ -519,9 +519,14 @@ def make_batches(sequences: list[tuple], batch_size: int) -> list[Batch]:
 # ---------------------------------------------------------------- training
 
 
-def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW as PyTorch gives it by default."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.Optimizer:
+    """AdamW as PyTorch gives it, by default without further options."""
+    return torch.optim.AdamW(trained(model), lr=lr, **options)
 
 
 def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
@@ -678,9 +683,10 @@ def finetune(
     take_step, stream = training_step, torch.cuda.Stream() if cuda_graph else None
     for step, batch in enumerate(data.train, start=1):
         with torch.cuda.stream(stream):
+            batch = batch.to(DEVICE)
             if cuda_graph and step == WARMUP_STEPS + 1:
-                take_step = captured_step(model, optimizer, batch.to(DEVICE), stream)
-            loss, elapsed = timed_step(model, optimizer, batch.to(DEVICE), take_step)
+                take_step = captured_step(model, optimizer, batch, stream)
+            loss, elapsed = timed_step(model, optimizer, batch, take_step)
         seconds.append(elapsed)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):

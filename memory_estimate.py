@@ -89,11 +89,10 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
 
 
 def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Optimizer:
-    if "adamw" in kernels:
-        return apply_kernels.triton_adamw(model, lr=1e-5)
-    optimizer = llama.make_optimizer(model, lr=1e-5)
-    for group in optimizer.param_groups:
-        group["foreach"] = True  # PyTorch's own choice for tensors on a GPU
+    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
+    if isinstance(optimizer, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            group["foreach"] = True  # PyTorch's own choice for tensors on a GPU
     return optimizer
 
 
@@ -256,7 +255,7 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
             model = llama.AutoModelForCausalLM.from_config(config, dtype=dtype)
             ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
         model.config.use_cache = False  # as load_model does
-        apply_kernels.apply_kernels(model.train(), [n for n in apply_kernels.MODEL_KERNELS if n in kernels])
+        apply_kernels.apply_kernels(model.train(), apply_kernels.model_kernels(kernels))
         for p in model.parameters():  # before the optimizer's hook, which may free the gradient
             p.register_post_accumulate_grad_hook(lambda p: ledger.claim(GRADIENTS, p.grad))
         optimizer = make_optimizer(model, kernels)

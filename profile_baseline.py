@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import llama
 import measure
 import memory_estimate
-from apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, triton_adamw
+from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from measure import HAS_GPU, RunError
 
 # after `measure`, which decides how triton (imported by transformers) will run
@@ -342,10 +342,9 @@ def profile_training(args: argparse.Namespace) -> dict:
 
     Time and peak memory come from steps without the profiler, which slows the CPU down.
     """
-    model = llama.load_model(args)
-    apply_kernels(model, [name for name in MODEL_KERNELS if name in args.kernels])
+    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
     data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 2)
-    optimizer = (triton_adamw if "adamw" in args.kernels else llama.make_optimizer)(model, lr=1e-5)
+    optimizer = make_optimizer(model, 1e-5, args.kernels)
     batches = [batch.to(llama.DEVICE) for batch in data.train]
     warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -2], batches[-2:]
 

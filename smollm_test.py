@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+import apply_kernels
 import finetune_baseline
 import finetune_optimized
 import llama
@@ -93,7 +94,7 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, engl
     model = llama.load_model(args)
     batch = llama.load_data(args, model.config, 1).train[0].to(llama.DEVICE)
     eager = loss_and_gradients(model, batch)
-    finetune_optimized.apply_kernels(model, finetune_optimized.MODEL_KERNELS)
+    apply_kernels.apply_kernels(model)
     found = loss_and_gradients(model, batch)
     ref64 = loss_and_gradients(in_float64(llama.load_model(args)), batch)
     assert len(found) == 1 + 30 * 9 + 2  # the loss; 30 layers of 9 weights, the final norm, the embedding
