@@ -33,20 +33,20 @@ Limits: those of the two kernels; no bias, no second derivative.
 
 import torch
 
-from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward
-from swiglu_kernel import swiglu_backward, swiglu_forward
+import swiglu_kernel
+from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
+from swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
 
 
 def norm_linear_reference(x, norm_weight, eps, *weights):
     """Eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H); float64 stays float64."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = norm_weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    y = rmsnorm_reference(x, norm_weight, eps)
     return [x, *(torch.nn.functional.linear(y, w) for w in weights)]
 
 
 def swiglu_linear_reference(gate, up, weight):
     """Eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
-    return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
+    return torch.nn.functional.linear(swiglu_reference(gate, up), weight)
 
 
 def _refuse_second_derivative():
@@ -105,9 +105,9 @@ class SwiGLULinearFunction(torch.autograd.Function):
         _refuse_second_derivative()
         gate, up, weight = ctx.saved_tensors
         *need_both, need_weight = ctx.needs_input_grad
-        once = torch.compiler.is_compiling() or not torch._C._autograd._get_current_graph_task_keep_graph()
+        inplace = swiglu_kernel._begin_backward() and all(need_both)
         dh = dout @ weight  # (..., I)
-        dgate, dup, h = swiglu_backward(dh, gate, up, inplace=once and all(need_both), need_y=need_weight)
+        dgate, dup, h = swiglu_backward(dh, gate, up, inplace=inplace, need_y=need_weight)
         dweight = dout.reshape(-1, dout.shape[-1]).t() @ h.view(-1, h.shape[-1]) if need_weight else None
         return dgate, dup, dweight
 
