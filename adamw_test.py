@@ -29,6 +29,7 @@ from checking import (
     needs_gpu,
     needs_two_gpus,
     print_checks,
+    waiting_forbidden,
 )
 
 triton, tl = adamw_kernel.triton, adamw_kernel.tl
@@ -1030,11 +1031,8 @@ def test_nothing_waits_for_the_gpu():
     optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
     grads = random_grads(optimizer, 2)
     train(optimizer, grads[:1])  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         train(optimizer, grads[1:])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

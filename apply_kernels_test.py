@@ -23,7 +23,16 @@ import rope_kernel
 import swiglu_kernel
 from adamw_kernel import TritonAdamW
 from apply_kernels import MODEL_KERNELS, modeling_llama, triton_adamw
-from checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, needs_gpu, relative_error
+from checking import (
+    DEVICE,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    needs_gpu,
+    relative_error,
+    waiting_forbidden,
+)
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -661,9 +670,5 @@ def test_training_step_does_not_wait_for_the_gpu():
     for _ in range(2):  # compiling may wait
         llama.training_step(model, optimizer, batch)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with llama.unpacked_sequences():  # for which transformers waits
-            llama.training_step(model, optimizer, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waiting_forbidden(), llama.unpacked_sequences():  # for which transformers waits
+        llama.training_step(model, optimizer, batch)

@@ -11,8 +11,11 @@ The floor covers the case where eager happens to be exact.  There is no `atol`
 to choose, so there is none to loosen when a kernel is wrong.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -110,3 +113,72 @@ def print_checks(checks: list[Check], indent: str = "  ") -> bool:
     for check in checks:
         print(indent + str(check))
     return all(check.passed for check in checks)
+
+
+# ---------------------------------------------------------------- circumstances in which a test runs
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """What a test draws does not depend on the tests before it: which those are changes where several run at a time."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison_new_tensors():
+    """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
+    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right.
+
+    Yields the list of the shapes that were allocated meanwhile.
+    """
+    new_empty, shapes = torch.Tensor.new_empty, []
+
+    def nan_filled(*args, **kwargs):
+        out = new_empty(*args, **kwargs).fill_(math.nan)
+        if out.numel() > 0:  # the interpreter allocates empty ones of its own
+            shapes.append(tuple(out.shape))
+        return out
+
+    with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
+        yield shapes
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """An error wherever the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def far_apart(tmp_path):
+    """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the third beyond int32.
+
+    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
+    an offset that wraps to -2**31 reads the zeros at the file's beginning, where else it would end the process.
+    """
+    if HAS_GPU:
+        pytest.skip("on a GPU this is done in its memory, by the test of offsets beyond int32")
+    elements, file = 2**32 + 2**12, tmp_path / "hole"
+
+    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        with open(file, "wb") as empty:
+            empty.truncate(2 * elements)
+        if file.stat().st_blocks * 512 > 2**20:
+            pytest.skip("this file system cannot leave a hole in a file")
+        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
+        strides = [2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())]
+        return memory.as_strided(values.shape, strides, 2**31).copy_(values)
+
+    yield place
+    file.unlink(missing_ok=True)

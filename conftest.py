@@ -7,6 +7,8 @@ import pytest
 
 import measure
 
+pytest_plugins = ["checking"]  # its fixtures
+
 if measure.triton.knobs.runtime.interpret:
     from triton.runtime import interpreter
 

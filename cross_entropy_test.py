@@ -28,6 +28,7 @@ from checking import (
     needs_gpu,
     needs_two_gpus,
     print_checks,
+    waiting_forbidden,
 )
 from cross_entropy_kernel import (
     TritonCrossEntropyLoss,
@@ -42,15 +43,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 
 # 0 / 0 and inf - inf are the right answers in some tests; the interpreter's NumPy comments on them.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison_new_tensors():
-    """Make torch.empty return NaN (and huge integers), so that what a kernel forgets to write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poison_new_tensors"),
+]
 
 
 SHIPPED_OPTIONS = cross_entropy_kernel._options
@@ -783,11 +779,8 @@ def test_host_never_waits_for_the_gpu(reduction, inplace):
     targets[0] = SMALL_V  # nor does it look for bad targets
     leaf = values.requires_grad_()
     loss_fn(leaf * 1.0, targets).sum().backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         loss_fn(leaf * 1.0, targets).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

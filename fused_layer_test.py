@@ -7,7 +7,6 @@ the CPU, in Triton's interpreter, and the tests that need a GPU are skipped.
 
 import contextlib
 import itertools
-import math
 import sys
 from unittest import mock
 
@@ -28,8 +27,10 @@ from checking import (
     assert_all_passed,
     compare,
     needs_gpu,
+    poisoned_outputs,
     print_checks,
     relative_error,
+    waiting_forbidden,
 )
 from fused_layer import (
     NormLinearFunction,
@@ -104,14 +105,6 @@ def run(function, inputs, douts, needed=None, used=None):
     pairs = [(out, dout) for out, dout, use in zip(outputs, douts, used) if use and out.requires_grad]
     torch.autograd.backward(*zip(*pairs))
     return [out.detach() for out in outputs], [leaf.grad for leaf in leaves]
-
-
-@contextlib.contextmanager
-def poisoned_outputs():
-    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right."""
-    new_empty = torch.Tensor.new_empty
-    with mock.patch.object(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(math.nan)):
-        yield
 
 
 def check_against_float64(name, ours, reference, names, inputs, douts, **options) -> list[Check]:
@@ -792,11 +785,8 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph():
 def test_nothing_waits_for_the_gpu():
     inputs, douts = make_mlp_inputs(torch.bfloat16, (64, 256, 512))
     run(fused_mlp, inputs, douts)  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         run(fused_mlp, inputs, douts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

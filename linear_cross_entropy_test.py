@@ -31,6 +31,7 @@ from checking import (
     needs_two_gpus,
     print_checks,
     relative_error,
+    waiting_forbidden,
 )
 from cross_entropy_kernel import cross_entropy_reference
 from linear_cross_entropy_kernel import (
@@ -46,15 +47,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
 
 # 0 / 0 is the right answer in some tests; the interpreter's NumPy comments on it.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison_new_tensors():
-    """Make torch.empty return NaN (and huge integers), so that what is forgotten to be written is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poison_new_tensors"),
+]
 
 
 def set_tile(monkeypatch, rows, cols):
@@ -706,11 +702,8 @@ def test_host_never_waits_for_the_gpu(reduction, dtype):
     targets[0] = SMALL_V  # nor does it look for bad targets
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     loss_fn(*leaves, targets).sum().backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         loss_fn(*leaves, targets).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

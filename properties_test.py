@@ -11,7 +11,6 @@ One kind of draw is set aside: where the right answer is nearly all cancellation
 allowance, is exact or 10 % wrong by luck.  It is recognised by its condition number, never by the kernel's error.
 """
 
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,9 +19,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed
+from checking import (
+    DEVICE,
+    FLOOR,
+    HAS_GPU,
+    assert_all_passed,
+)
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from cross_entropy_test import compare_both, loss_and_gradient, poison_new_tensors, reference_and_eager, small_tiles  # noqa: F401  fixtures that act in this file too
+from cross_entropy_test import compare_both, loss_and_gradient, reference_and_eager, small_tiles  # noqa: F401  a fixture that acts in this file too
 from rmsnorm_test import check_against_float64, norm
 from rmsnorm_test import run as run_norm
 
@@ -33,7 +37,7 @@ DTYPES = st.sampled_from([SINGLE, *(HALVES if HAS_GPU else [torch.float16])])
 NAN, INF = float("nan"), float("inf")
 
 # inf - inf and 0 * inf are the right answers to some draws; the interpreter's NumPy comments on them.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_new_tensors")]
 
 
 def examples(number):
@@ -388,29 +392,6 @@ def test_gradient_is_linear_in_the_upstream_gradient(case, exponent):
 
 
 # ---------------------------------------------------------------------------- offsets beyond 32 bits, without a GPU
-
-
-@pytest.fixture
-def far_apart(tmp_path):
-    """far_apart(values): a bf16 view of them whose rows are 2**30 elements apart, the third beyond int32.
-
-    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
-    an offset that wraps to -2**31 reads the zeros at the file's beginning, where else it would end the process.
-    """
-    if HAS_GPU:
-        pytest.skip("the kernels' own tests do this in GPU memory")
-    elements, file = 2**32 + 2**12, tmp_path / "hole"
-
-    def place(values):
-        with open(file, "wb") as empty:
-            empty.truncate(2 * elements)
-        if os.stat(file).st_blocks * 512 > 2**20:
-            pytest.skip("this file system cannot leave a hole in a file")
-        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
-        return memory.as_strided(values.shape, (2**30, 1), 2**31).copy_(values)
-
-    yield place
-    file.unlink()
 
 
 @pytest.mark.parametrize("far", ["x", "dy"])

@@ -27,6 +27,7 @@ from checking import (
     needs_gpu,
     needs_two_gpus,
     print_checks,
+    waiting_forbidden,
 )
 from reverse_kl_kernel import (
     TritonReverseKLLoss,
@@ -43,15 +44,10 @@ REDUCTIONS = ["batchmean", "sum", "none"]
 NAN, INF = float("nan"), float("inf")
 
 # 0 / 0 and inf - inf are the right answers in some tests; the interpreter's NumPy comments on them.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison_new_tensors():
-    """Make torch.empty return NaN (and huge integers), so that what a kernel forgets to write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poison_new_tensors"),
+]
 
 
 SHIPPED_OPTIONS = reverse_kl_kernel._options
@@ -743,11 +739,8 @@ def test_host_never_waits_for_the_gpu(reduction):
     student, teacher, mask = make_inputs()
     leaf = student.requires_grad_()
     (loss_fn(leaf, teacher, mask).sum() * 0.5).backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         (loss_fn(leaf, teacher, mask).sum() * 0.5).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu

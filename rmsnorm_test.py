@@ -5,7 +5,6 @@ all the others below.  Without a GPU the kernels run on the CPU, in Triton's int
 need a GPU are skipped.
 """
 
-import contextlib
 import math
 import sys
 from unittest import mock
@@ -24,8 +23,10 @@ from checking import (
     compare,
     needs_gpu,
     needs_two_gpus,
+    poisoned_outputs,
     print_checks,
     relative_error,
+    waiting_forbidden,
 )
 from rmsnorm_kernel import (
     TritonRMSNorm,
@@ -63,24 +64,6 @@ def run(function, x, weight, dy, eps=EPS):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = function(x, weight, eps)
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
-
-
-@contextlib.contextmanager
-def poisoned_outputs():
-    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right.
-
-    Yields the list of the shapes that were allocated meanwhile.
-    """
-    new_empty, shapes = torch.Tensor.new_empty, []
-
-    def nan_filled(*args, **kwargs):
-        out = new_empty(*args, **kwargs).fill_(math.nan)
-        if out.numel() > 0:  # the interpreter allocates empty ones of its own
-            shapes.append(tuple(out.shape))
-        return out
-
-    with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
-        yield shapes
 
 
 def check_against_float64(name, x, weight, dy, eps=EPS) -> list[Check]:
@@ -590,11 +573,8 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph():
 def test_nothing_waits_for_the_gpu():
     inputs = make_inputs((64, 1024), torch.bfloat16)
     run(norm, *inputs)  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         run(norm, *inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_two_gpus

@@ -28,6 +28,7 @@ from checking import (
     needs_two_gpus,
     print_checks,
     relative_error,
+    waiting_forbidden,
 )
 from rope_kernel import (
     TritonRoPEFunction,
@@ -38,18 +39,11 @@ from rope_kernel import (
 )
 
 # (B, T, query heads, key heads, D); LLaMA 3.1 8B has 32 and 8 heads of 128
+pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 TABLE_SHAPE = (4, 512, 32, 8, 128) if HAS_GPU else (2, 6, 8, 2, 128)
 SMALL_SHAPE = (2, 3, 4, 2, 16)
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 NAMES = "q_rot", "k_rot", "dq", "dk"
-
-
-@pytest.fixture(autouse=True)
-def poison_new_tensors():
-    """Make torch.empty and its kin return NaN, so that what a kernel forgets to write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_inputs(shape=SMALL_SHAPE, dtype=torch.float32, angle_dtype=None, shared=False, seed=0):
@@ -368,30 +362,6 @@ def test_sum_backward_sends_a_gradient_of_stride_zero():
     (q_rot.sum() + k_rot.sum()).backward()
     *_, dq, dk = in_float64((q, k, cos, sin, torch.ones_like(dq_rot), torch.ones_like(dk_rot)))
     assert relative_error(q.grad, dq) < FLOOR[torch.float32] and relative_error(k.grad, dk) < FLOOR[torch.float32]
-
-
-@pytest.fixture
-def far_apart(tmp_path):
-    """far_apart(values, dim): a bf16 view of them with a stride of 2**30 in one dimension, its third item beyond int32.
-
-    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
-    an offset that wraps to -2**31 reads the zeros at the file's beginning.
-    """
-    if HAS_GPU:
-        pytest.skip("test_offsets_beyond_int32 does this in GPU memory")
-    elements, file = 2**32 + 2**12, tmp_path / "hole"
-
-    def place(values, dim):
-        with open(file, "wb") as empty:
-            empty.truncate(2 * elements)
-        if file.stat().st_blocks * 512 > 2**20:
-            pytest.skip("this file system cannot leave a hole in a file")
-        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
-        strides = [2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())]
-        return memory.as_strided(values.shape, strides, 2**31).copy_(values)
-
-    yield place
-    file.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["samples", "heads", "tokens"])
@@ -812,11 +782,8 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph():
 def test_nothing_waits_for_the_gpu():
     inputs = make_inputs(GPU_SHAPE, torch.bfloat16)
     run(TritonRoPEFunction.apply, *inputs)  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         run(TritonRoPEFunction.apply, *inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_two_gpus

@@ -27,8 +27,10 @@ from checking import (
     compare,
     needs_gpu,
     needs_two_gpus,
+    poisoned_outputs,
     print_checks,
     relative_error,
+    waiting_forbidden,
 )
 from swiglu_kernel import (
     SwiGLUMLPFunction,
@@ -82,24 +84,6 @@ def run(function, *inputs):
     leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-@contextlib.contextmanager
-def poisoned_outputs():
-    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right.
-
-    Yields the list of the shapes that were allocated meanwhile.
-    """
-    new_empty, shapes = torch.Tensor.new_empty, []
-
-    def nan_filled(*args, **kwargs):
-        out = new_empty(*args, **kwargs).fill_(NAN)
-        if out.numel() > 0:  # the interpreter allocates empty ones of its own
-            shapes.append(tuple(out.shape))
-        return out
-
-    with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
-        yield shapes
 
 
 def check_against_float64(name, inputs, function=act, reference=swiglu_reference, parts=("y", "dgate", "dup")):
@@ -321,29 +305,6 @@ def test_sum_backward_sends_a_gradient_of_stride_zero():
     act(*leaves).sum().backward()
     _, *expected = run(swiglu_reference, gate.double(), up.double(), torch.ones_like(up).double())
     assert all(relative_error(leaf.grad, grad) < FLOOR[torch.float32] for leaf, grad in zip(leaves, expected))
-
-
-@pytest.fixture
-def far_apart(tmp_path):
-    """far_apart(values): a bf16 view of them whose rows are 2**30 elements apart, the third beyond int32.
-
-    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
-    an offset that wraps to -2**31 reads the zeros at the file's beginning.
-    """
-    if HAS_GPU:
-        pytest.skip("test_offsets_beyond_int32 does this in GPU memory")
-    elements, file = 2**32 + 2**12, tmp_path / "hole"
-
-    def place(values):
-        with open(file, "wb") as empty:
-            empty.truncate(2 * elements)
-        if file.stat().st_blocks * 512 > 2**20:
-            pytest.skip("this file system cannot leave a hole in a file")
-        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
-        return memory.as_strided(values.shape, (2**30, 1), 2**31).copy_(values)
-
-    yield place
-    file.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("far", [0, 1, 2], ids=["gate", "up", "dy"])
@@ -968,11 +929,8 @@ def test_nothing_waits_for_the_gpu():
         run(SwiGLUMLPFunction.apply, *mlp_inputs)
 
     everything()  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_two_gpus
