@@ -52,7 +52,7 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-BLOCK_SIZE, NUM_WARPS = 2048, 4  # not tuned
+BLOCK_SIZE, NUM_WARPS = 1024, 4  # 58.7 million bf16 weights on an H200: 195 us; 2,048: 198; 4,096: 203
 # Philox passes the hardest tests of randomness from 7 rounds on (Salmon et al., 2011); tl.philox's default is 10.
 ROUNDS = tl.constexpr(7)
 
@@ -99,7 +99,8 @@ def _store(ptr, lane, mask, x, seed, block, tensor: tl.constexpr, index, step, B
     tl.store(ptr + lane, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-# n stays specialized: a masked load can only be one of 16 bytes where Triton knows that 16 divides n.
+# n stays specialized: a masked load can only be one of 16 bytes where Triton knows that 16 divides n.  Where it does
+# not, which is so for no weight of a LLaMA, a bf16 step takes 2.4 times as long on an H200.
 @triton.jit(do_not_specialize=["seed", "index"])
 def _adamw_kernel(
     p_ptr, g_ptr, m_ptr, v_ptr,  # (n,) each

@@ -55,7 +55,8 @@ from cross_entropy_kernel import FLOATS, INTERPRETED, cross_entropy_reference
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-MIN_CHUNK, MAX_CHUNK = 2048, 8192  # rows, unless told; not tuned
+MIN_CHUNK, MAX_CHUNK = 2048, 8192  # rows, unless told.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size:
+# 512: 46 ms, 1,024: 41.7, 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
 MAX_ROUNDINGS = 4  # of dweight in its own dtype; with more chunks it is summed in fp32
 MAX_PROGRAMS = 1024  # of the scale kernel: so few that they all run at once, enough to keep a GPU busy; not tuned
 

@@ -175,7 +175,10 @@ def _next_power_of_2(n: int) -> int:
 
 
 def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
-    """Number of groups of heads, and options of a launch.  A thread has 16 elements of each half of q.  Not tuned."""
+    """Number of groups of heads, and options of a launch.  A thread has 16 elements of each half of q.
+
+    LLaMA 3.1 8B's heads on an H200: 93 % of the copy rate at 32,768 tokens; nothing else was tried.
+    """
     block_half, n_heads = _next_power_of_2(half), _next_power_of_2(max(n_q_heads, n_k_heads))
     share = max(1, n_heads * block_half // 2048)  # a program takes so small a share of the heads
     block_q, block_k = (_next_power_of_2(triton.cdiv(n, share)) for n in (n_q_heads, n_k_heads))
