@@ -11,8 +11,9 @@ nothing but the shapes of its results.  So 8 billion parameters take a second, a
 
 The sum of all that live, each rounded up to the allocator's 512 bytes, is what torch.cuda.memory_allocated() would
 say, and the largest sum is the peak.  Which part a storage belongs to follows from who asked for it and when it dies:
-what is born in the forward and lives at its end is kept for the backward.  The second of two steps counts, because the
-first one creates the optimizer's state.
+what is born in the forward and lives at its end is kept for the backward, and is called an activation here.  The second
+of two steps counts, because the first one creates the optimizer's state.  memory_profile.py keeps the same ledger of a
+step that really runs.
 
 Where a GPU is not like meta tensors: attention is one fused operation (`attention`), kernels are launched
 (`pretended_gpu`), PyTorch's AdamW works on lists of tensors (`make_optimizer`), and cuBLAS takes a workspace for the
@@ -56,13 +57,14 @@ import swiglu_kernel
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
 from transformers.models.llama import modeling_llama  # isort: skip
 from triton.runtime.jit import KernelInterface  # isort: skip
 
 ROUNDING = 512  # bytes: the CUDA allocator's unit
 CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
 PARAMETERS, STATE, GRADIENTS, BATCH = "parameters", "optimizer state", "gradients", "batch"
-KEPT, LOSS, TEMPORARY, WORKSPACES = "kept for the backward", "logits and loss", "temporaries", "cuBLAS workspaces"
+KEPT, LOSS, TEMPORARY, WORKSPACES = "activations", "logits and loss", "temporaries", "cuBLAS workspaces"
 PARTS = [PARAMETERS, STATE, GRADIENTS, KEPT, LOSS, TEMPORARY, BATCH, WORKSPACES]
 PHASES = ["forward", "loss", "backward", "optimizer"]
 EMBEDDING = 0  # its number among the layers, in the backward
@@ -127,7 +129,7 @@ KIND_OF_FUNCTION = {
     rope_kernel.rope_forward: "q and k, rotated",
     fused_layer.norm_linear: "v, gate, up (norm_linear)",
     modeling_llama.LlamaAttention.forward: "attention",
-    attention: "attention",
+    sdpa_attention_forward: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     swiglu_kernel.SwiGLUMLPFunction.forward: "MLP",
     fused_layer.swiglu_linear: "MLP",
@@ -151,7 +153,7 @@ def kind_of_caller() -> str | None:
 
 @dataclass(eq=False)
 class Block:
-    """One storage, from birth to death in the ledger's time, which counts births."""
+    """One storage, from birth to death in the ledger's time, which counts both."""
 
     n_bytes: int  # rounded up to ROUNDING
     operation: str
@@ -165,10 +167,11 @@ class Block:
 
 
 class Ledger(TorchDispatchMode):
-    """Every storage on the meta device that operations return while the mode is on."""
+    """Every storage on the device that operations return while the mode is on."""
 
-    def __init__(self):
+    def __init__(self, device: str = "meta"):
         super().__init__()
+        self.device = device
         self.blocks: list[Block] = []
         self.living: dict[int, Block] = {}  # by the storage's address
         self.n_bytes, self.time = 0, 0
@@ -177,17 +180,17 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self.record(tensor, operation)
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
+                self.record(tensor, operation.overloadpacket.__name__)
         return results
 
-    def record(self, tensor: torch.Tensor, operation) -> None:
+    def record(self, tensor: torch.Tensor, name: str) -> Block:
+        """The tensor's storage; if it is a new one, and no view or result written to what was there, it is born now."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.living:  # a view, or a result written to what was there
-            return
+        if key in self.living:
+            return self.living[key]
         size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
-        name = operation.overloadpacket.__name__
         block = Block(size, name, tuple(tensor.shape), tensor.dtype, kind_of_caller(), self.stage, self.time)
         self.time += 1
         self.n_bytes += size
@@ -196,16 +199,19 @@ class Ledger(TorchDispatchMode):
         weakref.finalize(storage, self.bury, key).atexit = False
         if self.n_bytes > self.peaks[self.stage][0]:
             self.peaks[self.stage] = self.n_bytes, block.born
+        return block
 
     def bury(self, key: int) -> None:
         block = self.living.pop(key)
         block.died = self.time
+        self.time += 1
         self.n_bytes -= block.n_bytes
 
     def claim(self, part: str, *tensors: torch.Tensor) -> None:
-        """Say what these tensors' storages are."""
+        """Say what these tensors' storages are; those that were there before the ledger begin to count."""
         for tensor in tensors:
-            self.living[tensor.untyped_storage()._cdata].part = part
+            if tensor.device.type == self.device:
+                self.record(tensor, part).part = part
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         """What is born from now on is born in this stage of the step."""
@@ -215,6 +221,11 @@ class Ledger(TorchDispatchMode):
             self.forward_ended = self.time
         self.stage = phase, layer
         self.peaks.setdefault(self.stage, (self.n_bytes, self.time - 1))  # some allocate nothing
+
+    def follow_gradients(self, model: torch.nn.Module) -> None:
+        """Know the parameters' gradients; to be called before the optimizer is made, whose hooks may free them."""
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Know the step's stages, and whose storage is whose.  Hooks on whole layers leave a fused layer fused."""
@@ -227,6 +238,7 @@ class Ledger(TorchDispatchMode):
         model.register_forward_hook(lambda *_: self.enter("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         self.claim(PARAMETERS, *model.parameters(), *model.buffers())
+        self.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
 
     def follow_layer(self, layer: torch.nn.Module, number: int) -> None:
         layer.register_forward_pre_hook(lambda *_: self.enter("forward", number))
@@ -239,9 +251,9 @@ class Ledger(TorchDispatchMode):
     def part_of(self, block: Block) -> str:
         if block.part is not None:
             return block.part
-        if block.born >= self.forward_ended:
-            return TEMPORARY
-        return LOSS if block.kind == LOSS else KEPT if block.died > self.forward_ended else TEMPORARY
+        if block.kind == LOSS or block.stage == ("backward", None):  # that is the backward of the loss
+            return LOSS
+        return KEPT if block.born < self.forward_ended <= block.died else TEMPORARY
 
     def kept(self) -> list[Block]:
         """What the forward of the last step left to the backward, logits and loss apart."""
@@ -256,14 +268,13 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
             ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
         model.config.use_cache = False  # as load_model does
         apply_kernels.apply_kernels(model.train(), apply_kernels.model_kernels(kernels))
-        for p in model.parameters():  # before the optimizer's hook, which may free the gradient
-            p.register_post_accumulate_grad_hook(lambda p: ledger.claim(GRADIENTS, p.grad))
+        ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
         ledger.claim(BATCH, ids, labels)
         batch = llama.Batch(ids, labels, n_tokens=ids.numel())
         llama.training_step(model, optimizer, batch)
-        ledger.claim(STATE, *(t for values in optimizer.state.values() for t in values.values() if t.is_meta))
+        ledger.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
         llama.training_step(model, optimizer, batch)
     return ledger
 
@@ -277,14 +288,14 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
-    temporaries = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})  # what is neither the model's nor kept, by operation
     for block in ledger.blocks:
         if block.born <= moment < block.died:
             part = ledger.part_of(block)
             parts[part] += block.n_bytes
-            if part == TEMPORARY:
-                temporaries[block.operation]["tensors"] += 1
-                temporaries[block.operation]["bytes"] += block.n_bytes
+            if part in (LOSS, TEMPORARY):
+                made_by[block.operation]["tensors"] += 1
+                made_by[block.operation]["bytes"] += block.n_bytes
     in_layers, outside = defaultdict(int), 0
     for block in ledger.kept():
         if block.stage[1] is None:
@@ -296,7 +307,7 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
         phases[name] = max(phases[name], n_bytes + workspaces)
     return {
         "kernels": kernels, "peak_memory_bytes": peak + workspaces, "phase": phase, "layer": layer, "parts": parts,
-        "temporaries": dict(sorted(temporaries.items(), key=lambda item: -item[1]["bytes"])),
+        "made_by": dict(sorted(made_by.items(), key=lambda item: -item[1]["bytes"])),
         "kept_in_layers": dict(in_layers), "kept_outside": outside, "phases": phases,
     }  # fmt: skip
 
@@ -320,18 +331,21 @@ def report(args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- output
 
 
+def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:
+    if phase == "backward" and not layer:
+        return "backward of the embedding" if layer == EMBEDDING else "backward of the loss"
+    return f"{phase} of layer {layer} of {n_layers}" if layer else phase
+
+
 def moment_line(name: str, estimated: dict, n_layers: int) -> str:
-    """When the peak is reached, and which operations made most of what is not kept."""
-    where, layer = estimated["phase"], estimated["layer"]
-    if where == "backward" and not layer:
-        where += " of the embedding" if layer == EMBEDDING else " of the loss"
-    elif layer:
-        where += f" of layer {layer} of {n_layers}"
+    """When the peak is reached, and which operations made most of what is neither the model's nor kept."""
     largest = [
         f"{row['tensors']} of {operation}, {row['bytes'] / 1e6:,.1f} MB"
-        for operation, row in list(estimated["temporaries"].items())[:TOP]
+        for operation, row in list(estimated["made_by"].items())[:TOP]
+        if row["bytes"] > 1e-3 * estimated["peak_memory_bytes"]
     ]
-    return f"{name}: the peak is in the {where}; temporaries there: {'; '.join(largest) or 'none'}"
+    where = stage_in_words(estimated["phase"], estimated["layer"], n_layers)
+    return f"{name}: the peak is in the {where}; made there: {'; '.join(largest) or 'nothing'}"
 
 
 def render(record: dict) -> str:

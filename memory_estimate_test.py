@@ -74,12 +74,16 @@ def test_the_recorded_memory_between_steps_is_met(name):
 def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
     short, long = (estimate_of(recorded(f"finetune_baseline_{size}")) for size in ("1x512", "4x2048"))
     assert short["phase"] == "optimizer"
-    assert list(short["temporaries"]) == ["_foreach_sqrt"]  # AdamW's denom, as many bytes as the weights
-    assert short["temporaries"]["_foreach_sqrt"]["bytes"] == short["parts"][GRADIENTS]
+    denom, *rest = short["made_by"].values()  # of AdamW, as many bytes as the weights
+    assert next(iter(short["made_by"])) == "_foreach_sqrt"
+    assert denom["bytes"] == short["parts"][TEMPORARY] == short["parts"][GRADIENTS]
+    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_estimate.ROUNDING  # one number
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
-    assert long["parts"][LOSS] == pytest.approx(logits, rel=1e-3)  # the log-softmax
-    assert long["parts"][TEMPORARY] == pytest.approx(2 * logits, rel=1e-3)  # its gradient and the logits'
+    # the log-softmax, its gradient and the logits'
+    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx([logits] * 3, rel=1e-3)
+    assert long["parts"][LOSS] == pytest.approx(3 * logits, rel=1e-3)
+    assert long["parts"][TEMPORARY] == 0
 
 
 # ---------------------------------------------------------------- what autograd keeps
@@ -297,8 +301,8 @@ def test_a_model_that_is_no_llama_is_refused(run_script, tmp_path):
     ],
 )  # fmt: skip
 def test_the_moment_of_the_peak_in_words(phase, layer, expected):
-    estimated = {"phase": phase, "layer": layer, "temporaries": {}}
-    assert f"the peak is in the {expected} temp" in memory_estimate.moment_line("none", estimated, n_layers=4)
+    estimated = {"phase": phase, "layer": layer, "made_by": {}}
+    assert f"the peak is in the {expected} made" in memory_estimate.moment_line("none", estimated, n_layers=4)
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])

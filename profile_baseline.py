@@ -4,6 +4,7 @@
     python profile_baseline.py --use-custom-rmsnorm                  # step 7: one kernel replaced
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                         # without access to the weights
+    python profile_baseline.py --memory --plot memory.png            # what fills the memory, at the peak and before it
     python profile_baseline.py --estimate                            # the memory alone, before a run, on any machine
 
 The profiler records two streams of events: operations that the CPU calls
@@ -32,8 +33,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import llama
 import measure
 import memory_estimate
+import memory_profile
 from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
-from measure import HAS_GPU, RunError
+from measure import HAS_GPU, RunError, UserError
 
 # after `measure`, which decides how triton (imported by transformers) will run
 from transformers.models.llama import modeling_llama  # isort: skip
@@ -454,8 +456,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=measure.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
     add("--trace", metavar="FILE", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
     add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
-    add("--estimate", action="store_true", help="how much memory a step will need on a GPU; runs none")
+    add_mode = parser.add_mutually_exclusive_group().add_argument
+    add_mode("--estimate", action="store_true", help="how much memory a step will need on a GPU; runs none")
+    add_mode("--memory", action="store_true", help="what the memory of a step is made of; runs it")
+    add("--plot", metavar="FILE.png", help="with --memory: the parts over the step, as a picture")
+    add("--memory-snapshot", metavar="FILE.pickle", help="with --memory: a step for https://pytorch.org/memory_viz")
     args = parser.parse_args(arguments)
+    if (args.plot or args.memory_snapshot) and not args.memory:
+        raise UserError("--plot and --memory-snapshot show the memory of a step: add --memory")
     if args.estimate and not HAS_GPU:  # it is of a run with one
         parser.set_defaults(seq_len=512, dtype="bf16")
         args = parser.parse_args(arguments)
@@ -472,6 +480,8 @@ def main() -> None:
     llama.check_outputs(args)
     if args.estimate:
         return memory_estimate.report(args)
+    if args.memory:
+        return memory_profile.report(args)
     measure.require_writable(args.trace)
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")

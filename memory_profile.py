@@ -1,0 +1,420 @@
+"""What fills the memory during a training step, and at its peak?  Measured on the real step.
+
+    python profile_baseline.py --memory --plot memory.png                  # the parts, in numbers and over the step
+    python profile_baseline.py --memory --memory-snapshot memory.pickle    # every allocation, for pytorch.org/memory_viz
+
+The allocator knows how many bytes it has given away, but not what for.  The ledger of memory_estimate.py does: it sees
+each tensor that an operation returns, who asked for it and when it dies.  Here it looks on while the step really runs,
+and after each operation the allocator is asked for the most that it had given away meanwhile.  The parts are the
+ledger's, the height is the allocator's, and what lies between them has a row of its own: what operations allocate and
+free inside, and blocks larger than what was asked for.  So the rows add up to the measured peak, and that row says how
+much of it is not explained.
+
+    parameters, optimizer state, gradients   known by their owner, from their birth on
+    activations                              made in the forward and alive at its end: the backward needs them
+    logits and loss                          made for the loss or by its backward, and the last norm's backward with it
+    temporaries                              every other tensor
+    batch, cuBLAS workspaces                 the batches that wait on the GPU; scratch memory of the matrix products
+
+Why not from the allocator's own history, of which the snapshot is made?  It misses nothing, but holds Python stacks and
+no tensors: the backward has no stack, and whether a block is a gradient, kept or a temporary would be a guess.  It also
+needs a GPU.  The ledger works without one; the living tensors' own bytes, in units of 512, are the measure there.
+
+Looking on costs time but no memory: the step before is measured without, and the record has both peaks.
+
+What the allocator has reserved, and not given away, is fragmentation: free pieces that did not fit.  nvidia-smi shows
+what is reserved, and the CUDA context with it.
+"""
+
+import argparse
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import llama
+import measure
+import memory_estimate
+from apply_kernels import apply_kernels, make_optimizer, model_kernels
+from measure import HAS_GPU, UserError
+from memory_estimate import (
+    BATCH, GRADIENTS, KEPT, LOSS, PARAMETERS, PHASES, STATE, TEMPORARY, WORKSPACES, Ledger, stage_in_words,
+)  # fmt: skip
+
+UNSEEN = "inside operations, rounding"
+PARTS = [*memory_estimate.PARTS, UNSEEN]
+LARGE = 0.05  # of the peak: a part of which there is something to say
+TOP = 6  # groups of tensors
+POINTS = 300  # of the timeline
+STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
+
+# What makes a part smaller: a kernel, and how.
+ADVICE = {
+    PARAMETERS: (None, "every weight once, in --dtype"),
+    STATE: (None, "AdamW's two moments of every weight, in --dtype"),
+    GRADIENTS: ("adamw", "updates a weight as soon as its gradient is complete, which is then freed"),
+    KEPT: ("fused_layer", "computes the outputs of norms and SwiGLU again in the backward"),
+    LOSS: ("linear_cross_entropy", "takes the loss from the hidden states, a chunk of the logits at a time"),
+    (TEMPORARY, "optimizer"): ("adamw", "updates in one pass: no intermediate result as large as the weights"),
+    TEMPORARY: ("fused_layer", "writes gradients over activations, and sums as the products store"),
+}  # fmt: skip
+COLORS = {
+    PARAMETERS: "#4c6a92", STATE: "#8fa9c9", GRADIENTS: "#e8923a", KEPT: "#5aa469", LOSS: "#c8443c",
+    TEMPORARY: "#9467bd", "other": "#b5b5b5",
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- looking on
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the allocator says about the time since the sample before."""
+
+    time: int  # the ledger's, at its end
+    stage: tuple[str, int | None]
+    operation: str
+    allocated: int | None  # bytes, the most; None without a GPU
+    reserved: int | None  # bytes, at its end
+
+
+class Observer(Ledger):
+    """A ledger of a real step, with a sample after every operation."""
+
+    def __init__(self, device: str):
+        self.samples: list[Sample] = []
+        super().__init__(device)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(operation, types, args, kwargs)
+        self.sample(operation.overloadpacket.__name__)
+        return results
+
+    def enter(self, phase: str | None, layer: int | None = None) -> None:
+        if phase is not None:
+            self.sample()  # a sample is of one stage
+        super().enter(phase, layer)
+        if (phase, layer) == ("forward", None):  # the step begins, with nothing but what was there before
+            self.samples.clear()
+            self.sample()
+
+    def sample(self, operation: str = "none") -> None:
+        allocated = reserved = None
+        if self.device == "cuda":
+            statistics = torch.cuda.memory_stats()
+            allocated, reserved = statistics["allocated_bytes.all.peak"], statistics["reserved_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
+        self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
+
+
+def observed_step(model, optimizer, batches: list[llama.Batch], ledger: Observer) -> None:
+    """A training step with the last of the batches, in the ledger's books."""
+    ledger.follow(model, optimizer)
+    ledger.claim(BATCH, *(t for batch in batches for t in (batch.input_ids, batch.labels)))
+    with ledger:
+        llama.training_step(model, optimizer, batches[-1])
+    ledger.sample()
+
+
+def write_snapshot(path: str, model, optimizer, batch: llama.Batch) -> None:
+    """A training step in the allocator's own words: what it held before, and each block it gave away or got back."""
+    torch.cuda.memory._record_memory_history(stacks="python")
+    llama.training_step(model, optimizer, batch)
+    torch.cuda.synchronize()
+    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def cublas_workspaces() -> int:
+    """Bytes of the scratch memory that cuBLAS has asked PyTorch for and never gives back; it is given back here."""
+    if not HAS_GPU:
+        return 0
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
+
+
+def measure_memory(args: argparse.Namespace) -> dict:
+    """Train a few steps, look at the memory of the last one; returns the record."""
+    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    data = llama.load_data(args, model.config, args.warmup + STEPS)
+    ledger = Observer(measure.DEVICE)
+    ledger.follow_gradients(model)
+    optimizer = make_optimizer(model, 1e-5, args.kernels)
+    batches = [batch.to(llama.DEVICE) for batch in data.train]
+    for batch in batches[: args.warmup]:
+        llama.training_step(model, optimizer, batch)
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    llama.training_step(model, optimizer, batches[args.warmup])
+    unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
+    if args.memory_snapshot:
+        write_snapshot(args.memory_snapshot, model, optimizer, batches[args.warmup + 1])
+    observed_step(model, optimizer, batches, ledger)
+    return {
+        "kind": "memory", "environment": measure.environment(), "kernels": args.kernels,
+        **llama.describe_workload(model, args), "layers": model.config.num_hidden_layers, "warmup_steps": args.warmup,
+        "unobserved_peak_bytes": unobserved_peak, **account(ledger, cublas_workspaces()),
+        "snapshot": args.memory_snapshot,
+        "snapshot_bytes": Path(args.memory_snapshot).stat().st_size if args.memory_snapshot else None,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what was seen
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time of one sample.  Moments are numbered: 0 is before the step, then one after each birth and death."""
+
+    sample: Sample
+    first: int
+    last: int
+    highest: int  # where the ledger's sum is
+    seen: int  # that sum, bytes
+    height: int  # bytes by the allocator; without a GPU, that sum
+
+
+def history(ledger: Ledger) -> dict[str, list[int]]:
+    """Bytes of each part that the ledger knows, at each moment of its last step."""
+    moments = ledger.time - ledger.began + 1
+    changes = {part: [0] * moments for part in memory_estimate.PARTS}
+    for block in ledger.blocks:
+        if block.died >= ledger.began:
+            change = changes[ledger.part_of(block)]
+            change[max(0, block.born - ledger.began + 1)] += block.n_bytes
+            if block.died < ledger.time:
+                change[block.died - ledger.began + 1] -= block.n_bytes
+    return {part: list(itertools.accumulate(change)) for part, change in changes.items()}
+
+
+def windows(ledger: Observer, seen: list[int]) -> list[Window]:
+    """One for each sample; `seen` is the sum of the parts at each moment."""
+    found, first = [], 0
+    for sample in ledger.samples:
+        last = sample.time - ledger.began
+        highest = max(range(first, last + 1), key=seen.__getitem__)
+        height = seen[highest] if sample.allocated is None else sample.allocated
+        found.append(Window(sample, first, last, highest, seen[highest], height))
+        first = last
+    return found
+
+
+def largest(ledger: Ledger, moment: int) -> list[dict]:
+    """The largest groups of tensors at a moment, by part and maker; parameters, their state and batches apart.
+
+    An activation's maker is the part of the model that asked for it, any other tensor's the operation.
+    """
+    groups = defaultdict(list)
+    for block in ledger.blocks:
+        part = ledger.part_of(block)
+        if block.born < ledger.began + moment <= block.died and part not in (PARAMETERS, STATE, BATCH):
+            groups[part, block.kind if part == KEPT and block.kind else block.operation].append(block)
+    rows = []
+    for (part, maker), blocks in groups.items():
+        example = max(blocks, key=lambda block: block.n_bytes)
+        rows.append({
+            "part": part, "maker": maker, "tensors": len(blocks), "bytes": sum(block.n_bytes for block in blocks),
+            "dtype": str(example.dtype).removeprefix("torch."), "shape": list(example.shape),
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: -row["bytes"])[:TOP]
+
+
+def timeline(parts: dict[str, list[int]], found: list[Window], workspaces: int) -> dict:
+    """The parts over the step: it is cut into POINTS stretches, and each is there with its highest moment."""
+    moments = found[-1].last + 1
+    gaps = [0] * moments  # between the ledger's sum and the allocator's
+    for window in found:
+        for moment in (window.highest, *range(window.first + 1, window.last + 1)):
+            gaps[moment] = max(gaps[moment], window.height - window.seen)
+    heights = [sum(values) for values in zip(*parts.values(), gaps)]
+    edges = [moments * i // min(POINTS, moments) for i in range(min(POINTS, moments) + 1)]
+    chosen = [max(range(*stretch), key=heights.__getitem__) for stretch in itertools.pairwise(edges)]
+    all_parts = parts | {WORKSPACES: [workspaces] * moments, UNSEEN: [gap - workspaces for gap in gaps]}
+    starts = {}
+    for window in found:
+        starts.setdefault(window.sample.stage[0], window.first)
+    return {
+        "moments": moments, "phases": starts, "at": chosen,
+        "parts": {part: [values[moment] for moment in chosen] for part, values in all_parts.items()},
+    }  # fmt: skip
+
+
+def account(ledger: Observer, workspaces: int) -> dict:
+    """The peak and the highest moment of each phase, in bytes and by parts."""
+    parts = history(ledger)
+    found = windows(ledger, [sum(values) for values in zip(*parts.values())])
+
+    def describe(window: Window) -> dict:
+        rest = {WORKSPACES: workspaces, UNSEEN: window.height - window.seen - workspaces}
+        reserved = window.sample.reserved
+        return {
+            "bytes": window.height, "parts": {part: parts[part][window.highest] for part in parts} | rest,
+            "fragmentation_bytes": None if reserved is None else reserved - window.height,
+        }  # fmt: skip
+
+    peak = max(found, key=lambda window: window.height)
+    phases = {
+        phase: describe(max((w for w in found if w.sample.stage[0] == phase), key=lambda window: window.height))
+        for phase in PHASES
+    }
+    described, (phase, layer) = describe(peak), peak.sample.stage
+    return {
+        "device": ledger.device, "peak_memory_bytes": described.pop("bytes"), **described,
+        "phase": phase, "layer": layer, "operation": peak.sample.operation, "largest": largest(ledger, peak.highest),
+        "phases": phases, "timeline": timeline(parts, found, workspaces),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- output
+
+
+def unit_of(record: dict) -> tuple[float, str]:
+    return (1e9, "GB") if record["peak_memory_bytes"] > 1e9 else (1e6, "MB")
+
+
+def advice(record: dict) -> list[list[str]]:
+    """For each large part: its name, the flag that makes it smaller, and how."""
+    rows = []
+    for part, n_bytes in record["parts"].items():
+        if n_bytes > LARGE * record["peak_memory_bytes"] and part in ADVICE:
+            kernel, how = ADVICE.get((part, record["phase"]), ADVICE[part])
+            flag = f"--kernels {kernel}" if kernel else "-"
+            rows.append([part, f"in use: {kernel}" if kernel in record["kernels"] else flag, how])
+    return rows
+
+
+def render(record: dict) -> str:
+    """Everything that the script prints about a step's memory, from its record."""
+    on_gpu, peak = record["device"] == "cuda", record["peak_memory_bytes"]
+    unit, unit_name = unit_of(record)
+    phases = [record["phases"][phase] for phase in PHASES]
+    shown = [part for part in PARTS if record["parts"][part] or any(phase["parts"][part] for phase in phases)]
+
+    def size(n_bytes: int | None) -> str:
+        return measure.number(None if n_bytes is None else n_bytes / unit, ",.2f")
+
+    def row(label: str, *values: int | None) -> list[str]:
+        return [label, *map(size, values)]
+
+    peak_rows = [[*row(part, record["parts"][part]), f"{100 * record['parts'][part] / peak:.1f}%"] for part in shown]
+    peak_rows.append([*row("Total", peak), "100.0%"])
+    phase_rows = [row(part, *(phase["parts"][part] for phase in phases)) for part in shown]
+    phase_rows.append(row("Total", *(phase["bytes"] for phase in phases)))
+    if on_gpu:
+        fragmentation = record["fragmentation_bytes"]
+        peak_rows.append([*row("reserved on top of it", fragmentation), f"{100 * fragmentation / peak:.1f}%"])
+        phase_rows.append(row("reserved on top of it", *(phase["fragmentation_bytes"] for phase in phases)))
+    group_rows = [
+        [
+            group["part"], group["maker"], f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}",
+            f"{group['dtype']} ({', '.join(map(str, group['shape']))})",
+        ]
+        for group in record["largest"]
+    ]  # fmt: skip
+    where = stage_in_words(record["phase"], record["layer"], record["layers"])
+    lines = [
+        measure.environment_line(record["environment"]),
+        f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
+        f"custom kernels: {', '.join(record['kernels']) or 'none'}",
+        "",
+        measure.title("Memory of a training step" + ("" if on_gpu else " (CPU: the tensors' own bytes)")),
+        f"The peak is in the {where}, at the operation {record['operation']}.",
+        "",
+        measure.table([f"At the peak, {unit_name}", "", "Share"], peak_rows),
+        "",
+        measure.table([f"Highest in each phase, {unit_name}", *PHASES], phase_rows),
+        "",
+        measure.table(["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"], group_rows,
+                      ["left", "left", "right", "right", "left"]),
+        "",
+        measure.table(["Large part", "Smaller with", "Which"], advice(record), ["left"] * 3),
+    ]  # fmt: skip
+    if on_gpu:
+        lines += [
+            "",
+            f"Peak of the step before, without the ledger: {size(record['unobserved_peak_bytes'])} {unit_name}",
+        ]
+    if record["snapshot"]:
+        lines.append(
+            f"Snapshot: {record['snapshot']} ({record['snapshot_bytes'] / 1e6:.1f} MB); "
+            "drop it on https://pytorch.org/memory_viz"
+        )
+    return "\n".join(lines)
+
+
+def plot(record: dict, path: str) -> None:
+    """The parts over the step as stacked areas, the phases and the peak marked, as one PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    line, (unit, unit_name) = record["timeline"], unit_of(record)
+    others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
+    areas = {part: values for part, values in line["parts"].items() if part in COLORS} | {"other": map(sum, others)}
+    areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
+    heights = [sum(values) for values in zip(*areas.values())]
+    top, end = max(heights), line["moments"] - 1
+    peak_at = line["at"][heights.index(top)]
+
+    figure, axis = plt.subplots(figsize=(11, 5.5))
+    colors = [COLORS[part] for part in areas]
+    axis.stackplot(line["at"], *areas.values(), labels=areas, colors=colors, linewidth=0)
+    axis.plot(peak_at, top, "v", color="black", clip_on=False)
+    side = "left" if peak_at < end / 2 else "right"
+    axis.annotate(
+        f" peak {top:,.1f} {unit_name} ",
+        (peak_at, top),
+        (0, 6),
+        textcoords="offset points",
+        ha=side,
+        va="bottom",
+        weight="bold",
+    )
+    starts = [*line["phases"].values(), end]
+    for phase, start, stop in zip(line["phases"], starts, starts[1:]):
+        axis.axvline(start, color="black", linestyle=":", linewidth=1)
+        axis.text((start + stop) / 2, 1.2 * top, phase, ha="center", va="top")
+    axis.set(xlim=(0, end), ylim=(0, 1.25 * top), xticks=[], ylabel=f"memory, {unit_name}")
+    axis.set_xlabel("the step, in the order in which tensors are made and freed")
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    env = record["environment"]
+    axis.set_title(
+        f"{record['model']}, {record['batch_size']} x {record['seq_len']} tokens, "
+        f"kernels: {', '.join(record['kernels']) or 'none'}\n"
+        f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    print(f"Plot written to {path}")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before minutes of work are spent on them."""
+    if args.memory_snapshot and not HAS_GPU:
+        raise UserError(
+            "--memory-snapshot is a record of the CUDA allocator, and no CUDA GPU was found; "
+            "--memory --plot FILE.png works without one"
+        )
+    if args.plot and not args.plot.endswith(".png"):
+        raise UserError(f"--plot {args.plot}: expected a file name that ends in .png")
+    measure.require_writable(args.plot)
+    measure.require_writable(args.memory_snapshot)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Measure the memory of a step for the flags of profile_baseline.py, print it and write what was asked for."""
+    check_outputs(args)
+    if not HAS_GPU:
+        print(measure.NO_GPU_NOTE + "\n")
+    record = measure_memory(args)
+    print(render(record))
+    if args.plot:
+        plot(record, args.plot)
+    measure.write_record(args.json, record)
