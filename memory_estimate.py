@@ -69,6 +69,7 @@ PARTS = [PARAMETERS, STATE, GRADIENTS, KEPT, LOSS, TEMPORARY, BATCH, WORKSPACES]
 PHASES = ["forward", "loss", "backward", "optimizer"]
 EMBEDDING = 0  # its number among the layers, in the backward
 TOP = 3
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like"}
 
 
 # ---------------------------------------------------------------- in place of a GPU
@@ -151,12 +152,27 @@ def kind_of_caller() -> str | None:
     return None if frame is None else KIND_OF_CODE[frame.f_code]
 
 
+def name_of(operation) -> str:
+    """Its name; of one that only allocates, the function's that asked for it."""
+    name = operation.overloadpacket.__name__
+    if name not in ALLOCATIONS:
+        return name
+    frame = sys._getframe(1)
+    while frame.f_code.co_name in ("__torch_dispatch__", "<genexpr>", "<listcomp>") or in_torch(frame):
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def in_torch(frame) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("torch.")
+
+
 @dataclass(eq=False)
 class Block:
     """One storage, from birth to death in the ledger's time, which counts both."""
 
     n_bytes: int  # rounded up to ROUNDING
-    operation: str
+    operation: str  # `name_of` what made it
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str | None
@@ -181,7 +197,7 @@ class Ledger(TorchDispatchMode):
         results = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
-                self.record(tensor, operation.overloadpacket.__name__)
+                self.record(tensor, name_of(operation))
         return results
 
     def record(self, tensor: torch.Tensor, name: str) -> Block:

@@ -1,7 +1,7 @@
 """What fills the memory during a training step, and at its peak?  Measured on the real step.
 
-    python profile_baseline.py --memory --plot memory.png                  # the parts, in numbers and over the step
-    python profile_baseline.py --memory --memory-snapshot memory.pickle    # every allocation, for pytorch.org/memory_viz
+    python profile_baseline.py --memory --plot memory.png               # the parts, in numbers and over the step
+    python profile_baseline.py --memory --memory-snapshot step.pickle   # every allocation, for pytorch.org/memory_viz
 
 The allocator knows how many bytes it has given away, but not what for.  The ledger of memory_estimate.py does: it sees
 each tensor that an operation returns, who asked for it and when it dies.  Here it looks on while the step really runs,
@@ -27,6 +27,7 @@ what is reserved, and the CUDA context with it.
 """
 
 import argparse
+import gc
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
@@ -37,17 +38,18 @@ import torch
 import llama
 import measure
 import memory_estimate
-from apply_kernels import apply_kernels, make_optimizer, model_kernels
+from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from measure import HAS_GPU, UserError
-from memory_estimate import (
-    BATCH, GRADIENTS, KEPT, LOSS, PARAMETERS, PHASES, STATE, TEMPORARY, WORKSPACES, Ledger, stage_in_words,
-)  # fmt: skip
+from memory_estimate import BATCH, GRADIENTS, KEPT, LOSS, PARAMETERS, PHASES, STATE, TEMPORARY, WORKSPACES, Ledger
 
 UNSEEN = "inside operations, rounding"
+FRAGMENTATION = "reserved, not allocated"
 PARTS = [*memory_estimate.PARTS, UNSEEN]
 LARGE = 0.05  # of the peak: a part of which there is something to say
 TOP = 6  # groups of tensors
-POINTS = 300  # of the timeline
+LAYER_POINTS, STAGE_POINTS = 4, 24  # of the timeline, in each layer and in each other stage of the step
+# The picture's widths, as shares of the layers' in the forward: 10 of 858 ms would not be seen.
+LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
 # What makes a part smaller: a kernel, and how.
@@ -88,8 +90,10 @@ class Observer(Ledger):
         super().__init__(device)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
+            gc.collect()
         results = super().__torch_dispatch__(operation, types, args, kwargs)
-        self.sample(operation.overloadpacket.__name__)
+        self.sample(memory_estimate.name_of(operation))
         return results
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
@@ -113,9 +117,12 @@ def observed_step(model, optimizer, batches: list[llama.Batch], ledger: Observer
     """A training step with the last of the batches, in the ledger's books."""
     ledger.follow(model, optimizer)
     ledger.claim(BATCH, *(t for batch in batches for t in (batch.input_ids, batch.labels)))
+    gc.collect()
+    gc.freeze()  # what is there now is not looked at by the collections to come
     with ledger:
         llama.training_step(model, optimizer, batches[-1])
     ledger.sample()
+    gc.unfreeze()
 
 
 def write_snapshot(path: str, model, optimizer, batch: llama.Batch) -> None:
@@ -223,23 +230,24 @@ def largest(ledger: Ledger, moment: int) -> list[dict]:
 
 
 def timeline(parts: dict[str, list[int]], found: list[Window], workspaces: int) -> dict:
-    """The parts over the step: it is cut into POINTS stretches, and each is there with its highest moment."""
-    moments = found[-1].last + 1
-    gaps = [0] * moments  # between the ledger's sum and the allocator's
+    """The parts over the step: each of its stages is cut into stretches, and of each the highest moment is there."""
+    gaps = {}  # between the ledger's sum and the allocator's
     for window in found:
-        for moment in (window.highest, *range(window.first + 1, window.last + 1)):
-            gaps[moment] = max(gaps[moment], window.height - window.seen)
-    heights = [sum(values) for values in zip(*parts.values(), gaps)]
-    edges = [moments * i // min(POINTS, moments) for i in range(min(POINTS, moments) + 1)]
-    chosen = [max(range(*stretch), key=heights.__getitem__) for stretch in itertools.pairwise(edges)]
-    all_parts = parts | {WORKSPACES: [workspaces] * moments, UNSEEN: [gap - workspaces for gap in gaps]}
-    starts = {}
-    for window in found:
-        starts.setdefault(window.sample.stage[0], window.first)
-    return {
-        "moments": moments, "phases": starts, "at": chosen,
-        "parts": {part: [values[moment] for moment in chosen] for part, values in all_parts.items()},
-    }  # fmt: skip
+        gap = window.height - window.seen
+        for moment in (window.highest, *range(window.first, window.last + 1)):
+            gaps[moment] = max(gap, gaps.get(moment, gap))
+    moments = range(len(gaps))
+    parts = parts | {WORKSPACES: [workspaces for _ in moments], UNSEEN: [gaps[m] - workspaces for m in moments]}
+    heights = [sum(values) for values in zip(*parts.values())]
+    chosen, stages = [], []
+    for (phase, layer), group in itertools.groupby(found, key=lambda window: window.sample.stage):
+        in_stage = list(group)
+        first, length = in_stage[0].first, in_stage[-1].last + 1 - in_stage[0].first
+        points = min(length, LAYER_POINTS if layer else STAGE_POINTS)
+        edges = [first + length * i // points for i in range(points + 1)]
+        chosen += [max(range(*stretch), key=heights.__getitem__) for stretch in itertools.pairwise(edges)]
+        stages.append({"phase": phase, "layer": layer, "points": points})
+    return {"stages": stages, "parts": {part: [values[m] for m in chosen] for part, values in parts.items()}}
 
 
 def account(ledger: Observer, workspaces: int) -> dict:
@@ -305,8 +313,8 @@ def render(record: dict) -> str:
     phase_rows.append(row("Total", *(phase["bytes"] for phase in phases)))
     if on_gpu:
         fragmentation = record["fragmentation_bytes"]
-        peak_rows.append([*row("reserved on top of it", fragmentation), f"{100 * fragmentation / peak:.1f}%"])
-        phase_rows.append(row("reserved on top of it", *(phase["fragmentation_bytes"] for phase in phases)))
+        peak_rows.append([*row(FRAGMENTATION, fragmentation), f"{100 * fragmentation / peak:.1f}%"])
+        phase_rows.append(row(FRAGMENTATION, *(phase["fragmentation_bytes"] for phase in phases)))
     group_rows = [
         [
             group["part"], group["maker"], f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}",
@@ -314,7 +322,7 @@ def render(record: dict) -> str:
         ]
         for group in record["largest"]
     ]  # fmt: skip
-    where = stage_in_words(record["phase"], record["layer"], record["layers"])
+    where = memory_estimate.stage_in_words(record["phase"], record["layer"], record["layers"])
     lines = [
         measure.environment_line(record["environment"]),
         f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
@@ -345,6 +353,15 @@ def render(record: dict) -> str:
     return "\n".join(lines)
 
 
+def width(stage: dict, n_layers: int) -> float:
+    """Of a stage of the step in the picture; a layer's is 1."""
+    if stage["layer"]:
+        return 1.0
+    if stage["layer"] == memory_estimate.EMBEDDING or stage["phase"] == "forward":
+        return EMBEDDING_WIDTH * n_layers
+    return n_layers * (OPTIMIZER_WIDTH if stage["phase"] == "optimizer" else LOSS_WIDTH)
+
+
 def plot(record: dict, path: str) -> None:
     """The parts over the step as stacked areas, the phases and the peak marked, as one PNG."""
     import matplotlib
@@ -357,36 +374,35 @@ def plot(record: dict, path: str) -> None:
     areas = {part: values for part, values in line["parts"].items() if part in COLORS} | {"other": map(sum, others)}
     areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
     heights = [sum(values) for values in zip(*areas.values())]
-    top, end = max(heights), line["moments"] - 1
-    peak_at = line["at"][heights.index(top)]
+    at, end, phases = [], 0.0, {}  # each point's place, and each phase's beginning and end
+    for stage in line["stages"]:
+        wide = width(stage, record["layers"])
+        at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
+        phases[stage["phase"]] = phases.get(stage["phase"], (end, end))[0], end + wide
+        end += wide
 
     figure, axis = plt.subplots(figsize=(11, 5.5))
-    colors = [COLORS[part] for part in areas]
-    axis.stackplot(line["at"], *areas.values(), labels=areas, colors=colors, linewidth=0)
-    axis.plot(peak_at, top, "v", color="black", clip_on=False)
-    side = "left" if peak_at < end / 2 else "right"
-    axis.annotate(
-        f" peak {top:,.1f} {unit_name} ",
-        (peak_at, top),
-        (0, 6),
-        textcoords="offset points",
-        ha=side,
-        va="bottom",
-        weight="bold",
-    )
-    starts = [*line["phases"].values(), end]
-    for phase, start, stop in zip(line["phases"], starts, starts[1:]):
+    axis.stackplot(at, *areas.values(), labels=areas, colors=[COLORS[part] for part in areas], linewidth=0)
+    top = max(heights)
+    for phase, (start, stop) in phases.items():
         axis.axvline(start, color="black", linestyle=":", linewidth=1)
-        axis.text((start + stop) / 2, 1.2 * top, phase, ha="center", va="top")
+        axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+    peak_at = at[heights.index(top)]
+    axis.plot(peak_at, top, "v", color="black")
+    towards_middle = {"ha": "left", "xytext": (6, 4)} if peak_at < end / 2 else {"ha": "right", "xytext": (-6, 4)}
+    axis.annotate(
+        f"peak {top:,.1f} {unit_name}", (peak_at, top), textcoords="offset points", weight="bold", **towards_middle,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )  # fmt: skip
     axis.set(xlim=(0, end), ylim=(0, 1.25 * top), xticks=[], ylabel=f"memory, {unit_name}")
-    axis.set_xlabel("the step, in the order in which tensors are made and freed")
+    axis.set_xlabel("the step, in order and not to scale: every layer is as wide as any other")
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    env = record["environment"]
+    env, kernels = record["environment"], ", ".join(record["kernels"]) or "none"
     axis.set_title(
-        f"{record['model']}, {record['batch_size']} x {record['seq_len']} tokens, "
-        f"kernels: {', '.join(record['kernels']) or 'none'}\n"
+        f"{record['model']}, {record['batch_size']} x {record['seq_len']} tokens, {record['dtype']}, "
+        f"custom kernels: {'all' if record['kernels'] == KERNELS else kernels}\n"
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
     )
     figure.tight_layout()
