@@ -23,6 +23,7 @@ demo: $(SETUP)
 	$(PY) check_toolchain.py
 	$(PY) profile_baseline.py $(TINY)
 	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce
+	$(PY) profile_baseline.py $(TINY) --memory --plot demo/memory.png
 	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
 	$(PY) finetune_optimized.py $(TINY) --json demo/optimized.json
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png

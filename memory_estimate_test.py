@@ -90,8 +90,8 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
-    """Of unique storages that the layers of a tiny model on the CPU leave to the backward, weights apart."""
-    model = llama.AutoModelForCausalLM.from_config(llama.tiny_config(), dtype=torch.bfloat16).train()
+    """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
+    model = llama.AutoModelForCausalLM.from_config(llama.tiny_config(), dtype=torch.bfloat16).to(llama.DEVICE).train()
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -118,7 +118,9 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
         layer.register_forward_pre_hook(enter, with_kwargs=True)
     layers[-1].register_forward_hook(leave)
     with saved_tensors_hooks(pack, lambda t: t):
-        result = model.model(torch.zeros((batch_size, seq_len), dtype=torch.int64), use_cache=False)
+        result = model.model(
+            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=llama.DEVICE), use_cache=False
+        )
     del result  # only now may memory be reused
     return sum(saved.values())
 

@@ -47,7 +47,7 @@ FRAGMENTATION = "reserved, not allocated"
 PARTS = [*memory_estimate.PARTS, UNSEEN]
 LARGE = 0.05  # of the peak: a part of which there is something to say
 TOP = 6  # groups of tensors
-LAYER_POINTS, STAGE_POINTS = 4, 24  # of the timeline, in each layer and in each other stage of the step
+LAYERS_POINTS, STAGE_POINTS = 128, 24  # of the timeline: in all layers of a phase, and in each other stage of the step
 # The picture's widths, as shares of the layers' in the forward: 10 of 858 ms would not be seen.
 LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
@@ -239,11 +239,12 @@ def timeline(parts: dict[str, list[int]], found: list[Window], workspaces: int) 
     moments = range(len(gaps))
     parts = parts | {WORKSPACES: [workspaces for _ in moments], UNSEEN: [gaps[m] - workspaces for m in moments]}
     heights = [sum(values) for values in zip(*parts.values())]
+    layer_points = max(1, LAYERS_POINTS // max(window.sample.stage[1] or 1 for window in found))
     chosen, stages = [], []
     for (phase, layer), group in itertools.groupby(found, key=lambda window: window.sample.stage):
         in_stage = list(group)
         first, length = in_stage[0].first, in_stage[-1].last + 1 - in_stage[0].first
-        points = min(length, LAYER_POINTS if layer else STAGE_POINTS)
+        points = min(length, layer_points if layer else STAGE_POINTS)
         edges = [first + length * i // points for i in range(points + 1)]
         chosen += [max(range(*stretch), key=heights.__getitem__) for stretch in itertools.pairwise(edges)]
         stages.append({"phase": phase, "layer": layer, "points": points})

@@ -23,6 +23,7 @@ import compare_runs
 import ladder
 import llama
 import measure
+import memory_profile
 import profile_baseline
 import sweep_kernels
 
@@ -44,6 +45,7 @@ def render(paths: list[str]) -> str:
     renderers = {
         "finetune": finetune_output,
         "profile": profile_baseline.render,
+        "memory": memory_profile.render,
         "benchmark": benchmark_kernels.render,
         "sweep": sweep_kernels.render_sweep,
         "ladder": ladder.render,
