@@ -240,7 +240,7 @@ class Ledger(TorchDispatchMode):
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Know the parameters' gradients; to be called before the optimizer is made, whose hooks may free them."""
-        for p in model.parameters():
+        for p in llama.trained(model):
             p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -48,7 +48,7 @@ PARTS = [*memory_estimate.PARTS, UNSEEN]
 LARGE = 0.05  # of the peak: a part of which there is something to say
 TOP = 6  # groups of tensors
 LAYERS_POINTS, STAGE_POINTS = 128, 24  # of the timeline: in all layers of a phase, and in each other stage of the step
-# The picture's widths, as shares of the layers' in the forward: 10 of 858 ms would not be seen.
+# The picture's widths, as shares of all layers' in the forward.  Not by time: nobody would see the loss.
 LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
@@ -338,9 +338,9 @@ def render(record: dict) -> str:
         "",
         measure.table(["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"], group_rows,
                       ["left", "left", "right", "right", "left"]),
-        "",
-        measure.table(["Large part", "Smaller with", "Which"], advice(record), ["left"] * 3),
     ]  # fmt: skip
+    if advised := advice(record):
+        lines += ["", measure.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
     if on_gpu:
         lines += [
             "",

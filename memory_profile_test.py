@@ -184,7 +184,7 @@ def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
 
 
 def peak_by_the_profiler(observed: Observed) -> int:
-    """Of a step, bytes above what was there before: PyTorch's profiler notes each allocation on the CPU, and its end."""
+    """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the CPU, and their ends."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         llama.training_step(observed.model, observed.optimizer, observed.batches[-1])
     events = profiler.profiler.kineto_results.events()
