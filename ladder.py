@@ -79,7 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     add("--opponent", choices=["liger"], help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels")
     add("--ladder", action="store_true", help="baseline and every rung up to all kernels, in one table")
-    add("--longest", action="store_true", help="find the longest sequence that fits with these --kernels, batch 1")
+    add("--longest", action="store_true", help="from --seq-len on, the longest sequence that fits, batch 1")
     # fmt: on
 
 
@@ -199,17 +199,19 @@ def train_opponent(args: argparse.Namespace) -> None:
 
 
 def find_longest(args: argparse.Namespace) -> None:
-    """Train on one random sequence after the other, each LONGEST_STEP tokens longer, until the memory is full."""
+    """Train on random sequences, from --seq-len on LONGEST_STEP tokens longer each time, until the memory is full."""
     model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
     optimizer = make_optimizer(model, 1e-5, args.kernels, args.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
+    first = -(-args.seq_len // LONGEST_STEP) * LONGEST_STEP  # --seq-len or the next multiple
     record = {
         "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,
-        **llama.describe_workload(model, args), "lengths": [], "peaks": [], "stopped_by": "the model's positions",
+        **llama.describe_workload(model, args), "first_length": first, "lengths": [], "peaks": [],
+        "stopped_by": "the model's positions",
     }  # fmt: skip
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
-    for length in range(LONGEST_STEP, limit + 1, LONGEST_STEP):
+    for length in range(first, limit + 1, LONGEST_STEP):
         ids = torch.randint(vocabulary, (1, length), device=llama.DEVICE)
         try:
             if HAS_GPU:
@@ -233,7 +235,7 @@ def find_longest(args: argparse.Namespace) -> None:
 
 def render_longest(record: dict) -> str:
     """What --longest found, from its record."""
-    longest = f"{record['lengths'][-1]:,} tokens" if record["lengths"] else f"less than {LONGEST_STEP:,} tokens"
+    longest = f"{record['lengths'][-1]:,} tokens" if record["lengths"] else f"less than {record['first_length']:,} tokens"
     limit = f"in steps of {LONGEST_STEP:,}; stopped by {record['stopped_by']}"
     return "\n".join(
         [
