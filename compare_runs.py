@@ -16,6 +16,7 @@ from measure import UserError
 
 # what must be equal before two loss curves may be compared
 WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "steps", "seed", "lr"]
+DISTILLATION = ["teacher", "teacher_weights", "student_layers", "temperature"]  # only in records of runs with a teacher
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -24,7 +25,8 @@ STEPS_SHOWN = 20
 
 def workload_differences(first: dict, other: dict) -> list[str]:
     """Sentences naming each setting in which two runs differ."""
-    return [f"{key} {other[key]} (not {first[key]})" for key in WORKLOAD if first[key] != other[key]]
+    keys = [*WORKLOAD, *DISTILLATION]
+    return [f"{key} {other.get(key)} (not {first.get(key)})" for key in keys if first.get(key) != other.get(key)]
 
 
 def relative_differences(first: dict, other: dict) -> list[float]:
@@ -53,6 +55,7 @@ def render(names: list[str], records: list[dict]) -> str:
     parts.append(
         f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), data {first['data']}, "
         f"{first['batch_size']} x {first['seq_len']} tokens, {first['steps']} steps, seed {first['seed']}"
+        + (f", teacher {first['teacher']}" if "teacher" in first else "")
     )
     if first["environment"]["gpu"] is None:
         parts.append("Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful.")

@@ -5,12 +5,14 @@
     python finetune_optimized.py --kernels all --cuda-graph  # the whole step as one launch, for launch-bound sizes
     python finetune_optimized.py --ladder                    # baseline and every rung, each in a process of its own
     python finetune_optimized.py --kernels all --longest     # the longest sequence that fits
+    python finetune_optimized.py --teacher MODEL             # distil a model into the first half of its layers
 
-Everything that differs from finetune_baseline.py is on this page and in apply_kernels.py.
+Everything that differs from finetune_baseline.py is on this page and in apply_kernels.py (with a teacher, distill.py).
 """
 
 import functools
 
+import distill
 import ladder
 import llama
 import measure
@@ -27,7 +29,8 @@ def parse_args():
     add("--stochastic-rounding", action="store_true", help="of the adamw kernel's bf16 weights and moments")
     add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
     ladder.add_flags(parser)
-    args = parser.parse_args()
+    distill.add_flags(parser)
+    args = distill.parse_args(parser)
     for flag in ("stochastic_rounding", "cuda_graph"):
         if getattr(args, flag) and "adamw" not in args.kernels:
             raise UserError(f"--{flag.replace('_', '-')} needs the adamw kernel: --kernels all")
@@ -41,12 +44,17 @@ def main() -> None:
     args = parse_args()
     if ladder.takes_over(args):
         return
-    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    if args.teacher is not None:
+        title, kernels = "Distillation", distill.replace_loss(args.kernels)
+        model, distillation = distill.load_student(args, kernels)
+    else:
+        title, kernels, distillation = "Optimized", args.kernels, None
+        model = apply_kernels(llama.load_model(args), model_kernels(kernels))
     options = [name for name in ("stochastic_rounding", "cuda_graph") if getattr(args, name)]
     llama.finetune(
-        model, args, title="Optimized", kernels=args.kernels + options, cuda_graph=args.cuda_graph,
+        model, args, title=title, kernels=kernels + options, cuda_graph=args.cuda_graph, distillation=distillation,
         make_optimizer=functools.partial(
-            make_optimizer, kernels=args.kernels, stochastic_rounding=args.stochastic_rounding
+            make_optimizer, kernels=kernels, stochastic_rounding=args.stochastic_rounding
         ),
     )  # fmt: skip
 

@@ -644,9 +644,17 @@ def model_line(record: dict) -> str:
     return f"Model: {record['model']}, {record['parameters']:,} parameters, {record['weights']}, {record['dtype']}"
 
 
+def teacher_line(record: dict) -> str:
+    return (
+        f"Distilled from: {record['teacher']}, {record['teacher_parameters']:,} parameters, "
+        f"{record['teacher_weights']}; the student's layers: {record['student_layers']}; "
+        f"loss: reverse KL at temperature {record['temperature']:g}, in place of cross-entropy"
+    )
+
+
 def finetune(
     model: torch.nn.Module, args: argparse.Namespace, title: str, kernels: list[str],
-    make_optimizer: Callable = make_optimizer, cuda_graph: bool = False,
+    make_optimizer: Callable = make_optimizer, cuda_graph: bool = False, distillation: dict | None = None,
 ) -> dict:  # fmt: skip
     """Fine-tune with AdamW, print every step and the result block, return (and write) the record.
 
@@ -657,6 +665,7 @@ def finetune(
         kernels: names of what was patched in, for the record.
         make_optimizer: (model, learning rate) -> an AdamW.
         cuda_graph: replay the steps after the first WARMUP_STEPS as one CUDA graph.
+        distillation: the record's part about the model's teacher, if it has one.
 
     Raises:
         RunError: the loss is not finite; nothing is saved then.
@@ -670,8 +679,10 @@ def finetune(
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
     print(measure.environment_line(env))
-    workload = describe_workload(model, args)
+    workload = describe_workload(model, args) | (distillation or {})
     print(model_line(workload))
+    if distillation:
+        print(teacher_line(workload))
     print(f"Data: {data.source}")
     print(f"Custom kernels: {', '.join(kernels) or 'none'}; AdamW, learning rate {lr:g}\n")
 
@@ -702,7 +713,7 @@ def finetune(
     timed = seconds[skip:]
     throughput = sum(tokens[skip:]) / sum(timed)
     peak_tflops = measure.datasheet_tflops(env["gpu"]) if args.dtype == "bf16" else None
-    flops = flops_per_token(config, args.seq_len) * throughput
+    flops = (flops_per_token(config, args.seq_len) + workload.get("teacher_flops_per_token", 0)) * throughput
     record = {
         "kind": "finetune", "title": title, "environment": env, "kernels": kernels,
         **workload, "steps": args.steps, "lr": lr, "warmup_steps": skip,
@@ -747,6 +758,10 @@ def result_block(record: dict) -> str:
         f"{'Validation loss:':<25} {record['validation_loss_before']:.4f} before, "
         f"{record['validation_loss_after']:.4f} after",
     ]
+    if "teacher" in record:
+        first, last = record["losses"][0], record["losses"][-1]
+        lines.append(f"{'Distillation loss:':<25} {first:.4f} in step 1, {last:.4f} in step {record['steps']}")
+        lines.append(teacher_line(record))
     return "\n".join(lines)
 
 
