@@ -32,10 +32,18 @@ SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2
 EAGER = ["--kernels", "none"]
 
 
+def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
+    """The same weights each time, and logits of which some stand out."""
+    model = make_model(names, dtype, **values)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    return model
+
+
 def pair(names=(), dtype=torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(student of one layer, its teacher of three): the same weights each time, and far apart."""
-    teacher = make_model(names, dtype, num_hidden_layers=3).eval().requires_grad_(False)
-    return distill.learn_from(make_model(names, dtype, num_hidden_layers=1), teacher, **options), teacher
+    """(student of one layer, its teacher of three)."""
+    teacher = confident_model(names, dtype, num_hidden_layers=3).eval().requires_grad_(False)
+    return distill.learn_from(confident_model(names, dtype, num_hidden_layers=1), teacher, **options), teacher
 
 
 def plain_loss(logits, teacher_logits, labels, temperature=1.0):
@@ -52,7 +60,7 @@ def plain_student(teacher, loss=plain_loss, **options):
         logits = type(self).forward(self, input_ids=input_ids).logits
         return types.SimpleNamespace(loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options))
 
-    student = make_model(num_hidden_layers=1)
+    student = confident_model(num_hidden_layers=1)
     student.forward = types.MethodType(forward, student)
     return student
 
@@ -95,21 +103,21 @@ def test_another_loss_would_be_noticed(wrong):
 
 
 def test_a_student_that_agrees_has_no_loss_and_no_gradient():
-    teacher = make_model().eval().requires_grad_(False)
-    found = loss_and_gradients(distill.learn_from(make_model(), teacher), make_batch())
+    teacher = confident_model().eval().requires_grad_(False)
+    found = loss_and_gradients(distill.learn_from(confident_model(), teacher), make_batch())
     assert all(value.abs().max() < 1e-6 for value in found.values())
 
 
 def test_the_validation_loss_is_that_of_the_labels():
     student, batch = pair()[0].eval(), make_batch()
     with torch.no_grad():
-        assert torch.equal(student(**batch).loss, make_model(num_hidden_layers=1).eval()(**batch).loss)
+        assert torch.equal(student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss)
 
 
 def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     student, teacher = pair()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    alone = make_model(num_hidden_layers=1)
+    alone = confident_model(num_hidden_layers=1)
     assert student.state_dict().keys() == alone.state_dict().keys()
     assert [name for name, _ in student.named_modules()] == [name for name, _ in alone.named_modules()]
     batch = llama.Batch(*make_batch().values(), n_tokens=8)
@@ -119,7 +127,7 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
 
 
 def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
-    student, teacher = pair(ALL)
+    student, teacher = pair(ALL, fused=False)  # the kernel would refuse a teacher's logits that are part of a graph
     seen = []
     teacher.lm_head.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
     teacher.requires_grad_(True)  # so that only no_grad stands between it and a graph
@@ -236,7 +244,7 @@ def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model)
         (["--model", "OTHER"], "OTHER", 2),
         (["--model", "OTHER", "--student-layers", "1"], "OTHER", 1),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_which_student_and_how_many_layers(arguments, small_model, tmp_path, flags, model, n_layers):
     config = llama.tiny_config()
@@ -285,14 +293,6 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
     again = measure.read_record(str(path), "finetune")
     assert again["validation_loss_before"] == pytest.approx(record["validation_loss_after"], rel=1e-5)
     assert again["parameters"] == record["parameters"] and "teacher" not in again
-
-
-def test_prompts_are_not_distilled(distilled, tmp_path):
-    """What no label asks for, the teacher is not asked either: other prompts' answers leave the loss as it is."""
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "ab", "completion": "cdef"}) + "\n" for _ in range(30)))
-    record, _ = distilled("--data", str(path), *EAGER)
-    assert record["losses"][1] < record["losses"][0] and record["data"] == str(path)
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
@@ -394,9 +394,10 @@ def test_an_unsuitable_teacher_is_refused_by_its_name(run_script, no_weights, tm
 
 
 @pytest.mark.parametrize("flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str)
-def test_an_empty_name_is_no_model(run_script, no_weights, flags):
+def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
     outcome = run_script(finetune_optimized, *SMALL, *flags)
-    assert_refused(outcome, "'' is neither a directory nor a Hugging Face model id")
+    assert_refused(outcome, "the directory  holds no config.json, so it is not a saved model")
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -30,6 +30,7 @@ KERNELS = {  # and their tests
     "rope_kernel": "rope_test",
     "reverse_kl_kernel": "reverse_kl_test",
     "fused_layer": "fused_layer_test",
+    "distill": "distill_test",
 }
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
@@ -604,6 +605,31 @@ FUSED_LAYER_FAULTS = {
     ],
 }  # fmt: skip
 
+DISTILL_FAULTS = {
+    "test_loss_and_gradients_are_pytorchs[eager-2.5]": [
+        ("forward KL", "reverse_kl(logits, teacher_logits, targets))", "reverse_kl(teacher_logits, logits, targets))"),
+        ("temperature ignored by PyTorch", "targets, temperature)", "targets, 1.0)"),
+    ],
+    "test_loss_and_gradients_are_pytorchs[loss-2.5]": [
+        ("temperature ignored by the kernel", "TritonReverseKLLoss(temperature)", "TritonReverseKLLoss()"),
+        ("every position counts", "reverse_kl(logits, teacher_logits, targets))", "reverse_kl(logits, teacher_logits))"),
+        ("labels not shifted", "loss_function(logits, labels)", "loss_function(logits, None, shift_labels=labels)"),
+    ],
+    "test_the_validation_loss_is_that_of_the_labels": [
+        ("validation by the teacher", "if not self.training:", "if False:"),
+    ],
+    "test_the_teacher_stays_as_it_is_and_outside_of_the_student": [
+        ("teacher is a part of the student", "    student.forward =", "    student.teacher = teacher\n    student.forward ="),
+    ],
+    "test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward": [
+        ("teacher keeps a graph", "with torch.no_grad():", "with torch.enable_grad():"),
+    ],
+    "test_the_kernels_named_run_in_both_models": [
+        ("kernel never used", "if fused else eager", "if False else eager"),
+        ("kernel always used", "if fused else eager", "if True else eager"),
+    ],
+}  # fmt: skip
+
 TABLES = {
     "rmsnorm_kernel": NORM_FAULTS,
     "cross_entropy_kernel": LOSS_FAULTS,
@@ -613,6 +639,7 @@ TABLES = {
     "rope_kernel": ROPE_FAULTS,
     "reverse_kl_kernel": REVERSE_KL_FAULTS,
     "fused_layer": FUSED_LAYER_FAULTS,
+    "distill": DISTILL_FAULTS,
 }
 
 
