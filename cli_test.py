@@ -114,7 +114,8 @@ def test_help_lists_the_flags(cli):
     outcome = cli("--help", script=finetune_optimized)
     assert outcome.code == 0 and not outcome.err
     common = "--model", "--random-init", "--data", "--kernels", "--json", "--save", "--lr"
-    for flag in (*common, "--stochastic-rounding", "--cuda-graph", "--opponent", "--ladder", "--longest"):
+    special = "--stochastic-rounding", "--cuda-graph", "--opponent", "--ladder", "--longest"
+    for flag in (*common, *special, "--teacher", "--student-layers", "--temperature"):
         assert flag in outcome.out
     assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
 

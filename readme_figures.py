@@ -182,6 +182,15 @@ def figures() -> dict[str, str]:
         "quality_fp32": f"{fp32:.4f}", "quality_bf16": f"{bf16:.4f}", "quality_stochastic": f"{stochastic:.4f}",
         "quality_closed": f"{100 * (bf16 - stochastic) / (bf16 - fp32):.0f}",
     }  # fmt: skip
+    values["distill_teacher"] = f"{load('distill_teacher_tiny.json')['validation_loss_after']:.2f}"
+    for student, name in (("half", "distill_tiny_first_layer.json"), ("random", "distill_tiny.json")):
+        record = load(name)
+        values |= {
+            f"distill_{student}_first": f"{record['losses'][0]:.2f}",
+            f"distill_{student}_last": f"{record['losses'][-1]:.2f}",
+            f"distill_{student}_before": f"{record['validation_loss_before']:.2f}",
+            f"distill_{student}_after": f"{record['validation_loss_after']:.2f}",
+        }
     values["norm_ms_before"] = f"{category_ms(load('profile_1x512.json'), 'normalization'):.1f}"
     values["norm_ms_after"] = f"{category_ms(load('profile_1x512_rmsnorm.json'), 'normalization'):.1f}"
     values["norm_launches"] = f"{load('profile_1x512.json')['categories']['normalization']['launches']:,}"
