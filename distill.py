@@ -1,7 +1,7 @@
 """Distillation, what is behind `finetune_optimized.py --teacher MODEL`: a smaller model learns a larger one's answers.
 
-A label says which token came next.  A teacher says how probable it holds every token of the vocabulary to be, and the
-student learns these probabilities p of its own and q of the teacher's, at each position whose label counts:
+A label says which token came next.  A teacher says how probable every token of the vocabulary was.  The student learns
+to agree: with p its own probabilities and q the teacher's, at the positions whose label counts,
 
     loss = KL(student || teacher) = sum p * (log p - log q)       the reverse KL of reverse_kl_kernel.py, a mean
 
@@ -32,6 +32,7 @@ REVERSE_KL = "reverse_kl"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """--teacher, --student-layers, --temperature."""
     add = parser.add_argument
     # fmt: off
     add("--teacher", metavar="ID|DIR|tiny",
