@@ -206,7 +206,7 @@ def find_longest(args: argparse.Namespace) -> None:
     first = -(-args.seq_len // LONGEST_STEP) * LONGEST_STEP  # --seq-len or the next multiple
     record = {
         "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,
-        **llama.describe_workload(model, args), "first_length": first, "lengths": [], "peaks": [],
+        **llama.describe_workload(model, args), "first_length": first, "length_step": LONGEST_STEP, "lengths": [], "peaks": [],
         "stopped_by": "the model's positions",
     }  # fmt: skip
     if not HAS_GPU:
@@ -235,12 +235,13 @@ def find_longest(args: argparse.Namespace) -> None:
 
 def render_longest(record: dict) -> str:
     """What --longest found, from its record."""
-    longest = f"{record['lengths'][-1]:,} tokens" if record["lengths"] else f"less than {record['first_length']:,} tokens"
-    limit = f"in steps of {LONGEST_STEP:,}; stopped by {record['stopped_by']}"
+    lengths = record["lengths"]
+    longest = f"{lengths[-1]:,}" if lengths else f"less than {record['first_length']:,}"
+    limit = f"in steps of {record['length_step']:,}; stopped by {record['stopped_by']}"
     return "\n".join(
         [
             measure.environment_line(record["environment"]),
             f"{llama.model_line(record)}; custom kernels: {', '.join(record['kernels']) or 'none'}",
-            f"Longest sequence that fits, batch 1: {longest} ({limit})",
+            f"Longest sequence that fits, batch 1: {longest} tokens ({limit})",
         ]
     )

@@ -88,10 +88,10 @@ def test_the_longest_sequence_from_a_record():
     record = {
         "kind": "longest", "environment": GPU, "model": "tiny", "weights": "random weights", "parameters": 1234,
         "dtype": "bf16", "kernels": ["rmsnorm", "adamw"], "lengths": [1024, 2048], "peaks": [1, 2],
-        "stopped_by": "the GPU's memory",
+        "length_step": 1024, "stopped_by": "the GPU's memory",
     }  # fmt: skip
     text = ladder.render_longest(record)
-    assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of" in text
+    assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of 1,024" in text
     assert "stopped by the GPU's memory" in text and "custom kernels: rmsnorm, adamw" in text
     nothing = ladder.render_longest(record | {"lengths": [], "first_length": 4096, "kernels": []})
     assert "less than 4,096 tokens" in nothing and "custom kernels: none" in nothing
