@@ -12,8 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,54 +20,11 @@ import compare_runs
 import llama
 import measure
 from apply_kernels import apply_kernels, make_optimizer, model_kernels
+from diagnose import RUNGS, sizes_of
 from measure import HAS_GPU, RunError, UserError
 
 HERE = Path(__file__).parent
 LONGEST_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one pass over the tensors of a step, from the model's configuration."""
-
-    weights: int  # all parameters
-    stream: int  # (B*T, H), once per layer
-    heads: int  # q and k, once per layer
-    inner: int  # (B*T, I), once per layer
-    logits: int  # (B*T, V)
-
-
-def sizes_of(config, args: argparse.Namespace) -> Sizes:
-    width = torch.finfo(llama.DTYPES[args.dtype]).bits // 8
-    per_layer = width * args.batch_size * args.seq_len * config.num_hidden_layers
-    head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    return Sizes(
-        weights=width * llama.parameter_count(config),
-        stream=per_layer * config.hidden_size,
-        heads=per_layer * head_columns,
-        inner=per_layer * config.intermediate_size,
-        logits=width * args.batch_size * args.seq_len * config.vocab_size,
-    )
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One step of the ladder: the kernel that it adds, what that replaces, and the bytes that remain."""
-
-    name: str
-    category: str | None  # of profile_baseline.py
-    floor_bytes: Callable[[Sizes], float]  # what the kernel still has to read and write
-
-
-RUNGS = [
-    Rung("adamw", "optimizer", lambda s: 7 * s.weights),  # p, g, m, v in; p, m, v out
-    Rung("rmsnorm", "normalization", lambda s: 2 * 5 * s.stream),  # two norms: x, y; dy, x, dx
-    Rung("rope", "rotary", lambda s: 4 * s.heads),  # q, k in and out; their gradients
-    Rung("swiglu", "activation", lambda s: 9 * s.inner),  # gate, up, y; dy, gate, up, dgate, dup, y
-    Rung("linear_cross_entropy", "loss", lambda s: 2 * s.logits),  # logits in, their gradient out
-    # Two additions of three passes less (q, k, v share an input), two norms of two passes more: for the memory.
-    Rung("fused_layer", None, lambda s: (2 * 2 - 2 * 3) * s.stream),
-]
 CUDA_GRAPH = "cuda_graph"
 
 

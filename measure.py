@@ -270,10 +270,10 @@ def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
     return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
 
 
-def matmul_rate(n: int = 8192) -> float:
-    """Measured bf16 matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
+def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Measured matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
     n = n if HAS_GPU else 512
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 

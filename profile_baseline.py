@@ -6,6 +6,8 @@
     python profile_baseline.py --random-init                         # without access to the weights
     python profile_baseline.py --memory --plot memory.png            # what fills the memory, at the peak and before it
     python profile_baseline.py --estimate                            # the memory alone, before a run, on any machine
+    python profile_baseline.py --json a.json --plot a.png            # what each part could gain, as a picture too
+    python profile_baseline.py --compare a.json b.json               # what a kernel changed, beside what was predicted
 
 The profiler records two streams of events: operations that the CPU calls
 (aten::mm) and kernels that they make the GPU run.  A kernel knows the operation
@@ -13,16 +15,18 @@ that launched it, but `aten::mul` may be a norm, the loss or AdamW.  To tell the
 apart the script opens named ranges around parts of the model, and finds for each
 kernel the range that it was launched for (`category_of`).
 
-Without a GPU the CPU time of each operation takes the kernels' place.
+Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean, diagnose.py tells.
 """
 
 import argparse
 import contextlib
+import itertools
+import json
 import re
 import statistics
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -30,19 +34,22 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+import diagnose
 import llama
 import measure
 import memory_estimate
 import memory_profile
 from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from diagnose import NOTHING, OTHER, Cost, Sizes
 from measure import HAS_GPU, RunError, UserError
 
 # after `measure`, which decides how triton (imported by transformers) will run
 from transformers.models.llama import modeling_llama  # isort: skip
 
 TIMED_STEPS = 3
+RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
 TOP = 20
-OTHER, UNATTRIBUTED = "other elementwise and copies", "unattributed"
+UNATTRIBUTED = "unattributed"
 CATEGORIES = [
     "matmul", "attention", "normalization", "loss", "activation", "rotary", OTHER, "optimizer", UNATTRIBUTED,
 ]  # fmt: skip
@@ -72,6 +79,8 @@ CATEGORY_OF_TRITON_KERNEL = {
 }  # fmt: skip
 CATEGORY_OF_KERNEL = {"matmul": re.compile("gemm|cutlass|nvjet"), "attention": re.compile("flash|fmha|sdpa")}
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync, ...
+LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
+WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits until the GPU is done
 PROFILER_OVERHEADS = {  # CUPTI's names for what the profiler and the driver do to the run
     "Command Buffer Full", "Buffer Flush", "Instrumentation", "Resource", "Activity Buffer Request", "Driver Compiler",
     "Lazy Function Loading", "Runtime Triggered Module Loading", "UVM Activity Init", "Unknown",
@@ -283,33 +292,87 @@ def busy_us(events: list[FunctionEvent]) -> float:
     return total
 
 
-def attribute(events: list[FunctionEvent]) -> dict:
-    """The profile in numbers: operations, categories and phases, each of which adds up to the same total."""
+def cost_of(work: Work, operation: FunctionEvent | None, costs: dict[int, Cost], on_gpu: bool) -> Cost:
+    """What a piece of work moves and computes, if it is the first of its operation.
+
+    Without a GPU every operation is work, also the one that calls others.  Then the innermost of them counts; but
+    attention is one operation, whatever it calls.
+    """
+    if operation is None or operation.id not in costs:
+        return NOTHING
+    if not on_gpu and not diagnose.ATTENTION.match(operation.name):
+
+        def calls(event: FunctionEvent) -> bool:
+            return any(child.id in costs or calls(child) for child in event.cpu_children)
+
+        if calls(operation):
+            return NOTHING
+    return costs[operation.id]
+
+
+def attribute(events: list[FunctionEvent], costs: dict[int, Cost] | None = None, sizes: Sizes | None = None) -> dict:
+    """The profile in numbers: operations, categories and phases, each of which adds up to the same total.
+
+    Args:
+        costs: what each operation moves and computes, by its number; 0 unless given.
+        sizes: of the model, for the same of our kernels; 0 unless given.
+    """
+    costs, on_gpu = costs or {}, bool(gpu_events(events))
     forward = forward_operations(events)
-    operations = defaultdict(lambda: {"us": 0.0, "launchers": set()})
-    categories = {name: {"us": 0.0, "launches": 0} for name in CATEGORIES}
+    operations = defaultdict(lambda: {"us": 0.0, "launchers": set(), "launches": 0, "bytes": 0.0, "flops": 0.0})
+    categories = {name: {"us": 0.0, "launches": 0, "bytes": 0.0, "flops": 0.0} for name in CATEGORIES}
     phases = {name: {"us": 0.0, "launches": 0} for name in PHASES}
-    for work in work_of(events):
+    pieces = work_of(events)
+    launches = Counter(work.name for work in pieces)
+    for work in pieces:
         # the operation nearest to the kernel; a kernel launched straight from a range stands for itself
         operation = next(filter(is_operation, ancestors(work.launcher)), None)
         row = operations[operation.name if operation else work.name]
-        row["us"] += work.us
+        cost = diagnose.cost_of_kernel(work.name, launches[work.name], sizes) if sizes else None
+        if cost is None:
+            known = operation in row["launchers"]
+            cost = NOTHING if known else cost_of(work, operation, costs, on_gpu)
         row["launchers"].add(operation or work)
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:
             category, phase = category_of(work.launcher, forward), phase_of(work.launcher)
         category = category_of_triton_kernel(work.name) or category
-        for table, name in ((categories, category), (phases, phase)):
-            table[name]["us"] += work.us
-            table[name]["launches"] += 1
-    rows = [{"name": n, "us": row["us"], "calls": len(row["launchers"])} for n, row in operations.items()]
+        for part in (row, categories[category], phases[phase]):
+            part["us"] += work.us
+            part["launches"] += 1
+        for part in (row, categories[category]):
+            part["bytes"] += cost.n_bytes
+            part["flops"] += cost.flops
+    rows = [{"name": name, "calls": len(row.pop("launchers")), **row} for name, row in operations.items()]
     return {
-        "device": "CUDA" if gpu_events(events) else "CPU",
+        "device": "CUDA" if on_gpu else "CPU",
         "operations": sorted(rows, key=lambda row: -row["us"]),
         "categories": categories,
         "phases": phases,
         "busy_us": busy_us(events),
     }
+
+
+def idle_times(events: list[FunctionEvent]) -> dict:
+    """When did the GPU wait between its first kernel and its last, and for what?  Microseconds.
+
+    In a gap in which the host came back from waiting for the GPU, nothing had been queued: that is what the waiting
+    costs.  In any other gap the host was just not fast enough; `host_us` is its median time from launch to launch.
+    """
+    calls = [e for e in events if e.device_type == DeviceType.CPU]
+    returns = [e.time_range.end for e in calls if WAITING_CALL.match(e.name)]
+    starts = sorted(e.time_range.start for e in calls if LAUNCH_CALL.match(e.name))
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in gpu_events(events))
+    idle = waited = 0.0
+    busy_until = kernels[0][0]
+    for start, end in kernels:
+        if start > busy_until:
+            idle += start - busy_until
+            if any(busy_until <= returned <= start for returned in returns):
+                waited += start - busy_until
+        busy_until = max(busy_until, end)
+    between = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    return {"idle_us": idle, "synchronization_us": waited, "host_us": statistics.median(between)}
 
 
 # ---------------------------------------------------------------- the run
@@ -322,21 +385,44 @@ def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
     return 1e3 * seconds
 
 
-def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) -> tuple[profile, float]:
-    """The last of two steps under the profiler, and its milliseconds.
+def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> tuple[profile, float]:
+    """A step on each of two batches; the second one's profile and milliseconds.
 
     The first is thrown away: it pays for attaching the profiler to the GPU.
     """
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else [])
-    record_second = schedule(wait=0, warmup=1, active=1, repeat=1)
-    with (
-        category_ranges(model),
-        profile(activities=activities, schedule=record_second, with_stack=stacks) as profiler,
-    ):
+    with profiler:
         for batch in batches:
             step_ms = timed_step(model, optimizer, batch)
             profiler.step()
     return profiler, step_ms
+
+
+def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) -> tuple[profile, float]:
+    """Which kernel was launched for what, with the shapes of all operations, at the host's expense: see `timeline`."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else [])
+    profiler = profile(activities=activities, schedule=RECORD_SECOND, record_shapes=True, with_stack=stacks)
+    with category_ranges(model):
+        return last_of(profiler, model, optimizer, batches)
+
+
+def timeline(model, optimizer, batches: list[llama.Batch]) -> dict:
+    """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
+
+    Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a kernel takes as long
+    as ever, but the time between kernels would be the profiler's.
+    """
+    profiler, step_ms = last_of(
+        profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND), model, optimizer, batches
+    )
+    return {"step_ms": step_ms, **idle_times(profiler.events())}
+
+
+def measure_ceilings(dtype: torch.dtype) -> dict:
+    """What this GPU can do at most; before the model is built, which needs the memory."""
+    ceilings = {"copy_gbs": measure.copy_bandwidth(), "matmul_tflops": measure.matmul_rate(dtype=dtype)}
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+    return ceilings
 
 
 def profile_training(args: argparse.Namespace) -> dict:
@@ -344,11 +430,13 @@ def profile_training(args: argparse.Namespace) -> dict:
 
     Time and peak memory come from steps without the profiler, which slows the CPU down.
     """
+    ceilings = measure_ceilings(llama.DTYPES[args.dtype])
     model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
-    data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 2)
+    sizes = diagnose.sizes_of(model.config, args)
+    data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 4)
     optimizer = make_optimizer(model, 1e-5, args.kernels)
     batches = [batch.to(llama.DEVICE) for batch in data.train]
-    warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -2], batches[-2:]
+    warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -4], batches[-4:]
 
     for batch in warmup:
         timed_step(model, optimizer, batch)
@@ -357,15 +445,17 @@ def profile_training(args: argparse.Namespace) -> dict:
         torch.cuda.reset_peak_memory_stats()
     step_ms = [timed_step(model, optimizer, batch) for batch in timed]
     peak_memory = measure.peak_memory_bytes()
-    profiler, profiled_ms = profiled_step(model, optimizer, profiled, args.stacks)
+    idle = timeline(model, optimizer, profiled[:2]) if HAS_GPU else None
+    profiler, profiled_ms = profiled_step(model, optimizer, profiled[2:], args.stacks)
     profiler.export_chrome_trace(args.trace)
-    parts = attribute(profiler.events())
+    costs = diagnose.costs_of_trace(json.loads(Path(args.trace).read_text()), sizes, args.seq_len)
+    parts = attribute(profiler.events(), costs, sizes)
     if HAS_GPU and parts["device"] == "CPU":
         raise RunError("no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)")
     return {
         "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
         **llama.describe_workload(model, args), "warmup_steps": args.warmup,
-        **parts,
+        **parts, "ceilings": ceilings, "sizes": asdict(sizes), "timeline": idle,
         "step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "profiled_step_ms": profiled_ms,
         "resting_memory_bytes": resting_memory, "peak_memory_bytes": peak_memory,
         "trace": args.trace, "trace_bytes": Path(args.trace).stat().st_size,
@@ -408,10 +498,15 @@ def totals(record: dict) -> str:
     busy_ms, step_ms = record["busy_us"] / 1e3, record["median_step_ms"]
     idle = max(0.0, 1 - busy_ms / step_ms)
     resting = measure.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    profiled = [("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms")]
+    if record.get("timeline"):
+        idle = record["timeline"]["idle_us"] / 1e3 / step_ms
+        slower = ("Kernels recorded:", record["timeline"]["step_ms"]), ("Shapes too:", record["profiled_step_ms"])
+        profiled = [(name, f"{ms:,.1f} ms ({100 * (ms / step_ms - 1):+.1f} %)") for name, ms in slower]
     lines = [
         ("GPU busy:" if on_gpu else "In operations:", f"{busy_ms:,.1f} ms"),
         ("Step without the profiler:", f"{step_ms:,.1f} ms (median of {len(record['step_ms'])})"),
-        ("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms"),
+        *profiled,
         ("GPU idle share:" if on_gpu else "Outside operations:", f"{100 * idle:.1f} %"),
         ("Memory before the step:", f"{resting} GB (weights and optimizer state)" if on_gpu else resting),
         (f"Peak {'GPU' if on_gpu else 'process'} memory:", f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
@@ -438,6 +533,7 @@ def render(record: dict) -> str:
             "",
             totals(record),
             "",
+            *([diagnose.render(record), ""] if "ceilings" in record else []),  # older records have none
             f"Chrome trace: {record['trace']} ({record['trace_bytes'] / 1e6:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]
@@ -459,11 +555,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add_mode = parser.add_mutually_exclusive_group().add_argument
     add_mode("--estimate", action="store_true", help="how much memory a step will need on a GPU; runs none")
     add_mode("--memory", action="store_true", help="what the memory of a step is made of; runs it")
-    add("--plot", metavar="FILE.png", help="with --memory: the parts over the step, as a picture")
+    add_mode("--compare", nargs=2, metavar=("BEFORE.json", "AFTER.json"), help="two records of --json; runs nothing")
+    add("--plot", metavar="FILE.png", help="the roofline as a picture; with --memory: the parts over the step")
     add("--memory-snapshot", metavar="FILE.pickle", help="with --memory: a step for https://pytorch.org/memory_viz")
     args = parser.parse_args(arguments)
-    if (args.plot or args.memory_snapshot) and not args.memory:
-        raise UserError("--plot and --memory-snapshot show the memory of a step: add --memory")
+    if args.memory_snapshot and not args.memory:
+        raise UserError("--memory-snapshot shows the memory of a step: add --memory")
+    if args.plot and not args.plot.endswith(".png"):
+        raise UserError(f"--plot {args.plot} must end in .png")
+    if args.plot and args.estimate:
+        raise UserError("--plot draws the operations of a step, and --estimate runs none; give one of the two")
     if args.estimate and not HAS_GPU:  # it is of a run with one
         parser.set_defaults(seq_len=512, dtype="bf16")
         args = parser.parse_args(arguments)
@@ -478,6 +579,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     llama.check_outputs(args)
+    measure.require_writable(args.plot)
+    if args.compare:
+        return diagnose.compare(*args.compare, args.plot)
     if args.estimate:
         return memory_estimate.report(args)
     if args.memory:
@@ -487,6 +591,8 @@ def main() -> None:
         print(measure.NO_GPU_NOTE + "\n")
     record = profile_training(args)
     print(render(record))
+    if args.plot:
+        diagnose.plot([record], args.plot)
     measure.write_record(args.json, record)
 
 

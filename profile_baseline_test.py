@@ -90,6 +90,11 @@ class Timeline:
         return attribute(events)
 
 
+def operations(profile: dict) -> list[dict]:
+    """The rows of the playbook's table, without what the diagnosis adds."""
+    return [{key: row[key] for key in ("name", "us", "calls")} for row in profile["operations"]]
+
+
 def found(profile: dict) -> dict[str, float]:
     """Category -> microseconds, empty ones left out."""
     return {name: part["us"] for name, part in profile["categories"].items() if part["launches"]}
@@ -191,8 +196,8 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
         t.call("aten::sum", "reduce", 16.0)
     profile = t.attribute()
     assert found(profile) == {"normalization": 25.0, "loss": 6.0}
-    assert profile["operations"][0] == {"name": "aten::sum", "us": 16.0, "calls": 1}
-    assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in profile["operations"]
+    assert operations(profile)[0] == {"name": "aten::sum", "us": 16.0, "calls": 1}
+    assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in operations(profile)
 
 
 OUR_KERNELS = {
@@ -279,7 +284,7 @@ def test_a_kernel_launched_straight_from_a_range_is_found_through_its_cuda_call(
     profile = t.attribute()
     assert found(profile) == {"optimizer": 3.0}
     assert profile["phases"]["optimizer"] == {"us": 3.0, "launches": 1}
-    assert profile["operations"] == [{"name": "_adamw_kernel", "us": 3.0, "calls": 1}]
+    assert operations(profile) == [{"name": "_adamw_kernel", "us": 3.0, "calls": 1}]
 
 
 def test_a_kernel_of_unknown_origin_is_counted_by_its_name_or_as_unattributed():
@@ -331,7 +336,7 @@ def test_equal_kernels_of_different_operations_are_shared_out_between_them():
             t.call("aten::mul", "mul", 5.0)
     profile = t.attribute()
     assert found(profile) == {"normalization": 5.0, "loss": 10.0}
-    assert profile["operations"] == [{"name": "aten::mul", "us": 15.0, "calls": 3}]
+    assert operations(profile) == [{"name": "aten::mul", "us": 15.0, "calls": 3}]
 
 
 def test_calls_count_operations_and_launches_count_kernels():
@@ -340,7 +345,7 @@ def test_calls_count_operations_and_launches_count_kernels():
         t.launch("first", 1.0)
         t.launch("second", 2.0)
     profile = t.attribute()
-    assert profile["operations"] == [{"name": "aten::cross_entropy_loss", "us": 3.0, "calls": 1}]
+    assert operations(profile) == [{"name": "aten::cross_entropy_loss", "us": 3.0, "calls": 1}]
     assert profile["categories"]["loss"]["launches"] == 2
 
 
