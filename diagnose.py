@@ -180,14 +180,14 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: int) -> Cost:
     operands = operands_of(inputs, sizes)
     kind = name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
     in_place = name.endswith("_")
-    if not operands or not name.startswith("aten::"):
+    if not name.startswith("aten::") or all(operand.shape == () for operand in operands):  # nothing, or single numbers
         return NOTHING
     first, read = operands[0], sum(operand.n_bytes for operand in operands)
     if kind in MATMULS:
         a, b = operands[MATMULS[kind] : MATMULS[kind] + 2]
         result = math.prod(a.shape[:-1]) * b.shape[-1]
         added = first.n_bytes if MATMULS[kind] else 0
-        return Cost(added + a.n_bytes + b.n_bytes + result * WIDTHS[a.dtype], 2.0 * result * a.shape[-1])
+        return Cost(added + a.n_bytes + b.n_bytes + result * WIDTHS[first.dtype], 2.0 * result * a.shape[-1])
     if ATTENTION.match(name):
         # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
         gradients = name.endswith("_backward")
@@ -463,10 +463,12 @@ def ceilings_line(record: dict) -> str:
 
 def host_line(record: dict) -> str:
     """What the host has to do with it."""
-    if record["timeline"] is not None:
-        return f"Host: {record['timeline']['host_us']:,.1f} us from one launch to the next (median)"
-    interpreted = ", which are interpreted and not counted here" if record["kernels"] else ""
-    return f"No GPU: the CPU's time of each operation, without the kernels of a GPU{interpreted}"
+    if record["timeline"] is None:
+        interpreted = "; kernels of ours are interpreted, and not counted" if record["kernels"] else ""
+        return f"No GPU: the times are the CPU's{interpreted}"
+    host_us = record["timeline"]["host_us"]
+    slow = f"it takes {host_us:,.1f} us from one launch to the next (median)" if host_us else "it never does"
+    return f"Where the GPU waits for the host: {slow}"
 
 
 def render(record: dict) -> str:
@@ -590,7 +592,7 @@ def plot(records: list[dict], path: str) -> None:
     first = records[0]
     tbs, matmul = first["ceilings"]["copy_gbs"] / 1e3, first["ceilings"]["matmul_tflops"]
     judged = [judge_categories(record) for record in records]
-    names = [name for name in judged[0] if all(name in findings for findings in judged)]
+    names = [name for name, f in judged[0].items() if f.flops and all(name in findings for findings in judged)]
     points = {  # where each category is, in all records
         name: [(f.flops / f.n_bytes, f.flops / f.us / 1e6) for f in (findings[name] for findings in judged)]
         for name in names

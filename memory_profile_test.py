@@ -370,7 +370,6 @@ def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
     [
         (["--memory", "--plot", "memory.jpg"], ["memory.jpg", ".png"]),
         (["--memory", "--plot", "file/memory.png"], ["cannot write file/memory.png"]),
-        (["--plot", "memory.png"], ["add --memory"]),
         (["--memory-snapshot", "step.pickle"], ["add --memory"]),
         (["--memory", "--estimate"], ["--memory", "--estimate"]),
     ],

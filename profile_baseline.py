@@ -292,22 +292,18 @@ def busy_us(events: list[FunctionEvent]) -> float:
     return total
 
 
-def cost_of(work: Work, operation: FunctionEvent | None, costs: dict[int, Cost], on_gpu: bool) -> Cost:
-    """What a piece of work moves and computes, if it is the first of its operation.
+def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[int, Cost]:
+    """The costs without a GPU, where an operation that calls others is work too: its own or theirs, whichever is more.
 
-    Without a GPU every operation is work, also the one that calls others.  Then the innermost of them counts; but
-    attention is one operation, whatever it calls.
+    On a GPU the operation that launched a kernel did the work.
     """
-    if operation is None or operation.id not in costs:
-        return NOTHING
-    if not on_gpu and not diagnose.ATTENTION.match(operation.name):
 
-        def calls(event: FunctionEvent) -> bool:
-            return any(child.id in costs or calls(child) for child in event.cpu_children)
+    def visit(event: FunctionEvent) -> dict[int, Cost]:
+        inside = {number: cost for child in event.cpu_children for number, cost in visit(child).items()}
+        own = costs.get(event.id, NOTHING)
+        return {event.id: own} if own.n_bytes > sum(cost.n_bytes for cost in inside.values()) else inside
 
-        if calls(operation):
-            return NOTHING
-    return costs[operation.id]
+    return {number: cost for e in events if e.cpu_parent is None for number, cost in visit(e).items()}
 
 
 def attribute(events: list[FunctionEvent], costs: dict[int, Cost] | None = None, sizes: Sizes | None = None) -> dict:
@@ -317,7 +313,8 @@ def attribute(events: list[FunctionEvent], costs: dict[int, Cost] | None = None,
         costs: what each operation moves and computes, by its number; 0 unless given.
         sizes: of the model, for the same of our kernels; 0 unless given.
     """
-    costs, on_gpu = costs or {}, bool(gpu_events(events))
+    on_gpu = bool(gpu_events(events))
+    costs = (costs if on_gpu else counted_once(events, costs)) if costs else {}
     forward = forward_operations(events)
     operations = defaultdict(lambda: {"us": 0.0, "launchers": set(), "launches": 0, "bytes": 0.0, "flops": 0.0})
     categories = {name: {"us": 0.0, "launches": 0, "bytes": 0.0, "flops": 0.0} for name in CATEGORIES}
@@ -329,9 +326,9 @@ def attribute(events: list[FunctionEvent], costs: dict[int, Cost] | None = None,
         operation = next(filter(is_operation, ancestors(work.launcher)), None)
         row = operations[operation.name if operation else work.name]
         cost = diagnose.cost_of_kernel(work.name, launches[work.name], sizes) if sizes else None
-        if cost is None:
-            known = operation in row["launchers"]
-            cost = NOTHING if known else cost_of(work, operation, costs, on_gpu)
+        if cost is None:  # that of its operation, once
+            counts = operation is not None and operation not in row["launchers"]
+            cost = costs.get(operation.id, NOTHING) if counts else NOTHING
         row["launchers"].add(operation or work)
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:
@@ -354,25 +351,28 @@ def attribute(events: list[FunctionEvent], costs: dict[int, Cost] | None = None,
 
 
 def idle_times(events: list[FunctionEvent]) -> dict:
-    """When did the GPU wait between its first kernel and its last, and for what?  Microseconds.
+    """Where did the GPU have nothing to do between its first kernel and its last, and why?  Microseconds.
 
-    In a gap in which the host came back from waiting for the GPU, nothing had been queued: that is what the waiting
-    costs.  In any other gap the host was just not fast enough; `host_us` is its median time from launch to launch.
+    Where a kernel had been launched before the one ahead of it ended, the time between the two is the GPU's own.  Else
+    it waited for the host.  If the host came back from waiting for the GPU in that gap, that is why nothing had been
+    queued; if not, it was too slow: `host_us` is its median time from the launch before to such a launch.
     """
-    calls = [e for e in events if e.device_type == DeviceType.CPU]
-    returns = [e.time_range.end for e in calls if WAITING_CALL.match(e.name)]
-    starts = sorted(e.time_range.start for e in calls if LAUNCH_CALL.match(e.name))
-    kernels = sorted((e.time_range.start, e.time_range.end) for e in gpu_events(events))
-    idle = waited = 0.0
-    busy_until = kernels[0][0]
-    for start, end in kernels:
-        if start > busy_until:
+    on_host = sorted((e for e in events if e.device_type == DeviceType.CPU), key=lambda e: e.time_range.start)
+    returns = [e.time_range.end for e in on_host if WAITING_CALL.match(e.name)]
+    calls = [e for e in on_host if LAUNCH_CALL.match(e.name)]
+    launched = {call.id: (call, before) for before, call in itertools.pairwise(calls)}
+    first, *others = sorted(gpu_events(events), key=lambda e: e.time_range.start)
+    idle, waited, paces, busy_until = 0.0, 0.0, [], first.time_range.end
+    for kernel in others:
+        start, (call, before) = kernel.time_range.start, launched.get(kernel.id, (None, None))
+        if call is not None and start > busy_until and call.time_range.end > busy_until:
             idle += start - busy_until
             if any(busy_until <= returned <= start for returned in returns):
                 waited += start - busy_until
-        busy_until = max(busy_until, end)
-    between = [later - earlier for earlier, later in itertools.pairwise(starts)]
-    return {"idle_us": idle, "synchronization_us": waited, "host_us": statistics.median(between)}
+            else:
+                paces.append(call.time_range.start - before.time_range.start)
+        busy_until = max(busy_until, kernel.time_range.end)
+    return {"idle_us": idle, "synchronization_us": waited, "host_us": statistics.median(paces or [0.0])}
 
 
 # ---------------------------------------------------------------- the run
@@ -394,6 +394,8 @@ def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> 
         for batch in batches:
             step_ms = timed_step(model, optimizer, batch)
             profiler.step()
+    if HAS_GPU and not gpu_events(profiler.events()):
+        raise RunError("no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)")
     return profiler, step_ms
 
 
@@ -450,8 +452,6 @@ def profile_training(args: argparse.Namespace) -> dict:
     profiler.export_chrome_trace(args.trace)
     costs = diagnose.costs_of_trace(json.loads(Path(args.trace).read_text()), sizes, args.seq_len)
     parts = attribute(profiler.events(), costs, sizes)
-    if HAS_GPU and parts["device"] == "CPU":
-        raise RunError("no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)")
     return {
         "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
         **llama.describe_workload(model, args), "warmup_steps": args.warmup,

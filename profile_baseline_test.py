@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import apply_kernels
+import diagnose
 import llama
 import measure
 import profile_baseline
@@ -84,10 +85,10 @@ class Timeline:
         with self.op(name, **fields):
             self.launch(kernel, us)
 
-    def attribute(self) -> dict:
+    def attribute(self, *costs) -> dict:
         events = EventList(self.events, use_device="cuda")
         events._build_tree()
-        return attribute(events)
+        return attribute(events, *costs)
 
 
 def operations(profile: dict) -> list[dict]:
@@ -347,6 +348,43 @@ def test_calls_count_operations_and_launches_count_kernels():
     profile = t.attribute()
     assert operations(profile) == [{"name": "aten::cross_entropy_loss", "us": 3.0, "calls": 1}]
     assert profile["categories"]["loss"]["launches"] == 2
+
+
+def test_what_an_operation_moves_counts_once_and_where_its_kernels_time_does():
+    """An operation may launch several kernels, and call others that launch their own."""
+    t = Timeline()
+    with t.range("loss"), t.op("aten::sum") as total:
+        with t.op("aten::fill_") as fill:
+            t.launch("fill", 1.0)
+        t.launch("first", 2.0)
+        t.launch("second", 4.0)
+    with t.range("normalization"):
+        for _ in range(2):
+            t.call("TritonRMSNormFunction", "_rmsnorm_fwd_kernel", 8.0)
+    with t.range("forward"), t.op("aten::mm") as unlaunched:
+        pass
+    sizes = diagnose.Sizes(weights=0, stream=300, heads=0, inner=0, logits=0, layers=3, width=2)
+    costs = {total.id: diagnose.Cost(100.0, 10.0), fill.id: diagnose.Cost(7.0, 0.0), unlaunched.id: diagnose.Cost(9, 9)}
+    profile = t.attribute(costs, sizes)
+    found = {name: (p["us"], p["bytes"], p["flops"]) for name, p in profile["categories"].items() if p["launches"]}
+    assert found == {"loss": (7.0, 107.0, 10.0), "normalization": (16.0, 2 * 2 * 100, 2 * 4 * 50)}
+    rows = {row["name"]: (row["launches"], row["bytes"]) for row in profile["operations"]}
+    assert rows == {"aten::sum": (2, 100.0), "aten::fill_": (1, 7.0), "TritonRMSNormFunction": (2, 400.0)}
+
+
+def test_without_a_gpu_an_operation_or_what_it_calls_is_counted():
+    """aten::mean sums and divides, and nll_loss_backward first fills its result: the larger of the two counts."""
+    t = Timeline()
+    with t.op("aten::mean") as mean:
+        with t.op("aten::sum") as total, t.op("aten::fill_") as fill:
+            pass
+        with t.op("aten::div_") as div:
+            pass
+    costs = {mean.id: 50.0, total.id: 50.0, fill.id: 2.0, div.id: 4.0}
+    events = EventList(t.events, use_device="cuda")
+    events._build_tree()
+    costs = {number: diagnose.Cost(n_bytes, 0.0) for number, n_bytes in costs.items()}
+    assert set(profile_baseline.counted_once(events, costs)) == {total.id, div.id}
 
 
 def test_overlapping_kernels_keep_the_gpu_busy_once():

@@ -7,7 +7,8 @@
 README.md marks what comes from a record:
 
     <!-- output: results/a.json -->            the next fenced block is what the script printed, rendered again
-    <!-- output: results/a.json b.json -->     two or more fine-tuning records: the comparison of compare_runs.py
+    <!-- output: results/a.json b.json -->     two or more fine-tuning records: the comparison of compare_runs.py;
+                                               two profiles: that of profile_baseline.py --compare
     <!-- figure: name -->1.23<!-- / -->        one figure in a sentence; figures() below says how it is computed
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import benchmark_kernels
 import compare_runs
+import diagnose
 import ladder
 import llama
 import measure
@@ -39,6 +41,8 @@ def load(name: str) -> dict:
 def render(paths: list[str]) -> str:
     """What the script that wrote these records printed."""
     records = [json.loads((HERE / path).read_text()) for path in paths]
+    if len(records) > 1 and records[0]["kind"] == "profile":
+        return diagnose.render_comparison(*records)
     if len(records) > 1:
         return compare_runs.render(compare_runs.run_names(records), records)
     (record,) = records
