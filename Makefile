@@ -21,8 +21,9 @@ setup: $(SETUP)
 
 demo: $(SETUP)
 	$(PY) check_toolchain.py
-	$(PY) profile_baseline.py $(TINY)
-	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce
+	$(PY) profile_baseline.py $(TINY) --json demo/before.json
+	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce --json demo/after.json
+	$(PY) profile_baseline.py --compare demo/before.json demo/after.json --plot demo/roofline.png
 	$(PY) profile_baseline.py $(TINY) --memory --plot demo/memory.png
 	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
 	$(PY) finetune_optimized.py $(TINY) --json demo/optimized.json

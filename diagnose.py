@@ -44,6 +44,7 @@ TARGET = 0.9  # of a ceiling
 IDLE_SHARE = 0.02  # of the step: below it, short kernels wait in the GPU's queue and not for the host
 LEAST_SHARE = 0.001  # of the step: a smaller gain is not worth a line
 TOP = 12
+NAMED = 6  # operations that came or went
 OTHER = "other elementwise and copies"
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
 LAUNCHES, SYNCHRONIZATION = "GPU idle: launches", "GPU idle: synchronization"
@@ -99,7 +100,9 @@ RUNGS = [
     Rung("fused_layer", None, lambda s: (2 * 2 - 2 * 3) * s.stream),
 ]
 RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
-CATEGORY_OF_KERNEL = {rung.name: rung.category for rung in RUNGS if rung.category} | {"cross_entropy": "loss"}
+CATEGORIES_OF_KERNEL = {rung.name: {rung.category} for rung in RUNGS} | {
+    "cross_entropy": {"loss"}, "fused_layer": {"normalization", "activation", "rotary"},
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is moved: PyTorch's operations
@@ -298,12 +301,14 @@ def advice_for(category: str, record: dict) -> str:
     """What to do about a category: a flag of this project, where there is one."""
     rung = RUNG_OF_CATEGORY.get(category)
     if rung is None:
-        fixed = {
+        in_trace = "look them up in the trace"
+        fused = "fused_layer" in record["kernels"]
+        elsewhere = {
             "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
             "attention": "no kernel of ours; PyTorch chooses cuDNN's or flash attention",
-            OTHER: "--kernels all: its fused layer needs fewer of them",
+            OTHER: in_trace if fused else "--kernels all: its fused layer needs fewer of them",
         }
-        return fixed.get(category, "look it up in the trace")
+        return elsewhere.get(category, in_trace)
     if rung.name not in record["kernels"]:
         return f"--kernels {rung.name}"
     return f"its kernel is on; benchmark_kernels.py --kernel {rung.name}"
@@ -332,15 +337,15 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
     )  # fmt: skip
 
 
+def replaced_by(kernels: list[str]) -> set[str]:
+    """The categories that these kernels take over."""
+    return set().union(*(CATEGORIES_OF_KERNEL[name] for name in kernels))
+
+
 def counted(record: dict) -> dict[str, dict]:
     """The categories whose bytes are known: not those of kernels that Triton's interpreter ran."""
-    interpreted = {CATEGORY_OF_KERNEL.get(name) for name in record["kernels"]} if record["device"] == "CPU" else set()
-    if interpreted and "fused_layer" in record["kernels"]:
-        interpreted |= {"normalization", "activation", "rotary"}
-    return {
-        name: part for name, part in record["categories"].items() if part["launches"] and part["bytes"]
-        and name not in interpreted
-    }  # fmt: skip
+    interpreted = replaced_by(record["kernels"]) if record["device"] == "CPU" else set()
+    return {name: part for name, part in record["categories"].items() if part["bytes"] and name not in interpreted}
 
 
 def judge_categories(record: dict) -> dict[str, Finding]:
@@ -437,7 +442,7 @@ def percent_of_step(finding: Finding, record: dict) -> str:
 def decision(record: dict, findings: list[Finding]) -> list[str]:
     """Three lines: the largest recoverable cost, what to do about it, what it should gain."""
     if not findings:
-        return [f"Nothing is left to recover: all parts run at {100 * TARGET:.0f} % of their ceilings or more."]
+        return [f"Nothing is left to recover: no part of it could make the step {100 * LEAST_SHARE:.1f} % shorter."]
     first = findings[0]
     cost = f"{first.name}, {first.us / 1e3:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
     if first.necessary is not None:
@@ -500,8 +505,8 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
     if "ceilings" not in before:
         return {}
     findings = judge_categories(before)
-    replaced = {CATEGORY_OF_KERNEL.get(name) for name in after["kernels"] if name not in before["kernels"]}
-    return {name: findings[name].gain_us for name in replaced if name in findings}
+    replaced = replaced_by([name for name in after["kernels"] if name not in before["kernels"]])
+    return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
 def render_comparison(before: dict, after: dict) -> str:
@@ -513,21 +518,22 @@ def render_comparison(before: dict, after: dict) -> str:
     differences = [f"{key} {after[key]} (not {before[key]})" for key in SAME_WORKLOAD if before[key] != after[key]]
     if differences:
         raise UserError(f"the profiles are not of one workload: {'; '.join(differences)}; give two that are")
-    predicted = predicted_gains(before, after)
-    rows = []
+    predicted, rows = predicted_gains(before, after), []
+    moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
+    unit, size = decimal_unit([part["bytes"] for parts in moved for part in parts.values()], "GB", "MB", 1e9)
     for name, old in before["categories"].items():
         new = after["categories"][name]
         if old["launches"] or new["launches"]:
             rows.append(comparison_row(name, old["us"], new["us"], predicted.get(name)))
             rows[-1] += [f"{old['launches']:,}", f"{new['launches']:,}"]
-            rows[-1] += [short(part["bytes"] / 1e9) if part.get("bytes") else "n/a" for part in (old, new)]
+            rows[-1] += [short(parts[name]["bytes"] / size) if name in parts else "n/a" for parts in moved]
     if before.get("timeline") and after.get("timeline"):
         rows.append(comparison_row("GPU idle", *(r["timeline"]["idle_us"] for r in (before, after)), None))
     steps = (1e3 * r["median_step_ms"] for r in (before, after))
     rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
     headers = [
         "Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms", "Launches before", "after",
-        "Moved before, GB", "after",
+        f"Moved before, {unit}", "after",
     ]  # fmt: skip
     rows = [row + [""] * (len(headers) - len(row)) for row in rows]
     names = [{row["name"]: row for row in record["operations"]} for record in (before, after)]
@@ -571,7 +577,8 @@ def comparison_row(name: str, before_us: float, after_us: float, predicted_us: f
 def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) -> str:
     """The longest operations that the others do not have."""
     rows = sorted((row for name, row in operations.items() if name not in others), key=lambda row: -row["us"])
-    said = [f"{row['name'][:60]} ({row['calls']:,} calls, {row['us'] / 1e3:,.3f} ms)" for row in rows[:TOP]]
+    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:NAMED]]
+    said += [f"{len(rows) - NAMED} more"] if len(rows) > NAMED else []
     return f"{label} {', '.join(said) or 'nothing'}"
 
 
