@@ -525,9 +525,10 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     record = profile_baseline.profile_training(args)
     assert record["timeline"]["step_ms"] < 1.1 * record["median_step_ms"]
     assert record["timeline"]["idle_us"] < 0.2 * 1e3 * record["median_step_ms"]
-    for name, finding in diagnose.judge_categories(record).items():
-        assert 0.05 < finding.share < 1.5, name
-    assert diagnose.judge_categories(record)["matmul"].verdict == "compute-bound"
+    findings = diagnose.judge_categories(record)
+    for name in ("matmul", "normalization", "activation", "optimizer"):  # whose tensors no cache holds
+        assert 0.4 < findings[name].share < 1.2, name
+    assert findings["matmul"].verdict == "compute-bound" and findings["optimizer"].verdict == "bandwidth-bound"
 
     real = llama.training_step
 
