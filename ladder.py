@@ -161,8 +161,8 @@ def find_longest(args: argparse.Namespace) -> None:
     first = -(-args.seq_len // LONGEST_STEP) * LONGEST_STEP  # --seq-len or the next multiple
     record = {
         "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,
-        **llama.describe_workload(model, args), "first_length": first, "length_step": LONGEST_STEP, "lengths": [], "peaks": [],
-        "stopped_by": "the model's positions",
+        **llama.describe_workload(model, args), "first_length": first, "length_step": LONGEST_STEP,
+        "lengths": [], "peaks": [], "stopped_by": "the model's positions",
     }  # fmt: skip
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
