@@ -195,6 +195,10 @@ def figures() -> dict[str, str]:
             f"distill_{student}_before": f"{record['validation_loss_before']:.2f}",
             f"distill_{student}_after": f"{record['validation_loss_after']:.2f}",
         }
+    for name in ("distill_8b", "distill_8b_none"):
+        record = load(f"{name}.json")
+        values[f"{name}_ms"] = f"{1e3 * record['median_seconds']:.0f}"
+        values[f"{name}_gb"] = f"{record['peak_memory_bytes'] / 1e9:.1f}"
     values["norm_ms_before"] = f"{category_ms(load('profile_1x512.json'), 'normalization'):.1f}"
     values["norm_ms_after"] = f"{category_ms(load('profile_1x512_rmsnorm.json'), 'normalization'):.1f}"
     values["norm_launches"] = f"{load('profile_1x512.json')['categories']['normalization']['launches']:,}"
