@@ -116,7 +116,7 @@ def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) 
 def reverse_kl_arguments(reduction: str, vocab: int) -> Callable[[Callable[..., torch.Tensor]], tuple]:
     def arguments(t: Callable[..., torch.Tensor]) -> tuple:
         mask = torch.empty(B, T, dtype=torch.bool, device="cuda") if reduction == "batchmean" else None
-        return t(B, T, vocab), t(B, T, vocab), mask, 1.0, -100, reduction, None, True
+        return t(B, T, vocab), t(B, T, vocab), mask, 1.0, reduction, None, True
 
     return arguments
 
