@@ -37,8 +37,10 @@ from benchmark_problems import (
     IN_PLACE,
     KERNELS,
     LLAMA_VOCAB,
+    ONE_TILE,
     OURS,
     STEPS_DONE,
+    TWO_KERNELS,
     Implementation,
     Problem,
     find_peers,
@@ -422,7 +424,8 @@ def render(record: dict) -> str:
 
 # One colour per library, dashed where in place; apart for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = {
-    OURS: "#D55E00", EAGER: "#999999", "F.linear_": "#F0E442", "F.": "#56B4E9", COMPILED: "#0072B2",
+    OURS: "#D55E00", EAGER: "#999999", "F.linear_": "#F0E442", "F.kl_div in fp32": "#999999", "F.": "#56B4E9",
+    ONE_TILE: "#E69F00", COMPILED: "#0072B2",
     "torch.optim.AdamW,": "#56B4E9", "torch.optim": "#999999",
     "Liger": "#CC79A7", "QuACK": "#009E73", HOST_FLOOR: "#000000",
 }  # fmt: skip
@@ -431,6 +434,7 @@ COLOURS = {
 def line_style(name: str) -> dict:
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
     dashes = {HOST_FLOOR: ":", f"{OURS} under {COMPILED}": "-.", f"{OURS}, stochastic rounding": "-."}
+    dashes |= {TWO_KERNELS: "-."}
     return {
         "color": colour,
         "linestyle": dashes.get(name, "--" if name.endswith("in place") else "-"),
@@ -501,7 +505,7 @@ def number_list(text: str) -> list[int]:
 
 def sizes_of(kernel: str, args: argparse.Namespace) -> list[Size]:
     """Every combination of its dimensions, as the flags or the defaults have them."""
-    choices = [(each.flag and getattr(args, each.flag)) or [each.default] for each in KERNELS[kernel].dimensions]
+    choices = [(each.flag and getattr(args, each.flag)) or each.defaults for each in KERNELS[kernel].dimensions]
     return [size[0] if len(size) == 1 else size for size in itertools.product(*choices)]
 
 
@@ -527,7 +531,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--kernel", choices=[*KERNELS, "all"], default="all", help="what to measure (default: %(default)s)")
     add("--tokens", type=number_list, metavar="N,N,...", help=f"rows of the input (default here: {sizes})")
     for flag in ("hidden", "vocab"):
-        defaults = [f"{name} {each.default}" for name, spec in specs for each in spec.dimensions if each.flag == flag]
+        defaults = [
+            f"{name} {','.join(map(str, each.defaults))}"
+            for name, spec in specs for each in spec.dimensions if each.flag == flag
+        ]  # fmt: skip
         add(f"--{flag}", type=number_list, metavar="N,N,...", help=f"columns (default here: {'; '.join(defaults)})")
     add("--dtype", choices=DTYPES, default="bf16", help="of inputs and gradients (default: %(default)s)")
     add("--sweep", action="store_true", help="time our kernels alone, with other settings than their files carry")

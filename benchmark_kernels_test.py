@@ -1,5 +1,6 @@
 """Tests of the benchmark: what it prints, what it records, and what it refuses to time."""
 
+import ast
 import copy
 import importlib.util
 import json
@@ -8,9 +9,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import benchmark_kernels as bench
 import benchmark_problems as problems
@@ -70,6 +73,7 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
             6,
             [*EVERY[:7], "TFLOP/s", "% of matmul", "Extra MB", "Error dhidden", "Error dW target", "Error dW other"],
         ),
+        ("Reverse KL: every implementation", 7, [*EVERY, "Error probable", "Error other"]),
     ],
 )
 def test_table_has_its_title_and_columns_and_both_sizes(finished, title, lines_before_headers, headers):
@@ -100,7 +104,7 @@ def test_host_time_is_measured_for_every_implementation(finished):
     rows = [row for section in record["sections"] for row in section["rows"]]
     assert {bench.HOST_FLOOR, bench.OURS, bench.IN_PLACE} <= {row["implementation"] for row in rows}
     assert all(row["host_us"] > 0 for row in rows)
-    assert stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == 6
+    assert stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == 7
 
 
 def row_of(text: str, implementation: str) -> list[str]:
@@ -119,7 +123,7 @@ def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
     at = EVERY.index("Host")
     assert new[at] != "n/a" and old[at] == "n/a"
     assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
-    assert bench.render(record).count("First call (compilation): n/a\n") == 6
+    assert bench.render(record).count("First call (compilation): n/a\n") == 7
 
 
 def test_rendering_changes_nothing(finished):
@@ -252,6 +256,7 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     sizes = [("rmsnorm", 64), ("rmsnorm", 4096), ("cross_entropy", 8), ("cross_entropy", 100)]
     sizes += [("swiglu", 64), ("swiglu", 4096), ("rope", 40 * 128), ("adamw", ())]
     sizes += [("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]]
+    sizes += [("reverse_kl", 8), ("reverse_kl", 100)]
     tokens = {"adamw": [problems.PARAMETERS]}
     assert asked == [(kernel, tokens.get(kernel, [2, 4]), size, "fp32") for kernel, size in sizes]
     record = json.loads((tmp_path / "run.json").read_text())
@@ -259,7 +264,14 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
         (s["kernel"], s["size"] if isinstance(s["size"], int) else tuple(s["size"])) for s in record["sections"]
     ] == sizes
     assert record["absent"] == ["QuACK: not installed"]
-    assert outcome.out.count("all sizes") == 4
+    assert outcome.out.count("all sizes") == 5
+
+
+def test_kernel_may_have_several_sizes_unless_told(monkeypatch):
+    monkeypatch.setitem(bench.KERNELS, "two", SimpleNamespace(dimensions=(problems.Dimension("v", (30, 60), "vocab"),)))
+    assert bench.sizes_of("two", SimpleNamespace(vocab=None)) == [30, 60]
+    assert bench.sizes_of("two", SimpleNamespace(vocab=[7])) == [7]
+    assert bench.sizes_of("cross_entropy", SimpleNamespace(vocab=None)) == [problems.VOCAB]
 
 
 def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, monkeypatch):
@@ -290,7 +302,7 @@ def test_absent_opponents_are_named(finished):
 WORK = {
     "rmsnorm": ("gbs", 5 * 64 * 2, 1e3), "cross_entropy": ("gbs", 3 * 100 * 2, 1e3),
     "swiglu": ("gbs", 8 * 64 * 2, 1e3), "rope": ("gbs", 2 * 2 * (32 + 8) * 128 * 2, 1e3), "adamw": ("gbs", 14, 1e3),
-    "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6),
+    "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6), "reverse_kl": ("gbs", 3 * 100 * 2, 1e3),
 }  # fmt: skip
 
 
@@ -412,6 +424,19 @@ def test_on_a_gpu_pytorch_is_also_measured_compiled(kernel, monkeypatch):
     assert compiled == [found[bench.EAGER].function] == [found[bench.COMPILED].function]
 
 
+@pytest.mark.parametrize("dtype, in_dtype", [("bf16", ["F.kl_div in bf16"]), ("fp32", [])])
+def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(dtype, in_dtype, monkeypatch):
+    monkeypatch.setattr(problems, "HAS_GPU", True)
+    compiled = []
+    monkeypatch.setattr(problems, "compile_function", lambda *arguments: compiled.append(arguments) or "compiled")
+    found = bench.implementations("reverse_kl", dtype, [])
+    rows = ["F.kl_div in fp32", *in_dtype, bench.ONE_TILE, bench.COMPILED, bench.OURS, bench.TWO_KERNELS]
+    assert [each.name for each in found] == [*rows, bench.HOST_FLOOR]
+    assert compiled == [(problems.eager_reverse_kl, True)], "may reuse memory, as it does for a user"
+    again = {each.name: each.backward_again for each in found}
+    assert not again[bench.COMPILED] and not again[bench.OURS] and again[bench.TWO_KERNELS]
+
+
 @pytest.mark.parametrize("kernel", bench.KERNELS)
 def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     found, _ = on_a_gpu(kernel, monkeypatch)
@@ -419,9 +444,9 @@ def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     assert len({(style["color"], style["linestyle"]) for style in styles}) == len(styles)
 
 
-@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy"])
+@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])
 def test_functions_that_are_compiled_are_one_graph(kernel):
-    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20)}[kernel]
+    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[kernel]
     problem = bench.KERNELS[kernel].problem(2, size, torch.float32)
     eager = bench.KERNELS[kernel].contenders("fp32").pytorch[0]
     compiled = torch.compile(eager.function, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -445,17 +470,51 @@ WRONG = {
     "swiglu": ("dgate", lambda gate, up: torch.sigmoid(gate).detach() * gate * up),
     "rope": ("rotated", lambda q, k, cos, sin: (q, k)),
     "linear_cross_entropy": ("dW other", lambda h, w, t: -(h * w[t]).sum() / len(t)),
+    "reverse_kl": ("other", lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")),
 }
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("kernel", WRONG)
 def test_wrong_result_is_found(kernel):
-    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50)}[kernel]
+    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}[kernel]
     problem = bench.KERNELS[kernel].problem(6, size, torch.float32)
     assert tuple(problem.exact) == bench.KERNELS[kernel].errors
     part, wrong = WRONG[kernel]
     assert bench.gradient_errors(problem, bench.Implementation("wrong", wrong))[part] > 0.1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("vocab", [50, 33_000])  # a tile, and two
+def test_row_in_one_tile_is_right_though_slow(vocab):
+    problem = bench.KERNELS["reverse_kl"].problem(2, vocab, torch.float32)
+    eager, *others = bench.KERNELS["reverse_kl"].contenders("fp32").pytorch
+    loss = eager.function(*problem.inputs)
+    for other in others:
+        assert other.name == bench.ONE_TILE
+        assert max(bench.gradient_errors(problem, other).values()) < 1e-5
+        torch.testing.assert_close(other.function(*problem.inputs), loss)
+
+
+def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tmp_path):
+    """What the docstring of reverse_kl_kernel.py and README say of a multiprocessor's 65,536 registers."""
+    code = """
+import compile_check
+from compile_check import CASES, Case
+from benchmark_problems import OneTile
+names = ["reverse KL, batchmean, V = 32,768", "reverse KL, none, V = 131,072"]
+remedies = [Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES if c.name in names]
+CASES[:] = [Case("one tile", OneTile, lambda t: (t(8, 32_768), t(8, 32_768)), (1,), ("bf16",)), *remedies]
+print([(row.kernel, row.registers, row.spills) for row in compile_check.compile_all(["sm_90"])])
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path)}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=SCRIPT.parent)
+    assert child.returncode == 0, child.stderr
+    (name, registers, spills), *remedies = ast.literal_eval(child.stdout.splitlines()[-1])
+    assert name == "_one_tile_kernel" and registers == 65_536 // 512 and spills > 0
+    assert {kernel for kernel, *_ in remedies} == {"_reverse_kl_fwd_kernel", "_reverse_kl_bwd_kernel"}
+    for kernel, registers, spills in remedies:
+        assert spills == 0 and registers <= (56 if "bwd" in kernel else 104), kernel
 
 
 def test_step_without_bias_correction_is_found():

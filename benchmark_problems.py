@@ -12,9 +12,14 @@ from checking import DEVICE
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from measure import HAS_GPU, describe
+from reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 from rope_kernel import rope_reference, triton_apply_rotary_pos_emb
 from swiglu_kernel import TritonSwiGLU, swiglu_reference
+
+# after the kernels, which decide how Triton will run
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LLAMA_HIDDEN, LLAMA_INTERMEDIATE, LLAMA_VOCAB = 4096, 14_336, 128_256
@@ -35,6 +40,8 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # such a rate changes bf16 weights v
 EAGER = "PyTorch, as Hugging Face writes it"
 OURS = "ours"
 IN_PLACE = f"{OURS}, in place"
+TWO_KERNELS = f"{OURS}, two kernels"
+ONE_TILE = "Triton, a row in one tile"
 COMPILED = "torch.compile"
 HOST_FLOOR = "autograd Function that does nothing"
 
@@ -107,6 +114,55 @@ class NothingRotated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq_rot, dk_rot):
         return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
+
+
+@triton.jit
+def _one_tile_kernel(student_ptr, teacher_ptr, row_loss_ptr, dstudent_ptr, n_rows, V: tl.constexpr, TILE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * V
+    m_s, m_t, d_s, d_t, a = -1e38, -1e38, 0.0, 0.0, 0.0
+    for first in tl.static_range(0, V, TILE):  # once, if the row is a tile
+        cols = first + tl.arange(0, TILE)
+        s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        m_s_new, m_t_new = tl.maximum(m_s, tl.max(s)), tl.maximum(m_t, tl.max(t))
+        w = tl.exp(s - m_s_new)
+        a = a * tl.exp(m_s - m_s_new) + tl.sum(tl.where(cols < V, w * (s - t), 0.0))
+        d_s = d_s * tl.exp(m_s - m_s_new) + tl.sum(w)
+        d_t = d_t * tl.exp(m_t - m_t_new) + tl.sum(tl.exp(t - m_t_new))
+        m_s, m_t = m_s_new, m_t_new
+    kl = a / d_s + (m_t + tl.log(d_t)) - (m_s + tl.log(d_s))
+    tl.store(row_loss_ptr + tl.program_id(0), kl / n_rows)
+    for first in tl.static_range((V - 1) // TILE * TILE, -1, -TILE):
+        cols = first + tl.arange(0, TILE)
+        if first != (V - 1) // TILE * TILE:  # the last tile is still there
+            s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+            t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        dstudent = tl.exp(s - m_s) / d_s * (s - t - a / d_s) / n_rows
+        tl.store(dstudent_ptr + start + cols, dstudent, mask=cols < V)
+
+
+class OneTile(torch.autograd.Function):
+    """The reverse KL that reverse_kl_kernel.py begins with: a tile of up to 32,768 columns, 512 threads for it.
+
+    For timing: contiguous (n_rows, V) without -inf, the gradient for a grad_output of 1.
+    """
+
+    @staticmethod
+    def forward(ctx, student, teacher):
+        n_rows, V = student.shape
+        row_loss, ctx.dstudent = student.new_empty(n_rows, dtype=torch.float32), torch.empty_like(student)
+        tile = min(triton.next_power_of_2(V), 32_768)
+        _one_tile_kernel[(n_rows,)](student, teacher, row_loss, ctx.dstudent, n_rows, V, tile, num_warps=16)
+        return row_loss.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.dstudent, None
+
+
+def eager_reverse_kl(student: torch.Tensor, teacher: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    log_p, log_q = (F.log_softmax(logits.to(dtype), -1) for logits in (student, teacher))
+    return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
 
 
 def eager_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -201,6 +257,19 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
     return Contenders(pytorch, [ours], donate=True)
 
 
+def reverse_kl_contenders(dtype: str) -> Contenders:
+    eager = [Implementation("F.kl_div in fp32", eager_reverse_kl)]
+    if dtype != "fp32":
+        in_dtype = functools.partial(eager_reverse_kl, dtype=DTYPES[dtype])
+        eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
+    two_kernels = TritonReverseKLLoss(reduction="none")  # each row may have a grad_output of its own
+    ours = [
+        Implementation(OURS, TritonReverseKLLoss(), backward_again=False),  # again, it would compute the gradient anew
+        Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
+    ]
+    return Contenders([*eager, Implementation(ONE_TILE, OneTile.apply)], ours, NothingLoss.apply, donate=True)
+
+
 def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> list[Implementation]:
     """In the order of the table's rows; a new list for each size, so that torch.compile specializes to it."""
     own = KERNELS[kernel].contenders(dtype)
@@ -230,6 +299,7 @@ def liger(kernel: str) -> list[Implementation]:
     from liger_kernel.transformers import (
         LigerCrossEntropyLoss,
         LigerFusedLinearCrossEntropyLoss,
+        LigerJSD,
         liger_rotary_pos_emb,
     )
 
@@ -239,6 +309,14 @@ def liger(kernel: str) -> list[Implementation]:
     if kernel == "linear_cross_entropy":
         loss = LigerFusedLinearCrossEntropyLoss()  # it reads the number of valid targets back to the host, too
         return [Implementation("Liger-Kernel", lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+    if kernel == "reverse_kl":
+        # The generalized JSD of log-probabilities, which are PyTorch's; with beta 1 it is KL(student || teacher).
+        jsd = LigerJSD(beta=1.0)
+
+        def reverse_kl(student, teacher):
+            return jsd(*(F.log_softmax(logits, -1, dtype=torch.float32) for logits in (student, teacher)))
+
+        return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]  # for grad_output
     # The others have no mode that keeps their inputs.
     functions = {
         "cross_entropy": LigerCrossEntropyLoss(),  # reads the number of valid targets back to the host
@@ -266,7 +344,8 @@ def quack(kernel: str) -> list[Implementation]:
 # name: (package, module, implementations, of these kernels)
 PEERS = {
     "Liger-Kernel": (
-        "liger-kernel", "liger_kernel", liger, ("rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy"),
+        "liger-kernel", "liger_kernel", liger,
+        ("rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "reverse_kl"),
     ),
     "QuACK": ("quack-kernels", "quack", quack, ("rmsnorm", "cross_entropy")),
 }  # fmt: skip
@@ -425,6 +504,22 @@ def linear_cross_entropy_problem(tokens: int, size: tuple[int, int], dtype: torc
     return Problem([hidden, weight, targets], 2, None, parts, exact)
 
 
+def reverse_kl_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Problem:
+    torch.manual_seed(0)
+    student = 3 * random(tokens, vocab, dtype=dtype)  # (B*T, V)
+    teacher = student + random(tokens, vocab, dtype=dtype)  # (B*T, V), of which the student knows something
+
+    def parts(loss: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        # Apart, because the most probable columns' entries are the largest and would hide the others' errors.
+        rows, columns = gradients[0][:CHECKED_ROWS], student[:CHECKED_ROWS].argmax(1, keepdim=True)
+        return {"probable": rows.gather(1, columns), "other": rows.scatter(1, columns, 0.0)}
+
+    rows = student[:CHECKED_ROWS].double().requires_grad_()
+    total = reverse_kl_reference(rows, teacher[:CHECKED_ROWS].double(), reduction="sum")
+    exact = torch.autograd.grad(total / tokens, [rows])  # rows are independent but for the mean's 1 / tokens
+    return Problem([student, teacher], 1, None, parts, parts(None, exact))
+
+
 # ---------------------------------------------------------------- kernels
 
 
@@ -448,8 +543,12 @@ COMPUTE = Rate("TFLOP/s", ",.1f", 1e6, "matmul", "tflops", "matmul_tflops", "flo
 @dataclass(frozen=True)
 class Dimension:
     name: str
-    default: int
+    default: int | tuple[int, ...]  # or several, each measured
     flag: str | None = None  # of the command line; None: it is what it is
+
+    @property
+    def defaults(self) -> tuple[int, ...]:
+        return (self.default,) if isinstance(self.default, int) else self.default
 
 
 @dataclass(frozen=True)
@@ -474,6 +573,7 @@ class Kernel:
 #   Cross-entropy, 3: the forward reads the logits; the backward reads them again, since nothing stays on the
 #   chip between the two, and writes their gradient.  Who computes the gradient in the forward can have part
 #   of the second read from the cache, and so come closer to the copy rate, or pass it.
+#   Reverse KL, 3: student and teacher are read, the gradient is written.
 #   SwiGLU, 8: the forward reads gate and up and writes y, the backward reads dy, gate and up and writes dgate and dup.
 #   RoPE, 4: the forward reads q and k and writes both, the backward does so with their gradients.  cos and sin are
 #   as long as one head of 40, if all samples share them.
@@ -523,5 +623,15 @@ KERNELS = {
         dimensions=(Dimension("hidden", HIDDEN, "hidden"), Dimension("vocabulary", VOCAB, "vocab")),
         work=6, errors=("dhidden", "dW target", "dW other"), rate=COMPUTE,
         notes=("Forward: those that keep no logits compute the gradients in it",),
+    ),
+    "reverse_kl": Kernel(
+        "Reverse KL", reverse_kl_problem, reverse_kl_contenders,
+        tokens=[4096] if HAS_GPU else [4, 16],
+        dimensions=(Dimension("vocabulary", (32_768, 65_536, 131_072) if HAS_GPU else VOCAB, "vocab"),),
+        work=3, errors=("probable", "other"),
+        notes=(
+            "ours: one pass and the gradient in the forward; two kernels: the backward reads the logits again",
+            f"{ONE_TILE}: up to 32,768 columns, both softmaxes and the gradient in one kernel of 512 threads",
+        ),
     ),
 }  # fmt: skip

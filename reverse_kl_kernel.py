@@ -16,7 +16,7 @@ rise_t, each x so far grows by rise_t - rise_s, each w shrinks by exp(-rise_s), 
 
 The obvious kernel takes a row of 32,768 as one tile: both softmaxes, loss, gradient.  Each of its 512 threads holds 64
 student and 64 teacher logits, and 65,536 registers, all that a multiprocessor has, are 128 for each.  So one block
-fits, 16 of 64 possible warps, and Triton 3.7 spills 132 registers more per thread (sm_90).  The warps meet for each
+fits, 16 of 64 possible warps, and what 114 more would hold is spilled to memory (sm_90).  The warps meet for each
 maximum and sum: they load together, wait together, and while they compute, nothing is loaded.  This, occupancy,
 decides, not arithmetic: 3 exponentials per column, at 16 per clock and multiprocessor, take an H200 0.6 of the time of
 the column's 6 bytes.  Two remedies, of which README has the times:
@@ -24,7 +24,7 @@ the column's 6 bytes.  Two remedies, of which README has the times:
 1. Smaller tiles, 32 columns per thread, each with its own maxima and sums: warps meet once per row.  The row is not
    kept, but read again for the gradient, from the GPU's cache, since one or two rows are under way per multiprocessor.
 2. Two kernels: the forward saves the five numbers, 20 bytes, and the backward reads the row again, from memory.  Its
-   warps never meet, and need so few registers (40) that 48 of 64 fit.
+   warps never meet, and need so few registers, 56 per thread or less, that 36 of 64 fit or more.
 
 The first gives the gradient for a grad_output of 1; if it is another, the backward begins anew, as in the second.  fp16
 (which needs its loss scale), reduction "none" and a vocabulary split over GPUs always take the second.  Bytes per bf16
