@@ -16,10 +16,10 @@ rise_t, each x so far grows by rise_t - rise_s, each w shrinks by exp(-rise_s), 
 
 The obvious kernel takes a row of 32,768 as one tile: both softmaxes, loss, gradient.  Each of its 512 threads holds 64
 student and 64 teacher logits, and 65,536 registers, all that a multiprocessor has, are 128 for each.  So one block
-fits, 16 of 64 possible warps, and what 114 more would hold is spilled to memory (sm_90).  The warps meet for each
-maximum and sum: they load together, wait together, and while they compute, nothing is loaded.  This, occupancy,
-decides, not arithmetic: 3 exponentials per column, at 16 per clock and multiprocessor, take an H200 0.6 of the time of
-the column's 6 bytes.  Two remedies, of which README has the times:
+fits, 16 of 64 possible warps; what else they compute, 114 registers' worth per thread, is spilled to memory (sm_90).
+The warps meet for each maximum and sum: they load together, wait together, and while they compute, nothing is loaded.
+This, occupancy, decides, not arithmetic: 3 exponentials per column, at 16 per clock and multiprocessor, take an H200
+0.6 of the time of the column's 6 bytes.  Two remedies, of which README has the times:
 
 1. Smaller tiles, 32 columns per thread, each with its own maxima and sums: warps meet once per row.  The row is not
    kept, but read again for the gradient, from the GPU's cache, since one or two rows are under way per multiprocessor.
