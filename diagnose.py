@@ -30,7 +30,7 @@ and a step of which a part becomes faster gains no more than that part (Amdahl's
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,11 +220,15 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: int) -> Cost:
     return NOTHING
 
 
-def costs_of_trace(trace: dict, sizes: Sizes, seq_len: int) -> dict[int, Cost]:
-    """The profiler's number of each operation that costs something -> what it costs, from an exported Chrome trace."""
+def costs_of_trace(trace: dict, sizes: Sizes, seq_len: int, kernels: Sequence[str] = ()) -> dict[int, Cost]:
+    """The profiler's number of each operation that costs something -> what it costs, from an exported Chrome trace.
+
+    With the adamw kernel a list holds no parameters: it is the counts of the steps made, one number for each of them.
+    """
     costs = {}
     for event in trace["traceEvents"]:
-        if event.get("cat") == "cpu_op" and "Input Dims" in event["args"]:
+        step_counts = "adamw" in kernels and event["name"].startswith("aten::_foreach_")
+        if event.get("cat") == "cpu_op" and "Input Dims" in event["args"] and not step_counts:
             cost = cost_of_call(event["name"], event["args"], sizes, seq_len)
             if cost != NOTHING:
                 costs[event["args"]["External id"]] = cost
@@ -314,10 +318,22 @@ def advice_for(category: str, record: dict) -> str:
     return f"its kernel is on; benchmark_kernels.py --kernel {rung.name}"
 
 
+def idle_us(record: dict) -> float:
+    """How long the GPU waits for the host: what was recorded, but no more than a step without recording leaves.
+
+    Where the GPU waits, recording makes the host slower and the waiting longer.
+    """
+    return min(record["timeline"]["idle_us"], max(0.0, 1e3 * record["median_step_ms"] - record["busy_us"]))
+
+
+def host_us(record: dict) -> float:
+    """The host's time from one launch to the next where the GPU waits, as in a step that nothing records."""
+    return record["timeline"]["host_us"] * min(1.0, record["median_step_ms"] / record["timeline"]["step_ms"])
+
+
 def waits(record: dict) -> bool:
     """Does the GPU wait for the host for a share of the step that is worth a word?"""
-    timeline = record["timeline"]
-    return timeline is not None and timeline["idle_us"] > IDLE_SHARE * 1e3 * record["median_step_ms"]
+    return record["timeline"] is not None and idle_us(record) > IDLE_SHARE * 1e3 * record["median_step_ms"]
 
 
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
@@ -329,7 +345,7 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
     necessary = rung.floor_bytes(Sizes(**record["sizes"])) if rung else None
     needed_us = bytes_us if necessary is None else necessary / per_us
     verdict = "compute-bound" if flops_us > bytes_us else "bandwidth-bound"
-    if waits(record) and us / part["launches"] < record["timeline"]["host_us"]:
+    if waits(record) and us / part["launches"] < host_us(record):
         verdict = "launch-bound"
     return Finding(
         name, us, part["bytes"], part["flops"], bytes_us, flops_us, necessary, max(needed_us, flops_us) / TARGET,
@@ -361,11 +377,12 @@ def judge_operations(record: dict) -> list[Finding]:
 def judge_idle(record: dict) -> dict[str, Finding]:
     """The two ways in which the GPU waits for the host; all of it could go."""
     timeline = record["timeline"]
-    if timeline is None:
+    if timeline is None or not timeline["idle_us"]:
         return {}
+    waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
     causes = [
-        (LAUNCHES, "launch-bound", timeline["idle_us"] - timeline["synchronization_us"], CUDA_GRAPH),
-        (SYNCHRONIZATION, "host-synchronization", timeline["synchronization_us"], "no .item() or .cpu() in the step"),
+        (LAUNCHES, "launch-bound", idle_us(record) - waited_us, CUDA_GRAPH),
+        (SYNCHRONIZATION, "host-synchronization", waited_us, "no .item() or .cpu() in the step"),
     ]
     return {
         name: Finding(name, us, 0.0, 0.0, 0.0, 0.0, None, 0.0, verdict, advice)
@@ -471,8 +488,8 @@ def host_line(record: dict) -> str:
     if record["timeline"] is None:
         interpreted = "; kernels of ours are interpreted, and not counted" if record["kernels"] else ""
         return f"No GPU: the times are the CPU's{interpreted}"
-    host_us = record["timeline"]["host_us"]
-    slow = f"it takes {host_us:,.1f} us from one launch to the next (median)" if host_us else "it never does"
+    us = host_us(record)
+    slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
     return f"Where the GPU waits for the host: {slow}"
 
 
@@ -528,7 +545,7 @@ def render_comparison(before: dict, after: dict) -> str:
             rows[-1] += [f"{old['launches']:,}", f"{new['launches']:,}"]
             rows[-1] += [short(parts[name]["bytes"] / size) if name in parts else "n/a" for parts in moved]
     if before.get("timeline") and after.get("timeline"):
-        rows.append(comparison_row("GPU idle", *(r["timeline"]["idle_us"] for r in (before, after)), None))
+        rows.append(comparison_row("GPU idle", *map(idle_us, (before, after)), None))
     steps = (1e3 * r["median_step_ms"] for r in (before, after))
     rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
     headers = [

@@ -268,13 +268,23 @@ def test_a_kernel_that_is_on_is_not_advised_again():
 
 def test_idle_time_is_a_cost_of_its_own():
     record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
+    record["busy_us"] = 700.0
     launches, synchronization, optimizer = diagnose.ranking(record)
     assert (launches.verdict, launches.gain_us) == ("launch-bound", 180.0)
     assert (synchronization.verdict, synchronization.gain_us) == ("host-synchronization", 120.0)
     assert optimizer.name == "optimizer"
     text = diagnose.render(record)
     assert "finetune_optimized.py --kernels all --cuda-graph" in diagnose.decision(record, [launches])[1]
-    assert "0.0 ms instead of 0.2: step -18.0 %" in text and "10.0 us from one launch to the next" in text
+    assert "0.0 ms instead of 0.2: step -18.0 %" in text and "about 9.9 us from one launch to the next" in text
+
+
+def test_waiting_that_the_recording_adds_is_not_counted():
+    record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
+    record["timeline"]["step_ms"] = 1.25  # 1.00 unrecorded, in 0.90 of which the GPU is busy
+    launches, synchronization = diagnose.judge_idle(record).values()
+    assert (launches.us, synchronization.us) == pytest.approx((60.0, 40.0))
+    assert diagnose.host_us(record) == pytest.approx(8.0)
+    assert diagnose.idle_us(waiting(record, 30.0)) == 30.0  # gaps between kernels that were queued are the GPU's own
 
 
 def test_every_kernel_is_known_to_replace_something():
@@ -387,9 +397,10 @@ def test_the_ranking_at_4_x_2048_is_the_ladders():
 
 
 def test_recording_kernels_alone_costs_a_recorded_step_less_than_a_tenth():
+    """Where the GPU waits for the host it costs more, as much as the host is slow, and the record says how much."""
     for path in sorted(RESULTS.glob("profile_*.json")):
         record = json.loads(path.read_text())
-        if record.get("timeline"):
+        if record.get("timeline") and not diagnose.waits(record):
             assert record["timeline"]["step_ms"] < 1.1 * record["median_step_ms"], path.name
 
 
@@ -409,7 +420,7 @@ def test_the_profilers_own_cost_is_printed():
     assert re.search(r"^Step without the profiler: +1.0 ms \(median of 1\)$", text, re.M)
     assert re.search(r"^Kernels recorded: +1.0 ms \(\+1.0 %\)$", text, re.M)
     assert re.search(r"^Shapes too: +1.5 ms \(\+50.0 %\)$", text, re.M)
-    assert "GPU idle share:             0.0 %" in text and "Diagnosis\n" in text
+    assert "GPU idle share:            10.0 %" in text and "Diagnosis\n" in text
 
 
 def before_and_after() -> tuple[dict, dict]:
@@ -520,11 +531,11 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers = 2048, 8192, 64, 8
     config.num_attention_heads, config.num_key_value_heads = 32, 8
     monkeypatch.setattr(llama, "tiny_config", lambda: config)
-    flags = ["--model", "tiny", "--batch-size", "8", "--seq-len", "1024", "--trace", str(tmp_path / "trace.json")]
+    flags = ["--model", "tiny", "--batch-size", "16", "--seq-len", "2048", "--trace", str(tmp_path / "trace.json")]
     args = profile_baseline.parse_args(flags)
     record = profile_baseline.profile_training(args)
     assert record["timeline"]["step_ms"] < 1.1 * record["median_step_ms"]
-    assert record["timeline"]["idle_us"] < 0.2 * 1e3 * record["median_step_ms"]
+    assert diagnose.idle_us(record) < 0.2 * 1e3 * record["median_step_ms"]
     findings = diagnose.judge_categories(record)
     for name in ("matmul", "normalization", "activation", "optimizer"):  # whose tensors no cache holds
         assert 0.4 < findings[name].share < 1.2, name

@@ -450,7 +450,7 @@ def profile_training(args: argparse.Namespace) -> dict:
     idle = timeline(model, optimizer, profiled[:2]) if HAS_GPU else None
     profiler, profiled_ms = profiled_step(model, optimizer, profiled[2:], args.stacks)
     profiler.export_chrome_trace(args.trace)
-    costs = diagnose.costs_of_trace(json.loads(Path(args.trace).read_text()), sizes, args.seq_len)
+    costs = diagnose.costs_of_trace(json.loads(Path(args.trace).read_text()), sizes, args.seq_len, args.kernels)
     parts = attribute(profiler.events(), costs, sizes)
     return {
         "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
@@ -500,7 +500,6 @@ def totals(record: dict) -> str:
     resting = measure.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
     profiled = [("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms")]
     if record.get("timeline"):
-        idle = record["timeline"]["idle_us"] / 1e3 / step_ms
         slower = ("Kernels recorded:", record["timeline"]["step_ms"]), ("Shapes too:", record["profiled_step_ms"])
         profiled = [(name, f"{ms:,.1f} ms ({100 * (ms / step_ms - 1):+.1f} %)") for name, ms in slower]
     lines = [
