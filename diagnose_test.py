@@ -420,7 +420,7 @@ def test_the_profilers_own_cost_is_printed():
     assert re.search(r"^Step without the profiler: +1.0 ms \(median of 1\)$", text, re.M)
     assert re.search(r"^Kernels recorded: +1.0 ms \(\+1.0 %\)$", text, re.M)
     assert re.search(r"^Shapes too: +1.5 ms \(\+50.0 %\)$", text, re.M)
-    assert "GPU idle share:            10.0 %" in text and "Diagnosis\n" in text
+    assert "GPU idle share:             10.0 %" in text and "Diagnosis\n" in text
 
 
 def before_and_after() -> tuple[dict, dict]:
