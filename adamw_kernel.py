@@ -41,6 +41,7 @@ import contextlib
 import functools
 import math
 import os
+import weakref
 
 import torch
 
@@ -99,8 +100,7 @@ def _store(ptr, lane, mask, x, seed, block, tensor: tl.constexpr, index, step, B
     tl.store(ptr + lane, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-# n stays specialized: a masked load can only be one of 16 bytes where Triton knows that 16 divides n.  Where it does
-# not, which is so for no weight of a LLaMA, a bf16 step takes 2.4 times as long on an H200.
+# n stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides n (if not, 2.4 x the time).
 @triton.jit(do_not_specialize=["seed", "index"])
 def _adamw_kernel(
     p_ptr, g_ptr, m_ptr, v_ptr,  # (n,) each
@@ -207,6 +207,7 @@ class TritonAdamW(torch.optim.Optimizer):
         moments_dtype=None, stochastic_rounding=False, step_in_backward=False, seed=0,
     ):  # fmt: skip
         self._step_in_backward, self._hooks, self._stepped = step_in_backward, [], {}
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks], self._hooks)
         rounding = {"moments_dtype": moments_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **rounding})
 
@@ -226,12 +227,12 @@ class TritonAdamW(torch.optim.Optimizer):
             if not valid:
                 raise ValueError(f"{name} is {group[name]}, expected {expected}: choose another.")
         if self._step_in_backward:
-            first = sum(len(g["params"]) for g in before)
-            for index, p in enumerate(group["params"], start=first):
+            for index, p in enumerate(group["params"], start=sum(len(g["params"]) for g in before)):
                 if p.grad is not None:
                     raise ValueError("a parameter has a gradient, and step_in_backward=True would add to it: free it.")
                 if p.requires_grad:
-                    hook = functools.partial(self._step_parameter_now, len(before), index)
+                    # A proxy: Python's collector does not see what a hook holds, so self would live on, and all of p.
+                    hook = functools.partial(type(self)._step_parameter_now, weakref.proxy(self), len(before), index)
                     self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def _step_parameter(self, group: dict, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -9,9 +9,11 @@ it is the change that is compared: a step is so small beside the weight that a w
 
 import contextlib
 import copy
+import gc
 import io
 import math
 import sys
+import weakref
 from unittest import mock
 
 import pytest
@@ -904,6 +906,24 @@ def test_close_removes_the_hooks_and_step_uses_gradients_again():
     model.loss(2).backward()
     optimizer.step()
     assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
+    """A hook that held it would keep it and all parameters for ever: the memory of a model that is no longer there."""
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    optimizer.step()
+    state = weakref.ref(optimizer.state[next(model.parameters())]["exp_avg"])
+    del optimizer
+    gc.collect()
+    assert state() is None
+    model.loss(1).backward()
+    assert all(p.grad is not None for p in model.parameters())  # as without an optimizer
+    parameter = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert parameter() is None
 
 
 # ---- Bad input ---------------------------------------------------------------------------------------------
