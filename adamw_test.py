@@ -917,7 +917,7 @@ def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
     state = weakref.ref(optimizer.state[next(model.parameters())]["exp_avg"])
     del optimizer
     gc.collect()
-    assert state() is None
+    assert state() is None and not any(p._post_accumulate_grad_hooks for p in model.parameters())
     model.loss(1).backward()
     assert all(p.grad is not None for p in model.parameters())  # as without an optimizer
     parameter = weakref.ref(next(model.parameters()))
