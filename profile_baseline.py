@@ -159,12 +159,13 @@ class Work:
 
 
 def is_operation(event: FunctionEvent) -> bool:
-    """An operator or autograd node on the CPU: no range, no CUDA call, no Python frame (their id is 0)."""
+    """An operator or autograd node on the CPU: no range, CUDA call, overhead, or Python frame (their id is 0)."""
     return (
         event.device_type == DeviceType.CPU
         and not event.is_user_annotation
         and event.id != 0
         and not RUNTIME_CALL.match(event.name)
+        and event.name not in PROFILER_OVERHEADS
     )
 
 

@@ -126,6 +126,19 @@ def test_a_forward_operation_belongs_to_the_innermost_range():
     }  # fmt: skip
 
 
+def test_the_profilers_own_overhead_launches_nothing():
+    """CUPTI notes on the CPU, too, that its buffer was full: inside of the operation that had to wait for it."""
+    t = Timeline()
+    with t.range("optimizer"), t.op("aten::_foreach_mul_") as operation:
+        with t.op("Command Buffer Full", id=operation.id):  # numbered like something else
+            t.launch("multi_tensor_apply", 2.0, linked=False)
+        t.launch("multi_tensor_apply", 4.0)
+    cost = diagnose.Cost(800.0, 100.0)
+    profile = t.attribute({operation.id: cost})
+    assert operations(profile) == [{"name": "aten::_foreach_mul_", "us": 6.0, "calls": 1}]
+    assert profile["categories"]["optimizer"]["bytes"] == cost.n_bytes  # once
+
+
 def test_a_backward_operation_belongs_where_its_forward_operation_did():
     t = Timeline()
     with t.range("forward"), t.range("normalization"):
