@@ -12,6 +12,7 @@ to choose, so there is none to loosen when a kernel is wrong.
 """
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,6 +123,15 @@ def print_checks(checks: list[Check], indent: str = "  ") -> bool:
 def same_random_numbers():
     """What a test draws does not depend on the tests before it: which those are changes where several run at a time."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def unused_memory_returned():
+    """Several processes test on one GPU: none keeps what its largest test took."""
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
