@@ -111,10 +111,10 @@ def _on_device_of(t):
 def _chunk_rows(n_rows, chunk_size=None):
     """Rows of all chunks but the last: as few chunks as chunk_size allows, and these about equally large."""
     if chunk_size is None:
-        chunk_size = min(max(MIN_CHUNK, triton.cdiv(n_rows, MAX_ROUNDINGS * 128) * 128), MAX_CHUNK)
+        chunk_size = min(max(MIN_CHUNK, -(-n_rows // (MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)
     n_rows = max(n_rows, 1)
-    n_chunks = triton.cdiv(n_rows, chunk_size)
-    return min(chunk_size, triton.cdiv(n_rows, n_chunks * 128) * 128)  # 128: a product's tiles have as many rows
+    n_chunks = -(-n_rows // chunk_size)  # rounded up
+    return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)  # 128: a product's tiles have as many rows
 
 
 def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite):
@@ -160,7 +160,7 @@ def linear_cross_entropy_forward(
     n_rows, V = len(rows), len(weight)
     chunk_rows = _chunk_rows(n_rows, chunk_size)
     if fp32_dweight is None:
-        fp32_dweight = triton.cdiv(n_rows, chunk_rows) > MAX_ROUNDINGS
+        fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
     n_valid = (row_targets.long() != ignore_index).sum() if reduction == "mean" else None  # of all chunks
     row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
     dhidden = hidden.new_empty(hidden.shape) if need_dhidden else None

@@ -171,8 +171,8 @@ LINEAR_LOSS_FAULTS = {
         ("ignored rows' logits are multiplied", "if row_grads is not None:", "if row_grads is not None and not overwrite:"),
     ],
     "test_chunks_are_few_equal_and_of_whole_tiles": [
-        ("last chunk is small", "return min(chunk_size, triton.cdiv(n_rows, n_chunks * 128) * 128)", "return chunk_size"),
-        ("no default is large enough for 4 chunks", "MAX_ROUNDINGS * 128) * 128), MAX_CHUNK)", "MAX_ROUNDINGS * 128) * 128), MIN_CHUNK)"),
+        ("last chunk is small", "return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)", "return chunk_size"),
+        ("no default is large enough for 4 chunks", "(MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)", "(MAX_ROUNDINGS * 128)) * 128), MIN_CHUNK)"),
     ],
     "test_error_of_dweight_does_not_grow_with_the_number_of_chunks": [
         ("dweight never summed in fp32", "dtype=torch.float32 if fp32_dweight else None", "dtype=None"),
@@ -252,10 +252,10 @@ SWIGLU_FAULTS = {
     ],
     "test_no_element_is_lost_at_the_end_of_a_block": [
         ("last element lost", "cols < length", "cols < length - 1"),
-        ("last block lost", "triton.cdiv(n_rows * n_cols, BLOCK_SIZE) if line", "n_rows * n_cols // BLOCK_SIZE if line"),
+        ("last block lost", "-(-n_rows * n_cols // BLOCK_SIZE) if line", "n_rows * n_cols // BLOCK_SIZE if line"),
     ],
     "test_rows_with_gaps_between_them": [
-        ("last block of each row lost", "n_rows * triton.cdiv(n_cols, BLOCK_SIZE)", "n_rows * (n_cols // BLOCK_SIZE)"),
+        ("last block of each row lost", "n_rows * -(-n_cols // BLOCK_SIZE)", "n_rows * (n_cols // BLOCK_SIZE)"),
     ],
     "test_any_strides[half of each row-up]": [
         ("rows taken for one line", "line = all(t is None or t.is_contiguous() for t in rows)", "line = True"),

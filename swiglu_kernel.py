@@ -173,7 +173,7 @@ def _launch(kernel, *tensors):
     rows = [None if t is None else _as_rows(t) for t in tensors]
     n_rows, n_cols = rows[0].shape
     line = all(t is None or t.is_contiguous() for t in rows)
-    n_programs = triton.cdiv(n_rows * n_cols, BLOCK_SIZE) if line else n_rows * triton.cdiv(n_cols, BLOCK_SIZE)
+    n_programs = -(-n_rows * n_cols // BLOCK_SIZE) if line else n_rows * -(-n_cols // BLOCK_SIZE)  # rounded up
     arguments = [a for t in rows for a in ((None, 0) if t is None else (t, t.stride(0)))]
     if n_programs > 0:  # on the tensors' GPU, which need not be the current one
         with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext():
