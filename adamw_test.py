@@ -27,6 +27,7 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
@@ -1020,14 +1021,7 @@ def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward)
     tokens = torch.arange(6, device=DEVICE)
     plain_model, plain_lr, plain = make()
     model, lr, optimizer = make()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # makes the state, and compiles the kernel, which a capture must not
-        one_step(model, optimizer, tokens)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one_step(model, optimizer, tokens)
+    graph, _ = captured(lambda: one_step(model, optimizer, tokens))
     for step in range(4):
         one_step(plain_model, plain, tokens)
         if step > 0:  # the first one was made before the capture, which makes none

@@ -14,7 +14,7 @@ to choose, so there is none to loosen when a kernel is wrong.
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -116,6 +116,13 @@ def print_checks(checks: list[Check], indent: str = "  ") -> bool:
     return all(check.passed for check in checks)
 
 
+def print_loss(check: Check, reference: torch.Tensor, custom: torch.Tensor) -> bool:
+    """Print the line of a check of two scalars, with their values; True when it passed."""
+    values = f"ref: {reference.item():.6f}  custom: {custom.item():.6f}  diff: {check.max_diff:.2e}"
+    print(f"  {check.name} — {values}  {'PASSED' if check.passed else 'FAILED'}")
+    return check.passed
+
+
 # ---------------------------------------------------------------- circumstances in which a test runs
 
 
@@ -158,6 +165,33 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
 
     with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
         yield shapes
+
+
+def captured(step: Callable[[], object], steps_before: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of step(), and what step() returned while it was recorded.
+
+    The steps before, on a stream of their own, compile the kernels and make what a capture must not.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(steps_before):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch) -> list[str]:
+    """The kernels that Triton compiles from now on; clear it where those do not count."""
+    from triton import knobs  # whoever uses this has imported a kernel file, which decides how Triton runs
+
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    return compiled
 
 
 @contextlib.contextmanager

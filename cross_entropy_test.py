@@ -24,10 +24,12 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
     print_checks,
+    print_loss,
     waiting_forbidden,
 )
 from cross_entropy_kernel import (
@@ -751,15 +753,7 @@ def test_cuda_graph_captures_forward_and_backward(inplace):
         loss.backward()
         return loss
 
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_loss = step()
+    graph, static_loss = captured(step, steps_before=3)
 
     new_values, new_targets = make_inputs(dtype=torch.bfloat16, seed=1)
     with torch.no_grad():
@@ -784,17 +778,15 @@ def test_host_never_waits_for_the_gpu(reduction, inplace):
 
 
 @needs_gpu
-def test_new_number_of_rows_compiles_nothing(monkeypatch):
+def test_new_number_of_rows_compiles_nothing(compiled_kernels):
     def step(n_rows):
         loss_and_gradient(TritonCrossEntropyLoss(), *make_inputs((n_rows, 128)))
 
     step(16)
-    compiled = []
-    runtime = cross_entropy_kernel.triton.knobs.runtime
-    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    compiled_kernels.clear()
     for n_rows in (17, 1, 33, 1024):
         step(n_rows)
-    assert not compiled
+    assert not compiled_kernels
 
 
 @needs_two_gpus
@@ -886,10 +878,8 @@ def main() -> int:
         ours = loss_and_gradient(TritonCrossEntropyLoss(), logits, targets)
         ref64, eager = reference_and_eager(logits, targets)
         loss, *gradients = compare_both(DTYPE_NAME[dtype], ours, ref64, eager, targets)
-        verdict = "PASSED" if loss.passed else "FAILED"
-        values = f"ref: {ref64[0].item():.6f}  custom: {ours[0].item():.6f}  diff: {loss.max_diff:.2e}"
-        print(f"  {loss.name} — {values}  {verdict}")
-        passed &= print_checks(gradients) and loss.passed
+        passed &= print_loss(loss, ref64[0], ours[0])
+        passed &= print_checks(gradients)
     passed &= print_memory()
     print("\n" + "=" * 60 + f"\nAll cross-entropy tests {'PASSED' if passed else 'FAILED'}")
     return 0 if passed else 1

@@ -25,6 +25,7 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     poisoned_outputs,
@@ -766,14 +767,7 @@ def test_backward_needs_no_more_than_one_gradient_of_the_inner_width():
 @needs_gpu
 def test_forward_and_backward_can_be_captured_in_a_cuda_graph():
     (static, (dout,)), sizes = make_mlp_inputs(torch.bfloat16, (64, 256, 512)), (64, 256, 512)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(fused_mlp, static, [dout])  # compiles the kernels, which a capture must not
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (out,), grads = run(fused_mlp, static, [dout])
+    graph, ((out,), grads) = captured(lambda: run(fused_mlp, static, [dout]))
     for old, new in zip(static, make_mlp_inputs(torch.bfloat16, sizes)[0]):
         old.copy_(1.5 * new)
     graph.replay()

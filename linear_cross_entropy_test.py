@@ -26,6 +26,7 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
@@ -670,15 +671,7 @@ def test_cuda_graph_captures_forward_and_backward(reduction):
         loss.backward(grad_output)
         return loss
 
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_loss = step()
+    graph, static_loss = captured(step, steps_before=3)
 
     new_hidden, new_weight, new_targets = make_inputs(*shape, seed=1)
     with torch.no_grad():
@@ -707,7 +700,7 @@ def test_host_never_waits_for_the_gpu(reduction, dtype):
 
 
 @needs_gpu
-def test_new_number_of_rows_compiles_nothing(monkeypatch):
+def test_new_number_of_rows_compiles_nothing(compiled_kernels):
     grad_output = torch.tensor(0.5, device=DEVICE)
 
     def step(n_rows):
@@ -715,12 +708,10 @@ def test_new_number_of_rows_compiles_nothing(monkeypatch):
         loss_and_gradients(loss_fn, *make_inputs((n_rows,), 64, 128, torch.bfloat16), grad_output)
 
     step(16)
-    compiled = []
-    runtime = linear_cross_entropy_kernel.triton.knobs.runtime
-    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    compiled_kernels.clear()
     for n_rows in (17, 1, 33, 1024, 1025):
         step(n_rows)
-    assert not compiled
+    assert not compiled_kernels
 
 
 @needs_two_gpus

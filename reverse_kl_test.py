@@ -24,10 +24,12 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
     print_checks,
+    print_loss,
     waiting_forbidden,
 )
 from reverse_kl_kernel import (
@@ -743,15 +745,7 @@ def test_cuda_graph_captures_forward_and_backward(dtype):
         loss.backward()
         return loss
 
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_loss = step()
+    graph, static_loss = captured(step, steps_before=3)
 
     new_student, new_teacher, new_mask = make_inputs(dtype=dtype, seed=1)
     with torch.no_grad():
@@ -775,17 +769,15 @@ def test_host_never_waits_for_the_gpu(reduction):
 
 
 @needs_gpu
-def test_new_number_of_rows_compiles_nothing(monkeypatch):
+def test_new_number_of_rows_compiles_nothing(compiled_kernels):
     def step(n_rows):
         loss_and_gradient(TritonReverseKLLoss(), *make_inputs((n_rows, 128)))
 
     step(16)
-    compiled = []
-    runtime = reverse_kl_kernel.triton.knobs.runtime
-    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    compiled_kernels.clear()
     for n_rows in (17, 1, 33, 1024):
         step(n_rows)
-    assert not compiled
+    assert not compiled_kernels
 
 
 @needs_two_gpus
@@ -864,10 +856,8 @@ def main() -> int:
         ours = loss_and_gradient(TritonReverseKLLoss(), student, teacher, mask)
         ref64, eagers = reference_and_eager(student, teacher, mask)
         loss, *gradients = compare_both(DTYPE_NAME[dtype], ours, ref64, eagers, student)
-        verdict = "PASSED" if loss.passed else "FAILED"
-        values = f"ref: {ref64[0].item():.6f}  custom: {ours[0].item():.6f}  diff: {loss.max_diff:.2e}"
-        print(f"  {loss.name} — {values}  {verdict}")
-        passed &= print_checks(gradients) and loss.passed
+        passed &= print_loss(loss, ref64[0], ours[0])
+        passed &= print_checks(gradients)
     passed &= print_memory()
     print("\n" + "=" * 60 + f"\nAll reverse-KL tests {'PASSED' if passed else 'FAILED'}")
     return 0 if passed else 1

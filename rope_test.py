@@ -23,6 +23,7 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
@@ -764,18 +765,11 @@ def test_torch_compile_of_the_launchers_in_place():
 @needs_gpu
 def test_forward_and_backward_can_be_captured_in_a_cuda_graph():
     static = make_inputs(GPU_SHAPE, torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(TritonRoPEFunction.apply, *static)  # compiles the kernels, which a capture must not
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(TritonRoPEFunction.apply, *static)
+    graph, results = captured(lambda: run(TritonRoPEFunction.apply, *static))
     for old, new in zip(static, make_inputs(GPU_SHAPE, torch.bfloat16, seed=1)):
         old.copy_(new)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(TritonRoPEFunction.apply, *static)))
+    assert all(torch.equal(a, b) for a, b in zip(results, run(TritonRoPEFunction.apply, *static)))
 
 
 @needs_gpu

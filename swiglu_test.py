@@ -24,6 +24,7 @@ from checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
+    captured,
     compare,
     needs_gpu,
     needs_two_gpus,
@@ -906,18 +907,11 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph(function):
         return make_mlp_inputs(torch.bfloat16, seed=seed) if of_mlp else make_inputs((64, 1024), torch.bfloat16, seed)
 
     static = inputs(0)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(function, *static)  # compiles the kernels, which a capture must not
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(function, *static)
+    graph, results = captured(lambda: run(function, *static))
     for old, new in zip(static, inputs(1)):
         old.copy_(new)
     graph.replay()
-    assert all(relative_error(a, b) <= FLOOR[torch.bfloat16] for a, b in zip(captured, run(function, *static)))
+    assert all(relative_error(a, b) <= FLOOR[torch.bfloat16] for a, b in zip(results, run(function, *static)))
 
 
 @needs_gpu
