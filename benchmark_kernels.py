@@ -445,12 +445,9 @@ def line_style(name: str) -> dict:
 
 def plot(record: dict, path: str) -> None:
     """Per kernel: latency over tokens, and GB/s or TFLOP/s beside the measured ceiling."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # to a file, no display
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    plt = measure.pyplot()
     sections = record["sections"]
     figure, axes = plt.subplots(len(sections), 2, figsize=(14, 5 * len(sections)), squeeze=False, layout="constrained")
     for section, (latency, bandwidth) in zip(sections, axes):
@@ -490,9 +487,7 @@ def plot(record: dict, path: str) -> None:
     env = record["environment"]
     mark = "" if env["gpu"] else NOT_MEANINGFUL
     figure.suptitle(f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"Plot written to {path}")
+    measure.save_plot(figure, path)
 
 
 # ---------------------------------------------------------------- command line
@@ -550,8 +545,7 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("--plot draws the benchmark; --sweep prints tables alone, so give one of the two")
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
-    if args.plot and not args.plot.endswith(".png"):
-        raise UserError(f"--plot {args.plot} must end in .png")
+    measure.require_png(args.plot)
     measure.require_writable(args.json)
     measure.require_writable(args.plot)
     return args

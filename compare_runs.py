@@ -115,12 +115,9 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
 
 def plot(names: list[str], records: list[dict], path: str) -> None:
     """Loss curves, tokens per second and peak memory, as one PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+    plt = measure.pyplot()
     figure, (losses, throughput, memory) = plt.subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
     for name, record in zip(names, records):
         style = "-" if record is records[0] else "--"
@@ -143,9 +140,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    print(f"Plot written to {path}")
+    measure.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:

@@ -400,11 +400,6 @@ def ranking(record: dict) -> list[Finding]:
 # ---------------------------------------------------------------- output
 
 
-def decimal_unit(values: list[float], large: str, small: str, size: float) -> tuple[str, float]:
-    """(name, size) of a column's unit: the large one if a value reaches it, else the small one, a thousandth of it."""
-    return (large, size) if max(values, default=0.0) >= size else (small, size / 1e3)
-
-
 def short(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.1g}"
 
@@ -422,8 +417,8 @@ def achieved(finding: Finding) -> str:
 
 
 def findings_table(header: str, findings: list[Finding]) -> str:
-    bytes_unit, byte = decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    flops_unit, flop = decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+    bytes_unit, byte = measure.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = measure.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
     rows = [
         [
             f.name[:60], f"{f.us / 1e3:,.3f}", short(f.n_bytes / byte), short(f.flops / flop),
@@ -439,7 +434,7 @@ def findings_table(header: str, findings: list[Finding]) -> str:
 
 def gains_table(record: dict, findings: list[Finding]) -> str:
     """What each part would take at TARGET of its ceiling, and what the step would gain."""
-    unit, size = decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    unit, size = measure.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
     rows = [
         [
             f.name, f"{f.us / 1e3:,.3f}", short(f.needed / size), f"{f.target_us / 1e3:,.3f}",
@@ -463,7 +458,7 @@ def decision(record: dict, findings: list[Finding]) -> list[str]:
     first = findings[0]
     cost = f"{first.name}, {first.us / 1e3:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
     if first.necessary is not None:
-        unit, size = decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        unit, size = measure.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         cost += f": it moves {first.n_bytes / size:,.1f} {unit}, {first.necessary / size:,.1f} are necessary"
     roof = "matmul" if first.flops_us / TARGET == first.target_us else "copy"
     where = f"at {100 * TARGET:.0f} % of the {roof} rate " if first.target_us else ""
@@ -537,7 +532,7 @@ def render_comparison(before: dict, after: dict) -> str:
         raise UserError(f"the profiles are not of one workload: {'; '.join(differences)}; give two that are")
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
-    unit, size = decimal_unit([part["bytes"] for parts in moved for part in parts.values()], "GB", "MB", 1e9)
+    unit, size = measure.decimal_unit([part["bytes"] for parts in moved for part in parts.values()], "GB", "MB", 1e9)
     for name, old in before["categories"].items():
         new = after["categories"][name]
         if old["launches"] or new["launches"]:
@@ -607,12 +602,9 @@ def plot(records: list[dict], path: str) -> None:
 
     Of two records the first one's points are rings, and an arrow leads from them to where the kernels moved them.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # to a file, no display
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter
 
+    plt = measure.pyplot()
     first = records[0]
     tbs, matmul = first["ceilings"]["copy_gbs"] / 1e3, first["ceilings"]["matmul_tflops"]
     judged = [judge_categories(record) for record in records]
@@ -666,6 +658,4 @@ def plot(records: list[dict], path: str) -> None:
         f"{first['model']}, {first['batch_size']} x {first['seq_len']} tokens, {environment['gpu'] or 'CPU'}, "
         f"{environment['date']}{'' if environment['gpu'] else measure.NOT_MEANINGFUL}\ncustom kernels: {kernels}"
     )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    print(f"Plot written to {path}")
+    measure.save_plot(figure, path)

@@ -14,7 +14,7 @@ The teacher computes no gradient and keeps no activations, so of it the memory h
 
 import argparse
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,6 +60,15 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if getattr(args, flag) and args.teacher is not None:
             raise UserError(f"--{flag} trains on labels, --teacher does not: leave one of the two out")
     return args
+
+
+def takes_over(args: argparse.Namespace, train: Callable) -> bool:
+    """Train the student with finetune_optimized.py's `train`, if there is a teacher."""
+    if args.teacher is not None:
+        kernels = replace_loss(args.kernels)
+        student, distillation = load_student(args, kernels)
+        train(student, args, "Distillation", kernels, distillation=distillation)
+    return args.teacher is not None
 
 
 def replace_loss(kernels: Sequence[str]) -> list[str]:

@@ -40,23 +40,22 @@ def parse_args():
     return args
 
 
-def main() -> None:
-    args = parse_args()
-    if ladder.takes_over(args):
-        return
-    if args.teacher is not None:
-        title, kernels = "Distillation", distill.replace_loss(args.kernels)
-        model, distillation = distill.load_student(args, kernels)
-    else:
-        title, kernels, distillation = "Optimized", args.kernels, None
-        model = apply_kernels(llama.load_model(args), model_kernels(kernels))
+def train(model, args, title: str, kernels: list[str], **teacher) -> None:
     options = [name for name in ("stochastic_rounding", "cuda_graph") if getattr(args, name)]
     llama.finetune(
-        model, args, title=title, kernels=kernels + options, cuda_graph=args.cuda_graph, distillation=distillation,
+        model, args, title=title, kernels=kernels + options, cuda_graph=args.cuda_graph, **teacher,
         make_optimizer=functools.partial(
             make_optimizer, kernels=kernels, stochastic_rounding=args.stochastic_rounding
         ),
     )  # fmt: skip
+
+
+def main() -> None:
+    args = parse_args()
+    if ladder.takes_over(args) or distill.takes_over(args, train):
+        return
+    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    train(model, args, "Optimized", args.kernels)
 
 
 if __name__ == "__main__":

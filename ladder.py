@@ -71,12 +71,10 @@ def climb(args: argparse.Namespace) -> None:
     config = llama.load_config(args)
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
-    copy_gbs = measure.copy_bandwidth()
-    if HAS_GPU:
-        torch.cuda.empty_cache()  # the other processes need the memory
-    record = {"kind": "ladder", "environment": measure.environment(), "copy_gbs": copy_gbs, "rungs": [], "absent": []}
+    record = {"kind": "ladder", "environment": measure.environment(), "rungs": [], "absent": []}
     with tempfile.TemporaryDirectory() as folder:
         profile = run_script("profile_baseline.py", args, "--trace", f"{folder}/trace.json", steps=False)
+    record["copy_gbs"] = profile["ceilings"]["copy_gbs"]
     record["categories_ms"] = {name: part["us"] / 1e3 for name, part in profile["categories"].items()}
     record["busy_ms"] = profile["busy_us"] / 1e3
 
@@ -92,7 +90,7 @@ def climb(args: argparse.Namespace) -> None:
     sizes, names, busy_ms = sizes_of(config, args), [], record["busy_ms"]
     for rung in RUNGS:
         names.append(rung.name)
-        floor_ms = rung.floor_bytes(sizes) / copy_gbs / 1e6
+        floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
         saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms

@@ -128,7 +128,7 @@ def climb_in_a_made_up_world(monkeypatch, step_ms: list[float], has_gpu: bool, l
     def run_script(script, args, *flags, steps=True):
         calls.append((script, *flags))
         if script == "profile_baseline.py":
-            return {"categories": categories, "busy_us": 80e3}
+            return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
         if "--opponent" in flags and not liger:
             raise measure.RunError("it is not installed")
         workload = {key: getattr(args, key) for key in ("model", "dtype", "data", "batch_size", "seq_len", "seed")}
@@ -141,7 +141,6 @@ def climb_in_a_made_up_world(monkeypatch, step_ms: list[float], has_gpu: bool, l
 
     monkeypatch.setattr(ladder, "run_script", run_script)
     monkeypatch.setattr(ladder, "HAS_GPU", has_gpu)
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 0.5)
     path = tmp_path / "ladder.json"
     ladder.climb(arguments("--json", str(path)))
     return measure.read_record(str(path), "ladder"), calls

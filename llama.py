@@ -233,6 +233,10 @@ def has_random_weights(args: argparse.Namespace) -> bool:
     return args.model == "tiny" or args.random_init
 
 
+def weights_in_words(args: argparse.Namespace) -> str:
+    return f"{'random' if has_random_weights(args) else 'pretrained'} weights"
+
+
 def load_model(args: argparse.Namespace) -> torch.nn.Module:
     """The model in training mode, on the GPU if there is one, in --dtype.
 
@@ -634,7 +638,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
 def describe_workload(model: torch.nn.Module, args: argparse.Namespace) -> dict:
     """The part of a record that says what was run, from the flags of `add_workload_flags`."""
     return {
-        "model": args.model, "weights": f"{'random' if has_random_weights(args) else 'pretrained'} weights",
+        "model": args.model, "weights": weights_in_words(args),
         "parameters": sum(p.numel() for p in model.parameters()), "dtype": args.dtype,
         "data": args.data, "batch_size": args.batch_size, "seq_len": args.seq_len, "seed": args.seed,
     }  # fmt: skip
@@ -642,6 +646,12 @@ def describe_workload(model: torch.nn.Module, args: argparse.Namespace) -> dict:
 
 def model_line(record: dict) -> str:
     return f"Model: {record['model']}, {record['parameters']:,} parameters, {record['weights']}, {record['dtype']}"
+
+
+def workload_line(record: dict) -> str:
+    """The model, the size of a step and the kernels."""
+    kernels = ", ".join(record["kernels"]) or "none"
+    return f"{model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; custom kernels: {kernels}"
 
 
 def teacher_line(record: dict) -> str:

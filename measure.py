@@ -142,6 +142,16 @@ def require_writable(path: str | None) -> None:
         target.unlink()
 
 
+def require_png(path: str | None) -> None:
+    """Refuse another kind of picture than the one that is drawn.
+
+    Raises:
+        UserError: the file's name does not end in .png.
+    """
+    if path and not path.endswith(".png"):
+        raise UserError(f"--plot {path} must end in .png")
+
+
 # ---------------------------------------------------------------- environment
 
 
@@ -328,9 +338,31 @@ def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str
     return missing if value is None else format(value, spec)
 
 
+def decimal_unit(values: list[float], large: str, small: str, size: float) -> tuple[str, float]:
+    """(name, size) of a column's unit: the large one if a value reaches it, else the small one, a thousandth of it."""
+    return (large, size) if max(values, default=0.0) >= size else (small, size / 1e3)
+
+
 def describe(error: Exception) -> str:
     """Its type and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+
+
+def pyplot():
+    """matplotlib.pyplot, which draws into files: there may be no display.  Loaded only where a picture is asked for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save_plot(figure, path: str, dpi: int = 120) -> None:
+    """Write a figure of `pyplot()` as a PNG, say so, and free it."""
+    figure.savefig(path, dpi=dpi)
+    pyplot().close(figure)
+    print(f"Plot written to {path}")
 
 
 def write_record(path: str | None, record: dict) -> None:

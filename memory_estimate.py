@@ -254,6 +254,9 @@ class Ledger(TorchDispatchMode):
         model.register_forward_hook(lambda *_: self.enter("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         self.claim(PARAMETERS, *model.parameters(), *model.buffers())
+        self.claim_state(optimizer)
+
+    def claim_state(self, optimizer: torch.optim.Optimizer) -> None:
         self.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
 
     def follow_layer(self, layer: torch.nn.Module, number: int) -> None:
@@ -290,7 +293,7 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
         ledger.claim(BATCH, ids, labels)
         batch = llama.Batch(ids, labels, n_tokens=ids.numel())
         llama.training_step(model, optimizer, batch)
-        ledger.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
+        ledger.claim_state(optimizer)  # which the first step made
         llama.training_step(model, optimizer, batch)
     return ledger
 
@@ -335,7 +338,7 @@ def report(args: argparse.Namespace) -> None:
     shape = llama.DTYPES[args.dtype], args.batch_size, args.seq_len
     record = {
         "kind": "estimate", "environment": measure.environment(), "model": args.model,
-        "weights": f"{'random' if llama.has_random_weights(args) else 'pretrained'} weights",
+        "weights": llama.weights_in_words(args),
         "parameters": llama.parameter_count(config), "layers": config.num_hidden_layers, "dtype": args.dtype,
         "batch_size": args.batch_size, "seq_len": args.seq_len, "kernels": args.kernels,
         "estimates": [estimate(config, *shape, names) for names in ([], args.kernels)[: 1 + bool(args.kernels)]],
@@ -368,7 +371,7 @@ def render(record: dict) -> str:
     """Everything that the script prints about an estimate, from its record."""
     estimates, n_layers = record["estimates"], record["layers"]
     names = ["none", "chosen"][: len(estimates)]
-    unit, unit_name = (1e9, "GB") if max(e["peak_memory_bytes"] for e in estimates) > 1e9 else (1e6, "MB")
+    unit_name, unit = measure.decimal_unit([e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9)
 
     def row(label: str, values: list[int], unit: float = unit) -> list[str]:
         return [label, *(f"{value / unit:,.2f}" for value in values)]
@@ -386,8 +389,7 @@ def render(record: dict) -> str:
     return "\n".join(
         [
             measure.environment_line(record["environment"]),
-            f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
-            f"custom kernels: {', '.join(record['kernels']) or 'none'}",
+            llama.workload_line(record),
             "",
             measure.title("Memory of a training step (estimate)"),
             measure.table(["Kept for the backward, MB", *names], kept_rows),

@@ -280,10 +280,6 @@ def account(ledger: Observer, workspaces: int) -> dict:
 # ---------------------------------------------------------------- output
 
 
-def unit_of(record: dict) -> tuple[float, str]:
-    return (1e9, "GB") if record["peak_memory_bytes"] > 1e9 else (1e6, "MB")
-
-
 def advice(record: dict) -> list[list[str]]:
     """For each large part: its name, the flag that makes it smaller, and how."""
     rows = []
@@ -298,7 +294,7 @@ def advice(record: dict) -> list[list[str]]:
 def render(record: dict) -> str:
     """Everything that the script prints about a step's memory, from its record."""
     on_gpu, peak = record["device"] == "cuda", record["peak_memory_bytes"]
-    unit, unit_name = unit_of(record)
+    unit_name, unit = measure.decimal_unit([peak], "GB", "MB", 1e9)
     phases = [record["phases"][phase] for phase in PHASES]
     shown = [part for part in PARTS if record["parts"][part] or any(phase["parts"][part] for phase in phases)]
 
@@ -326,8 +322,7 @@ def render(record: dict) -> str:
     where = memory_estimate.stage_in_words(record["phase"], record["layer"], record["layers"])
     lines = [
         measure.environment_line(record["environment"]),
-        f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
-        f"custom kernels: {', '.join(record['kernels']) or 'none'}",
+        llama.workload_line(record),
         "",
         measure.title("Memory of a training step" + ("" if on_gpu else " (CPU: the tensors' own bytes)")),
         f"The peak is in the {where}, at the operation {record['operation']}.",
@@ -365,12 +360,8 @@ def width(stage: dict, n_layers: int) -> float:
 
 def plot(record: dict, path: str) -> None:
     """The parts over the step as stacked areas, the phases and the peak marked, as one PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    line, (unit, unit_name) = record["timeline"], unit_of(record)
+    plt = measure.pyplot()
+    line, (unit_name, unit) = record["timeline"], measure.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
     others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
     areas = {part: values for part, values in line["parts"].items() if part in COLORS} | {"other": map(sum, others)}
     areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
@@ -407,9 +398,7 @@ def plot(record: dict, path: str) -> None:
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    print(f"Plot written to {path}")
+    measure.save_plot(figure, path, dpi=130)
 
 
 def check_outputs(args: argparse.Namespace) -> None:

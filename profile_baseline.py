@@ -521,8 +521,7 @@ def render(record: dict) -> str:
     return "\n".join(
         [
             measure.environment_line(record["environment"]),
-            f"{llama.model_line(record)}; {record['batch_size']} x {record['seq_len']} tokens; "
-            f"custom kernels: {', '.join(record['kernels']) or 'none'}",
+            llama.workload_line(record),
             "",
             measure.title(f"Top {TOP} {device} Operations by Total {kind} Time"),
             operations_table(record),
@@ -561,8 +560,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.memory_snapshot and not args.memory:
         raise UserError("--memory-snapshot shows the memory of a step: add --memory")
-    if args.plot and not args.plot.endswith(".png"):
-        raise UserError(f"--plot {args.plot} must end in .png")
+    measure.require_png(args.plot)
     if args.plot and args.estimate:
         raise UserError("--plot draws the operations of a step, and --estimate runs none; give one of the two")
     if args.estimate and not HAS_GPU:  # it is of a run with one

@@ -13,7 +13,6 @@ README.md marks what comes from a record:
 """
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -240,18 +239,16 @@ def beyond_figures() -> dict[str, str]:
         ("lce_512", "linear_cross_entropy", 512, ours, {"torch": on_bf16, "compile": compiled, "liger": liger}),
     ):
         record = load(f"benchmark_{kernel}.json")
-        rows, section = benchmark_rows(record), record["sections"][0]
+        rows = benchmark_rows(record)
         tokens = tokens or max(tokens for tokens, _ in rows)
         # RoPE is so short that a slow host hides the kernels; whoever waits for the GPU has no time without the host.
         us = {
-            row["implementation"]: row["kernels_us"] if kernel == "rope" else row["total_us"][1]
-            for row in section["rows"]
-            if row["tokens"] == tokens
+            implementation: row["kernels_us"] if kernel == "rope" else row["total_us"][1]
+            for (n, implementation), row in rows.items()
+            if n == tokens
         }
-        rate = benchmark_kernels.KERNELS[kernel].rate
-        elements = tokens * math.prod(benchmark_kernels.numbers(section["size"]))
-        achieved = section[rate.per_element] * elements / us[mine] / rate.per_us
-        row = rows[tokens, mine]
+        rate, row = benchmark_kernels.KERNELS[kernel].rate, rows[tokens, mine]
+        achieved = row[rate.key] * row["total_us"][1] / us[mine]
         values |= {
             f"{name}_us": f"{us[mine]:,.0f}", f"{name}_pct": f"{100 * achieved / record[rate.ceiling_key]:.0f}",
             f"{name}_mb": f"{(row['extra_bytes'] or 0) / 1e6:,.0f}",
