@@ -4,12 +4,14 @@
     apply_kernels(model)                       # or apply_kernels(model, ["rmsnorm", "rope"])
     model(input_ids, labels=labels).loss       # as before; also inside transformers.Trainer
 
-The model keeps its class, its parameters and the keys of its `state_dict`.  In training, with labels, the loss comes
-straight from the hidden states, and `logits` is None: they were never computed.  (With cross_entropy alone they are
-there in training, but overwritten with their gradient.)  In evaluation, under torch.no_grad(), the logits are there.
+The model keeps its class, or gets one derived from it, its parameters and the keys of its `state_dict`.  In training,
+with labels, the loss comes straight from the hidden states, and `logits` is None: they were never computed.  (With
+cross_entropy alone they are there in training, but overwritten with their gradient.)  In evaluation, under
+torch.no_grad(), the logits are there.
 The optimizer is not part of the model: `triton_adamw(model, lr)`.
 """
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 
@@ -67,11 +69,11 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
         llama.replace_modules(model, "LlamaMLP", TritonLlamaMLP.from_llama_mlp)
     for layer in model.model.layers:
         if "rope" in names:
-            layer.self_attn.forward = types.MethodType(ATTENTION_FORWARD, layer.self_attn)
+            replace_forward(layer.self_attn, ATTENTION_FORWARD)
         if "fused_layer" in names:
-            layer.forward = types.MethodType(fused_layer_forward, layer)
+            replace_forward(layer, fused_layer_forward)
     if "linear_cross_entropy" in names:
-        model.forward = types.MethodType(fused_loss_forward, model)
+        replace_forward(model, fused_loss_forward)
     return model
 
 
@@ -100,6 +102,22 @@ def make_optimizer(
     return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else llama.make_optimizer(model, lr)
 
 
+def replace_forward(module: torch.nn.Module, forward: Callable) -> None:
+    """Give this module, but no other of its class, another forward; its own becomes `plain_forward`.
+
+    It gets a class of its own.  A forward among its attributes would be bound to it, and so would those of its copies,
+    which torch.nn.DataParallel makes, and transformers.Trainer with it where it sees several GPUs.
+    """
+    if type(module).forward is not forward:
+        module.__class__ = class_with_forward(type(module), forward)
+
+
+@functools.cache
+def class_with_forward(cls: type, forward: Callable) -> type:
+    """One for all modules, so that torch.compile sees layers of one class; its name is stored with the model."""
+    return type(cls.__name__, (cls,), {"forward": forward, "plain_forward": cls.forward, "__module__": cls.__module__})
+
+
 def with_globals(function: Callable, **replacements) -> Callable:
     """The same function, with other things behind some of the global names that it uses."""
     names = {**function.__globals__, **replacements}
@@ -121,11 +139,10 @@ def is_plain(linear: torch.nn.Module) -> bool:
 
 
 def is_untouched(module: torch.nn.Module) -> bool:
-    """Does calling it run its own forward (or the one given to it here), and nobody's hook?"""
-    own = getattr(vars(module).get("forward"), "__func__", None) is ATTENTION_FORWARD or "forward" not in vars(module)
+    """Does calling it run its class's forward, and nobody's hook?"""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     unknown = any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks)
-    return own and not unknown and not torch.nn.modules.module._has_any_global_hook()
+    return "forward" not in vars(module) and not unknown and not torch.nn.modules.module._has_any_global_hook()
 
 
 def fused_layer_forward(
@@ -151,7 +168,7 @@ def fused_layer_forward(
         or (self.gradient_checkpointing and self.training)
     ):
         kwargs |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
-        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
+        return self.plain_forward(hidden_states, attention_mask, **kwargs)
 
     heads = *hidden_states.shape[:-1], -1, attention.head_dim
     residual, *projected = norm_linear(hidden_states, self.input_layernorm, *inner[:3])
@@ -180,7 +197,7 @@ def fused_loss_forward(
         "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
     }  # fmt: skip
     if not self.training or labels is None or not is_plain(self.lm_head):
-        return type(self).forward(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        return self.plain_forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
     if kwargs.pop("return_dict", True) is False:
         raise ValueError("return_dict is False, expected True: a tuple has no place for logits that do not exist.")
     outputs = self.model(**inputs, **kwargs)

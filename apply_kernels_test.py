@@ -6,6 +6,7 @@ launches are counted too.
 """
 
 import copy
+import json
 from collections import Counter
 
 import accelerate
@@ -383,7 +384,7 @@ def test_hidden_states_and_attentions_are_returned_on_request(training, launches
 def test_parameters_and_keys_are_the_same(names):
     model = make_model()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
-    assert apply_kernels.apply_kernels(model, names) is model and type(model) is LlamaForCausalLM
+    assert apply_kernels.apply_kernels(model, names) is model and isinstance(model, LlamaForCausalLM)
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys
@@ -399,6 +400,7 @@ def test_saved_and_loaded(tmp_path):
     batch, patched = make_batch(), make_model(MODEL_KERNELS)
     expected = loss_and_gradients(make_model(), batch)
     patched.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE).train()
     assert_equal(loss_and_gradients(plain, batch), expected)
     assert_equal(loss_and_gradients(apply_kernels.apply_kernels(plain), batch), expected)
@@ -417,6 +419,33 @@ def test_a_copy_is_patched_and_on_its_own(launches):
     assert_equal(loss_and_gradients(duplicate, batch), expected)
     assert launches == ALL_LAUNCHES
     assert all(parameter.grad is None for parameter in original.parameters())
+
+
+def replica(module: torch.nn.Module, weights: dict[str, torch.Tensor], name: str = "") -> torch.nn.Module:
+    """A copy with other weights, made as torch.nn.DataParallel makes one for each GPU: attributes are shared."""
+    twin = module._replicate_for_data_parallel()
+    for key, parameter in module._parameters.items():
+        setattr(twin, key, None if parameter is None else weights[name + key])
+    for key, child in module.named_children():
+        setattr(twin, key, replica(child, weights, f"{name}{key}."))
+    return twin
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_replica_for_another_gpu_computes_with_its_own_weights(names, launches):
+    model, other, batch = make_model(names), make_model(), make_batch()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.25)
+    expected = loss_and_gradients(other, batch)
+    assert not launches
+    twin = replica(model, dict(other.named_parameters()))
+    other.zero_grad()
+    loss = twin(**batch).loss
+    loss.backward()
+    found = {"loss": loss.detach(), **{name: weight.grad for name, weight in other.named_parameters()}}
+    assert_equal(found, expected)
+    assert launches and all(weight.grad is None for weight in model.parameters())
 
 
 def test_another_model_in_the_same_process_is_not_affected(launches):
@@ -597,6 +626,9 @@ def test_model_whose_parts_accelerate_moves_is_refused():
 # ---------------------------------------------------------------- transformers.Trainer
 
 
+N_REPLICAS = max(torch.cuda.device_count(), 1)  # Trainer spreads each batch over all GPUs that it sees
+
+
 def examples(n: int) -> list[dict]:
     """Of different numbers of labels, so that micro-batches weigh differently."""
     ids = torch.randint(VOCABULARY, (n, T), generator=torch.Generator().manual_seed(4))
@@ -616,7 +648,7 @@ def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[
     )  # fmt: skip
     optimizers = (optimizer(model) if optimizer else None), None
     trainer = Trainer(
-        model, args, default_data_collator, examples(12 * accumulate), examples(3), optimizers=optimizers
+        model, args, default_data_collator, examples(6 * accumulate * N_REPLICAS), examples(3), optimizers=optimizers
     )  # fmt: skip
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -632,7 +664,7 @@ def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, laun
     assert moved > 1e-2, "nothing was learned: this comparison cannot fail"
     trainer, losses = trained(tmp_path, names, accumulate)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert launches["cross_entropy_fwd"] == 3 * accumulate
+    assert launches["cross_entropy_fwd"] == 3 * accumulate * N_REPLICAS
     evaluations = [t.evaluate()["eval_loss"] for t in (baseline, trainer)]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
     predictions = [torch.tensor(t.predict(examples(3)).predictions) for t in (baseline, trainer)]

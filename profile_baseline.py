@@ -125,7 +125,7 @@ def category_ranges(model: torch.nn.Module) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
     # a fused layer does not call its parts, and where they are hooked it would, to honour the hooks
-    fused = {part for layer in layers if "forward" in vars(layer) for part in layer.modules()}
+    fused = {part for layer in layers if hasattr(layer, "plain_forward") for part in layer.modules()}
     handles = [
         handle
         for module in model.modules()
