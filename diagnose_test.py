@@ -529,7 +529,7 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     """A model large enough for the GPU to be the slower one; then a step with .item() in it."""
     config = llama.tiny_config()
     config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers = 2048, 8192, 64, 8
-    config.num_attention_heads, config.num_key_value_heads = 32, 8
+    config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings = 32, 8, 2048
     monkeypatch.setattr(llama, "tiny_config", lambda: config)
     flags = ["--model", "tiny", "--batch-size", "16", "--seq-len", "2048", "--trace", str(tmp_path / "trace.json")]
     args = profile_baseline.parse_args(flags)

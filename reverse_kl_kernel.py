@@ -136,7 +136,7 @@ def _reverse_kl_fwd_kernel(
     w, x, z = _w_x_z(s, t, unit, m_s_row, m_t_row)
     a, d_s, d_t = _rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t)
     a_row, d_s_row, d_t_row = tl.sum(a) + tl.sum(w * x), tl.sum(d_s) + tl.sum(w), tl.sum(d_t) + tl.sum(z)
-    kl = a_row / d_s_row * LN2 + tl.log(d_t_row / d_s_row)
+    kl = a_row / d_s_row * LN2 + tl.log(tl.div_rn(d_t_row, d_s_row))  # div_rn: exactly 1 if they are equal
     tl.store(row_loss_ptr + row, tl.where(counted, kl, 0.0))
     stats = m_s_row, m_t_row, d_s_row, d_t_row, a_row
     for i in tl.static_range(5):
