@@ -282,7 +282,7 @@ def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, mon
     monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
     outcome = run_script(bench, "--dtype", "fp16")
     assert outcome.code == 0 and "adamw is not measured in fp16" in outcome.out
-    assert asked == [kernel for kernel in bench.KERNELS if kernel != "adamw"]
+    assert list(dict.fromkeys(asked)) == [kernel for kernel in bench.KERNELS if kernel != "adamw"]  # each at some sizes
 
 
 # ---------------------------------------------------------------- what is printed besides

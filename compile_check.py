@@ -238,12 +238,12 @@ class StubContext(SimpleNamespace):
 
 @contextlib.contextmanager
 def pretend_gpu():
-    """CUDA tensors without memory, on a GPU of the current target's generation with 132 multiprocessors."""
+    """CUDA tensors without memory, on a GPU of the target's generation, with an H100's multiprocessors and cache."""
 
     def properties(device) -> SimpleNamespace:
         arch = triton.runtime.driver.active.get_current_target().arch  # 103 or "gfx942"
         major, minor = divmod(arch, 10) if isinstance(arch, int) else (9, 4)
-        return SimpleNamespace(multi_processor_count=132, major=major, minor=minor)
+        return SimpleNamespace(multi_processor_count=132, L2_cache_size=50 * 2**20, major=major, minor=minor)
 
     with (
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),

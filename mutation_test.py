@@ -501,7 +501,7 @@ REVERSE_KL_FAULTS = {
     "test_one_tile_and_many_give_the_reference[tile0-dtype0]": [
         ("edge of the row not summed", "tl.sum(a) + tl.sum(w * x)", "tl.sum(a)"),
         ("edge of the teacher not summed", "tl.sum(d_t) + tl.sum(z)", "tl.sum(d_t)"),
-        ("masked lanes are 0", 'mask=mask, other=-float("inf")', "mask=mask, other=0.0"),
+        ("masked lanes are 0", 'mask=mask, other=-float("inf")', "mask=mask, other=0.0", 2),
         ("mean not subtracted", "w * (x - mean) * factor", "w * x * factor", 2),
         ("sign of the gradient", "w * (x - mean) * factor", "w * (mean - x) * factor", 2),
         ("student's statistics for the teacher", "stats = m_s_row, m_t_row,", "stats = m_s_row, m_s_row,"),
@@ -511,13 +511,20 @@ REVERSE_KL_FAULTS = {
         ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
         ("edge not written", "mask=in_edge)", "mask=in_edge & (edge < 0))"),
     ],
+    "test_any_part_of_a_row_may_be_kept_in_the_cache[0]": [
+        ("what is not kept is not read", "range(first_kept if kept else 0, n_read if kept else", "range(first_kept, n_read if kept else"),
+    ],
+    "test_any_part_of_a_row_may_be_kept_in_the_cache[300]": [
+        ("what is kept is not read", "n_read if kept else first_kept, TILE_SIZE)", "first_kept, TILE_SIZE)"),
+        ("a part is read twice", "range(first_kept if kept else 0, n_read", "range(0, n_read"),
+    ],
     "test_temperature_divides_both_and_no_square_multiplies[dtype0-2]": [
         ("temperature multiplies", "1 / (LN2.value * temperature)", "temperature / LN2.value", 2),
         ("temperature ignored", "1 / (LN2.value * temperature)", "1 / LN2.value", 2),
         ("gradient not divided by T", "scale * unit * (LN2 * LN2)", "scale * LN2"),
     ],
     "test_large_offset_does_not_cost_digits": [
-        ("product rounded before m is subtracted", "tl.fma(s, unit, -m_s), tl.fma(t, unit, -m_t)", "s * unit - m_s, t * unit - m_t"),
+        ("product rounded before m is subtracted", "fma(logits[0], unit, -m_s), tl.fma(logits[1], unit, -m_t)", "fma(logits[0] * unit, 1.0, -m_s), logits[1] * unit - m_t"),
     ],
     "test_padded_vocabulary_is_not_nan[both-first chunk]": [
         ("-inf - -inf", "tl.where(w > 0, u - v, 0.0)", "u - v"),

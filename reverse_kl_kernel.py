@@ -14,21 +14,18 @@ The maths, for one row, that is, one token's V columns j, with s = student / T, 
 Online softmax (cross_entropy_kernel.py) finds all five in one pass.  Where a tile raises the maxima, by rise_s and
 rise_t, each x so far grows by rise_t - rise_s, each w shrinks by exp(-rise_s), and each z by exp(-rise_t).
 
-The obvious kernel takes a row of 32,768 as one tile: both softmaxes, loss, gradient.  Each of its 512 threads holds 64
-student and 64 teacher logits, and 65,536 registers, all that a multiprocessor has, are 128 for each.  So one block
-fits, 16 of 64 possible warps; what else they compute, 114 registers' worth per thread, is spilled to memory (sm_90).
-The warps meet for each maximum and sum: they load together, wait together, and while they compute, nothing is loaded.
-This, occupancy, decides, not arithmetic: 3 exponentials per column, at 16 per clock and multiprocessor, take an H200
-0.6 of the time of the column's 6 bytes.  Two remedies, of which README has the times:
+The obvious kernel takes a row of 32,768 as one tile.  The logits of its 512 threads fill all registers of a
+multiprocessor (sm_90): one block fits, 16 of 64 possible warps, which load together and wait together, and while they
+compute, nothing is loaded.  This, occupancy, decides, not arithmetic: a column's 3 exponentials, at 16 per clock and
+multiprocessor, take an H200 0.6 of the time of its 6 bytes.  Two remedies, of which README has the times:
 
-1. Smaller tiles, 32 columns per thread, each with its own maxima and sums: warps meet once per row.  The row is not
-   kept, but read again for the gradient, from the GPU's cache, since one or two rows are under way per multiprocessor.
+1. Smaller tiles, 16 columns per thread, each with its own maxima and sums: warps meet once per row, two blocks fit.
+   The gradient reads the row again, last tile first, from the GPU's cache, or as much of it as has room there.
 2. Two kernels: the forward saves the five numbers, 20 bytes, and the backward reads the row again, from memory.  Its
    warps never meet, and need so few registers, 56 per thread or less, that 36 of 64 fit or more.
 
-The first gives the gradient for a grad_output of 1; if it is another, the backward begins anew, as in the second.  fp16
-(which needs its loss scale), reduction "none" and a vocabulary split over GPUs always take the second.  Bytes per bf16
-logit of the student, if every kernel reads its inputs once and writes its result once:
+The first gives the gradient for a grad_output of 1, and begins anew for another.  The second serves fp16 (for its loss
+scale), reduction "none" and a vocabulary split over GPUs.  Bytes per bf16 logit of the student, if all is read once:
 
                 eager, as above                                             remedy 1    remedy 2
     forward     to fp32 12, log_softmax 16, exp 8, - 12, * 12, sum 4 = 64          6           4
@@ -37,9 +34,8 @@ logit of the student, if every kernel reads its inputs once and writes its resul
 
 New in Triton: `tl.reshape` makes a dimension of the 8 columns that a thread loads at once; a kernel calls another.
 Limits: |logits / T| below 1e38, or -inf; fp32 loss, not times T**2; no second derivative, none for the teacher; rows
-with gaps that 8 does not divide are copied.  Where the student's probability is 0 a column counts 0, even if the
-teacher's is 0 (a padded vocabulary; F.kl_div: NaN); where only the teacher's is, loss and gradient are not finite, as
-in PyTorch.  Soft-target cross-entropy is another kernel: z weights its sum, and its gradient takes two exponentials.
+with gaps that 8 does not divide are copied.  A column of student's probability 0 counts 0 (F.kl_div: NaN, if it is the
+teacher's too); where only the teacher's is 0, loss and gradient are not finite, as in PyTorch.
 """
 
 import contextlib
@@ -68,8 +64,7 @@ def reverse_kl_reference(student, teacher, mask=None, temperature=1.0, reduction
     return row_loss if reduction == "none" else row_loss.sum() / (counted.sum() if reduction == "batchmean" else 1)
 
 
-# As in cross_entropy_kernel.py, a row is cut where 16 bytes can be loaded at once: its body goes from its first
-# multiple of 8 columns to its last; up to 7 columns before and 7 after are its edge.
+# A row's body goes from its first multiple of 8 columns (16 bytes) to its last; up to 7 before and after are its edge.
 @triton.jit
 def _cut_row(ptr, row, row_stride, n_cols):
     start = tl.cast(row, tl.int64) * row_stride  # int64: at V = 131,072 it outgrows 32 bits from row 16,384 on
@@ -82,13 +77,15 @@ def _cut_row(ptr, row, row_stride, n_cols):
 
 
 @triton.jit
-def _load(ptr, cols, mask):
-    return tl.load(ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
+def _load(s_ptr, t_ptr, cols, mask, POLICY: tl.constexpr):  # POLICY: what leaves the GPU's cache first
+    s = tl.load(s_ptr + cols, mask=mask, other=-float("inf"), eviction_policy=POLICY)
+    t = tl.load(t_ptr + cols, mask=mask, other=-float("inf"), eviction_policy=POLICY)
+    return s.to(tl.float32), t.to(tl.float32)
 
 
 @triton.jit
-def _w_x_z(s, t, unit, m_s, m_t):  # of raw logits; unit = 1 / (T * LN2)
-    u, v = tl.fma(s, unit, -m_s), tl.fma(t, unit, -m_t)
+def _w_x_z(logits, unit, m_s, m_t):  # of raw student and teacher logits; unit = 1 / (T * LN2)
+    u, v = tl.fma(logits[0], unit, -m_s), tl.fma(logits[1], unit, -m_t)
     w = tl.exp2(u)
     return w, tl.where(w > 0, u - v, 0.0), tl.exp2(v)  # without `where`, NaN if both logits are -inf
 
@@ -106,9 +103,11 @@ def _reverse_kl_fwd_kernel(
     counted_ptr, n_counted_ptr,  # (n_rows,) bool; (), None unless the loss is a mean
     stats_ptr, row_loss_ptr,  # (n_rows, 5) fp32: m_s, m_t, d_s, d_t, a; (n_rows,)
     dstudent_ptr,  # (n_rows, n_cols), contiguous: remedy 1, the gradient for a grad_output of 1; None: remedy 2
-    n_cols, unit, TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,
+    n_cols, n_kept, unit, TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
+    unit = tl.cast(unit, tl.float32)  # from fp64, as which torch.compile passes a Python float
     tile = tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
     s_row_ptr, s_ptr, n_body, edge, in_edge = _cut_row(student_ptr, row, student_row_stride, n_cols)
     t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
@@ -116,24 +115,25 @@ def _reverse_kl_fwd_kernel(
     n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted  # a row that does not count is not read
     zero = tl.zeros((THREADS,), dtype=tl.float32)
     m_s, m_t, d_s, d_t, a = zero + LOWEST, zero + LOWEST, zero, zero, zero  # one for each thread
-    for first in range(0, n_read, TILE_ROWS * THREADS * 8):
-        cols = first + tile
-        s = tl.reshape(_load(s_ptr, cols, cols < n_read), TILE_ROWS, THREADS, 8)
-        t = tl.reshape(_load(t_ptr, cols, cols < n_read), TILE_ROWS, THREADS, 8)
-        m_s_new = tl.maximum(m_s, tl.max(tl.max(s, axis=2), axis=0) * unit)
-        m_t_new = tl.maximum(m_t, tl.max(tl.max(t, axis=2), axis=0) * unit)
-        w, x, z = _w_x_z(s, t, unit, m_s_new[None, :, None], m_t_new[None, :, None])
-        a, d_s, d_t = _rescale(a, d_s, d_t, m_s_new - m_s, m_t_new - m_t)
-        a += tl.sum(tl.sum(w * x, axis=2), axis=0)
-        d_s += tl.sum(tl.sum(w, axis=2), axis=0)
-        d_t += tl.sum(tl.sum(z, axis=2), axis=0)
-        m_s, m_t = m_s_new, m_t_new
-
+    first_kept = tl.cdiv(tl.maximum(n_read - n_kept, 0), TILE_SIZE) * TILE_SIZE
+    for kept in tl.static_range(2):
+        for first in range(first_kept if kept else 0, n_read if kept else first_kept, TILE_SIZE):
+            cols = first + tile
+            s, t = _load(s_ptr, t_ptr, cols, cols < n_read, "evict_last" if kept else "evict_first")
+            s, t = tl.reshape(s, TILE_ROWS, THREADS, 8), tl.reshape(t, TILE_ROWS, THREADS, 8)
+            m_s_new = tl.maximum(m_s, tl.max(tl.max(s, axis=2), axis=0) * unit)
+            m_t_new = tl.maximum(m_t, tl.max(tl.max(t, axis=2), axis=0) * unit)
+            w, x, z = _w_x_z((s, t), unit, m_s_new[None, :, None], m_t_new[None, :, None])
+            a, d_s, d_t = _rescale(a, d_s, d_t, m_s_new - m_s, m_t_new - m_t)
+            a += tl.sum(tl.sum(w * x, axis=2), axis=0)
+            d_s += tl.sum(tl.sum(w, axis=2), axis=0)
+            d_t += tl.sum(tl.sum(z, axis=2), axis=0)
+            m_s, m_t = m_s_new, m_t_new
     # The threads meet: every sum is rescaled to the row's maxima, and the edge is added.
-    s, t = _load(s_row_ptr, edge, read_edge), _load(t_row_ptr, edge, read_edge)
+    s, t = _load(s_row_ptr, t_row_ptr, edge, read_edge, "evict_first")
     m_s_row = tl.maximum(tl.max(m_s), tl.max(s) * unit)
     m_t_row = tl.maximum(tl.max(m_t), tl.max(t) * unit)
-    w, x, z = _w_x_z(s, t, unit, m_s_row, m_t_row)
+    w, x, z = _w_x_z((s, t), unit, m_s_row, m_t_row)
     a, d_s, d_t = _rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t)
     a_row, d_s_row, d_t_row = tl.sum(a) + tl.sum(w * x), tl.sum(d_s) + tl.sum(w), tl.sum(d_t) + tl.sum(z)
     kl = a_row / d_s_row * LN2 + tl.log(tl.div_rn(d_t_row, d_s_row))  # div_rn: exactly 1 if they are equal
@@ -149,9 +149,8 @@ def _reverse_kl_fwd_kernel(
         )  # fmt: skip
 
 
-# The backward.  Given scale = dL/dloss of a row (grad_output, over n_counted for a mean), find dL/dstudent.
-#
-#   KL = sum p[i] * (log p[i] - log q[i]), and ds[j] changes p[i] by p[i] * ([i == j] - p[j]).  So
+# The backward, for scale = dL/dloss of a row (grad_output, over n_counted for a mean).  ds[j] changes p[i] by
+# p[i] * ([i == j] - p[j]), so
 #   dKL/ds[j]   = p[j] * ((log p[j] - log q[j]) - KL)             the changes of log p have the mean 0
 #               = p[j] * (x[j] - a / d_s)                         log(d_t / d_s) is in both, and cancels
 #   dstudent[j] = w[j] * (x[j] - a / d_s) * (scale / T / d_s)     neither a logarithm nor d_t is needed
@@ -159,17 +158,18 @@ def _reverse_kl_fwd_kernel(
 def _reverse_kl_bwd_kernel(
     student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, stats_ptr,
     grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one; None: 1
-    dstudent_ptr, n_cols, unit, GIVEN: tl.constexpr,  # does dstudent hold the gradient for a grad_output of 1?
-    TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,
+    dstudent_ptr, n_cols, unit, GIVEN: tl.constexpr, TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,  # GIVEN: for 1
 ):  # fmt: skip
     row = tl.program_id(0)
     TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
+    unit = tl.cast(unit, tl.float32)
     scale = 1.0 if grad_output_ptr is None else tl.load(grad_output_ptr + tl.cast(row, tl.int64) * grad_output_stride)
     if not GIVEN or scale != 1.0:  # only the GPU knows whether it is 1: the host launches this without looking
         tile = tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
-        s_row_ptr, s_ptr, n_body, edge, in_edge = _cut_row(student_ptr, row, student_row_stride, n_cols)
+        s_row_ptr, s_ptr, _, _, _ = _cut_row(student_ptr, row, student_row_stride, n_cols)
         t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
-        out_row_ptr, out_ptr, _, _, _ = _cut_row(dstudent_ptr, row, n_cols, n_cols)
+        # torch.compile takes every tensor for written that a stored address depends on: here it is dstudent alone
+        out_row_ptr, out_ptr, n_body, edge, in_edge = _cut_row(dstudent_ptr, row, n_cols, n_cols)
         counted = tl.load(counted_ptr + row)
         n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted
         m_s, m_t = tl.load(stats_ptr + 5 * row), tl.load(stats_ptr + 5 * row + 1)
@@ -180,9 +180,9 @@ def _reverse_kl_bwd_kernel(
         # Last tile first: it was read last, and is still in the cache.  ".cs" stores without taking room there.
         for done in range(0, n_body, TILE_SIZE):
             cols = (n_body - 1) // TILE_SIZE * TILE_SIZE - done + tile
-            w, x, _z = _w_x_z(_load(s_ptr, cols, cols < n_read), _load(t_ptr, cols, cols < n_read), unit, m_s, m_t)
+            w, x, _z = _w_x_z(_load(s_ptr, t_ptr, cols, cols < n_read, "evict_first"), unit, m_s, m_t)
             tl.store(out_ptr + cols, w * (x - mean) * factor, mask=cols < n_body, cache_modifier=".cs")
-        w, x, _z = _w_x_z(_load(s_row_ptr, edge, read_edge), _load(t_row_ptr, edge, read_edge), unit, m_s, m_t)
+        w, x, _z = _w_x_z(_load(s_row_ptr, t_row_ptr, edge, read_edge, "evict_first"), unit, m_s, m_t)
         tl.store(out_row_ptr + edge, w * (x - mean) * factor, mask=in_edge)
 
 
@@ -211,8 +211,8 @@ def _rows(student, teacher, mask, temperature, reduction="sum"):
 
 
 def _launch(kernel, warps, student, *args):
-    """A program per row, 8 columns per thread and tile row.  On an H200 within 4 % of the best warps and tile rows."""
-    tile = {"TILE_ROWS": 8 // student.element_size(), "THREADS": 32 * warps}
+    """A program per row, 8 columns per thread and tile row.  In bf16 on an H200 within 2 % of the best of both."""
+    tile = {"TILE_ROWS": (8 if warps == 4 else 4) // student.element_size(), "THREADS": 32 * warps}
     if len(student) > 0:
         with torch.cuda.device(student.device) if student.is_cuda else contextlib.nullcontext():
             kernel[(len(student),)](student, *args, **tile, num_warps=warps)
@@ -239,9 +239,10 @@ def reverse_kl_forward(student, teacher, mask=None, temperature=1.0, reduction="
     row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)
     stats = student.new_empty((n_rows, 5), dtype=torch.float32)
     dstudent = student.new_empty(student.shape) if gradient and group is None else None
-    warps = 4 if dstudent is None else 8 if V * student.element_size() <= 65_536 else 16
-    options = V, 1 / (LN2.value * temperature)
-    _launch(_reverse_kl_fwd_kernel, warps, *rows, n_counted, stats, row_loss, dstudent, *options)
+    gpu = torch.cuda.get_device_properties(student.device) if student.is_cuda else None
+    n_kept = gpu.L2_cache_size // (4 * gpu.multi_processor_count * student.element_size()) if gpu else V // 2
+    more = V, 0 if dstudent is None else n_kept, 1 / (LN2.value * temperature)  # n_kept: the cache's share of each row
+    _launch(_reverse_kl_fwd_kernel, 4 if dstudent is None else 16, *rows, n_counted, stats, row_loss, dstudent, *more)
     if group is not None:
         stats = combine_statistics(stats, group)
         _, _, d_s, d_t, a = stats.unbind(1)
@@ -278,8 +279,7 @@ class TritonReverseKLFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
             raise RuntimeError("The fused loss has no second derivative, which create_graph=True asks for.")
         dstudent, ctx.dstudent = ctx.dstudent, None  # held by nobody else, it becomes .grad without a copy
-        dstudent = reverse_kl_backward(grad_output, *ctx.saved_tensors, ctx.temperature, dstudent)
-        return dstudent, None, None, None, None, None, None
+        return reverse_kl_backward(grad_output, *ctx.saved_tensors, ctx.temperature, dstudent), *[None] * 6
 
 
 class TritonReverseKLLoss(torch.nn.Module):

@@ -273,6 +273,21 @@ def test_overflow_of_exp_without_the_maximum():
     assert_all_passed([loss, other, compare("p * log-ratio", *before, dtype=torch.float32)])
 
 
+@pytest.mark.parametrize("n_kept", [0, 1, 300, 700, 2**30])
+def test_any_part_of_a_row_may_be_kept_in_the_cache(monkeypatch, n_kept):
+    launch = reverse_kl_kernel._launch
+
+    def keep(kernel, warps, student, *args):
+        if kernel is reverse_kl_kernel._reverse_kl_fwd_kernel:
+            *args, _, unit = args
+            args = *args, n_kept, unit
+        launch(kernel, warps, student, *args)
+
+    monkeypatch.setattr(reverse_kl_kernel, "_launch", keep)
+    for dtype in DTYPES:
+        assert_all_passed(run_checks(*make_inputs((SMALL_ROWS, 700), dtype)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_logits_give_exactly_zero(dtype):
     student, _, mask = make_inputs(dtype=dtype)
