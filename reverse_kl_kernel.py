@@ -100,7 +100,7 @@ def _rescale(a, d_s, d_t, rise_s, rise_t):
 @triton.jit
 def _reverse_kl_fwd_kernel(
     student_ptr, student_row_stride, teacher_ptr, teacher_row_stride,  # (n_rows, n_cols) each, their rows cut alike
-    counted_ptr, n_counted_ptr,  # (n_rows,) bool; (), None unless the loss is a mean
+    counted_ptr, n_counted_ptr, MEAN: tl.constexpr,  # (n_rows,) bool; (), their number for a mean; None: all count
     stats_ptr, row_loss_ptr,  # (n_rows, 5) fp32: m_s, m_t, d_s, d_t, a; (n_rows,)
     dstudent_ptr,  # (n_rows, n_cols), contiguous: remedy 1, the gradient for a grad_output of 1; None: remedy 2
     n_cols, n_kept, unit, TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,
@@ -111,7 +111,7 @@ def _reverse_kl_fwd_kernel(
     tile = tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
     s_row_ptr, s_ptr, n_body, edge, in_edge = _cut_row(student_ptr, row, student_row_stride, n_cols)
     t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
-    counted = tl.load(counted_ptr + row)
+    counted = True if counted_ptr is None else tl.load(counted_ptr + row)
     n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted  # a row that does not count is not read
     zero = tl.zeros((THREADS,), dtype=tl.float32)
     m_s, m_t, d_s, d_t, a = zero + LOWEST, zero + LOWEST, zero, zero, zero  # one for each thread
@@ -144,8 +144,8 @@ def _reverse_kl_fwd_kernel(
     if dstudent_ptr is not None:
         tl.debug_barrier()  # one thread stores the statistics, all load them
         _reverse_kl_bwd_kernel(
-            student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, stats_ptr,
-            None, 0, dstudent_ptr, n_cols, unit, False, TILE_ROWS, THREADS,
+            student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, MEAN,
+            stats_ptr, None, 0, dstudent_ptr, n_cols, unit, False, TILE_ROWS, THREADS,
         )  # fmt: skip
 
 
@@ -156,8 +156,8 @@ def _reverse_kl_fwd_kernel(
 #   dstudent[j] = w[j] * (x[j] - a / d_s) * (scale / T / d_s)     neither a logarithm nor d_t is needed
 @triton.jit
 def _reverse_kl_bwd_kernel(
-    student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, stats_ptr,
-    grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one; None: 1
+    student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, MEAN: tl.constexpr,
+    stats_ptr, grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one; None: 1
     dstudent_ptr, n_cols, unit, GIVEN: tl.constexpr, TILE_ROWS: tl.constexpr, THREADS: tl.constexpr,  # GIVEN: for 1
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -170,11 +170,11 @@ def _reverse_kl_bwd_kernel(
         t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
         # torch.compile takes every tensor for written that a stored address depends on: here it is dstudent alone
         out_row_ptr, out_ptr, n_body, edge, in_edge = _cut_row(dstudent_ptr, row, n_cols, n_cols)
-        counted = tl.load(counted_ptr + row)
+        counted = True if counted_ptr is None else tl.load(counted_ptr + row)
         n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted
         m_s, m_t = tl.load(stats_ptr + 5 * row), tl.load(stats_ptr + 5 * row + 1)
         d_s, a = tl.load(stats_ptr + 5 * row + 2), tl.load(stats_ptr + 5 * row + 4)
-        scale = scale if n_counted_ptr is None else scale / tl.load(n_counted_ptr)
+        scale /= 1 if not MEAN else tl.num_programs(0) if n_counted_ptr is None else tl.load(n_counted_ptr)
         mean = tl.where(counted, a / d_s, 0.0)
         factor = tl.where(counted, scale * unit * (LN2 * LN2) / d_s, 0.0)  # an LN2 for unit, and one for x
         # Last tile first: it was read last, and is still in the cache.  ".cs" stores without taking room there.
@@ -186,7 +186,7 @@ def _reverse_kl_bwd_kernel(
         tl.store(out_row_ptr + edge, w * (x - mean) * factor, mask=in_edge)
 
 
-def _rows(student, teacher, mask, temperature, reduction="sum"):
+def _rows(student, teacher, mask, temperature, reduction):
     """Refuse what the kernels cannot compute; return both as (n_rows, V), with row strides, and mask (n_rows,)."""
     named = {"student_logits": student, "teacher_logits": teacher} | ({} if mask is None else {"mask": mask})
     for name, tensor in named.items():
@@ -206,8 +206,7 @@ def _rows(student, teacher, mask, temperature, reduction="sum"):
         raise ValueError(f"{given}; expected 'batchmean', 'sum' or 'none', and a positive number: change it.")
     rows = [logits.reshape(-1, logits.shape[-1]) for logits in (student, teacher)]
     s, t = (x if x.stride(1) == 1 and (x.stride(0) - x.shape[1]) % 8 == 0 else x.contiguous() for x in rows)
-    mask = student.new_ones(student.shape[:-1], dtype=torch.bool) if mask is None else mask
-    return s, s.stride(0), t, t.stride(0), mask.reshape(-1).contiguous()
+    return s, s.stride(0), t, t.stride(0), None if mask is None else mask.reshape(-1).contiguous()
 
 
 def _launch(kernel, warps, student, *args):
@@ -234,30 +233,32 @@ def reverse_kl_forward(student, teacher, mask=None, temperature=1.0, reduction="
     """Return loss () or (...) fp32, stats (n_rows, 5) fp32, n_counted () or None, and, if needed and there is no group,
     dstudent (..., V) for a grad_output of 1.  The logits are this process's columns of the group's."""
     rows = _rows(student, teacher, mask, temperature, reduction)
-    (n_rows, V), counted = rows[0].shape, rows[-1]
-    n_counted = counted.sum() if reduction == "batchmean" else None
+    V, mean = student.shape[-1], reduction == "batchmean"
+    n_counted = mask.sum() if mean and mask is not None else None
     row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)
-    stats = student.new_empty((n_rows, 5), dtype=torch.float32)
+    stats = row_loss.new_empty((row_loss.numel(), 5))
     dstudent = student.new_empty(student.shape) if gradient and group is None else None
     gpu = torch.cuda.get_device_properties(student.device) if student.is_cuda else None
     n_kept = gpu.L2_cache_size // (4 * gpu.multi_processor_count * student.element_size()) if gpu else V // 2
     more = V, 0 if dstudent is None else n_kept, 1 / (LN2.value * temperature)  # n_kept: the cache's share of each row
-    _launch(_reverse_kl_fwd_kernel, 4 if dstudent is None else 16, *rows, n_counted, stats, row_loss, dstudent, *more)
+    warps = 4 if dstudent is None else 16
+    _launch(_reverse_kl_fwd_kernel, warps, *rows, n_counted, mean, stats, row_loss, dstudent, *more)
     if group is not None:
         stats = combine_statistics(stats, group)
         _, _, d_s, d_t, a = stats.unbind(1)
-        row_loss = (a / d_s * LN2.value + torch.log(d_t / d_s)).where(counted, 0).view(row_loss.shape)
-    loss = row_loss if reduction == "none" else row_loss.sum()
+        row_loss = (a / d_s * LN2.value + torch.log(d_t / d_s)).view(row_loss.shape)
+        row_loss = row_loss if mask is None else row_loss.where(mask, 0)
+    loss = row_loss if reduction == "none" else row_loss.mean() if mean and mask is None else row_loss.sum()
     return loss if n_counted is None else loss / n_counted, stats, n_counted, dstudent  # 0 / 0 = NaN, as in PyTorch
 
 
-def reverse_kl_backward(grad_output, student, teacher, stats, n_counted, mask=None, temperature=1.0, dstudent=None):
-    """Return dstudent (..., V), from a forward's stats and n_counted; a given one is kept if grad_output () is 1."""
-    rows = _rows(student, teacher, mask, temperature)
+def reverse_kl_backward(grad_output, student, teacher, mask, stats, n_counted, temperature, reduction, dstudent=None):
+    """Return dstudent (..., V), from what a forward was given and returned; its own is kept if grad_output () is 1."""
+    rows = *_rows(student, teacher, mask, temperature, reduction), n_counted, reduction == "batchmean"
     row_grads = grad_output.expand(student.shape[:-1]).reshape(-1)  # of a scalar it is a view with stride 0
     out = student.new_empty(student.shape) if dstudent is None else dstudent
     options = student.shape[-1], 1 / (LN2.value * temperature), dstudent is not None
-    _launch(_reverse_kl_bwd_kernel, 4, *rows, n_counted, stats, row_grads, row_grads.stride(0), out, *options)
+    _launch(_reverse_kl_bwd_kernel, 4, *rows, stats, row_grads, row_grads.stride(0), out, *options)
     return out
 
 
@@ -270,8 +271,8 @@ class TritonReverseKLFunction(torch.autograd.Function):
             raise ValueError("teacher_logits requires a gradient, expected a constant: pass teacher_logits.detach().")
         now = grad_enabled and ctx.needs_input_grad[0] and reduction != "none" and student.dtype != torch.float16
         loss, *saved, ctx.dstudent = reverse_kl_forward(student, teacher, mask, temperature, reduction, now, group)
-        ctx.save_for_backward(student, teacher, *saved, mask)
-        ctx.temperature = temperature
+        ctx.save_for_backward(student, teacher, mask, *saved)
+        ctx.options = temperature, reduction
         return loss
 
     @staticmethod
@@ -279,15 +280,14 @@ class TritonReverseKLFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
             raise RuntimeError("The fused loss has no second derivative, which create_graph=True asks for.")
         dstudent, ctx.dstudent = ctx.dstudent, None  # held by nobody else, it becomes .grad without a copy
-        return reverse_kl_backward(grad_output, *ctx.saved_tensors, ctx.temperature, dstudent), *[None] * 6
+        return reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options, dstudent), *[None] * 6
 
 
 class TritonReverseKLLoss(torch.nn.Module):
     """`loss(student_logits, teacher_logits, mask)` of logits (..., V): KL(student || teacher), at a temperature.
 
-    mask (...): True for rows that count, or their targets, of which ignore_index does not; None: all.  The others have
-    loss and gradient 0.  reduction: "batchmean" (over rows that count), "sum", "none".  group: processes that each
-    pass some of the columns, and get the whole loss and the gradient of their columns.
+    mask (...): True for rows that count, or their targets, of which ignore_index does not; others: loss, gradient 0.
+    reduction: "batchmean" (over rows that count), "sum", "none".  group: processes that each pass some of the columns.
     """
 
     def __init__(self, temperature: float = 1.0, ignore_index: int = -100, reduction: str = "batchmean", group=None):

@@ -592,9 +592,9 @@ def test_launchers_work_without_autograd(reduction):
     ones = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
     expected = loss_and_gradient(TritonReverseKLLoss(reduction=reduction), student, teacher, mask, ones)
     loss, stats, n_counted, dstudent = reverse_kl_forward(student, teacher, mask, reduction=reduction, gradient=True)
-    from_stats = reverse_kl_backward(ones, student, teacher, stats, n_counted, mask)
-    kept = reverse_kl_backward(ones[..., 0] if ones.ndim else ones, student, teacher, stats, n_counted, mask,
-                               dstudent=dstudent)  # fmt: skip
+    options = student, teacher, mask, stats, n_counted, 1.0, reduction
+    from_stats = reverse_kl_backward(ones, *options)
+    kept = reverse_kl_backward(ones[..., 0] if ones.ndim else ones, *options, dstudent=dstudent)
     assert kept.data_ptr() == dstudent.data_ptr()
     assert torch.equal(loss, expected[0])
     assert torch.equal(from_stats, expected[1]) and torch.equal(kept, expected[1])
@@ -687,7 +687,7 @@ def test_bad_input_is_refused_with_a_sentence(mistake, monkeypatch):
     with pytest.raises(error, match=sentence):
         reverse_kl_forward(student, teacher, mask)
     with pytest.raises(error, match=sentence):
-        reverse_kl_backward(torch.ones(()), student, teacher, None, None, mask)
+        reverse_kl_backward(torch.ones(()), student, teacher, mask, None, None, 1.0, "batchmean")
     if isinstance(student, torch.Tensor):
         with pytest.raises(error, match=sentence):
             TritonReverseKLLoss()(student, teacher, mask)
@@ -728,7 +728,7 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
         torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3) for _ in range(2)
     )
     loss, stats, _, dstudent = reverse_kl_forward(student, teacher, reduction="sum", gradient=True)
-    from_stats = reverse_kl_backward(loss.new_ones(()), student, teacher, stats, None)
+    from_stats = reverse_kl_backward(loss.new_ones(()), student, teacher, None, stats, None, 1.0, "sum")
     for rows in (slice(0, 4), slice(16_382, 16_386), slice(-4, None)):
         ref64, eagers = reference_and_eager(student[rows], teacher[rows], reduction="sum")
         for gradient in (dstudent, from_stats):
