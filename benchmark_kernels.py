@@ -392,7 +392,7 @@ def summary_table(record: dict, kernel: str) -> str:
     headers = [*(dimension.name.capitalize() for dimension in spec.dimensions), spec.rows]
     for name in shown:
         headers += [f"{name} (us)", f"% of {spec.rate.ceiling}"]
-    headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}"]
+    headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}", "of kernels only"]
     body = []
     for section in sections:
         if body:
@@ -402,7 +402,9 @@ def summary_table(record: dict, kernel: str) -> str:
             cells = [f"{n:,}" for n in (*numbers(section["size"]), tokens)]
             for name in shown:
                 cells += [microseconds(us[name]), share(record, section, rows.get(name))]
-            body.append([*cells, microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f")])
+            alone = (rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS))
+            cells += [microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f"), ratio(*alone, ".2f")]
+            body.append(cells)
     heading = measure.title(f"{spec.title}: all sizes, forward + backward, {record['dtype']}{mark}")
     return "\n".join([heading, measure.table(headers, body, ["right"] * len(headers))])
 

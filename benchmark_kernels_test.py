@@ -198,9 +198,9 @@ def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
     ours = [row for row in section["rows"] if row["implementation"] in (bench.OURS, bench.IN_PLACE)]
     compiled = [row | {"implementation": bench.COMPILED} for row in ours if row["implementation"] == bench.OURS]
     for row in ours:
-        row |= {"total_us": [10.0, 100.0, 200.0], "gbs": 3000.0 if row["implementation"] == bench.OURS else 3600.0}
+        row |= {"total_us": [10.0, 100.0, 200.0], "kernels_us": 80.0, "gbs": 3000.0 if row["implementation"] == bench.OURS else 3600.0}
     for row in compiled:
-        row |= {"total_us": [10.0, 123.0, 200.0]}
+        row |= {"total_us": [10.0, 123.0, 200.0], "kernels_us": 120.0}
     section["rows"] = ours + compiled
     record["sections"] = [section | {"size": size} for size in sizes]
     return record
@@ -209,15 +209,16 @@ def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
 def test_several_sizes_end_in_one_summary(finished):
     summary = bench.render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(measure.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
-    assert ["Hidden", "Tokens", "ours (us)", "% of copy", "torch.compile (us)", "torch.compile / ours"] in lines
+    compiled = "torch.compile (us)", "torch.compile / ours", "of kernels only"
+    assert ["Hidden", "Tokens", "ours (us)", "% of copy", *compiled] in lines
     for cells in (["64", "2"], ["64", "4"], ["4,096", "2"], ["4,096", "4"]):
-        assert [*cells, "100.0", "75", "123.0", "1.23x"] in lines
+        assert [*cells, "100.0", "75", "123.0", "1.23x", "1.50x"] in lines
 
 
 def test_summary_of_cross_entropy_has_in_place_too(finished):
     summary = bench.render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(measure.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
-    assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x"] in lines
+    assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x", "1.50x"] in lines
 
 
 def test_one_size_has_no_summary_and_several_name_theirs(finished):
