@@ -131,6 +131,19 @@ def figures() -> dict[str, str]:
         values[f"ce_in_place_floor_{V}"] = f"{rows[in_place]['kernels_us'] / (2 * floor):.2f}"
         values[f"ce_torch_gain_{V}"] = f"{rows[on_bf16]['kernels_us'] / rows[ours]['kernels_us']:.1f}"
         values[f"ce_compile_gain_{V}"] = f"{rows['torch.compile']['kernels_us'] / rows[ours]['kernels_us']:.1f}"
+    kl, kl_names = load("benchmark_reverse_kl.json"), {"ours": ours, "compile": benchmark_kernels.COMPILED}
+    kl_names |= {"two": benchmark_kernels.TWO_KERNELS, "tile": benchmark_kernels.ONE_TILE}
+    for section in kl["sections"]:
+        rows, V = {row["implementation"]: row for row in section["rows"]}, section["size"]
+        times = {name: rows[each]["kernels_us"] for name, each in kl_names.items()}
+        floor = section["bytes_per_element"] * 4096 * V / kl["copy_gbs"] / 1e3  # us
+        values |= {f"rkl_{name}_{V}": f"{time:,.0f}" for name, time in times.items()}
+        values |= {
+            f"rkl_gain_{V}": f"{times['compile'] / times['ours']:.1f}",
+            f"rkl_pct_{V}": f"{100 * floor / times['ours']:.0f}",
+            f"rkl_mb_{V}": f"{rows[ours]['extra_bytes'] / 1e6:,.0f}",
+            f"rkl_compile_mb_{V}": f"{rows['torch.compile']['extra_bytes'] / 1e6:,.0f}",
+        }
     large_eager, large_ours = ce_rows[8192, eager], ce_rows[8192, ours]
     values |= {
         "ce_hf_us": f"{us(large_eager):,.0f}", "ce_hf_mb": f"{large_eager['extra_bytes'] / 1e6:,.0f}",
