@@ -445,26 +445,43 @@ def line_style(name: str) -> dict:
     }
 
 
+def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]]]:
+    """The rows of the picture: kernel, what its title adds, what is along x, and each measurement with its place there.
+
+    A row for each size over the tokens; of a kernel measured at one number of tokens, one over the sizes.
+    """
+    for kernel in dict.fromkeys(section["kernel"] for section in record["sections"]):
+        spec, sections = KERNELS[kernel], sections_of(record, kernel)
+        tokens = {row["tokens"] for section in sections for row in section["rows"]}
+        if len(tokens) == 1 and len(sections) > 1 and len(spec.dimensions) == 1:
+            points = [(section["size"], row) for section in sections for row in section["rows"]]
+            yield kernel, f", {tokens.pop():,} {spec.rows.lower()}: ", spec.dimensions[0].name, points
+            continue
+        for section in sections:
+            sizes = numbers(section["size"])
+            title = "".join(f", {each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))
+            title += ":\n" if len(sizes) > 1 else ": "
+            yield kernel, title, spec.rows.lower(), [(row["tokens"], row) for row in section["rows"]]
+
+
 def plot(record: dict, path: str) -> None:
-    """Per kernel: latency over tokens, and GB/s or TFLOP/s beside the measured ceiling."""
+    """Per kernel: latency over tokens or sizes, and GB/s or TFLOP/s beside the measured ceiling."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     plt = measure.pyplot()
-    sections = record["sections"]
-    figure, axes = plt.subplots(len(sections), 2, figsize=(14, 5 * len(sections)), squeeze=False, layout="constrained")
-    for section, (latency, bandwidth) in zip(sections, axes):
-        spec, sizes = KERNELS[section["kernel"]], numbers(section["size"])
-        rate, ceiling = spec.rate, record[spec.rate.ceiling_key]
-        name = ", ".join([spec.title, *(f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))])
-        name += ":\n" if len(sizes) > 1 else ": "
+    parts = list(panels(record))
+    figure, axes = plt.subplots(len(parts), 2, figsize=(14, 5 * len(parts)), squeeze=False, layout="constrained")
+    for (kernel, added, along, points), (latency, bandwidth) in zip(parts, axes):
+        spec = KERNELS[kernel]
+        rate, ceiling, name = spec.rate, record[spec.rate.ceiling_key], spec.title + added
         timed = "forward + backward" if spec.rows == "Tokens" else "one step"
-        for implementation in dict.fromkeys(row["implementation"] for row in section["rows"]):
-            rows = [row for row in section["rows"] if row["implementation"] == implementation]
+        for implementation in dict.fromkeys(row["implementation"] for _, row in points):
+            rows = [(x, row) for x, row in points if row["implementation"] == implementation]
             style = {"marker": "o", "markersize": 4, **line_style(implementation)}
-            tokens = [row["tokens"] for row in rows]
-            latency.plot(tokens, [row["total_us"][1] for row in rows], **style)
+            places = [x for x, _ in rows]
+            latency.plot(places, [row["total_us"][1] for _, row in rows], **style)
             if implementation != HOST_FLOOR:
-                bandwidth.plot(tokens, [row[rate.key] for row in rows], **style)
+                bandwidth.plot(places, [row[rate.key] for _, row in rows], **style)
         bandwidth.axhline(ceiling, color="black", linewidth=1)
         bandwidth.annotate(
             f"measured {rate.ceiling} rate", (0, ceiling), (4, 4), xycoords=("axes fraction", "data"),
@@ -478,11 +495,11 @@ def plot(record: dict, path: str) -> None:
         )
         for panel in (latency, bandwidth):
             panel.set_xscale("log", base=2)
-            panel.set_xticks(sorted({row["tokens"] for row in section["rows"]}))
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+            panel.set_xticks(sorted({x for x, _ in points}))
+            panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
             panel.xaxis.set_minor_locator(NullLocator())
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-            panel.set_xlabel(spec.rows.lower())
+            panel.set_xlabel(along)
             panel.grid(alpha=0.3)
         bandwidth.margins(y=0.12)
         bandwidth.legend(*latency.get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.02, 0.5))

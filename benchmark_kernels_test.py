@@ -236,6 +236,20 @@ def test_plot_has_room_for_every_size(finished, tmp_path):
     assert heights[1] == 2 * heights[0]
 
 
+def test_sizes_measured_at_one_number_of_tokens_are_one_row_of_the_plot(finished):
+    record = with_sizes(finished[1], "reverse_kl", 32_768, 65_536)
+    for section in record["sections"]:
+        section["rows"] = [row | {"tokens": 4096} for row in section["rows"][:1]]
+    ((kernel, title, along, points),) = bench.panels(record)
+    assert (kernel, title, along, [x for x, _ in points]) == (
+        "reverse_kl", ", 4,096 tokens: ", "vocabulary", [32_768, 65_536],
+    )  # fmt: skip
+    record["sections"][0]["rows"][0]["tokens"] = 2
+    assert [(along, [x for x, _ in points]) for _, _, along, points in bench.panels(record)] == [
+        ("tokens", [2]), ("tokens", [4096]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])])
 def test_list_of_sizes_is_sorted_and_without_repetition(text, numbers):
     assert bench.number_list(text) == numbers
