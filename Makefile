@@ -30,7 +30,8 @@ demo: $(SETUP)
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
 
 test: $(SETUP) compile-check
-	$(PY) -m pytest -n 4
+	$(PY) -m pytest -n 4 -m "not alone"
+	$(PY) -m pytest -m alone diagnose_test.py
 
 compile-check: $(SETUP)
 	$(PY) compile_check.py

@@ -525,6 +525,7 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
 
 
 @needs_gpu
+@pytest.mark.alone
 def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, monkeypatch):
     """A model large enough for the GPU to be the slower one; then a step with .item() in it."""
     config = llama.tiny_config()
