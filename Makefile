@@ -31,7 +31,7 @@ demo: $(SETUP)
 
 test: $(SETUP) compile-check
 	$(PY) -m pytest -n 4 -m "not alone"
-	$(PY) -m pytest -m alone diagnose_test.py
+	$(PY) -m pytest -m alone
 
 compile-check: $(SETUP)
 	$(PY) compile_check.py

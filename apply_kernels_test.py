@@ -385,6 +385,7 @@ def test_parameters_and_keys_are_the_same(names):
     model = make_model()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     assert apply_kernels.apply_kernels(model, names) is model and isinstance(model, LlamaForCausalLM)
+    assert (type(model) is LlamaForCausalLM) == ("linear_cross_entropy" not in names)
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys

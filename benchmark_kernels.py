@@ -435,8 +435,8 @@ COLOURS = {
 
 def line_style(name: str) -> dict:
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    dashes = {HOST_FLOOR: ":", f"{OURS} under {COMPILED}": "-.", f"{OURS}, stochastic rounding": "-."}
-    dashes |= {TWO_KERNELS: "-."}
+    dashes = dict.fromkeys((f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS), "-.")
+    dashes[HOST_FLOOR] = ":"
     return {
         "color": colour,
         "linestyle": dashes.get(name, "--" if name.endswith("in place") else "-"),

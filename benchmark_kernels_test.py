@@ -518,7 +518,7 @@ def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tm
 import compile_check
 from compile_check import CASES, Case
 from benchmark_problems import OneTile
-names = ["reverse KL, batchmean, V = 32,768", "reverse KL, none, V = 131,072"]
+names = ["reverse KL, batchmean, V = 131,072", "reverse KL, none, V = 131,072"]
 remedies = [Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES if c.name in names]
 CASES[:] = [Case("one tile", OneTile, lambda t: (t(8, 32_768), t(8, 32_768)), (1,), ("bf16",)), *remedies]
 print([(row.kernel, row.registers, row.spills) for row in compile_check.compile_all(["sm_90"])])

@@ -113,9 +113,11 @@ def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) 
     return arguments
 
 
-def reverse_kl_arguments(reduction: str, vocab: int) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+def reverse_kl_arguments(
+    reduction: str, vocab: int, masked: bool = False
+) -> Callable[[Callable[..., torch.Tensor]], tuple]:
     def arguments(t: Callable[..., torch.Tensor]) -> tuple:
-        mask = torch.empty(B, T, dtype=torch.bool, device="cuda") if reduction == "batchmean" else None
+        mask = torch.empty(B, T, dtype=torch.bool, device="cuda") if masked else None
         return t(B, T, vocab), t(B, T, vocab), mask, 1.0, reduction, None, True
 
     return arguments
@@ -154,8 +156,12 @@ CASES = [
     Case("AdamW, size not divisible by 16", adamw_step, lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True})),
     Case("RoPE", TritonRoPEFunction, rope_arguments(), frozen=(2, 3)),
     *(
-        Case(f"reverse KL, {how}, V = {v:,}", TritonReverseKLFunction, reverse_kl_arguments(how, v), frozen=(1,))
-        for how, v in (("batchmean", 131_072), ("none", 131_072), ("batchmean", 65_536), ("batchmean", 32_768))
+        Case(f"reverse KL, {name}, V = 131,072", TritonReverseKLFunction, arguments, frozen=(1,))
+        for name, arguments in (
+            ("batchmean", reverse_kl_arguments("batchmean", 131_072)),
+            ("batchmean of a mask", reverse_kl_arguments("batchmean", 131_072, masked=True)),
+            ("none", reverse_kl_arguments("none", 131_072)),
+        )
     ),
     *(
         Case(f"reverse KL, {how}, V = 50,257", TritonReverseKLFunction, reverse_kl_arguments(how, 50_257), frozen=(1,))
