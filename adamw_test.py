@@ -7,14 +7,12 @@ Everything is judged against float64 and allowed twice the error of torch.optim.
 it is the change that is compared: a step is so small beside the weight that a wrong one would hide behind it.
 """
 
-import contextlib
 import copy
 import gc
 import io
 import math
 import sys
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -52,32 +50,6 @@ KINDS = {  # dtype of the parameter, of the moments, stochastic rounding
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@contextlib.contextmanager
-def hardware_rounding():
-    """Let the interpreter round fp32 -> bf16 to nearest, as a GPU does; truncated, weights shrink in every step."""
-    if not adamw_kernel.INTERPRETED:
-        yield
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    truncating = InterpreterBuilder.cast_impl
-
-    def cast(self, x, dst_type):
-        if (x.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
-            return truncating(self, x, dst_type)
-        nearest = torch.from_numpy(x.data.copy()).to(BF16).view(torch.int16).numpy().view("uint16")
-        return TensorHandle(nearest, dst_type.scalar)
-
-    with mock.patch.object(InterpreterBuilder, "cast_impl", cast):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def round_as_hardware_does():
-    with hardware_rounding():
-        yield
 
 
 def randn(*shape, dtype=FP32, seed=0):
@@ -1137,17 +1109,16 @@ def main() -> int:
     print("AdamW Correctness Tests")
     print("=" * 60)
     passed = True
-    with hardware_rounding():
-        for number, kind in enumerate(KINDS, start=1):
-            print(f"\nTest {number}: {kind}")
-            passed &= print_checks(kind_checks(kind))
-        print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
-        print("  moved by one step, and how far all go in 5 steps, in units of lr:")
-        for name, (moved, distance) in moved_weights().items():
-            print(f"  {name:<26} {moved:7.1%} {distance:8.3f}")
-        print("\nLoss of a small network after 40 steps")
-        for name, loss in small_model_losses().items():
-            print(f"  {name:<26} {loss:.4f}")
+    for number, kind in enumerate(KINDS, start=1):
+        print(f"\nTest {number}: {kind}")
+        passed &= print_checks(kind_checks(kind))
+    print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
+    print("  moved by one step, and how far all go in 5 steps, in units of lr:")
+    for name, (moved, distance) in moved_weights().items():
+        print(f"  {name:<26} {moved:7.1%} {distance:8.3f}")
+    print("\nLoss of a small network after 40 steps")
+    for name, loss in small_model_losses().items():
+        print(f"  {name:<26} {loss:.4f}")
     print("\n" + "=" * 60)
     print(f"All AdamW correctness tests {'PASSED' if passed else 'FAILED'}")
     return 0 if passed else 1

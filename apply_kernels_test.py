@@ -686,7 +686,6 @@ def test_trainer_takes_triton_adamw(tmp_path, launches):
 # ---------------------------------------------------------------- what only a GPU can show
 
 
-@needs_gpu
 @pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
 def test_bf16_is_as_wrong_as_without_the_kernels(names):
     batch = make_batch()

@@ -1,23 +1,12 @@
-"""What the tests share: scripts run as from the command line, and an interpreter that rounds as a GPU does."""
+"""What the tests share: scripts run as from the command line, and the fixtures of `checking`."""
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 import measure
 
 pytest_plugins = ["checking"]  # its fixtures
-
-if measure.triton.knobs.runtime.interpret:
-    from triton.runtime import interpreter
-
-    def fused_multiply_add(self, x, y, z):
-        """x * y + z rounded once, as hardware does it; the interpreter rounds the product too."""
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_fma = fused_multiply_add
 
 
 @dataclass

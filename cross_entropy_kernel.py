@@ -50,6 +50,9 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+    import interpreter_rounding  # noqa: F401
+
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

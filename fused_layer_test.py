@@ -45,9 +45,7 @@ from fused_layer import (
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I
 TABLE_SIZES = (1024, 4096, 14_336) if HAS_GPU else SIZES  # H and I of LLaMA 3.1 8B; in float64 that takes a while
-DTYPES = {"Float32": torch.float32, "Float16": torch.float16}
-if HAS_GPU:
-    DTYPES["BFloat16"] = torch.bfloat16
+DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 NORM_NAMES = "x", "norm_weight", "w_gate", "w_up"
 SWIGLU_NAMES = "gate", "up", "w_down"
 

@@ -30,6 +30,8 @@ if not HAS_GPU:  # read when triton is first imported: kernels then run on the C
 import triton  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
+import interpreter_rounding  # noqa: E402, F401  on the CPU kernels round as on a GPU
+
 RULE = "=" * 70
 NO_GPU_NOTE = (
     "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"

@@ -49,6 +49,9 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+    import interpreter_rounding  # noqa: F401
+
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 LOWEST = tl.constexpr(-1e38)  # finite: in a column of -inf, -inf - -inf would be NaN
 # exp(x) = 2**(x / LN2), and 2**x is what a GPU computes: the kernels' m_s, m_t, x and a are kept divided by LN2.

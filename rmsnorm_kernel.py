@@ -52,6 +52,9 @@ if not torch.cuda.is_available():  # no GPU: run the kernels on the CPU, slowly;
 import triton
 import triton.language as tl
 
+with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+    import interpreter_rounding  # noqa: F401
+
 INTERPRETED = triton.knobs.runtime.interpret  # True: Triton's interpreter runs the kernels below, on the CPU
 MAX_HIDDEN_SIZE = 32_768
 MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer never outgrows this, however many rows

@@ -128,10 +128,10 @@ def test_mixed_dtypes_are_promoted_as_pytorch_does(x_dtype, weight_dtype):
     assert_all_passed(check_against_float64("mixed", x, weight, dy))
 
 
-def test_x_hat_is_rounded_before_the_weight_multiplies_it():
-    # In fp16, which the interpreter rounds as hardware does.  An ulp of difference in rstd moves few entries;
-    # the other order of rounding moves a quarter of them.
-    x, weight, _ = make_inputs((32, 256), torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_x_hat_is_rounded_before_the_weight_multiplies_it(dtype):
+    # An ulp of difference in rstd moves few entries; the other order of rounding moves a quarter of them.
+    x, weight, _ = make_inputs((32, 256), dtype)
     same = norm(x, weight) == rmsnorm_reference(x, weight, EPS)
     assert same.float().mean() > 0.99
 

@@ -49,6 +49,9 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+    import interpreter_rounding  # noqa: F401
+
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 MAX_HEAD_DIM = 4096
 

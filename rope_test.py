@@ -164,12 +164,13 @@ def test_q_and_k_may_differ_in_dtype():
     assert_all_passed(check_against_float64("mixed", q, k, cos, sin, dq_rot, dk_rot))
 
 
-def test_sum_is_rounded_once():
-    # In fp16, which the interpreter rounds as hardware does: what is rounded once is float64's answer, but for ties.
-    inputs = make_inputs((2, 8, 8, 2, 64), torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sum_is_rounded_once(dtype):
+    # What is rounded once is float64's answer, but for ties.
+    inputs = make_inputs((2, 8, 8, 2, 64), dtype)
     ref64 = in_float64(inputs)
     for ours, ref, theirs in zip(run(TritonRoPEFunction.apply, *inputs), ref64, run(eager, *inputs)):
-        assert (ours == ref.half()).float().mean() > 0.99 > (theirs == ref.half()).float().mean()
+        assert (ours == ref.to(dtype)).float().mean() > 0.99 > (theirs == ref.to(dtype)).float().mean()
         assert relative_error(ours, ref) < relative_error(theirs, ref)
 
 

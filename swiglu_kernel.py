@@ -49,6 +49,9 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+    import interpreter_rounding  # noqa: F401
+
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK_SIZE, NUM_WARPS = 2048, 4  # 16 elements a thread, from each tensor: 100 % of the copy rate on an H200
