@@ -30,8 +30,7 @@ demo: $(SETUP)
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
 
 test: $(SETUP) compile-check
-	$(PY) -m pytest -n 4 -m "not alone"
-	$(PY) -m pytest -m alone
+	$(PY) run_tests.py
 
 compile-check: $(SETUP)
 	$(PY) compile_check.py

@@ -1,6 +1,7 @@
-"""Tests of compile_check.py and check_toolchain.py: what makes them fail, and that they pass here."""
+"""Tests of compile_check.py, check_toolchain.py and make test: what makes them fail, and that they pass here."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,48 @@ def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
     monkeypatch.setattr(check_toolchain.torch.version, "cuda", cuda)
     monkeypatch.setattr(check_toolchain.torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
+
+
+# ---------------------------------------------------------------- make test
+
+ALONE = "@pytest.mark.alone\n"
+SKIPPED = "@pytest.mark.skipif(True, reason='no GPU')\n"
+PASSES, FAILS = "def test_that_passes(): pass\n", "def test_that_fails(): assert False\n"
+BROKEN_FIXTURE = "@pytest.fixture\ndef broken():\n    yield\n    assert False\n"
+ERRS_AFTERWARDS = "def test_after_which_an_error_comes(broken): pass\n"
+
+
+def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
+    """`make test` in a folder with this project's Makefile and these tests in place of its own."""
+    for name in ("Makefile", "run_tests.py", "pyproject.toml"):
+        shutil.copy(HERE / name, folder)
+    (folder / "compile_check.py").write_text("print('all kernels compile')")
+    (folder / "some_test.py").write_text(f"import pytest\n{tests}")
+    command = ["make", "test", "SETUP=", f"PY={sys.executable}"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize(
+    "tests, count, passes",
+    [
+        (PASSES, "1 passed, 0 failed, 0 skipped", True),
+        (ALONE + PASSES, "1 passed, 0 failed, 0 skipped", True),
+        (PASSES + ALONE + SKIPPED + FAILS, "1 passed, 0 failed, 1 skipped", True),
+        (FAILS + ALONE + PASSES, "1 passed, 1 failed, 0 skipped", False),
+        (PASSES + ALONE + FAILS, "1 passed, 1 failed, 0 skipped", False),
+        (PASSES + BROKEN_FIXTURE + ERRS_AFTERWARDS, "1 passed, 1 failed, 0 skipped", False),
+        (PASSES + "import missing_module", "0 passed, 2 failed, 0 skipped", False),
+        ("", "0 passed, 0 failed, 0 skipped", False),
+    ],
+    ids=["none alone", "all alone", "skipped", "failed", "failed alone", "error", "not imported", "none at all"],
+)
+def test_make_tests_last_line_counts_all_tests(tmp_path, tests, count, passes):
+    result = make_test(tmp_path, tests)
+    assert result.stdout.splitlines()[-1] == count
+    assert (result.returncode == 0) == passes, result.stdout + result.stderr
+
+
+def test_check_of_a_new_machine_ends_on_the_count():
+    commands = (HERE / ".ci" / "run").read_text().split("\n")
+    assert commands[-2:] == ["make test", ""] and "make demo" in commands
