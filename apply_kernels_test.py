@@ -6,8 +6,15 @@ launches are counted too.
 """
 
 import copy
+import importlib.util
+import io
 import json
+import os
+import pickle
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -23,7 +30,7 @@ import rmsnorm_kernel
 import rope_kernel
 import swiglu_kernel
 from adamw_kernel import TritonAdamW
-from apply_kernels import MODEL_KERNELS, modeling_llama, triton_adamw
+from apply_kernels import LOSS_KERNELS, MODEL_KERNELS, modeling_llama, triton_adamw
 from checking import (
     DEVICE,
     HAS_GPU,
@@ -39,10 +46,12 @@ from checking import (
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+HERE = Path(__file__).parent
 IGNORE = llama.IGNORE_INDEX
 LAYERS, VOCABULARY = 2, 67
 B, T = 2, 4
 ALONE_AND_TOGETHER = [[name] for name in MODEL_KERNELS] + [MODEL_KERNELS]
+LOSSES = [["cross_entropy"], ["linear_cross_entropy"], MODEL_KERNELS]
 
 
 def small_config(**values):
@@ -218,21 +227,104 @@ def test_a_wrong_layer_would_be_noticed(monkeypatch):
                 assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
 
 
-def test_logits_are_overwritten_by_the_loss_in_training_only():
-    batch, model = make_batch(), make_model(["cross_entropy"])
-    expected = make_model()(**batch).logits
-    assert relative_error(model(**batch).logits, expected) > 0.5
-    with torch.no_grad():
-        assert relative_error(model.eval()(**batch).logits, expected) < 1e-5
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_another_label_may_be_ignored(names, training):
+    batch = make_batch(ignore_index=5)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:, :3] = 5
+    model, patched = make_model().train(training), make_model(names).train(training)
+    for items in ({}, {"num_items_in_batch": 7}):
+        expected = loss_and_gradients(model, batch | items)
+        assert_equal(loss_and_gradients(patched, batch | items), expected)
+    all_count = loss_and_gradients(model, batch | {"ignore_index": IGNORE})
+    assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
 
 
-def test_in_training_there_are_no_logits_and_a_tuple_is_refused():
-    model, batch = make_model(["linear_cross_entropy"]), make_batch()
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
+    model, batch = make_model(names), make_batch()
     assert model(**batch).logits is None and model(**batch, return_dict=True).loss is not None
     with pytest.raises(ValueError, match="return_dict is False, expected True"):
         model(**batch, return_dict=False)
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict is False, expected True"):
+        model(**batch)
+    assert model(**batch, return_dict=True).loss is not None
+    model.config.return_dict = True
     without_labels = model(batch["input_ids"])
     assert without_labels.loss is None and without_labels.logits.shape == (B, T, VOCABULARY)
+
+
+@pytest.fixture
+def inplace(monkeypatch) -> list[bool]:
+    """For each loss that cross_entropy computed: was it allowed to overwrite the logits?"""
+    seen = []
+
+    class Watched(apply_kernels.TritonCrossEntropyLoss):
+        def forward(self, logits, targets):
+            seen.append(self.inplace)
+            return super().forward(logits, targets)
+
+    monkeypatch.setattr(apply_kernels, "TritonCrossEntropyLoss", Watched)
+    return seen
+
+
+def test_the_gradient_takes_the_logits_memory_in_training_only(inplace):
+    model, batch = make_model(["cross_entropy"]), make_batch()
+    model(**batch)
+    model.eval()(**batch)
+    assert inplace == [True, False]
+
+
+@pytest.mark.parametrize("names", [["cross_entropy"], MODEL_KERNELS], ids="+".join)
+def test_logits_that_somebody_else_holds_are_not_overwritten(names):
+    batch, held = make_batch(), []
+    models = make_model(), make_model(names)
+    for model in models:
+        model.lm_head.register_forward_hook(lambda module, inputs, output: held.append(output))
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+    assert relative_error(held[1], held[0]) < 1e-5
+    given = models[1](**batch).logits
+    assert given is held[-1], "they are right, and need not be kept back"
+
+
+class SoftCap(torch.nn.Module):
+    """A head whose backward needs the logits."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states):
+        return torch.tanh(self.head(hidden_states))
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_head_whose_backward_needs_the_logits(names):
+    batch = make_batch()
+    expected = loss_and_gradients(wrap(make_model(), "lm_head", SoftCap), batch)
+    assert_equal(loss_and_gradients(wrap(make_model(names), "lm_head", SoftCap), batch), expected)
+
+
+@pytest.mark.parametrize("keep", [2, torch.tensor([1, 3])])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_logits_to_keep_are_kept(names, keep):
+    batch = make_batch(logits_to_keep=keep)
+    batch["shift_labels"] = batch["input_ids"][:, :2].contiguous()
+    model, patched = make_model(), make_model(names)
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert relative_error(patched(**batch).logits, model(**batch).logits) < 1e-5
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_head_of_another_size_than_the_configuration_is_refused(names):
+    for training in (True, False):
+        model = make_model(names).train(training)
+        model.config.vocab_size += 1
+        with pytest.raises((ValueError, RuntimeError), match=r"vocab_size is 68, expected 67|shape '\[-1, 68\]'"):
+            model(**make_batch())
 
 
 @pytest.mark.parametrize("names", [MODEL_KERNELS, ["linear_cross_entropy"]], ids="+".join)
@@ -337,6 +429,31 @@ def test_logits_and_loss_in_evaluation(names, launches):
     assert launches or names == ["linear_cross_entropy"]  # which is for training
 
 
+def z_loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
+    """Of the loss and, added to it, the mean square of the logits' log-sum-exp."""
+    model.zero_grad(set_to_none=True)
+    output = model(**batch)
+    loss = output.loss + 0.1 * output.logits.logsumexp(dim=-1).square().mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": output.logits.detach(), **gradients}
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted(names):
+    batch = make_batch()
+    expected, found = (z_loss_and_gradients(make_model(n).eval(), batch) for n in ((), names))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_evaluation_a_tuple_may_be_asked_for(names):
+    batch = make_batch()
+    expected, found = (make_model(n).eval()(**batch, return_dict=False, use_cache=False) for n in ((), names))
+    assert len(found) == len(expected) == 2
+    assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
+
+
 def test_generation_with_and_without_a_cache(launches):
     ids = make_batch()["input_ids"]
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": padding_mask()}
@@ -385,16 +502,72 @@ def test_parameters_and_keys_are_the_same(names):
     model = make_model()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     assert apply_kernels.apply_kernels(model, names) is model and isinstance(model, LlamaForCausalLM)
-    assert (type(model) is LlamaForCausalLM) == ("linear_cross_entropy" not in names)
+    assert (type(model) is LlamaForCausalLM) == (not set(LOSS_KERNELS) & set(names))
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys
+    # by these transformers and FSDP know them
+    parts = {name: model.get_submodule(name) for name in ("", "model.layers.0", "model.layers.0.self_attn")}
+    assert {name: type(part).__name__ for name, part in parts.items()} == {
+        "": "LlamaForCausalLM", "model.layers.0": "LlamaDecoderLayer", "model.layers.0.self_attn": "LlamaAttention",
+    }  # fmt: skip
 
 
 def test_applied_twice_is_applied_once(launches):
     model = apply_kernels.apply_kernels(make_model(MODEL_KERNELS), MODEL_KERNELS)
     loss_and_gradients(model, make_batch())
     assert launches == ALL_LAUNCHES
+
+
+def test_kernels_may_come_one_after_the_other(launches):
+    model = make_model()
+    for name in MODEL_KERNELS:
+        apply_kernels.apply_kernels(model, [name])
+    loss_and_gradients(model, make_batch())
+    assert launches == ALL_LAUNCHES
+
+
+def saved_and_loaded(model):
+    """Through torch.save, which writes the module itself."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_pickled(names, through, launches):
+    original, batch = make_model(names), make_batch()
+    loaded = through(original)
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in original.modules()]
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert not launches
+    assert_equal(loss_and_gradients(loaded, batch), loss_and_gradients(make_model(), batch))
+    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+
+
+LOAD = """
+import sys
+import torch
+
+model, batch = torch.load(sys.argv[1], weights_only=False)
+output = model(**batch)
+print(output.logits is None, repr(output.loss.item()))
+"""
+
+
+def test_pickled_model_is_loaded_by_another_process(tmp_path):
+    torch.save((make_model(MODEL_KERNELS), make_batch()), tmp_path / "model.pt")
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    without_logits, loss = run.stdout.split()
+    assert without_logits == "True"
+    assert float(loss) == pytest.approx(make_model()(**make_batch()).loss.item(), rel=1e-5)
 
 
 def test_saved_and_loaded(tmp_path):
@@ -584,6 +757,234 @@ def test_forward_that_a_library_replaced_is_called(name, launches):
     expected = loss_and_gradients(make_model(), make_batch())
     assert_equal(loss_and_gradients(model, make_batch()), expected)
     assert called == [1] and launches["rmsnorm_fwd"] == N_NORMS + 2 * (LAYERS - 1)
+
+
+# ---------------------------------------------------------------- others' code
+
+
+def doubled(cls):
+    """A forward for, or in place of, cls's, which gives twice its result; of the model, of the loss."""
+    theirs = cls.forward
+
+    def forward(self, *args, **kwargs):
+        output = theirs(self, *args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return 2 * output
+        if isinstance(output, tuple):
+            return 2 * output[0], *output[1:]
+        output.loss = 2 * output.loss
+        return output
+
+    return forward
+
+
+def subclass(cls, name=None):
+    """Somebody's subclass, with a forward of its own; it may have the name of its base."""
+    return type(name or f"Their{cls.__name__}", (cls,), {"forward": doubled(cls)})
+
+
+CLASSES = {
+    "model.layers.0.input_layernorm": modeling_llama.LlamaRMSNorm,
+    "model.layers.1.post_attention_layernorm": modeling_llama.LlamaRMSNorm,
+    "model.norm": modeling_llama.LlamaRMSNorm,
+    "model.layers.0.mlp": modeling_llama.LlamaMLP,
+    "model.layers.1.self_attn": modeling_llama.LlamaAttention,
+    "model.layers.0": modeling_llama.LlamaDecoderLayer,
+}
+
+
+def of_class(model, name, cls):
+    """The model, a part of which becomes one of cls."""
+    model.get_submodule(name).__class__ = cls
+    return model
+
+
+def assert_not_bypassed(expected, found, without):
+    """Three models: somebody's code without kernels, with kernels, and neither."""
+    expected, found, plain = (loss_and_gradients(m, make_batch()) for m in (expected, found, without))
+    assert relative_error(expected["loss"], plain["loss"]) > 1e-4, "this comparison cannot fail"
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("named_alike", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_subclass_of_a_part_keeps_its_forward(name, named_alike, launches):
+    cls = subclass(CLASSES[name], CLASSES[name].__name__ if named_alike else None)
+    before = apply_kernels.apply_kernels(of_class(make_model(), name, cls))
+    after = make_model(MODEL_KERNELS)
+    parent, _, attribute = name.rpartition(".")
+    setattr(after.get_submodule(parent), attribute, of_class(make_model(), name, cls).get_submodule(name))
+    for model in (before, after):
+        assert_not_bypassed(of_class(make_model(), name, cls), model, make_model())
+    assert launches["rmsnorm_fwd"] and launches["rope"] and launches["swiglu_fwd"], "the other parts have kernels"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_subclass_of_the_model_keeps_its_forward(names, training, launches):
+    cls, batch = subclass(LlamaForCausalLM), make_batch()
+    models = [make_model().train(training) for _ in range(2)]
+    for model in models:
+        model.__class__ = cls
+    expected = loss_and_gradients(models[0], batch)
+    apply_kernels.apply_kernels(models[1], names)
+    assert type(models[1]) is cls
+    assert_equal(loss_and_gradients(models[1], batch), expected)
+    assert not launches["cross_entropy_fwd"]
+    assert bool(launches["rope"]) == (names == MODEL_KERNELS), "the parts inside have their kernels"
+
+
+class GemmaNorm(torch.nn.Module):
+    """Another formula behind the same names: (1 + weight) * x_hat."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, self.variance_epsilon)
+
+
+class LNTuning(torch.nn.Module):
+    """Trains a copy of a norm beside the frozen original, as PEFT's LNTuningLayer does."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.base_layer = norm
+        self.ln_tuning_layers = torch.nn.ModuleDict({"default": copy.deepcopy(norm)})
+        self.base_layer.requires_grad_(False)
+        with torch.no_grad():
+            self.ln_tuning_layers["default"].weight.mul_(1.5)
+
+    def forward(self, x, *args, **kwargs):
+        return self.ln_tuning_layers["default"](x, *args, **kwargs)
+
+
+class AdaptedAttention(torch.nn.Module):
+    """Adds an attention to learned tokens to that of the module inside, as PEFT's AdaptedAttention does."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.model = attention
+        generator = torch.Generator().manual_seed(5)
+        prompt = torch.randn(1, 3, attention.q_proj.in_features, generator=generator)
+        self.adaption_prompt = torch.nn.Parameter(prompt.to(DEVICE))
+        self.adaption_gate = torch.nn.Parameter(torch.full((1,), 0.7, device=DEVICE))
+
+    def forward(self, **kwargs):
+        output, weights = self.model(**kwargs)
+        inner, x = self.model, kwargs["hidden_states"]
+        k, v = (project(self.adaption_prompt) for project in (inner.k_proj, inner.v_proj))
+        k, v = (t.view(1, 3, -1, inner.head_dim).transpose(1, 2) for t in (k, v))
+        k, v = (t.repeat_interleave(inner.num_key_value_groups, dim=1) for t in (k, v))
+        q = inner.q_proj(x).view(*x.shape[:2], -1, inner.head_dim).transpose(1, 2)
+        scores = self.adaption_gate * (q @ k.transpose(2, 3) * inner.scaling).softmax(dim=-1)
+        return output + inner.o_proj((scores @ v).transpose(1, 2).flatten(2)), weights
+
+
+WRAPPERS = {
+    "norm of another class": ("model.layers.0.input_layernorm", GemmaNorm),
+    "last norm of another class": ("model.norm", GemmaNorm),
+    "LN tuning": ("model.layers.1.post_attention_layernorm", LNTuning),
+    "adaption prompt": ("model.layers.0.self_attn", AdaptedAttention),
+}
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapper_around_a_part_is_called(wrapper, wrapped_first, launches):
+    name, make = WRAPPERS[wrapper]
+    if wrapped_first:
+        model = apply_kernels.apply_kernels(wrap(make_model(), name, make))
+    else:
+        model = wrap(make_model(MODEL_KERNELS), name, make)
+    assert_not_bypassed(wrap(make_model(), name, make), model, make_model())
+    assert launches["rope"] == 2 * LAYERS, "also in the attention inside a wrapper"
+    assert launches["swiglu_fwd"] == LAYERS
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_forward_that_a_part_had_before_is_called(name):
+    def with_their_forward(model):
+        part = model.get_submodule(name)
+        part.forward = doubled(type(part)).__get__(part)
+        return model
+
+    found = apply_kernels.apply_kernels(with_their_forward(make_model()))
+    assert_not_bypassed(with_their_forward(make_model()), found, make_model())
+
+
+@pytest.mark.parametrize("cls", dict.fromkeys([*CLASSES.values(), LlamaForCausalLM]), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("before_import", [False, True])
+def test_forward_that_was_put_into_a_class_before_is_called(cls, before_import, monkeypatch):
+    expected = loss_and_gradients(make_model(), make_batch())
+    monkeypatch.setattr(cls, "forward", doubled(cls))
+    patches = apply_kernels
+    if before_import:
+        spec = importlib.util.spec_from_file_location("apply_kernels_anew", apply_kernels.__file__)
+        patches = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(patches)
+    theirs = loss_and_gradients(make_model(), make_batch())
+    assert relative_error(theirs["loss"], expected["loss"]) > 1e-4, "this comparison cannot fail"
+    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+
+
+def test_rotary_function_that_was_replaced_before_is_called(monkeypatch, launches):
+    real = modeling_llama.apply_rotary_pos_emb
+    expected = loss_and_gradients(make_model(), make_batch())
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: real(q, k, cos, -sin))
+    theirs = loss_and_gradients(make_model(), make_batch())
+    assert max(relative_error(theirs[name], expected[name]) for name in theirs) > 1e-4
+    assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), make_batch()), theirs)
+    assert not launches["rope"] and launches["swiglu_fwd"] == LAYERS
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_another_activation_in_one_mlp_is_called(before):
+    def with_gelu(model):
+        model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+        return model
+
+    found = with_gelu(make_model(() if before else ["fused_layer"]))
+    apply_kernels.apply_kernels(found, MODEL_KERNELS if before else ["fused_layer"])
+    assert_not_bypassed(with_gelu(make_model()), found, make_model())
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "self_attn", "mlp", "mlp.act_fn", "mlp.up_proj"])
+def test_hook_that_a_part_had_before_is_called(name):
+    model, called = make_model(), []
+    part = model.model.layers[0].get_submodule(name)
+    part.register_forward_hook(lambda *_: called.append(1))
+    expected = loss_and_gradients(model, make_batch())
+    called.clear()
+    apply_kernels.apply_kernels(model)
+    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert called == [1]
+
+
+def their_loss(logits, labels, vocab_size, **kwargs):
+    return logits.logsumexp(dim=-1).mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("set_first", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_loss_function_of_the_users_own_wins(names, set_first, training, launches):
+    model, patched = make_model().train(training), make_model(() if set_first else names).train(training)
+    model.loss_function = patched.loss_function = their_loss
+    apply_kernels.apply_kernels(patched, names)
+    assert_equal(loss_and_gradients(patched, make_batch()), loss_and_gradients(model, make_batch()))
+    assert not launches["cross_entropy_fwd"]
+    assert relative_error(patched(**make_batch()).logits, model(**make_batch()).logits) < 1e-5
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_another_loss_of_transformers_wins(names):
+    model, patched = make_model(), make_model(names)
+    model.loss_type = patched.loss_type = "ForMaskedLM"  # which does not shift the labels
+    expected = loss_and_gradients(model, make_batch())
+    assert relative_error(expected["loss"], loss_and_gradients(make_model(), make_batch())["loss"]) > 1e-3
+    assert_equal(loss_and_gradients(patched, make_batch()), expected)
 
 
 # ---------------------------------------------------------------- errors

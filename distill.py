@@ -114,8 +114,8 @@ def learn_from(
         fused: take the loss from the kernel; if not, from PyTorch's operations in fp32.
     """
 
-    def eager(logits, teacher_logits, targets):
-        return reverse_kl_reference(logits.float(), teacher_logits.float(), targets, temperature)
+    def eager(logits, teacher_logits, counts):
+        return reverse_kl_reference(logits.float(), teacher_logits.float(), counts, temperature)
 
     reverse_kl = TritonReverseKLLoss(temperature) if fused else eager
 
@@ -125,7 +125,9 @@ def learn_from(
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
         logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
-        loss_function = llama.causal_lm_loss(lambda logits, targets: reverse_kl(logits, teacher_logits, targets))
+        loss_function = llama.causal_lm_loss(
+            lambda logits, targets, ignore_index: reverse_kl(logits, teacher_logits, targets != ignore_index)
+        )
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
 
     student.forward = types.MethodType(forward, student)

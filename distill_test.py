@@ -138,13 +138,14 @@ def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
 
 def test_the_kernels_named_run_in_both_models(monkeypatch):
     counter = Counter()
+    students = [pair(ALL, fused=fused)[0] for fused in (True, False)]
     module, name = apply_kernels.modeling_llama.LlamaMLP, "forward"
     monkeypatch.setattr(module, name, lambda *args: pytest.fail("Hugging Face's MLP ran"))
     kernel = CountedKernel(reverse_kl_kernel._reverse_kl_fwd_kernel, "reverse_kl", counter)
     monkeypatch.setattr(reverse_kl_kernel, "_reverse_kl_fwd_kernel", kernel)
-    loss_and_gradients(pair(ALL, fused=True)[0], make_batch())
+    loss_and_gradients(students[0], make_batch())
     assert counter["reverse_kl"] == 1
-    loss_and_gradients(pair(ALL, fused=False)[0], make_batch())
+    loss_and_gradients(students[1], make_batch())
     assert counter["reverse_kl"] == 1
 
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 IGNORE = llama.IGNORE_INDEX
 END = 256  # the tiny model's end-of-text token
@@ -242,8 +243,9 @@ def test_padding_changes_no_loss(tmp_path):
 # ---------------------------------------------------------------- loss
 
 
-def shifted_cross_entropy(logits, targets):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+def shifted_cross_entropy(logits, targets, ignore_index):
+    rows, targets = logits.flatten(0, -2), targets.flatten()
+    return torch.nn.functional.cross_entropy(rows, targets, ignore_index=ignore_index)
 
 
 def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,13 +277,13 @@ def test_a_single_micro_batch_is_scaled_by_exactly_one(n_targets):
     loss.register_hook(lambda gradient: scales.append(gradient.item()))
     labels = torch.full((1, 60), IGNORE)
     labels[0, 1 : 1 + n_targets] = 5
-    loss_function = llama.causal_lm_loss(lambda logits, targets: loss.clone())
+    loss_function, logits = llama.causal_lm_loss(lambda *_: loss.clone()), torch.zeros(1, 60, 7)
     for items in (n_targets, torch.tensor(n_targets)):
-        scaled = loss_function(None, labels, num_items_in_batch=items)
+        scaled = loss_function(logits, labels, num_items_in_batch=items)
         scaled.backward()
         assert torch.equal(scaled, loss)
     assert scales == [1.0, 1.0]
-    assert loss_function(None, labels, num_items_in_batch=2 * n_targets) == loss / 2
+    assert loss_function(logits, labels, num_items_in_batch=2 * n_targets) == loss / 2
 
 
 def test_a_micro_batch_without_targets_adds_nothing():
@@ -291,6 +293,57 @@ def test_a_micro_batch_without_targets_adds_nothing():
     loss = loss_function(logits, labels, num_items_in_batch=torch.tensor(7))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
+
+
+@pytest.mark.parametrize("items", [None, 17, torch.tensor([17])])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_another_ignore_index_is_hugging_faces(items, shifted):
+    logits, labels = logits_and_labels()
+    options = {"vocab_size": 50, "num_items_in_batch": items, "ignore_index": 0}
+    labels = labels.clamp_min(0)
+    if shifted:
+        options["shift_labels"] = labels.flip(1)
+    results = []
+    for loss_function in (ForCausalLMLoss, llama.causal_lm_loss(shifted_cross_entropy)):
+        leaf = logits.clone().requires_grad_()
+        loss = loss_function(leaf, labels, **options)
+        loss.sum().backward()
+        results.append({"loss": loss.detach(), "gradient": leaf.grad})
+    assert results[0]["loss"].shape == results[1]["loss"].shape
+    assert largest_error(results[1], results[0])[0] < 1e-6
+    everything_counts = ForCausalLMLoss(logits, labels, **options | {"ignore_index": IGNORE})
+    assert relative_error(everything_counts, results[0]["loss"]) > 1e-3, "this comparison cannot fail"
+
+
+def test_arguments_come_in_hugging_faces_order():
+    logits, labels = logits_and_labels()
+    labels = labels.clamp_min(0)
+    arguments = logits, labels, 50, 17, 0, labels.flip(1)
+    found = llama.causal_lm_loss(shifted_cross_entropy)(*arguments)
+    assert relative_error(found, ForCausalLMLoss(*arguments)) < 1e-6
+
+
+def test_another_vocabulary_than_the_logits_is_refused():
+    logits, labels = logits_and_labels()
+    for vocab_size in (49, 100):
+        with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}, expected 50, the logits' last size"):
+            llama.causal_lm_loss(shifted_cross_entropy)(logits, labels, vocab_size)
+
+
+def test_a_subclass_and_what_make_gives_back_stay():
+    class TheirNorm(LlamaRMSNorm):
+        pass
+
+    model = llama.load_model(arguments())
+    theirs, final = TheirNorm(128).to(DEVICE), model.model.norm
+    model.model.layers[0].input_layernorm = theirs
+
+    def make(norm):
+        return norm if norm is final else torch.nn.Identity()
+
+    n_replaced = llama.replace_modules(model, LlamaRMSNorm, make)
+    assert n_replaced == 2 * model.config.num_hidden_layers - 1
+    assert model.model.norm is final and model.model.layers[0].input_layernorm is theirs
 
 
 def test_labels_that_come_shifted_are_not_shifted_again():
@@ -305,9 +358,9 @@ def test_the_shift_copies_no_logits():
     produced, received = [], []
     model.lm_head.register_forward_hook(lambda module, inputs, output: produced.append(output))
 
-    def cross_entropy(logits, targets):
+    def cross_entropy(logits, targets, ignore_index):
         received.append(logits)
-        return shifted_cross_entropy(logits, targets)
+        return shifted_cross_entropy(logits, targets, ignore_index)
 
     model.loss_function = llama.causal_lm_loss(cross_entropy)
     batch = tiny_batch()
@@ -363,10 +416,10 @@ def test_every_norm_is_replaced_and_no_weight_copied():
     model = uneven_norms(llama.load_model(arguments()))
     before, config = dict(model.named_parameters()), model.config
     values = {name: weight.clone() for name, weight in before.items()}
-    n_replaced = llama.replace_modules(model, "LlamaRMSNorm", TritonRMSNorm.from_llama_rmsnorm)
+    n_replaced = llama.replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
     norms = [module for module in model.modules() if type(module) is TritonRMSNorm]
     assert n_replaced == len(norms) == 2 * config.num_hidden_layers + 1
-    assert not any(type(module).__name__ == "LlamaRMSNorm" for module in model.modules())
+    assert not any(type(module) is LlamaRMSNorm for module in model.modules())
     assert all(norm.variance_epsilon == config.rms_norm_eps and norm.training for norm in norms)
     after = dict(model.named_parameters())
     assert list(after) == list(before)
@@ -403,17 +456,17 @@ def test_a_wrong_kernel_changes_loss_or_gradients():
         return norm
 
     def only_the_target_entries(model):
-        def cross_entropy(logits, targets):
+        def cross_entropy(logits, targets, ignore_index):
             keep = torch.nn.functional.one_hot(targets.clamp_min(0), logits.shape[-1])
             logits.register_hook(lambda gradient: gradient * keep)
-            return shifted_cross_entropy(logits, targets)
+            return shifted_cross_entropy(logits, targets, ignore_index)
 
         model.loss_function = llama.causal_lm_loss(cross_entropy)
 
     batch = tiny_batch()
     for spoil in (
-        lambda model: llama.replace_modules(model, "LlamaRMSNorm", wrong_eps),
-        lambda model: llama.replace_modules(model, "LlamaRMSNorm", lambda m: TritonRMSNorm(64).to(DEVICE)),
+        lambda model: llama.replace_modules(model, LlamaRMSNorm, wrong_eps),
+        lambda model: llama.replace_modules(model, LlamaRMSNorm, lambda m: TritonRMSNorm(64).to(DEVICE)),
         only_the_target_entries,
     ):
         model = uneven_norms(llama.load_model(arguments()))

@@ -130,15 +130,16 @@ KIND_OF_FUNCTION = {
     rope_kernel.rope_forward: "q and k, rotated",
     fused_layer.norm_linear: "v, gate, up (norm_linear)",
     modeling_llama.LlamaAttention.forward: "attention",
+    apply_kernels.LlamaAttention.forward: "attention",
     sdpa_attention_forward: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     swiglu_kernel.SwiGLUMLPFunction.forward: "MLP",
     fused_layer.swiglu_linear: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
-    apply_kernels.fused_layer_forward: "residual stream",
+    apply_kernels.LlamaDecoderLayer.forward: "residual stream",
     modeling_llama.LlamaModel.forward: "embedding",
     modeling_llama.LlamaForCausalLM.forward: LOSS,
-    apply_kernels.fused_loss_forward: LOSS,
+    apply_kernels.LlamaForCausalLM.forward: LOSS,
 }
 KIND_OF_CODE = {inspect.unwrap(function).__code__: kind for function, kind in KIND_OF_FUNCTION.items()}
 KINDS = list(dict.fromkeys(KIND_OF_FUNCTION.values()))

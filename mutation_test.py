@@ -31,6 +31,8 @@ KERNELS = {  # and their tests
     "reverse_kl_kernel": "reverse_kl_test",
     "fused_layer": "fused_layer_test",
     "distill": "distill_test",
+    "apply_kernels": "apply_kernels_test",
+    "llama": "llama_test",
 }
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
@@ -622,12 +624,12 @@ FUSED_LAYER_FAULTS = {
 
 DISTILL_FAULTS = {
     "test_loss_and_gradients_are_pytorchs[eager-2.5]": [
-        ("forward KL", "reverse_kl(logits, teacher_logits, targets))", "reverse_kl(teacher_logits, logits, targets))"),
-        ("temperature ignored by PyTorch", "targets, temperature)", "targets, 1.0)"),
+        ("forward KL", "reverse_kl(logits, teacher_logits, targets", "reverse_kl(teacher_logits, logits, targets"),
+        ("temperature ignored by PyTorch", "counts, temperature)", "counts, 1.0)"),
     ],
     "test_loss_and_gradients_are_pytorchs[loss-2.5]": [
         ("temperature ignored by the kernel", "TritonReverseKLLoss(temperature)", "TritonReverseKLLoss()"),
-        ("every position counts", "reverse_kl(logits, teacher_logits, targets))", "reverse_kl(logits, teacher_logits))"),
+        ("every position counts", "reverse_kl(logits, teacher_logits, targets != ignore_index)", "reverse_kl(logits, teacher_logits)"),
         ("labels not shifted", "loss_function(logits, labels)", "loss_function(logits, None, shift_labels=labels)"),
     ],
     "test_the_validation_loss_is_that_of_the_labels": [
@@ -645,6 +647,61 @@ DISTILL_FAULTS = {
     ],
 }  # fmt: skip
 
+APPLY_FAULTS = {
+    "test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted[cross_entropy]": [
+        ("logits overwritten in evaluation", "inplace=without_logits", "inplace=True"),
+    ],
+    "test_the_gradient_takes_the_logits_memory_in_training_only": [
+        ("never in place", "inplace=without_logits", "inplace=False"),
+    ],
+    "test_in_training_there_are_no_logits_and_a_tuple_is_refused[cross_entropy]": [
+        ("overwritten logits handed out", "logits=None if without_logits else logits", "logits=logits"),
+    ],
+    "test_logits_that_somebody_else_holds_are_not_overwritten[cross_entropy]": [
+        ("held logits overwritten", "self.training and is_plain(self.lm_head)", "self.training"),
+    ],
+    "test_another_label_may_be_ignored[cross_entropy-True]": [
+        ("ignore_index dropped by cross_entropy", "TritonCrossEntropyLoss(ignore_index, ", "TritonCrossEntropyLoss("),
+    ],
+    "test_another_label_may_be_ignored[linear_cross_entropy-True]": [
+        ("ignore_index dropped by linear_cross_entropy", "TritonLinearCrossEntropyLoss(ignore_index)", "TritonLinearCrossEntropyLoss()"),
+    ],
+    "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
+        ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),
+    ],
+    "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaMLP]": [
+        ("patched class bypassed", "return FORWARDS.get(cls) is cls.forward", "return cls in FORWARDS"),
+    ],
+    "test_forward_that_was_put_into_a_class_before_is_called[True-LlamaMLP]": [
+        ("class patched before the import bypassed", "    if is_from_the_same_package(cls.forward, cls)\n", ""),
+    ],
+    "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
+        ("patched module bypassed", ' and "forward" not in vars(module)', ""),
+    ],
+    "test_rotary_function_that_was_replaced_before_is_called": [
+        ("patched rotary function bypassed", "if modeling_llama.apply_rotary_pos_emb is ROTARY:", "if True:"),
+    ],
+    "test_another_activation_in_one_mlp_is_called[True]": [
+        ("activation bypassed", "is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)", "is_unchanged(mlp)"),
+    ],
+    "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
+        ("the user's loss bypassed", " and self.loss_function is ForCausalLMLoss", ""),
+    ],
+}  # fmt: skip
+
+LLAMA_FAULTS = {
+    "test_loss_and_gradient_are_hugging_faces[17]": [
+        ("labels not shifted", "pad(labels[..., 1:], (0, 1)", "pad(labels, (0, 0)"),
+    ],
+    "test_another_ignore_index_is_hugging_faces[False-17]": [
+        ("ignore_index dropped", "cross_entropy(logits, shift_labels, ignore_index)", "cross_entropy(logits, shift_labels, IGNORE_INDEX)"),
+        ("ignored labels counted", "(shift_labels != ignore_index).sum()", "(shift_labels != IGNORE_INDEX).sum()"),
+    ],
+    "test_a_subclass_and_what_make_gives_back_stay": [
+        ("subclass replaced", "if type(module) is cls]", "if isinstance(module, cls)]"),
+    ],
+}  # fmt: skip
+
 TABLES = {
     "rmsnorm_kernel": NORM_FAULTS,
     "cross_entropy_kernel": LOSS_FAULTS,
@@ -655,6 +712,8 @@ TABLES = {
     "reverse_kl_kernel": REVERSE_KL_FAULTS,
     "fused_layer": FUSED_LAYER_FAULTS,
     "distill": DISTILL_FAULTS,
+    "apply_kernels": APPLY_FAULTS,
+    "llama": LLAMA_FAULTS,
 }
 
 

