@@ -564,9 +564,7 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("--plot draws the benchmark; --sweep prints tables alone, so give one of the two")
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
-    measure.require_png(args.plot)
-    measure.require_writable(args.json)
-    measure.require_writable(args.plot)
+    measure.check_outputs(args)
     return args
 
 

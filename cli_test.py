@@ -406,14 +406,15 @@ def test_a_record_that_became_unwritable_is_one_sentence(cli, monkeypatch, tmp_p
     folder = tmp_path / "folder"
     real = llama.validation_loss
 
-    def remove_folder(model, batches):
-        shutil.rmtree(folder, ignore_errors=True)
+    def put_a_file_in_its_place(model, batches):
+        folder.write_text("in the way")
         return real(model, batches)
 
-    monkeypatch.setattr(llama, "validation_loss", remove_folder)
+    monkeypatch.setattr(llama, "validation_loss", put_a_file_in_its_place)
     outcome = cli(*TINY, "--json", str(folder / "run.json"))
     assert outcome.code == 1
     assert outcome.err.startswith("error: the record could not be written") and outcome.err.count("\n") == 1
+    assert folder.read_text() == "in the way"
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(cli, checkpoint):

@@ -161,7 +161,7 @@ def main() -> int:
     args = parser.parse_args()
     if len(args.records) < 2:
         raise UserError("give at least two records to compare")
-    measure.require_writable(args.plot)
+    measure.check_outputs(args)
     records = [measure.read_record(path, "finetune") for path in args.records]
     names = run_names(records)
     print(render(names, records))

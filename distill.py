@@ -50,9 +50,9 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     Raises:
         UserError: a flag needs --teacher, or cannot be used with it.
     """
-    args = parser.parse_args(namespace=argparse.Namespace(model=None))  # what is there already gets no default
-    if args.model is None:
-        args.model = parser.get_default("model") if args.teacher is None else args.teacher
+    args = parser.parse_args()
+    if args.teacher is not None and "model" not in args.given:
+        args.model = args.teacher
     for flag in ("student_layers", "temperature"):
         if getattr(args, flag) is not None and args.teacher is None:
             raise UserError(f"--{flag.replace('_', '-')} needs --teacher, the model to distil")

@@ -12,7 +12,7 @@ import measure
 
 def main() -> None:
     args = llama.finetune_parser(__doc__).parse_args()
-    llama.check_outputs(args)
+    measure.check_outputs(args)
     model = llama.load_model(args)
     llama.finetune(model, args, title="Baseline", kernels=[])
 

@@ -31,12 +31,20 @@ def parse_args():
     ladder.add_flags(parser)
     distill.add_flags(parser)
     args = distill.parse_args(parser)
+    measure.refuse_ignored(args, ladder.IGNORED)
     for flag in ("stochastic_rounding", "cuda_graph"):
         if getattr(args, flag) and "adamw" not in args.kernels:
             raise UserError(f"--{flag.replace('_', '-')} needs the adamw kernel: --kernels all")
+    if args.stochastic_rounding and args.dtype != "bf16":
+        raise UserError(f"--stochastic-rounding is for bf16 and does nothing in {args.dtype}: add --dtype bf16")
     if args.cuda_graph and not HAS_GPU:
         raise UserError("--cuda-graph needs a CUDA GPU and none was found")
-    llama.check_outputs(args)
+    if args.cuda_graph and args.steps <= llama.WARMUP_STEPS:
+        raise UserError(
+            f"--cuda-graph starts after {llama.WARMUP_STEPS} steps, so with --steps {args.steps} it "
+            "does nothing: take more steps"
+        )
+    measure.check_outputs(args)
     return args
 
 

@@ -26,6 +26,11 @@ from measure import HAS_GPU, RunError, UserError
 HERE = Path(__file__).parent
 LONGEST_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
 CUDA_GRAPH = "cuda_graph"
+IGNORED = {  # by each of the flags below
+    "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
+    "opponent": ["longest", "kernels", "stochastic_rounding", "cuda_graph"],
+    "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

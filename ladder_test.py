@@ -19,7 +19,8 @@ import profile_baseline
 from checking import DEVICE, needs_gpu
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
-SMALL = ["--model", "tiny", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
+TINY = ["--model", "tiny", "--dtype", "fp32"]
+SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 GPU = {"gpu": "Made Up", "torch": "0", "triton": "0", "transformers": "0", "date": "-", "commit": "-", "cpu": "x86_64"}
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
 
@@ -271,7 +272,7 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(monkeypatch, tm
     monkeypatch.setattr(ladder, "LONGEST_STEP", 4)
     path = tmp_path / "longest.json"
     outcome = run_script(
-        finetune_optimized, *SMALL, "--seq-len", "6", "--longest", "--kernels", "rmsnorm,adamw", "--json", str(path)
+        finetune_optimized, *TINY, "--seq-len", "6", "--longest", "--kernels", "rmsnorm,adamw", "--json", str(path)
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     record = measure.read_record(str(path), "longest")
@@ -298,7 +299,7 @@ def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *fla
         return real(model, optimizer, batch)
 
     monkeypatch.setattr(llama, "timed_step", timed_step)
-    return run_script(finetune_optimized, *SMALL, "--seq-len", "4", "--longest", "--kernels", "none", *flags)
+    return run_script(finetune_optimized, *TINY, "--seq-len", "4", "--longest", "--kernels", "none", *flags)
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["PyTorch", "Triton", "cuBLAS"])
@@ -357,7 +358,7 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(monkeypatch, t
         return made[-1]
 
     monkeypatch.setattr(apply_kernels, "triton_adamw", triton_adamw)
-    flags = ["--kernels", "adamw", "--stochastic-rounding", "--json", str(path)]
+    flags = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding", "--json", str(path)]
     outcome = run_script(finetune_optimized, *SMALL, *flags)
     assert outcome.code == 0, outcome.err
     assert made[0].param_groups[0]["stochastic_rounding"]

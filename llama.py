@@ -6,17 +6,19 @@ the baseline and the optimized run differ in what is patched and nothing else.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
 import random
+import secrets
+import shutil
 import statistics
 import sysconfig
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -758,9 +760,11 @@ def finetune(
         "validation_loss_before": validation_before, "validation_loss_after": validation_after,
     }  # fmt: skip
     print("\n" + result_block(record))
-    if args.save:
-        save_model(model, args)
-    measure.write_record(args.json, record)
+    try:
+        if args.save:
+            save_model(model, args)
+    finally:  # a full disk must not cost the record too
+        measure.write_record(args.json, record)
     return record
 
 
@@ -799,39 +803,109 @@ def result_block(record: dict) -> str:
     return "\n".join(lines)
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse outputs that cannot be written before anything is loaded."""
-    measure.require_writable(args.json)
-    if getattr(args, "save", None):
-        try:
-            os.makedirs(args.save, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write to {args.save}: {error.strerror}") from error
-        if not os.access(args.save, os.W_OK):
-            raise UserError(f"cannot write to {args.save}: permission denied")
+# ---------------------------------------------------------------- saving
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"  # transformers' names
 
 
 def save_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Write weights, configuration and tokenizer as an ordinary transformers directory.
 
-    Everything is written beside the old files first and then renamed, so that a
-    full disk leaves the model that was there whole.
+    Whenever this is interrupted, `from_pretrained` loads the whole old or the whole new model; that is decided by
+    config.json alone (`put_in_place`).  The one exception are the tokenizer's files, which are replaced one by one.
+    Of the files that were there only those of the old model are removed.  What an interrupted save left behind the
+    next one removes.  Saves of several processes to one directory wait for each other; the last one's model stays.
 
     Raises:
         RunError: the files cannot be written.
     """
     tokenizer = load_tokenizer(args)
     model.config.use_cache = True  # load_model switched it off for training only
-    target = Path(args.save)
+    target = Path(os.path.realpath(args.save))
     try:
-        with tempfile.TemporaryDirectory(dir=target, prefix=".unfinished-") as folder:
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            for stale in target.glob("model*.safetensors*"):  # another number of shards would be read as well
-                stale.unlink()
-            for file in Path(folder).iterdir():
-                file.replace(target / file.name)
+        target.mkdir(parents=True, exist_ok=True)
+        with alone_in(target):
+            remove_unfinished(target)
+            folder = target / f"{measure.UNFINISHED}{secrets.token_hex(8)}"
+            folder.mkdir()
+            try:
+                model.save_pretrained(folder)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                put_in_place(folder, target)
+            finally:
+                remove_unfinished(target)
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: what transformers finds wrong
         raise RunError(f"the model could not be saved to {args.save}: {error}") from error
     print(f"Model saved to {args.save}")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that save to this folder; the end of a process ends its claim."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(target: Path) -> None:
+    """Remove what interrupted saves left in a model's folder, but for one whose weights config.json names."""
+    config = target / CONFIG
+    loaded = config.read_text(errors="replace") if config.exists() else ""
+    for folder in target.glob(f"{measure.UNFINISHED}*"):
+        if folder.is_dir() and folder.name not in loaded:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Make the whole model in `folder`, which lies in `target`, the model of `target`.
+
+    Several files cannot be renamed at once, but transformers takes the weights from where config.json says
+    (`transformers_weights`).  So a first rename puts a config.json there with which the new model is loaded from
+    `folder`; nothing reads the old one any more, and its weights are removed.  The new files get their names in
+    `target` besides those in `folder`, and a second rename puts the ordinary config.json there.
+
+    At each moment the shards in `target` that are of no use are named by the index there, so that the next save
+    finds them: the old index goes after the old shards, and the new one comes before the new shards.
+    """
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    weights = WEIGHTS
+    if INDEX in names:
+        weights = f"loaded-here.{INDEX}"
+        index = json.loads((folder / INDEX).read_text())
+        here = {tensor: f"{folder.name}/{shard}" for tensor, shard in index["weight_map"].items()}
+        (folder / weights).write_text(json.dumps(index | {"weight_map": here}))
+    config = json.loads((folder / CONFIG).read_text())
+    loaded_here = folder / f"loaded-here.{CONFIG}"
+    loaded_here.write_text(json.dumps(config | {"transformers_weights": f"{folder.name}/{weights}"}))
+
+    loaded_here.replace(target / CONFIG)
+    for name in (*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX):
+        if name not in names:
+            (target / name).unlink(missing_ok=True)
+    for name in sorted(names - {CONFIG}, key=lambda name: name != INDEX):  # the index first
+        (target / name).parent.mkdir(exist_ok=True)
+        add_name(folder / name, folder / "second-name")
+        (folder / "second-name").replace(target / name)
+    (folder / CONFIG).replace(target / CONFIG)
+
+
+def shards_of(index: Path) -> set[str]:
+    """Names of the shards beside an index of weights; none if it is missing or is no such index."""
+    try:
+        shards = json.loads(index.read_text())["weight_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
+    return {name for name in shards if Path(str(name)).name == name and name.endswith(".safetensors")}
+
+
+def add_name(file: Path, name: Path) -> None:
+    """A second name of a file; a copy where the file system knows no such thing."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)

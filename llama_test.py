@@ -582,8 +582,9 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
 
 def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
     args = arguments("--save", str(tmp_path))
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
-        (tmp_path / name).write_text("older")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("older")
     (tmp_path / "notes.txt").write_text("the user's own")
     model = llama.load_model(args)
     llama.save_model(model, args)

@@ -29,9 +29,9 @@ what is reserved, and the CUDA context with it.
 import argparse
 import gc
 import itertools
+import pickle
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -125,13 +125,18 @@ def observed_step(model, optimizer, batches: list[llama.Batch], ledger: Observer
     gc.unfreeze()
 
 
-def write_snapshot(path: str, model, optimizer, batch: llama.Batch) -> None:
-    """A training step in the allocator's own words: what it held before, and each block it gave away or got back."""
+def write_snapshot(path: str, model, optimizer, batch: llama.Batch) -> int:
+    """A training step in the allocator's own words: what it held before, and each block it gave away or got back.
+
+    Returns its bytes.
+    """
     torch.cuda.memory._record_memory_history(stacks="python")
     llama.training_step(model, optimizer, batch)
     torch.cuda.synchronize()
-    torch.cuda.memory._dump_snapshot(path)
+    snapshot = pickle.dumps(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
+    measure.write_output(path, snapshot, "the snapshot")
+    return len(snapshot)
 
 
 def cublas_workspaces() -> int:
@@ -157,15 +162,15 @@ def measure_memory(args: argparse.Namespace) -> dict:
         torch.cuda.reset_peak_memory_stats()
     llama.training_step(model, optimizer, batches[args.warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
+    snapshot_bytes = None
     if args.memory_snapshot:
-        write_snapshot(args.memory_snapshot, model, optimizer, batches[args.warmup + 1])
+        snapshot_bytes = write_snapshot(args.memory_snapshot, model, optimizer, batches[args.warmup + 1])
     observed_step(model, optimizer, batches, ledger)
     return {
         "kind": "memory", "environment": measure.environment(), "kernels": args.kernels,
         **llama.describe_workload(model, args), "layers": model.config.num_hidden_layers, "warmup_steps": args.warmup,
         "unobserved_peak_bytes": unobserved_peak, **account(ledger, cublas_workspaces()),
-        "snapshot": args.memory_snapshot,
-        "snapshot_bytes": Path(args.memory_snapshot).stat().st_size if args.memory_snapshot else None,
+        "snapshot": args.memory_snapshot, "snapshot_bytes": snapshot_bytes,
     }  # fmt: skip
 
 
@@ -401,23 +406,17 @@ def plot(record: dict, path: str) -> None:
     measure.save_plot(figure, path, dpi=130)
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse files that could not be written, before minutes of work are spent on them."""
+def report(args: argparse.Namespace) -> None:
+    """Measure the memory of a step for the flags of profile_baseline.py, print it and write what was asked for."""
     if args.memory_snapshot and not HAS_GPU:
         raise UserError(
             "--memory-snapshot is a record of the CUDA allocator, and no CUDA GPU was found; "
             "--memory --plot FILE.png works without one"
         )
-    measure.require_writable(args.memory_snapshot)
-
-
-def report(args: argparse.Namespace) -> None:
-    """Measure the memory of a step for the flags of profile_baseline.py, print it and write what was asked for."""
-    check_outputs(args)
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
     record = measure_memory(args)
     print(render(record))
+    measure.write_record(args.json, record)
     if args.plot:
         plot(record, args.plot)
-    measure.write_record(args.json, record)

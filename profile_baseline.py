@@ -20,10 +20,12 @@ Without a GPU the CPU time of each operation takes the kernels' place.  What the
 
 import argparse
 import contextlib
+import gzip
 import itertools
 import json
 import re
 import statistics
+import tempfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -52,6 +54,7 @@ TIMED_STEPS = 3
 RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
 TOP = 20
 UNATTRIBUTED = "unattributed"
+IGNORED = {"estimate": ["data", "seed", "warmup", "trace", "stacks"], "memory": ["trace", "stacks"]}  # flags, by others
 CATEGORIES = [
     "matmul", "attention", "normalization", "loss", "activation", "rotary", OTHER, "optimizer", UNATTRIBUTED,
 ]  # fmt: skip
@@ -433,6 +436,32 @@ def measure_ceilings(dtype: torch.dtype) -> dict:
     return ceilings
 
 
+def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
+    """Write a profile as a Chrome trace, compressed if `path` ends in .gz; returns its content and the file's bytes.
+
+    The profiler replaces what it is pointed at, be it a link or a device, and does not say where it fails.  So it gets
+    a file of our own.
+
+    Raises:
+        RunError: there is no room for that file, or `path` cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        try:
+            content = file.read_bytes()
+            trace = json.loads(content)
+        except (FileNotFoundError, ValueError) as error:  # nothing was written, or a part
+            raise RunError(
+                f"the profiler could not write its trace in {tempfile.gettempdir()}: make room there, "
+                "or set TMPDIR to a folder with room"
+            ) from error
+    if path.endswith(".gz"):
+        content = gzip.compress(content)
+    measure.write_output(path, content, "the trace")
+    return trace, len(content)
+
+
 def profile_training(args: argparse.Namespace) -> dict:
     """Train a few steps, profile one, write its trace; returns the record.
 
@@ -455,8 +484,8 @@ def profile_training(args: argparse.Namespace) -> dict:
     peak_memory = measure.peak_memory_bytes()
     idle = timeline(model, optimizer, profiled[:2]) if HAS_GPU else None
     profiler, profiled_ms = profiled_step(model, optimizer, profiled[2:], args.stacks)
-    profiler.export_chrome_trace(args.trace)
-    costs = diagnose.costs_of_trace(json.loads(Path(args.trace).read_text()), sizes, args.seq_len, args.kernels)
+    trace, trace_bytes = write_trace(profiler, args.trace)
+    costs = diagnose.costs_of_trace(trace, sizes, args.seq_len, args.kernels)
     parts = attribute(profiler.events(), costs, sizes)
     return {
         "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
@@ -464,7 +493,7 @@ def profile_training(args: argparse.Namespace) -> dict:
         **parts, "ceilings": ceilings, "sizes": asdict(sizes), "timeline": idle,
         "step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "profiled_step_ms": profiled_ms,
         "resting_memory_bytes": resting_memory, "peak_memory_bytes": peak_memory,
-        "trace": args.trace, "trace_bytes": Path(args.trace).stat().st_size,
+        "trace": args.trace, "trace_bytes": trace_bytes,
     }  # fmt: skip
 
 
@@ -554,7 +583,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
     add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
     add("--warmup", type=measure.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
-    add("--trace", metavar="FILE", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
+    add("--trace", metavar="FILE[.gz]", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
     add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
     add_mode = parser.add_mutually_exclusive_group().add_argument
     add_mode("--estimate", action="store_true", help="how much memory a step will need on a GPU; runs none")
@@ -565,7 +594,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.memory_snapshot and not args.memory:
         raise UserError("--memory-snapshot shows the memory of a step: add --memory")
-    measure.require_png(args.plot)
+    ignored = IGNORED | {"compare": sorted(vars(args).keys() - {"compare", "plot"})}
+    measure.refuse_ignored(args, ignored)
     if args.plot and args.estimate:
         raise UserError("--plot draws the operations of a step, and --estimate runs none; give one of the two")
     if args.estimate and not HAS_GPU:  # it is of a run with one
@@ -573,7 +603,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
-    if args.trace is None:
+    if args.trace is None and not (args.estimate or args.memory or args.compare):
         kernels = "+".join(args.kernels) or "baseline"
         args.trace = f"traces/{Path(args.model).resolve().name}-{args.batch_size}x{args.seq_len}-{kernels}.json"
     return args
@@ -581,22 +611,20 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    llama.check_outputs(args)
-    measure.require_writable(args.plot)
+    measure.check_outputs(args)
     if args.compare:
         return diagnose.compare(*args.compare, args.plot)
     if args.estimate:
         return memory_estimate.report(args)
     if args.memory:
         return memory_profile.report(args)
-    measure.require_writable(args.trace)
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
     record = profile_training(args)
     print(render(record))
+    measure.write_record(args.json, record)
     if args.plot:
         diagnose.plot([record], args.plot)
-    measure.write_record(args.json, record)
 
 
 if __name__ == "__main__":
