@@ -11,7 +11,6 @@ import copy
 import gc
 import io
 import math
-import sys
 import weakref
 
 import pytest
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import adamw_kernel
+import measure
 from adamw_kernel import TritonAdamW, _one_minus_power, _store, adamw_reference, adamw_step
 from checking import (
     DEVICE,
@@ -1104,6 +1104,7 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("AdamW Correctness Tests")
@@ -1125,4 +1126,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

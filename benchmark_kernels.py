@@ -11,6 +11,9 @@ way, and every result is compared with float64 before anything is timed.  benchm
 implementations and inputs those are, and from what work each kernel's limit follows.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import argparse
 import contextlib
 import gc

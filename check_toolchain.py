@@ -6,6 +6,9 @@ Prints the versions and the GPU, then launches both kernels, forward and backwar
 compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if not, with what to do about it.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import sys
 from collections.abc import Callable
 

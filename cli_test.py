@@ -1,14 +1,17 @@
 """Bad input gets one clear sentence and an exit code; good input gets the playbook's result block."""
 
 import functools
+import importlib
 import json
 import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,7 @@ import finetune_baseline
 import finetune_optimized
 import llama
 import measure
+import profile_baseline
 from conftest import Outcome
 
 # isort: split
@@ -30,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
+LESSONS = "rmsnorm_test", "cross_entropy_test"  # tests that are a step of the playbook
 GOOD_LINE = '{"prompt": "question", "completion": "answer"}'
 
 
@@ -282,7 +287,7 @@ def test_damaged_weights_are_refused(cli, checkpoint, damage):
 def test_weights_of_another_shape_are_not_silently_drawn_at_random(cli, checkpoint, values):
     change_config(checkpoint, **values)
     outcome = cli(*TINY, "--model", str(checkpoint))
-    assert_refused(outcome, str(checkpoint), "do not fit its config.json", "missing or of another shape")
+    assert_refused(outcome, str(checkpoint), "do not fit its config.json", "among them")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -347,6 +352,7 @@ def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
         '"prompt completion"',
         "3",
         '{"prompt": "a", "completion": "\\ud800"}',
+        pytest.param("[" * 100_000, id="brackets without end"),
     ],
 )
 def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
@@ -356,10 +362,30 @@ def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
     assert_refused(outcome, f"{path}, line 4: ", 'strings "prompt" and "completion"')
 
 
-def test_a_prompt_that_fills_the_sequence_is_refused_with_its_line_number(cli, tmp_path):
+FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'
+
+
+def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(f'{GOOD_LINE}\n{{"prompt": "{"p" * 16}", "completion": "cut away"}}\n')
-    assert_refused(cli(*TINY, "--data", str(path)), "line 2", "no completion token is left", "--seq-len 16")
+    path.write_text("\n".join([GOOD_LINE, FULL_LINE, GOOD_LINE, FULL_LINE, GOOD_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
+    assert "2 examples to train on, 1 held out, 2 skipped: no completion token within --seq-len 16," in line
+
+
+def test_prompts_that_all_fill_the_sequence_are_refused_with_the_first_line_number(cli, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(["", FULL_LINE, FULL_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert_refused(outcome, "line 2", "no completion token is left", "--seq-len 16")
+
+
+def test_a_single_example_that_is_left_is_refused_with_the_number_of_the_others(cli, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([FULL_LINE, GOOD_LINE, FULL_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert_refused(outcome, "holds 1 example within --seq-len 16 (2 skipped)", "at least 2")
 
 
 # ---------------------------------------------------------------- the outputs
@@ -506,12 +532,33 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized, profile_baseline])
+def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
+    """512 tokens take Triton's interpreter a minute a step."""
+    path = tmp_path / "run.json"
+    steps = ["--warmup", "1"] if script is profile_baseline else ["--steps", "1"]
+    kernels = [] if script is finetune_baseline else ["--kernels", "none"]
+    assert cli("--model", "tiny", *steps, *kernels, "--json", str(path), script=script).code == 0
+    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if measure.HAS_GPU else 64)
+    assert f"(default here: {llama.SEQ_LEN})" in " ".join(cli("--help", script=script).out.split())
+
+
+@pytest.mark.skipif(measure.HAS_GPU, reason="a GPU's memory ends the search")
+def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
+    path = tmp_path / "longest.json"
+    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", str(path)
+    outcome = cli(*flags, script=finetune_optimized)
+    assert outcome.code == 0, outcome.err
+    assert measure.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
+    assert "64 tokens (in steps of 16; stopped by the 4 lengths that are tried without a GPU)" in outcome.out
+
+
 # ---------------------------------------------------------------- real processes: nothing else on stderr
 
 
-def process(*flags: str, **environment: str) -> Outcome:
+def process(*flags: str, script: str = "finetune_baseline.py", **environment: str) -> Outcome:
     done = subprocess.run(
-        [sys.executable, str(HERE / "finetune_baseline.py"), *flags],
+        [sys.executable, str(HERE / script), *flags],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         capture_output=True,
         text=True,
@@ -532,6 +579,121 @@ def test_process_without_a_network(tmp_path):
 def test_process_with_libraries_that_would_warn(checkpoint):
     change_config(checkpoint, num_hidden_layers=3, bos_token_id=999)
     assert_refused(process(*TINY, "--model", str(checkpoint)), "do not fit its config.json")
+
+
+TESTS = sorted(path.name for path in HERE.glob("*_test.py") if "def main() -> int:" in path.read_text())
+
+
+@pytest.mark.parametrize("script", TESTS)
+def test_the_tests_that_are_scripts_have_help_and_refuse_other_flags(monkeypatch, run_script, script):
+    """They ran, whatever was asked of them."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    assert "measure.run_main(main)" in Path(module.__file__).read_text()
+    outcome = run_script(module, "--help")
+    assert outcome.code == 0 and outcome.out.startswith("usage: ") and "PASSED" not in outcome.out
+    assert_refused(run_script(module, "--frobnicate"), "--frobnicate", "--help lists the flags")
+
+
+# A run's last words, larger than a buffer of 8,192 bytes, so that they reach the file where they are printed; or only
+# the first of them, which reach it at the end; or in the midst of the run.
+PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)", "flushed": "print('x', flush=True)"}
+
+
+@pytest.fixture(params=PRINTS)
+def printing(request, tmp_path) -> list[str]:
+    """The command of a script that prints."""
+    path = tmp_path / "script.py"
+    path.write_text(f"import measure\nmeasure.run_main(lambda: {PRINTS[request.param]})\n")
+    return [sys.executable, str(path)]
+
+
+def in_here() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_output_that_nobody_reads_ends_the_run_quietly(printing):
+    with subprocess.Popen(printing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+        run.stdout.close()  # as `| head -1` does when it has its line
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_output_to_a_full_disk_is_one_sentence(printing):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(printing, stdout=full, stderr=subprocess.PIPE, text=True, env=in_here())
+    assert (run.returncode, run.stderr) == (1, "error: cannot write to standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--model", "tiny", "--estimate"]])
+def test_scripts_end_quietly_where_nobody_reads(flags):
+    command = [sys.executable, str(HERE / "profile_baseline.py"), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+        run.stdout.close()
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output(monkeypatch):
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        measure.run_main(fail)
+
+
+def test_closed_output_is_no_fault(printing):
+    run = subprocess.run(["sh", "-c", f"{' '.join(printing)} >&-"], capture_output=True, text=True, env=in_here())
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_terminal_that_knows_ascii_alone_shows_the_tables(tmp_path):
+    flags = "--model", "tiny", "--estimate", "--seq-len", "8"
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    outcome = process(*flags, script="profile_baseline.py", **ascii_only)
+    assert outcome.code == 0 and "Memory of a training step" in outcome.out and not outcome.err
+    outcome = process(script="rmsnorm_test.py", **ascii_only)
+    assert outcome.code == 0 and "FP32 y ? max diff" in outcome.out and not outcome.err
+
+
+SCRIPTS = sorted(
+    path.name
+    for path in HERE.glob("*.py")
+    if "measure.run_main(main)" in path.read_text() and (not path.name.endswith("_test.py") or path.stem in LESSONS)
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+    """Importing PyTorch takes seconds; here it takes as long as Ctrl-C needs to come."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    outcome = process("--help", script=script, PYTHONPATH=str(tmp_path))
+    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_an_error_during_the_imports_is_still_shown(tmp_path):
+    (tmp_path / "torch.py").write_text("1 / 0\n")
+    outcome = process("--help", PYTHONPATH=str(tmp_path))
+    assert outcome.code == 1 and "Traceback" in outcome.err and "ZeroDivisionError" in outcome.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path, number):
+    told = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(99)"
+    (tmp_path / "profile_baseline.py").write_text(child)
+    code = f"import pathlib, ladder, finetune_optimized, measure; ladder.HERE = pathlib.Path({str(tmp_path)!r}); "
+    code += "measure.run_main(finetune_optimized.main)"
+    command = [sys.executable, "-c", code, *TINY, "--ladder"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()) as run:
+        deadline = time.monotonic() + 100
+        while not (told.exists() and told.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
+            time.sleep(0.05)
+        run.send_signal(number)
+        said = run.stderr.read()
+    assert (run.returncode, said) == (128 + number, f"ended by {number.name}\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
 
 
 # ---------------------------------------------------------------- what a good run prints

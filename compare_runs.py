@@ -9,7 +9,11 @@ the losses of two runs of the same workload drift apart: a kernel that is
 faster and trains something else is wrong.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import math
+from collections.abc import Callable
 
 import measure
 from measure import UserError
@@ -23,15 +27,79 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def is_positive(value: object) -> bool:
+    return is_number(value) and value > 0
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, list) and all(map(is_item, values))
+
+
+# what is read of a record: a key -> does its value fit?
+KEYS = {
+    "title": is_text,
+    "kernels": is_list_of(is_text),
+    "model": is_text,
+    "weights": is_text,
+    "dtype": lambda dtype: dtype in [*LOSS_TOLERANCE],
+    "data": is_text,
+    "batch_size": is_positive,
+    "seq_len": is_positive,
+    "steps": is_positive,
+    "seed": is_number,
+    "lr": is_positive,
+    "losses": lambda losses: is_list_of(is_number)(losses) and len(losses) > 0,
+    "median_seconds": is_positive,
+    "tokens_per_second": is_positive,
+    "peak_memory_bytes": is_positive,
+    "validation_loss_after": is_number,
+    "environment": lambda env: isinstance(env, dict) and env.keys() >= ENVIRONMENT,
+}
+ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
+
+
+def read_run(path: str) -> dict:
+    """The record of a fine-tuning run.
+
+    Raises:
+        UserError: the file is no such record, or something in it is missing or damaged.
+    """
+    record = measure.read_record(path, "finetune")
+    damaged = [key for key, fits in KEYS.items() if key not in record or not fits(record[key])]
+    if damaged:
+        raise UserError(f"{path} is a damaged record, without a usable {', '.join(damaged)}; run its script again")
+    if len(record["losses"]) != record["steps"]:
+        raise UserError(
+            f"{path} is a damaged record: {len(record['losses'])} losses of {record['steps']} steps; "
+            "run its script again"
+        )
+    return record
+
+
 def workload_differences(first: dict, other: dict) -> list[str]:
     """Sentences naming each setting in which two runs differ."""
     keys = [*WORKLOAD, *DISTILLATION]
     return [f"{key} {other.get(key)} (not {first.get(key)})" for key in keys if first.get(key) != other.get(key)]
 
 
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
 def relative_differences(first: dict, other: dict) -> list[float]:
     """|loss - loss of the first run| / loss of the first run, for each step."""
-    return [abs(b - a) / abs(a) for a, b in zip(first["losses"], other["losses"])]
+    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]
 
 
 def same_training(first: dict, other: dict) -> bool:
@@ -162,7 +230,7 @@ def main() -> int:
     if len(args.records) < 2:
         raise UserError("give at least two records to compare")
     measure.check_outputs(args)
-    records = [measure.read_record(path, "finetune") for path in args.records]
+    records = [read_run(path) for path in args.records]
     names = run_names(records)
     print(render(names, records))
     if args.plot:

@@ -93,7 +93,47 @@ def test_bad_input_is_one_sentence(script, records, sentence):
     assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("{", "is not a JSON record"), (None, "cannot read")])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({key: None} for key in compare_runs.KEYS),
+        {"losses": []}, {"losses": "3, 2, 1"}, {"losses": [3.0, None, 1.0]}, {"losses": [3.0, 2.0, float("nan")]},
+        {"losses": 3.0}, {"dtype": ["fp32"]}, {"median_seconds": 0.0}, {"tokens_per_second": "40"},
+        {"environment": {"gpu": "Some GPU"}}, {"kernels": "rmsnorm"}, {"title": 7},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_record_is_one_sentence_with_its_keys(script, tmp_path, damage):
+    (key,) = damage
+    for records in ([run(), run("Optimized") | damage], [run() | damage, run("Optimized")]):
+        code, out, err = script(*records)
+        assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+        assert "is a damaged record" in err and key in err
+
+
+def test_a_record_without_a_key_is_one_sentence(script):
+    without = run("Optimized")
+    del without["losses"], without["environment"]
+    code, _, err = script(run(), without)
+    assert code == 2 and "1.json is a damaged record, without a usable losses, environment" in err
+
+
+def test_a_record_that_lost_steps_is_one_sentence(script):
+    code, _, err = script(run(), run("Optimized", losses=(3.0, 2.0), steps=3))
+    assert code == 2 and "2 losses of 3 steps" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("other", "verdict"), [(0.0, "the same training"), (1e-9, "NOT the same training")])
+def test_a_loss_of_0_is_compared(script, other, verdict):
+    code, out, err = script(run(losses=(0.0, 2.0)), run("Optimized", losses=(other, 2.0)))
+    assert code == (other > 0) and not err and out.rstrip().endswith(f": {verdict}")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("{", "is not a JSON record"), ("[" * 100_000, "is not a JSON record"), (None, "cannot read")],
+    ids=["damaged", "brackets without end", "missing"],
+)
 def test_unreadable_record_is_one_sentence(script, tmp_path, content, sentence):
     bad = tmp_path / "bad.json"
     if content:

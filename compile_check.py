@@ -13,6 +13,9 @@ value did not fit in the registers and goes through memory, which is what a fuse
 (ALLOWED_SPILLS names the exceptions: two registers on targets that no figure of this project comes from.)
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import os
 
 if __name__ == "__main__":

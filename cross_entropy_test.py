@@ -10,14 +10,17 @@ A gradient is compared in two parts, the entry of each row's target and all the 
 the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others would look fine.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import math
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import cross_entropy_kernel
+import measure
 from checking import (
     DEVICE,
     DTYPE_NAME,
@@ -865,6 +868,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Cross-Entropy Correctness Tests\n" + "=" * 60)
@@ -885,4 +889,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

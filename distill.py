@@ -21,6 +21,7 @@ import torch
 import llama
 from apply_kernels import apply_kernels, model_kernels
 from measure import UserError, positive_float, positive_int
+from memory_estimate import step_tryer
 from reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -143,8 +144,9 @@ def load_student(args: argparse.Namespace, kernels: Sequence[str]) -> tuple[torc
     """
     teacher_args = argparse.Namespace(**{**vars(args), "model": args.teacher})
     n_layers = layers_to_keep(args, llama.load_config(args), llama.load_config(teacher_args))
-    teacher = llama.load_model(teacher_args).eval().requires_grad_(False)
-    student = llama.load_model(args)
+    try_step = step_tryer(model_kernels(kernels))
+    teacher = llama.load_model(teacher_args, try_step).eval().requires_grad_(False)
+    student = llama.load_model(args, try_step)
     student.model.layers = student.model.layers[:n_layers]
     student.config.num_hidden_layers = n_layers
     for model in (teacher, student):

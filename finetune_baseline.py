@@ -6,6 +6,9 @@
 finetune_optimized.py runs the same loop with custom kernels; compare_runs.py lays two runs side by side.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import llama
 import measure
 

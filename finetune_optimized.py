@@ -10,6 +10,9 @@
 Everything that differs from finetune_baseline.py is on this page and in apply_kernels.py (with a teacher, distill.py).
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import functools
 
 import distill
@@ -18,6 +21,7 @@ import llama
 import measure
 from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from measure import HAS_GPU, UserError
+from memory_estimate import step_tryer
 
 PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"
 
@@ -62,7 +66,8 @@ def main() -> None:
     args = parse_args()
     if ladder.takes_over(args) or distill.takes_over(args, train):
         return
-    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    model = llama.load_model(args, step_tryer(args.kernels))
+    apply_kernels(model, model_kernels(args.kernels))
     train(model, args, "Optimized", args.kernels)
 
 

@@ -7,7 +7,6 @@ the CPU, in Triton's interpreter, and the tests that need a GPU are skipped.
 
 import contextlib
 import itertools
-import sys
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_layer
+import measure
 import rmsnorm_kernel
 import swiglu_kernel
 from checking import (
@@ -178,6 +178,7 @@ def memory_rows() -> list[str]:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Fused Layer Correctness Tests")
@@ -795,4 +796,4 @@ def test_torch_compile_gives_eagers_numbers_in_one_graph(dynamic):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

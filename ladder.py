@@ -9,7 +9,6 @@ import argparse
 import functools
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,12 +18,14 @@ import torch
 import compare_runs
 import llama
 import measure
-from apply_kernels import apply_kernels, make_optimizer, model_kernels
+from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from diagnose import RUNGS, sizes_of
 from measure import HAS_GPU, RunError, UserError
+from memory_estimate import step_tryer
 
 HERE = Path(__file__).parent
 LONGEST_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
+CPU_LENGTHS = 4  # on a CPU no more are tried: its memory ends where the machine stops to answer
 CUDA_GRAPH = "cuda_graph"
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
@@ -64,7 +65,7 @@ def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool =
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command = [sys.executable, HERE / script, *workload, *flags, "--json", path]
-        run = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        run = measure.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines() or [f"exit code {run.returncode}"]
             raise RunError(f"{' '.join([script, *flags])} failed: {said[-1]}")
@@ -73,7 +74,7 @@ def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool =
 
 def climb(args: argparse.Namespace) -> None:
     """Run the baseline, its profile and every rung; print the table, write the record."""
-    config = llama.load_config(args)
+    config = llama.load_config(args, step_tryer(KERNELS))
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
     record = {"kind": "ladder", "environment": measure.environment(), "rungs": [], "absent": []}
@@ -158,7 +159,8 @@ def train_opponent(args: argparse.Namespace) -> None:
 
 def find_longest(args: argparse.Namespace) -> None:
     """Train on random sequences, from --seq-len on LONGEST_STEP tokens longer each time, until the memory is full."""
-    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    model = llama.load_model(args, step_tryer(args.kernels))
+    apply_kernels(model, model_kernels(args.kernels))
     optimizer = make_optimizer(model, 1e-5, args.kernels, args.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     first = -(-args.seq_len // LONGEST_STEP) * LONGEST_STEP  # --seq-len or the next multiple
@@ -169,7 +171,11 @@ def find_longest(args: argparse.Namespace) -> None:
     }  # fmt: skip
     if not HAS_GPU:
         print(measure.NO_GPU_NOTE + "\n")
-    for length in range(first, limit + 1, LONGEST_STEP):
+    lengths = range(first, limit + 1, LONGEST_STEP)
+    if not HAS_GPU and len(lengths) > CPU_LENGTHS:
+        lengths = lengths[:CPU_LENGTHS]
+        record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
+    for length in lengths:
         ids = torch.randint(vocabulary, (1, length), device=llama.DEVICE)
         try:
             if HAS_GPU:

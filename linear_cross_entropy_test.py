@@ -10,8 +10,6 @@ dweight is compared in two parts, the rows of words that are some token's target
 norm over both, the target rows drown the others, and a dweight that is 0 at the others would look fine.
 """
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cross_entropy_kernel
 import linear_cross_entropy_kernel
+import measure
 from checking import (
     DEVICE,
     DTYPE_NAME,
@@ -790,6 +789,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Linear + Cross-Entropy Correctness Tests\n" + "=" * 60)
@@ -807,4 +807,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

@@ -7,6 +7,7 @@ the baseline and the optimized run differ in what is patched and nothing else.
 
 import argparse
 import fcntl
+import copy
 import json
 import math
 import os
@@ -35,7 +36,8 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # after `measure`, which decides how triton (imported by transformers) will run
 from huggingface_hub import errors as hub_errors  # isort: skip
 from huggingface_hub import hf_hub_download  # isort: skip
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils  # isort: skip
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils  # isort: skip
+from transformers.models.llama import modeling_llama  # isort: skip
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -46,6 +48,8 @@ WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the a
 VALIDATION_BATCHES = 4
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 CPU_PARAMETER_LIMIT = 1_000_000_000
+MAX_LAYERS = 10_000  # the most that a config.json may ask for
+SEQ_LEN = 512 if HAS_GPU else 64  # tokens per sequence unless told; the interpreter is slow
 
 
 # ---------------------------------------------------------------- flags
@@ -64,7 +68,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         help="stdlib: the source of Python's standard library; synthetic: random tokens; a text file; "
         "or jsonl with 'prompt' and 'completion' (default: %(default)s)")
     add("--batch-size", type=positive_int, default=1, help="sequences per step (default: %(default)s)")
-    add("--seq-len", type=positive_int, default=512, help="tokens per sequence (default: %(default)s)")
+    add("--seq-len", type=positive_int, default=SEQ_LEN, help="tokens per sequence (default here: %(default)s)")
     add("--seed", type=whole_number, default=0, help="of weights and data order (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="bf16" if HAS_GPU else "fp32",
         help="of weights, activations and optimizer state (default here: %(default)s)")
@@ -146,11 +150,17 @@ def tiny_config() -> LlamaConfig:
     )
 
 
-def load_config(args: argparse.Namespace) -> LlamaConfig:
+def load_config(args: argparse.Namespace, try_step: Callable | None = None) -> LlamaConfig:
     """The model's configuration, or a UserError that says what to do.
 
-    Refused: a model that cannot be reached, one that is not a LLaMA, a sequence
-    longer than the model allows, a model too large for a machine without a GPU.
+    Refused: a model that cannot be reached, one that is not a LLaMA, a config.json that gives no
+    model which can be trained, a sequence longer than the model allows, a model too large for a
+    machine without a GPU.
+
+    Args:
+        args: from `add_workload_flags`.
+        try_step: called with the configuration of a single such layer; what it raises makes the
+            config.json unusable.  Scripts with kernels hand in `memory_estimate.step_tryer`.
     """
     if args.model == "tiny":
         config = tiny_config()
@@ -159,9 +169,7 @@ def load_config(args: argparse.Namespace) -> LlamaConfig:
     else:
         if args.model == DEFAULT_MODEL and not HAS_GPU:
             raise UserError(no_gpu_message(args.model))
-        config = download_config(args.model)
-    if config.model_type != "llama":
-        raise UserError(f"{args.model} is a {config.model_type!r} model; these scripts train LLaMA models")
+        config = usable_config(args.model, read_config_file(args.model), try_step)
     if args.seq_len < 2:
         raise UserError(f"--seq-len {args.seq_len} leaves no next token to predict; at least 2 are needed")
     if args.seq_len > config.max_position_embeddings:
@@ -177,26 +185,44 @@ def no_gpu_message(model: str) -> str:
     return f"{model} needs a CUDA GPU and none was found; use --model tiny (or a model under 1 billion parameters)"
 
 
-def download_config(model: str) -> LlamaConfig:
-    """Configuration of a local directory or a Hugging Face id; downloads nothing but config.json."""
-    if Path(model).is_dir():
-        if not (Path(model) / "config.json").is_file():
-            raise UserError(f"the directory {model} holds no config.json, so it is not a saved model")
-        with loading(f"the configuration of {model}"):
-            return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    if model.startswith((".", "/", "~")):
+def read_config_file(model: str) -> dict:
+    """What the config.json of a local directory or a Hugging Face id says; loads nothing else."""
+    try:
+        if Path(model).is_dir():
+            if "config.json" not in os.listdir(model):
+                raise UserError(f"the directory {model} holds no config.json, so it is not a saved model")
+            path = Path(model) / "config.json"
+        elif Path(model).exists():
+            raise UserError(f"--model {model} is a file; give the directory that holds it")
+        else:
+            path = download_config(model)
+        content = Path(path).read_bytes()
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        raise UserError(f"--model {shortened(model)} cannot be read: {error.strerror}") from error
+    with loading(f"the configuration of {model}"):
+        values = json.loads(content)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ValueError("config.json is no JSON object with a model_type")
+    if values["model_type"] != "llama":
+        raise UserError(f"{model} is a {values['model_type']!r} model; these scripts train LLaMA models")
+    return values
+
+
+def download_config(model: str) -> str:
+    """Where the config.json of a Hugging Face id lies, after a download if it is not in the cache."""
+    if model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1:
         raise UserError(f"the directory {model} does not exist")
     try:
-        hf_hub_download(model, "config.json")
+        return hf_hub_download(model, "config.json")
     except hub_errors.GatedRepoError as error:
         raise UserError(refused_message(model)) from error
     except hub_errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"Hugging Face knows no model {model!r} (or your HF_TOKEN is missing or invalid: "
-            "check with `hf auth whoami`)"
+            f"there is no directory {model} and Hugging Face knows no model {model!r} "
+            "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
         ) from error
     except hub_errors.HFValidationError as error:
-        raise UserError(f"{model!r} is neither a directory nor a Hugging Face model id") from error
+        raise UserError(f"{shortened(model)!r} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
         # LocalEntryNotFoundError: not cached, and the hub (its answer is the cause) does not send it
         answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
@@ -206,8 +232,121 @@ def download_config(model: str) -> LlamaConfig:
         if status == 404:
             raise UserError(f"{model} has no config.json, so it is not a transformers model") from error
         raise UserError(unreachable_message(model)) from error
-    with loading(f"the configuration of {model}"):
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def is_number(value: object, low: float, high: float) -> bool:
+    """Is it a number from low to high?  No NaN is."""
+    return isinstance(value, (int, float)) and low <= value <= high
+
+
+FLOAT_TYPES = {"bfloat16", "float16", "float32", "float64"}
+SIZE = (
+    lambda size: isinstance(size, int) and 1 <= size < 2**31,
+    "a whole number of at least 1",
+)
+LAYERS = (
+    lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
+    f"a whole number from 1 to {MAX_LAYERS:,}",
+)
+WEIGHTS = (
+    lambda dtype: str(dtype).removeprefix("torch.") in FLOAT_TYPES,
+    f"one of {', '.join(sorted(FLOAT_TYPES))}",
+)
+ATTENTION = (
+    lambda name: HAS_GPU or name in ("eager", "sdpa"),
+    "'eager' or 'sdpa' on a machine without a CUDA GPU",
+)
+# What transformers does not look at before it fails, or never: field of a config.json -> (does its
+# value fit?, the values that do).  What transformers refuses is traced to its field by `fields_at_fault`.
+FIELDS = {
+    "vocab_size": SIZE, "hidden_size": SIZE, "intermediate_size": SIZE, "head_dim": SIZE,
+    "num_attention_heads": SIZE, "num_key_value_heads": SIZE, "max_position_embeddings": SIZE,
+    "num_hidden_layers": LAYERS,
+    "rms_norm_eps": (lambda eps: is_number(eps, 0, 1), "a number from 0 to 1"),
+    "attention_dropout": (lambda p: is_number(p, 0, 1), "a probability from 0 to 1"),
+    "dtype": WEIGHTS, "torch_dtype": WEIGHTS,
+    "quantization_config": (lambda method: False, "none: quantized weights cannot be trained"),
+    "attn_implementation": ATTENTION, "_attn_implementation": ATTENTION,
+}  # fmt: skip
+
+
+def usable_config(model: str, values: dict, try_step: Callable | None = None) -> LlamaConfig:
+    """The configuration with these values, if a model can be built from it and take a step.
+
+    Args:
+        model: whose config.json it is, for the message.
+        values: what that file says.
+        try_step: see `load_config`.
+
+    Raises:
+        UserError: it cannot; the sentence names the file and the field, or those of which one is.
+    """
+    for field, (fits, expected) in FIELDS.items():
+        value = values.get(field)
+        if value is not None and not fits(value):
+            given = f"the config.json of {model} has {field} = {shortened(value)}"
+            raise UserError(f"{given}, expected {expected}")
+
+    def attempt(values: dict) -> LlamaConfig:
+        config = LlamaConfig.from_dict(copy.deepcopy(values))
+        try_forward(config)
+        if try_step is not None:
+            try_step(with_one_layer(config))
+        return config
+
+    try:
+        return attempt(values)
+    except Exception as error:  # transformers and PyTorch raise of every kind
+        if measure.ran_out_of_memory(error):
+            raise
+        fields = fields_at_fault(values, attempt)
+        cause = " or ".join(f"{field} = {shortened(values[field])}" for field in fields)
+        given = f"the config.json of {model} cannot be used, because of {cause or 'several fields'}"
+        message = " ".join(str(error).split())
+        reason = textwrap.shorten(f"{type(error).__name__}: {message}", 200, placeholder=" ...")
+        raise UserError(f"{given}: {reason}") from error
+
+
+def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str]:
+    """The fields of which each alone, at its default, would let attempt(values) pass."""
+    found = []
+    for field in values:
+        try:
+            attempt({name: value for name, value in values.items() if name != field})
+        except Exception:  # whatever: this field is not what is wrong, or not alone
+            continue
+        found.append(field)
+    return found
+
+
+def shortened(value: object) -> str:
+    """A value from outside, in at most 60 characters."""
+    text = value if isinstance(value, str) and "/" in value else repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def with_one_layer(config: LlamaConfig) -> LlamaConfig:
+    """The configuration of a model of one such layer: they are all alike, and one is quickly built."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    return config
+
+
+def try_forward(config: LlamaConfig) -> None:
+    """Raise what a forward with this configuration would, on meta tensors, which takes no memory.
+
+    Raises:
+        ValueError: its rotary frequencies are not numbers that an angle can be computed from.
+        Exception: of every kind, from transformers and PyTorch.
+    """
+    frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
+    if not (frequencies.isfinite() & (frequencies > 0)).all():
+        raise ValueError("its rotary frequencies are not all finite and above 0")
+    model = build_model(with_one_layer(config), torch.float32, "meta")
+    model.config._attn_implementation = "eager"  # the others look at the device
+    ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")  # (B, T)
+    with unpacked_sequences():
+        assert model(input_ids=ids, labels=ids).loss.shape == ()
 
 
 def refused_message(model: str) -> str:
@@ -220,15 +359,31 @@ def refused_message(model: str) -> str:
 
 def unreachable_message(model: str) -> str:
     return (
-        f"{model} is not in the local cache and Hugging Face could not be reached. Check the network, or run "
-        "without a download: --model tiny, a local directory, or --random-init with the default model"
+        f"there is no directory {model}, no model of that name is in the local cache, and "
+        "Hugging Face could not be reached. Check the path or the network, or run without a "
+        "download: --model tiny, a local directory, or --random-init with the default model"
     )
 
 
 def parameter_count(config: LlamaConfig) -> int:
     """Parameters of a LLaMA, counted from its configuration."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    return sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
+
+
+def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """A model with random weights, ready for training."""
+    with torch.device(device):
+        return for_training(AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def for_training(model: torch.nn.Module) -> torch.nn.Module:
+    model.config.use_cache = False  # a cache of keys and values serves generation, not training
+    rotary = model.model.rotary_emb
+    if "dynamic" in rotary.rope_type:
+        # Beyond the model's positions its frequencies would change.  No sequence is that long, and
+        # to look makes the host wait for the GPU, which neither meta tensors nor a CUDA graph allow.
+        rotary.rope_type = "default"
+    return model.train()
 
 
 def has_random_weights(args: argparse.Namespace) -> bool:
@@ -239,35 +394,42 @@ def weights_in_words(args: argparse.Namespace) -> str:
     return f"{'random' if has_random_weights(args) else 'pretrained'} weights"
 
 
-def load_model(args: argparse.Namespace) -> torch.nn.Module:
+def load_model(args: argparse.Namespace, try_step: Callable | None = None) -> torch.nn.Module:
     """The model in training mode, on the GPU if there is one, in --dtype.
 
     Random weights are drawn on the device itself from --seed, so that two runs
-    start from the same point and 8B parameters take seconds.
+    start from the same point and 8B parameters take seconds.  try_step: see `load_config`.
+
+    Raises:
+        UserError: what `load_config` refuses; weights that are damaged, or not those of the
+            configuration: every weight of the model is in the file and every one of the file in
+            the model, but for what transformers knows to be superfluous.
     """
-    config = load_config(args)
+    config = load_config(args, try_step)
+    if getattr(args, "kernels", None):
+        measure.require_interpreter()
     if args.data not in ("stdlib", "synthetic"):
         read_file(args.data)  # a wrong path is refused here, not after the weights took minutes to load
     dtype = DTYPES[args.dtype]
     torch.manual_seed(args.seed)
     if has_random_weights(args):
-        with torch.device(DEVICE):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    else:
-        with loading(f"the weights of {args.model}"):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                args.model, dtype=dtype, device_map={"": DEVICE},
-                output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
-        # transformers fills these with random numbers; that would train, from the wrong start
-        absent = sorted(report["missing_keys"]) + sorted(name for name, *_ in report["mismatched_keys"])
-        if absent:
-            raise UserError(
-                f"the weights of {args.model} do not fit its config.json: {len(absent)} are missing or "
-                f"of another shape, {absent[0]} among them"
-            )
-    model.config.use_cache = False  # a cache of keys and values serves generation, not training
-    return model.train()
+        return build_model(config, dtype, DEVICE)
+    with loading(f"the weights of {args.model}"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=dtype, device_map={"": DEVICE},
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    # transformers fills what is missing with random numbers and drops what it has no place for;
+    # that would train, from the wrong start
+    misfits = {
+        "missing": sorted(report["missing_keys"]),
+        "of another shape": sorted(name for name, *_ in report["mismatched_keys"]),
+        "not part of that model": sorted(report["unexpected_keys"]),
+    }
+    said = [f"{len(names)} {what}, {names[0]} among them" for what, names in misfits.items() if names]
+    if said:
+        raise UserError(f"the weights of {args.model} do not fit its config.json: {'; '.join(said)}")
+    return for_training(model)
 
 
 @contextmanager
@@ -404,10 +566,12 @@ def load_data(args: argparse.Namespace, config: LlamaConfig, steps: int) -> Data
         tokenizer = load_tokenizer(args)
         encode, end = text_encoder(tokenizer, config)
         if args.data.endswith(".jsonl"):
-            examples = read_jsonl(args.data, encode, end, args.seq_len)
+            examples, n_skipped = read_jsonl(args.data, encode, end, args.seq_len)
             n_held_out = max(1, len(examples) // 10)
             train, validation = examples[:-n_held_out], examples[-n_held_out:][:n_validation]
             source = f"{args.data}: {len(train):,} examples to train on, {n_held_out:,} held out"
+            if n_skipped:
+                source += f", {n_skipped:,} skipped: no completion token within --seq-len {args.seq_len}"
         else:
             train_texts, validation_texts = read_texts(args.data)
             train = pack(train_texts, encode, end, args.seq_len, n_train)
@@ -491,12 +655,16 @@ def pack(texts: list[str], encode: Callable, end: list[int], seq_len: int, n_wan
     return [(row, row) for row in rows]
 
 
-def read_jsonl(path: str, encode: Callable, end: list[int], seq_len: int) -> list[tuple]:
-    """(input_ids, labels) per line of {"prompt": ..., "completion": ...}; prompt tokens are not trained on.
+def read_jsonl(path: str, encode: Callable, end: list[int], seq_len: int) -> tuple[list[tuple], int]:
+    """(input_ids, labels) of each line {"prompt": ..., "completion": ...}; how many were skipped.
 
-    An example longer than seq_len is cut at its end.
+    Prompt tokens are not trained on.  An example longer than seq_len is cut at its end; one of
+    which no completion token is left then is skipped.
+
+    Raises:
+        UserError: a line is malformed, or fewer than two examples are left.
     """
-    examples = []
+    examples, skipped = [], []  # skipped: their line numbers
     # not splitlines(): it also cuts at characters that may stand inside a JSON string, such as U+2028
     for line_number, line in enumerate(read_file(path).split("\n"), start=1):
         if not line.strip():
@@ -507,7 +675,7 @@ def read_jsonl(path: str, encode: Callable, end: list[int], seq_len: int) -> lis
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise TypeError
             (prompt + completion).encode("utf-8")  # JSON can spell half of a surrogate pair, which is no text
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
             raise UserError(
                 f'{path}, line {line_number}: expected a JSON object with strings "prompt" and "completion"'
             ) from None
@@ -516,14 +684,19 @@ def read_jsonl(path: str, encode: Callable, end: list[int], seq_len: int) -> lis
         labels = ids.clone()
         labels[: len(prompt_ids)] = IGNORE_INDEX
         # the first token of a sequence is never predicted, so it alone teaches nothing
-        if not (labels[1:] != IGNORE_INDEX).any():
-            raise UserError(
-                f"{path}, line {line_number}: no completion token is left to train on within --seq-len {seq_len}"
-            )
-        examples.append((ids, labels))
+        if (labels[1:] != IGNORE_INDEX).any():
+            examples.append((ids, labels))
+        else:
+            skipped.append(line_number)
+    if skipped and not examples:
+        raise UserError(
+            f"{path}, line {skipped[0]}: no completion token is left to train on within "
+            f"--seq-len {seq_len}, nor in any other line"
+        )
     if len(examples) < 2:
-        raise UserError(f"{path} holds {len(examples)} example; at least 2 are needed (one is held out)")
-    return examples
+        left = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if skipped else ""
+        raise UserError(f"{path} holds {len(examples)} example{left}; at least 2 are needed (one is held out)")
+    return examples, len(skipped)
 
 
 def make_batches(sequences: list[tuple], batch_size: int) -> list[Batch]:

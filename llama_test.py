@@ -210,15 +210,21 @@ def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
 
 def test_long_example_is_cut_at_its_end(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
-    (ids, labels), _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=4)
+    examples, n_skipped = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=4)
+    (ids, labels), _ = examples
+    assert n_skipped == 0
     assert ids.tolist() == list(b"abcd")
     assert labels.tolist() == [IGNORE, IGNORE, *b"cd"]
 
 
 @pytest.mark.parametrize("example", [("abcdefgh", "completion cut away"), ("", "")])
-def test_example_with_nothing_to_train_on_is_refused(tmp_path, example):
-    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example)
-    with pytest.raises(measure.UserError, match="line 2: no completion token is left to train on"):
+def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
+    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example, ("c", "d"))
+    examples, n_skipped = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
+    assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
+    assert n_skipped == 1
+    jsonl(path, example, example)
+    with pytest.raises(measure.UserError, match="line 1: no completion token is left to train on"):
         llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
 
 
@@ -227,14 +233,14 @@ def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_pa
     path.write_text(
         '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n{"prompt": "", "completion": "e\\u2029f"}'
     )
-    examples = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
+    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
     assert [bytes(ids.tolist()).decode() for ids, _ in examples] == ["a\u2028bc\u0085d", "e\u2029f"]
 
 
 def test_padding_changes_no_loss(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdefghij"), ("x", "y"))
     model = llama.load_model(arguments())
-    examples = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
+    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
     together = llama.validation_loss(model, llama.make_batches(examples, batch_size=3))
     one_by_one = llama.validation_loss(model, llama.make_batches(examples, batch_size=1))
     assert together == pytest.approx(one_by_one, rel=1e-6)
@@ -372,7 +378,7 @@ def test_the_shift_copies_no_logits():
 def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("", "abcdefghijkl"), ("abcdefgh", "i"))
     model = llama.load_model(arguments())
-    examples = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
+    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
     batches = llama.make_batches(examples, batch_size=1)
     sums, counts = [], [11, 1]  # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     for batch in batches:

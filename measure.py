@@ -17,6 +17,7 @@ import platform
 import resource
 import secrets
 import stat
+import signal
 import statistics
 import subprocess
 import sys
@@ -145,25 +146,126 @@ def ran_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(w in str(error) for w in words)
 
 
-def run_main(main: Callable[[], int | None]) -> None:
-    """Run a script's main(): exit code 0, 1 (failed while running) or 2 (bad input), no traceback."""
+class OutputError(Exception):
+    """Standard output takes nothing more; its cause is the OSError."""
+
+
+class StandardOutput:
+    """sys.stdout, with an OutputError for its OSError, which could be that of any other file."""
+
+    def __init__(self, stream: io.TextIOBase):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._checked(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._checked(self.stream.flush)
+
+    def _checked(self, method: Callable, *arguments):
+        try:
+            return method(*arguments)
+        except OSError as error:
+            raise OutputError(error.strerror) from error
+
+
+class Ended(BaseException):
+    """A signal ends the process; as Ctrl-C does it, so that whoever has something to end can."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def run_child(command: list[str]) -> subprocess.CompletedProcess:
+    """Run a command to its end and catch what it prints.  It ends with this process, whatever ends that."""
+
+    def end(number, frame):
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        raise Ended(number)
+
+    # under nohup SIGHUP is ignored, and is to be
+    ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     try:
-        code = main() or 0
+        for number in ending:
+            signal.signal(number, end)
+        return subprocess.run(command, capture_output=True, text=True)
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run a script's main(), without a traceback for what is no fault of the script.
+
+    Exit code 0; 1: it failed while running; 2: bad input; 128 + N: signal N ended it, Ctrl-C for
+    one (130), or a pipe whose reader is gone, as in `| head -1` (141).
+    """
+    if sys.stdout is None:  # closed by whoever started the script
+        sys.exit(exit_code(main))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?"
+    output = StandardOutput(sys.stdout)
+    with contextlib.redirect_stdout(output):
+        code = exit_code(main)
+        try:
+            output.flush()
+        except OutputError as error:  # main() printed less than a buffer, or has not been told yet
+            code = code or output_failed(error)
+    sys.exit(code)
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """What main() ends with; what went wrong is a sentence on stderr."""
+    try:
+        return main() or 0
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        return 2
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 1
+        return 1
+    except OutputError as error:
+        return output_failed(error)
     except (RuntimeError, MemoryError) as error:
         if not ran_out_of_memory(error):
             raise
         print(f"error: {OUT_OF_MEMORY}", file=sys.stderr)
-        code = 1
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+        return 130
+    except Ended as error:
+        print(f"ended by {error}", file=sys.stderr)
+        return 128 + error.number
+
+
+def output_failed(error: OutputError) -> int:
+    """The exit code where standard output takes nothing more; a sentence, unless its reader is gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # when the interpreter ends, it tries to write what is left
+    if isinstance(error.__cause__, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    print(f"error: cannot write to standard output: {error}", file=sys.stderr)
+    return 1
+
+
+def require_interpreter() -> None:
+    """Refuse to run kernels without a GPU if the environment forbids Triton's interpreter.
+
+    Raises:
+        UserError: TRITON_INTERPRET is set to 0.
+    """
+    if not HAS_GPU and not triton.knobs.runtime.interpret:
+        raise UserError(
+            f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r} and no CUDA GPU was found, "
+            "so no kernel can run; unset it, and Triton's interpreter runs them on the CPU"
+        )
 
 
 # ---------------------------------------------------------------- files
@@ -573,7 +675,7 @@ def read_record(path: str, kind: str) -> dict:
         record = json.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # the last: thousands of brackets
         raise UserError(f"{path} is not a JSON record: {error}") from error
     if not isinstance(record, dict) or record.get("kind") != kind:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__

@@ -31,12 +31,13 @@ and on other GPUs no run has been compared; an older GPU's cuBLAS takes less.
 
 import argparse
 import contextlib
+import functools
 import inspect
 import math
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -283,11 +284,12 @@ class Ledger(TorchDispatchMode):
 def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
+        model = llama.build_model(config, dtype, "meta")
+        if model.config._attn_implementation != "eager":
+            model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         with torch.device("meta"):
-            model = llama.AutoModelForCausalLM.from_config(config, dtype=dtype)
             ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
-        model.config.use_cache = False  # as load_model does
-        apply_kernels.apply_kernels(model.train(), apply_kernels.model_kernels(kernels))
+        apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -297,6 +299,11 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
         ledger.claim_state(optimizer)  # which the first step made
         llama.training_step(model, optimizer, batch)
     return ledger
+
+
+def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
+    """For `llama.load_config`: two steps with these kernels, which raise what the kernels refuse."""
+    return functools.partial(run_step, dtype=torch.float32, batch_size=1, seq_len=2, kernels=list(kernels))
 
 
 # ---------------------------------------------------------------- the estimate
@@ -335,7 +342,7 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
 def report(args: argparse.Namespace) -> None:
     """Print the estimate for the flags of profile_baseline.py, that of the baseline beside it, and write the record."""
     with mock.patch.object(llama, "HAS_GPU", True):  # no model is too large
-        config = llama.load_config(args)
+        config = llama.load_config(args, step_tryer(args.kernels))
     shape = llama.DTYPES[args.dtype], args.batch_size, args.seq_len
     record = {
         "kind": "estimate", "environment": measure.environment(), "model": args.model,

@@ -150,7 +150,8 @@ def cublas_workspaces() -> int:
 
 def measure_memory(args: argparse.Namespace) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
-    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    model = llama.load_model(args, memory_estimate.step_tryer(args.kernels))
+    apply_kernels(model, model_kernels(args.kernels))
     data = llama.load_data(args, model.config, args.warmup + STEPS)
     ledger = Observer(measure.DEVICE)
     ledger.follow_gradients(model)

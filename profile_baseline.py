@@ -18,6 +18,9 @@ kernel the range that it was launched for (`category_of`).
 Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean, diagnose.py tells.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import argparse
 import contextlib
 import gzip
@@ -468,7 +471,8 @@ def profile_training(args: argparse.Namespace) -> dict:
     Time and peak memory come from steps without the profiler, which slows the CPU down.
     """
     ceilings = measure_ceilings(llama.DTYPES[args.dtype])
-    model = apply_kernels(llama.load_model(args), model_kernels(args.kernels))
+    model = llama.load_model(args, memory_estimate.step_tryer(args.kernels))
+    apply_kernels(model, model_kernels(args.kernels))
     sizes = diagnose.sizes_of(model.config, args)
     data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 4)
     optimizer = make_optimizer(model, 1e-5, args.kernels)
@@ -577,8 +581,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.Parser(__doc__)
     llama.add_workload_flags(parser)
     llama.add_kernels_flag(parser, KERNELS, default="none")
-    if not HAS_GPU:
-        parser.set_defaults(seq_len=64)
     add = parser.add_argument
     add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
     add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")

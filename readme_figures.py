@@ -12,6 +12,9 @@ README.md marks what comes from a record:
     <!-- figure: name -->1.23<!-- / -->        one figure in a sentence; figures() below says how it is computed
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import json
 import re
 import subprocess

@@ -10,13 +10,13 @@ times, in two formulas and with the columns in four orders, and its worst error 
 """
 
 import datetime
-import sys
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import measure
 import reverse_kl_kernel
 from checking import (
     DEVICE,
@@ -864,6 +864,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of the interpreter's inf - inf in masked lanes
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
@@ -885,4 +886,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

@@ -5,13 +5,16 @@ all the others below.  Without a GPU the kernels run on the CPU, in Triton's int
 need a GPU are skipped.
 """
 
+# first: importing PyTorch takes seconds
+import quiet_interrupt  # noqa: F401  # isort: skip
+
 import math
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
+import measure
 import rmsnorm_kernel
 from checking import (
     DEVICE,
@@ -83,6 +86,7 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("RMSNorm Correctness Tests")
@@ -610,4 +614,4 @@ def test_new_row_counts_do_not_compile_new_kernels(monkeypatch):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

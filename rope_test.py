@@ -9,12 +9,12 @@ most tests are no angles but any numbers, with halves that differ: a kernel that
 
 import inspect
 import math
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
+import measure
 import rope_kernel
 from checking import (
     DEVICE,
@@ -92,6 +92,7 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("RoPE Correctness Tests")
@@ -818,4 +819,4 @@ def test_new_batches_do_not_compile_new_kernels(monkeypatch):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)

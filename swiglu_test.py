@@ -7,7 +7,6 @@ the CPU, in Triton's interpreter, and the tests that need a GPU are skipped.
 
 import contextlib
 import itertools
-import sys
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import measure
 import swiglu_kernel
 from checking import (
     DEVICE,
@@ -1048,6 +1048,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
+    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("SwiGLU Correctness Tests")
@@ -1063,4 +1064,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    measure.run_main(main)
