@@ -6,8 +6,8 @@ the baseline and the optimized run differ in what is patched and nothing else.
 """
 
 import argparse
-import fcntl
 import copy
+import fcntl
 import json
 import math
 import os

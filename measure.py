@@ -16,8 +16,8 @@ import os
 import platform
 import resource
 import secrets
-import stat
 import signal
+import stat
 import statistics
 import subprocess
 import sys
