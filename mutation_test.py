@@ -1,6 +1,6 @@
 """Would the tests notice if a kernel were wrong?
 
-The tables below plant faults in the kernels' sources and name, for each, the test that must fail.  A mutant is
+The tables below plant faults in the kernels' sources, and in those of what writes files, and name, for each, the test that must fail.  A mutant is
 imported in its kernel's place, and pytest runs that test inside this process, on a fresh import of the test's file,
 which so finds the mutant.  Only a failed assertion counts as caught; a mutant that crashes proves nothing.  Nor would
 "caught" prove anything if the source without a fault, treated likewise, did not pass every test named here.
@@ -31,6 +31,8 @@ KERNELS = {  # and their tests
     "reverse_kl_kernel": "reverse_kl_test",
     "fused_layer": "fused_layer_test",
     "distill": "distill_test",
+    "measure": "files_test",
+    "llama": "files_test",
 }
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
@@ -645,6 +647,37 @@ DISTILL_FAULTS = {
     ],
 }  # fmt: skip
 
+MEASURE_FAULTS = {
+    "test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside": [
+        ("written in place", "with open(unfinished, \"xb\") as file:", "with open(target, \"wb\") as file:"),
+        ("half a file stays", "            os.unlink(unfinished)\n", "            pass\n"),
+    ],
+    "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)", "target = path")],
+    "test_a_pipe_gets_the_record": [("pipe replaced", "    if written_straight(path):\n", "    if False:\n")],
+    "test_permissions_stay_and_a_new_file_has_the_usual_ones": [
+        ("permissions lost", "os.chmod(unfinished, stat.S_IMODE(before.st_mode))", "pass"),
+    ],
+    "test_a_flag_counts_as_given_when_its_value_is_the_default": [
+        ("every flag counts as given", "for name, value in again.items() if value is not absent", "for name in again"),
+    ],
+}  # fmt: skip
+
+LLAMA_FAULTS = {
+    "test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model[one file, another shape]": [
+        ("config.json changes last alone", "    loaded_here.replace(target / CONFIG)\n", ""),
+    ],
+    "test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model[shards become one file]": [
+        ("index goes before its shards", "(*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX)", "(INDEX, WEIGHTS, *sorted(shards_of(target / INDEX)))"),
+        ("old shards stay", "(*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX)", "(WEIGHTS, INDEX)"),
+    ],
+    "test_what_an_earlier_crash_left_is_removed_and_files_of_that_name_are_not": [
+        ("crash leaves its files", "            shutil.rmtree(folder, ignore_errors=True)\n", "            pass\n"),
+    ],
+    "test_an_old_index_cannot_name_files_of_the_user": [
+        ("index names other folders' files", "Path(str(name)).name == name and", "isinstance(name, str) and"),
+    ],
+}  # fmt: skip
+
 TABLES = {
     "rmsnorm_kernel": NORM_FAULTS,
     "cross_entropy_kernel": LOSS_FAULTS,
@@ -655,6 +688,8 @@ TABLES = {
     "reverse_kl_kernel": REVERSE_KL_FAULTS,
     "fused_layer": FUSED_LAYER_FAULTS,
     "distill": DISTILL_FAULTS,
+    "measure": MEASURE_FAULTS,
+    "llama": LLAMA_FAULTS,
 }
 
 
