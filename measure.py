@@ -395,7 +395,7 @@ def write_whole(path: str, content: bytes) -> None:
         OSError: it cannot be written; what was there is as before.
     """
     if written_straight(path):
-        sys.stdout.flush()
+        print(end="", flush=True)  # what was printed before comes first
         with open(path, "ab") as file:
             file.write(content)
         return

@@ -33,6 +33,7 @@ KERNELS = {  # and their tests
     "distill": "distill_test",
     "apply_kernels": "apply_kernels_test",
     "llama": "llama_test",
+    "measure": "files_test",
 }
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
@@ -700,6 +701,34 @@ LLAMA_FAULTS = {
     "test_a_subclass_and_what_make_gives_back_stay": [
         ("subclass replaced", "if type(module) is cls]", "if isinstance(module, cls)]"),
     ],
+    "files_test::test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model[one file, another shape]": [
+        ("config.json changes last alone", "    loaded_here.replace(target / CONFIG)\n", ""),
+    ],
+    "files_test::test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model[shards become one file]": [
+        ("index goes before its shards", "(*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX)", "(INDEX, WEIGHTS, *sorted(shards_of(target / INDEX)))"),
+        ("old shards stay", "(*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX)", "(WEIGHTS, INDEX)"),
+    ],
+    "files_test::test_what_an_earlier_crash_left_is_removed_and_files_of_that_name_are_not": [
+        ("crash leaves its files", "            shutil.rmtree(folder, ignore_errors=True)\n", "            pass\n"),
+    ],
+    "files_test::test_an_old_index_cannot_name_files_of_the_user": [
+        ("index names other folders' files", "Path(str(name)).name == name and", "isinstance(name, str) and"),
+    ],
+}  # fmt: skip
+
+MEASURE_FAULTS = {
+    "test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside": [
+        ("written in place", "with open(unfinished, \"xb\") as file:", "with open(target, \"wb\") as file:"),
+        ("half a file stays", "            os.unlink(unfinished)\n", "            pass\n"),
+    ],
+    "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)", "target = path")],
+    "test_a_pipe_gets_the_record": [("pipe replaced", "    if written_straight(path):\n", "    if False:\n")],
+    "test_permissions_stay_and_a_new_file_has_the_usual_ones": [
+        ("permissions lost", "os.chmod(unfinished, stat.S_IMODE(before.st_mode))", "pass"),
+    ],
+    "test_a_flag_counts_as_given_when_its_value_is_the_default": [
+        ("every flag counts as given", "for name, value in again.items() if value is not absent", "for name in again"),
+    ],
 }  # fmt: skip
 
 TABLES = {
@@ -714,6 +743,7 @@ TABLES = {
     "distill": DISTILL_FAULTS,
     "apply_kernels": APPLY_FAULTS,
     "llama": LLAMA_FAULTS,
+    "measure": MEASURE_FAULTS,
 }
 
 
