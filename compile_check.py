@@ -69,8 +69,8 @@ class Case:
     targets: str = ""  # a prefix of the targets' names
 
 
-def rmsnorm_arguments(hidden: int) -> Callable[[Callable[..., torch.Tensor]], tuple]:
-    return lambda t: (t(B, T, hidden), t(hidden), 1e-5)
+def rmsnorm_arguments(hidden: int, affine: bool = True) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    return lambda t: (t(B, T, hidden), t(hidden) if affine else None, 1e-5)
 
 
 def cross_entropy_arguments(
@@ -135,6 +135,10 @@ CASES = [
     Case("RMSNorm, frozen weight", TritonRMSNormFunction, rmsnorm_arguments(H), frozen=(1,)),
     *(Case(f"RMSNorm, H = {h:,}", TritonRMSNormFunction, rmsnorm_arguments(h), targets="sm_") for h in (2048, 8192)),
     Case("RMSNorm, H = 16,384", TritonRMSNormFunction, rmsnorm_arguments(16_384), dtypes=("bf16",), targets="sm_"),
+    *(
+        Case(f"RMSNorm without weight, H = {h:,}", TritonRMSNormFunction, rmsnorm_arguments(h, affine=False))
+        for h in (2048, H, 8192, 16_384)
+    ),
     Case("cross-entropy, mean", FusedCrossEntropyFunction, cross_entropy_arguments("mean")),
     Case("cross-entropy, sum", FusedCrossEntropyFunction, cross_entropy_arguments("sum")),
     Case("cross-entropy, none", FusedCrossEntropyFunction, cross_entropy_arguments("none")),

@@ -37,14 +37,18 @@ Four ideas of Triton, in the order in which the kernels need them:
 4. A *persistent* grid has only as many programs as the GPU runs at once; each takes row after row in a loop.
    What outlives a row (in the backward the weight, and the sum that becomes dw) stays in registers meanwhile.
 
+Without a weight (elementwise_affine=False) y is x_hat, and there is no dw.
+
 Limits: fp16, bf16, fp32; no second derivative; H up to 32,768, because one program holds a whole row in its
 registers.  Above H = 16,384 (8,192 in fp32) the backward runs out of them and spills: correct, but slower.
 """
 
 import contextlib
+import math
 import os
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if not torch.cuda.is_available():  # no GPU: run the kernels on the CPU, slowly; must precede `import triton`
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -60,19 +64,20 @@ MAX_HIDDEN_SIZE = 32_768
 MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer never outgrows this, however many rows
 
 
-def rmsnorm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Eager RMSNorm, operation for operation what Hugging Face's LlamaRMSNorm does; float64 stays float64."""
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (..., H) fp32
     variance = x_wide.pow(2).mean(-1, keepdim=True)  # (..., 1) fp32
     x_hat = x_wide * torch.rsqrt(variance + eps)  # (..., H) fp32
-    return weight * x_hat.to(x.dtype)  # (..., H)
+    x_hat = x_hat.to(x.dtype)
+    return x_hat if weight is None else weight * x_hat  # (..., H)
 
 
 @triton.jit
 def _rmsnorm_fwd_kernel(
     x_ptr,  # (n_rows, n_cols)
     x_row_stride,
-    w_ptr,  # (n_cols,)
+    w_ptr,  # (n_cols,); None: no weight
     y_ptr,  # (n_rows, n_cols)
     y_row_stride,
     rstd_ptr,  # (n_rows,) fp32
@@ -84,17 +89,20 @@ def _rmsnorm_fwd_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    # A pointer may be None.  Triton knows that when it compiles, and leaves out what only a weight needs.
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
 
     # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count in the mean.
-    # The cast is for torch.compile, which passes a Python float as fp64 (a plain launch passes fp32).
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
     tl.store(rstd_ptr + row, rstd)
 
     # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.  The
     # product is formed in fp32 and rounded once, as PyTorch does with two bf16 factors.
     x_hat = (x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)
-    y = x_hat * w
+    y = x_hat
+    if w_ptr is not None:
+        y = x_hat * w
     tl.store(y_ptr + row * y_row_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -128,11 +136,11 @@ def _rmsnorm_bwd_kernel(
     dy_row_stride,
     x_ptr,  # (n_rows, n_cols)
     x_row_stride,
-    w_ptr,  # (n_cols,)
+    w_ptr,  # (n_cols,); None: no weight
     rstd_ptr,  # (n_rows,) fp32
     dx_ptr,  # (n_rows, n_cols)
     dx_row_stride,
-    dw_partial_ptr,  # (n_programs, n_cols) fp32; None if the weight is frozen
+    dw_partial_ptr,  # (n_programs, n_cols) fp32; None if there is no weight, or it is frozen
     n_rows,
     n_cols,
     BLOCK_SIZE: tl.constexpr,
@@ -141,7 +149,9 @@ def _rmsnorm_bwd_kernel(
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
-    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    w = 1.0
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
 
     # num_stages: while one row is computed, the loads of the next ones are already on their way.
@@ -151,15 +161,17 @@ def _rmsnorm_bwd_kernel(
         x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + row)
 
-        if BLOCK_SIZE > 8192:
+        if w_ptr is not None and BLOCK_SIZE > 8192:
             w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         c1 = tl.sum(w * dy.to(tl.float32) * x.to(tl.float32), axis=0) * rstd / n_cols
         x_hat = x.to(tl.float32) * rstd
-        # None is known at compile time: for a frozen weight the next line is not even compiled.
+        # Nor is the next line compiled for a frozen weight.
         if dw_partial_ptr is not None:
             dw += dy.to(tl.float32) * x_hat
-        if BLOCK_SIZE > 8192:  # the hint also tells Triton that this is not the load above
-            w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        # The hint also tells Triton that this is not the load above.
+        if w_ptr is not None and BLOCK_SIZE > 8192:
+            w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+            w = w.to(tl.float32)
         dx = rstd * (w * dy.to(tl.float32) - x_hat * c1)
         tl.store(dx_ptr + row * dx_row_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -179,24 +191,51 @@ def _rmsnorm_dw_kernel(dw_partial_ptr, dw_ptr, n_programs, n_cols, BLOCK_ROWS: t
     tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None) -> None:
+def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
+    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
+    if is_traceable_wrapper_subclass(t):
+        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None = None) -> None:
     """Refuse what the kernels cannot compute, before any pointer is handed to them."""
-    for name, t in (("x", x), ("weight", weight), ("dy", x if dy is None else dy)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
+    for name, t in (("x", x), ("weight", weight), ("dy", dy)):
+        if t is None and name != "x":
+            continue
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            _refuse_wrapper(name, t)
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(f"{name} is {t.dtype}, expected float16, bfloat16 or float32: convert it first.")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
         if t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, expected x's {x.device}: move it with .to(x.device).")
-    if not x.is_cuda and not INTERPRETED:
-        raise ValueError(f"x is on {x.device}, expected a GPU: move it, or export TRITON_INTERPRET=1.")
-    if weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
+    if not x.is_cuda and not (INTERPRETED and x.is_cpu):
+        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+        raise ValueError(f"x is on {x.device}, expected {expected}")
+    if weight is None:
+        if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
+            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
+    elif weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
         allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {allowed}")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+    elif x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.shape[0]}): fit the weight.")
     if dy is not None and dy.shape != x.shape:
         raise ValueError(f"dy has shape {tuple(dy.shape)}, expected x's {tuple(x.shape)}: pass y's gradient.")
+
+
+def _check_rstd(rstd: torch.Tensor, n_rows: int, device: torch.device) -> None:
+    if type(rstd) is not torch.Tensor:
+        _refuse_wrapper("rstd", rstd)
+    if rstd.dtype != torch.float32 or rstd.device != device or rstd.shape != (n_rows,):
+        given = f"rstd has shape {tuple(rstd.shape)} and dtype {rstd.dtype}, on {rstd.device}"
+        expected = f"({n_rows},) and torch.float32, on {device}"
+        raise ValueError(f"{given}, expected {expected}: pass rmsnorm_forward's.")
 
 
 def _as_rows(t: torch.Tensor) -> torch.Tensor:
@@ -226,39 +265,112 @@ def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int
     return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
 
 
-def rmsnorm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32."""
+def _y_and_rstd(x: torch.Tensor, weight: torch.Tensor | None, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward's results, not yet written."""
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    y = x.new_empty(x.shape, dtype=dtype)  # (..., H)
+    return y, x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
+
+
+def _rmsnorm_forward(x, weight, eps):
     _check(x, weight)
-    rows, weight = _as_rows(x), weight.contiguous()
+    rows = _as_rows(x)
     n_rows, H = rows.shape
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))  # (..., H)
-    rstd = x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
+    y, rstd = _y_and_rstd(x, weight, n_rows)
+    weight = None if weight is None else weight.contiguous()
     if n_rows > 0:
         with _on_device_of(x):
             _rmsnorm_fwd_kernel[(n_rows,)](rows, rows.stride(0), weight, y, H, rstd, H, eps, **_options(H))
     return y, rstd
 
 
-def rmsnorm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed."""
+def _rmsnorm_backward(dy, x, weight, rstd, need_dweight):
     _check(x, weight, dy)
     dx = x.new_empty(x.shape)  # (..., H)
-    dy, x, weight = _as_rows(dy), _as_rows(x), weight.contiguous()
+    dy, x = _as_rows(dy), _as_rows(x)
     n_rows, H = x.shape
+    _check_rstd(rstd, n_rows, x.device)
+    rstd = rstd.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    need_dweight = need_dweight and weight is not None
     if n_rows == 0:
         return dx, torch.zeros_like(weight) if need_dweight else None
     n_programs, stages = _backward_options(H, H * (dy.element_size() + x.element_size()), x.device)
     n_programs = min(n_rows, n_programs)
     dw_partial = x.new_empty((n_programs, H), dtype=torch.float32) if need_dweight else None
     dweight = weight.new_empty(H) if need_dweight else None  # (H,)
-    args = (dy, dy.stride(0), x, x.stride(0), weight, rstd, dx, H, dw_partial, n_rows, H)
+    options = _options(H)
+    if weight is None and H > 2048:  # with fewer warps sm_103 spills 2 to 6 registers; not tuned
+        options["num_warps"] = 8 if H <= 4096 else 16
     with _on_device_of(x):
-        _rmsnorm_bwd_kernel[(n_programs,)](*args, STAGES=stages, **_options(H))
+        _rmsnorm_bwd_kernel[(n_programs,)](
+            dy, dy.stride(0), x, x.stride(0), weight, rstd, dx, H, dw_partial,
+            n_rows, H, STAGES=stages, **options,
+        )  # fmt: skip
         if need_dweight:  # 64 x 16: 7.4 us on an H200 at H = 4096; 64 x 32: 11.6 us
             _rmsnorm_dw_kernel[((H + 15) // 16,)](dw_partial, dweight, n_programs, H, BLOCK_ROWS=64, BLOCK_COLS=16)
     return dx, dweight
+
+
+# What torch.compile is to see is not the kernels but two operators.  It does not run this file but traces it,
+# and takes what it reads in a tensor for constant: a row's stride would become a number in the compiled code.
+# Yet inside of a graph it lays out a tensor as it likes, with longer rows if that aligns them, and the kernel
+# would walk through them with the wrong stride.  An operator's body is not traced but called, with real tensors.
+# Of an operator the compiler is told which arguments are written (none) and, by register_fake, what the results
+# look like.
+_forward_operator = torch.library.custom_op(
+    "tutorial::rmsnorm_forward", _rmsnorm_forward, mutates_args=(),
+    schema="(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+)  # fmt: skip
+
+
+@_forward_operator.register_fake
+def _(x, weight, eps):
+    _check(x, weight)
+    return _y_and_rstd(x, weight, math.prod(x.shape[:-1]))
+
+
+@torch.library.custom_op(
+    "tutorial::rmsnorm_backward", mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight) -> Tensor[]",
+)  # fmt: skip
+def _backward_operator(dy, x, weight, rstd, need_dweight):
+    # An operator has no results that may be None, but a list of them may be shorter.
+    return [t for t in _rmsnorm_backward(dy, x, weight, rstd, need_dweight) if t is not None]
+
+
+@_backward_operator.register_fake
+def _(dy, x, weight, rstd, need_dweight):
+    _check(x, weight, dy)
+    _check_rstd(rstd, math.prod(x.shape[:-1]), x.device)
+    dweight = [weight.new_empty(weight.shape)] if need_dweight and weight is not None else []
+    return [x.new_empty(x.shape), *dweight]
+
+
+def rmsnorm_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
+
+    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
+    """
+    forward = _forward_operator if torch.compiler.is_compiling() else _rmsnorm_forward
+    return forward(x, weight, eps)
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    need_dweight: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed.
+
+    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
+    """
+    if torch.compiler.is_compiling():
+        dx, *dweight = _backward_operator(dy, x, weight, rstd, need_dweight)
+        return dx, dweight[0] if dweight else None
+    return _rmsnorm_backward(dy, x, weight, rstd, need_dweight)
 
 
 class TritonRMSNormFunction(torch.autograd.Function):
@@ -282,11 +394,30 @@ class TritonRMSNormFunction(torch.autograd.Function):
 
 
 class TritonRMSNorm(torch.nn.Module):
-    """Drop-in replacement for LlamaRMSNorm: same parameter, same `state_dict` keys, same numbers."""
+    """Drop-in replacement for LlamaRMSNorm: same parameter, same `state_dict` keys, same numbers.
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5):
+    And for torch.nn.RMSNorm over the last dimension, whose further arguments it has:
+    elementwise_affine=False for no weight, device and dtype of the weight.  eps is a number; PyTorch's own
+    default depends on the dtype.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        if isinstance(hidden_size, (tuple, list)):
+            given = f"hidden_size is {hidden_size!r}"
+            raise TypeError(f"{given}, expected an int: the norm is over the last dimension alone.")
+        weight = None
+        if elementwise_affine:
+            weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("weight", weight)
+        self.hidden_size = hidden_size
         self.variance_epsilon = eps
 
     @classmethod
@@ -297,7 +428,11 @@ class TritonRMSNorm(torch.nn.Module):
         return norm.train(module.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None and x.shape[-1:] != (self.hidden_size,):
+            expected = f"(..., {self.hidden_size}): fit the norm's hidden_size."
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
         return TritonRMSNormFunction.apply(x, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+        affine = "" if self.weight is not None else ", elementwise_affine=False"
+        return f"({self.hidden_size},), eps={self.variance_epsilon}{affine}"

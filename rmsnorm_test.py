@@ -8,6 +8,7 @@ need a GPU are skipped.
 # first: importing PyTorch takes seconds
 import quiet_interrupt  # noqa: F401  # isort: skip
 
+import contextlib
 import math
 from unittest import mock
 
@@ -25,6 +26,7 @@ from checking import (
     assert_all_passed,
     captured,
     compare,
+    compiled_once,
     needs_gpu,
     needs_two_gpus,
     poisoned_outputs,
@@ -64,19 +66,20 @@ def make_inputs(shape, dtype, weight_dtype=None, seed=0):
 
 
 def run(function, x, weight, dy, eps=EPS):
-    """(y, dx, dw) of one forward and one backward; x, weight and dy keep their strides."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = function(x, weight, eps)
-    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
+    """(y, dx, dw) of one forward and one backward; x, weight and dy keep their strides.  No dw without a weight."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
+    y = function(leaves[0], None if weight is None else leaves[1], eps)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 def check_against_float64(name, x, weight, dy, eps=EPS) -> list[Check]:
     """The kernel's y, dx and dw, each against float64."""
     with poisoned_outputs():
         ours = run(norm, x, weight, dy, eps)
-    ref64 = run(rmsnorm_reference, x.double(), weight.double(), dy.double(), eps)
+    wide = [None if t is None else t.double() for t in (x, weight, dy)]
+    ref64 = run(rmsnorm_reference, *wide, eps)
     eager = run(rmsnorm_reference, x, weight, dy, eps)
-    floor_of = max(x.dtype, weight.dtype, key=FLOOR.get)
+    floor_of = max([t.dtype for t in (x, weight) if t is not None], key=FLOOR.get)
     parts = ("Forward", "Backward (dx)", "Backward (dw)")
     return [compare(f"{name} {part}", *abc, dtype=floor_of) for part, *abc in zip(parts, ours, ref64, eager)]
 
@@ -130,6 +133,22 @@ def test_reference_is_hugging_faces_formula(dtype):
 def test_mixed_dtypes_are_promoted_as_pytorch_does(x_dtype, weight_dtype):
     x, weight, dy = make_inputs((6, 64), x_dtype, weight_dtype)
     assert_all_passed(check_against_float64("mixed", x, weight, dy))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", [(64,), (9, 257), (2, 3, 100), (3, 5000), (2, 16_385)])
+def test_without_a_weight(shape, dtype):
+    x, _, dy = make_inputs(shape, dtype)
+    assert_all_passed(check_against_float64("no weight", x, None, dy))
+
+
+def test_without_a_weight_nothing_is_computed_for_one():
+    x, _, dy = make_inputs((9, 64), torch.float32)
+    with poisoned_outputs() as shapes:
+        run(norm, x, None, dy)
+    assert shapes == [(9, 64), (9,), (9, 64)]  # y, rstd, dx
+    _, rstd = rmsnorm_forward(x, None, EPS)
+    assert rmsnorm_backward(dy, x, None, rstd)[1] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -468,6 +487,50 @@ def test_module_replaces_llama_rmsnorm_and_shares_its_weight(dtype):
     assert_all_passed([compare("module", *abc) for abc in zip(outs, ref64, eager)])
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 64), (0, 64)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_module_replaces_torchs_rmsnorm(affine, shape):
+    x, weight, dy = make_inputs(shape, torch.float32)
+    arguments = {"elementwise_affine": affine, "device": DEVICE, "dtype": torch.float32}
+    theirs, ours = torch.nn.RMSNorm(64, 1e-2, **arguments), TritonRMSNorm(64, 1e-2, **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    results = []
+    for module in (ours, theirs, theirs):
+        module = module.double() if len(results) == 2 else module
+        leaf = x.detach().to(x.dtype if len(results) < 2 else torch.float64).requires_grad_()
+        if affine:
+            module.weight.data.copy_(weight)
+        y = module(leaf)
+        wanted = [leaf, *module.parameters()]
+        results.append((y, *torch.autograd.grad(y, wanted, dy.to(leaf.dtype))))
+    ours, eager, ref64 = results
+    assert len(ours) == (3 if affine else 2)
+    assert_all_passed([compare("module", *abc) for abc in zip(ours, ref64, eager)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_is_made_where_and_as_told(dtype):
+    module = TritonRMSNorm(48, device="meta", dtype=dtype)
+    assert module.weight.device.type == "meta" and module.weight.dtype == dtype
+    assert torch.equal(TritonRMSNorm(48, dtype=dtype).weight, torch.ones(48, dtype=dtype))
+
+
+def test_module_without_a_weight_has_no_parameters():
+    module = TritonRMSNorm(48, elementwise_affine=False)
+    assert module.weight is None and not list(module.parameters()) and not module.state_dict()
+    assert repr(module) == "TritonRMSNorm((48,), eps=1e-05, elementwise_affine=False)"
+    with pytest.raises(ValueError, match=r"x has shape \(2, 47\), expected \(..., 48\)"):
+        module(torch.ones(2, 47, device=DEVICE))
+    with pytest.raises(ValueError, match=r"x has shape \(\), expected \(..., 48\)"):
+        module(torch.ones((), device=DEVICE))
+
+
+@pytest.mark.parametrize("shape", [(4, 64), [64]])
+def test_module_over_a_shape_is_refused_with_a_sentence(shape):
+    with pytest.raises(TypeError, match=r"hidden_size is [\[(].*, expected an int: the norm is over the last"):
+        TritonRMSNorm(shape)
+
+
 def test_module_starts_as_llama_rmsnorm_does():
     module = TritonRMSNorm(48)
     assert torch.equal(module.weight, torch.ones(48)) and module.variance_epsilon == 1e-5
@@ -500,6 +563,13 @@ BAD_INPUT = {  # name: (x, weight, exception, what its sentence says)
     "row empty": (ONES[:, :0], ONES[0, :0], ValueError, "H from 1 to 32,768"),
     "x of another H": (ONES[:, :63], ONES[0], ValueError, r"x has shape \(4, 63\), expected \(..., 64\)"),
     "x is 0-D": (ONES.sum(), ONES[0], ValueError, r"x has shape \(\), expected \(..., 64\)"),
+    "x is 0-D, no weight": (ONES.sum(), None, ValueError, r"x has shape \(\), expected \(..., H\) with H from 1"),
+    "row empty, no weight": (ONES[:, :0], None, ValueError, "H from 1 to 32,768"),
+    "row too long, no weight": (ONES.new_ones(32_769), None, ValueError, "H from 1 to 32,768"),
+    "x is None": (None, ONES[0], TypeError, "x is a NoneType, expected a tensor"),
+    "x is sparse": (ONES.to_sparse(), ONES[0], TypeError, "x is torch.sparse_coo, expected torch.strided"),
+    "weight is sparse": (ONES, ONES[0].to_sparse(), TypeError, "weight is torch.sparse_coo, expected torch.strided"),
+    "without memory": (ONES.to("meta"), ONES[0].to("meta"), ValueError, "x is on meta, expected a GPU: move it"),
 }
 
 
@@ -515,10 +585,178 @@ def test_dy_of_another_shape_is_refused_with_a_sentence():
         rmsnorm_backward(ONES[:3], ONES, ONES[0], rstd)
 
 
+@pytest.mark.parametrize("change", [lambda rstd: rstd[:3], lambda rstd: rstd[:, None], lambda rstd: rstd.half()])
+def test_rstd_of_another_shape_or_dtype_is_refused_with_a_sentence(change):
+    rstd = rmsnorm_forward(ONES, ONES[0], EPS)[1]
+    with pytest.raises(ValueError, match=r"rstd has shape .* expected \(4,\) and torch.float32, on"):
+        rmsnorm_backward(ONES, ONES, ONES[0], change(rstd))
+
+
+def test_rstd_may_have_gaps():
+    x, weight, dy = make_inputs((5, 64), torch.float32)
+    rstd = rmsnorm_forward(x, weight, EPS)[1]
+    with_gaps = torch.stack([rstd, 0 * rstd], dim=1)[:, 0]
+    results = (rmsnorm_backward(dy, x, weight, r) for r in (rstd, with_gaps))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("which", range(4), ids=["dy", "x", "weight", "rstd"])
+def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
+    x, weight, dy = make_inputs((5, 64), torch.float32)
+    arguments = [dy, x, weight, rmsnorm_forward(x, weight, EPS)[1]]
+    arguments[which] = as_dtensor(arguments[which])
+    name = ("dy", "x", "weight", "rstd")[which]
+    sentence = rf"{name} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)"
+    with pytest.raises(TypeError, match=sentence):
+        rmsnorm_backward(*arguments)
+    if name in ("x", "weight"):
+        with pytest.raises(TypeError, match=sentence):
+            rmsnorm_forward(*arguments[1:3], EPS)
+
+
+def test_parameter_that_is_a_dtensor_is_refused_with_a_sentence(as_dtensor):
+    module = TritonRMSNorm(64).to(DEVICE)
+    module.weight = torch.nn.Parameter(as_dtensor(module.weight.detach()))
+    with pytest.raises(TypeError, match="weight is a DTensor, expected a plain tensor"):
+        module(ONES)
+
+
+def test_subclass_with_memory_of_its_own_is_taken():
+    class Named(torch.Tensor):
+        pass
+
+    x, weight, _ = make_inputs((5, 64), torch.float32)
+    assert torch.equal(norm(x.as_subclass(Named), weight), norm(x, weight))
+
+
 def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setattr(rmsnorm_kernel, "INTERPRETED", False)
     with pytest.raises(ValueError, match="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"):
         norm(ONES.cpu(), ONES[0].cpu())
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]  # the first one compiled: only known sizes are padded
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+
+
+def between_products(function):
+    """x is neither an input nor a result of the graph, and so lies as the compiler likes; nor are y, dy and dx."""
+
+    def graph(x, w_in, weight, w_out):
+        return function(x @ w_in, weight, EPS) @ w_out
+
+    return graph
+
+
+def before_a_product(function):
+    """x is an input of the graph."""
+
+    def graph(x, weight, w_out):
+        return function(x, weight, EPS) @ w_out
+
+    return graph
+
+
+def run_graph(graph, inputs, dout):
+    """The graph's output and a gradient for each of the inputs; None is handed on."""
+    inputs = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    out = graph(*inputs)
+    return out.detach(), *torch.autograd.grad(out, [t for t in inputs if t is not None], dout)
+
+
+def graph_checks(make_graph, compiled, n_rows, H, affine=True) -> list[Check]:
+    x, weight, _ = make_inputs((n_rows, H), COMPILED_DTYPE)
+    w_in, w_out = (t.to(DEVICE, COMPILED_DTYPE) for t in (torch.randn(24, H), torch.randn(H, 8)))
+    weight = weight if affine else None
+    inputs = [x, weight, w_out]
+    if make_graph is between_products:
+        inputs = [torch.randn(n_rows, 24).to(x), w_in, weight, w_out]
+    dout = torch.randn(n_rows, 8).to(x)
+    ours = run_graph(compiled, inputs, dout)
+    eager = run_graph(make_graph(rmsnorm_reference), inputs, dout)
+    wide = [None if t is None else t.double() for t in inputs]
+    ref64 = run_graph(make_graph(rmsnorm_reference), wide, dout.double())
+    return [compare(f"compiled, {n_rows} x {H}, {i}", *abc) for i, abc in enumerate(zip(ours, ref64, eager))]
+
+
+@pads_rows
+@pytest.mark.parametrize("width", PADDED_WIDTHS)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "make_graph, affine", [(between_products, True), (between_products, False), (before_a_product, True)]
+)
+def test_torch_compile_of_a_larger_graph(make_graph, affine, dynamic, width):
+    compiled = torch.compile(make_graph(norm), fullgraph=True, dynamic=dynamic)
+    assert_all_passed(graph_checks(make_graph, compiled, 5, width, affine))
+    with compiled_once() if dynamic else contextlib.nullcontext():
+        for n_rows, H in ((4, 2048), (16, 48)):
+            assert_all_passed(graph_checks(make_graph, compiled, n_rows, H, affine))
+
+
+@pads_rows
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torch_compile_gives_eagers_bits(dynamic, frozen):
+    compiled = torch.compile(norm, fullgraph=True, dynamic=dynamic)
+    for n_rows in (6, 5):
+        x, weight, dy = make_inputs((2, n_rows, 256), torch.bfloat16)
+        x.requires_grad_()
+        weight.requires_grad_(not frozen)
+        wanted = (x,) if frozen else (x, weight)
+        y, expected_y = compiled(x, weight), norm(x, weight)
+        grads, expected = (torch.autograd.grad(out, wanted, dy) for out in (y, expected_y))
+        assert all(map(torch.equal, (y, *grads), (expected_y, *expected)))
+
+
+@pads_rows
+@pytest.mark.parametrize("width", PADDED_WIDTHS)
+def test_torch_compile_of_a_forward_alone(width):
+    x, weight, _ = make_inputs((5, width), COMPILED_DTYPE)
+    inputs = torch.randn(5, 24).to(x), torch.randn(24, width).to(x), weight, torch.randn(width, 8).to(x)
+    with torch.no_grad():
+        out = torch.compile(between_products(norm), fullgraph=True)(*inputs)
+        eager = between_products(rmsnorm_reference)(*inputs)
+        ref64 = between_products(rmsnorm_reference)(*(t.double() for t in inputs))
+    assert_all_passed([compare("no_grad", out, ref64, eager)])
+
+
+@pads_rows
+@pytest.mark.parametrize("shape", [(0, 64), (64,), (2, 3, 4, 64)])
+def test_torch_compile_of_any_number_of_dimensions(shape):
+    compiled = torch.compile(norm, fullgraph=True)
+    x, weight, dy = make_inputs(shape, torch.float32)
+    x = x.transpose(0, -2).contiguous().transpose(0, -2) if len(shape) > 2 else x
+    assert all(map(torch.equal, run(compiled, x, weight, dy), run(norm, x, weight, dy)))
+
+
+@pads_rows
+def test_torch_compile_of_sum_sends_a_gradient_of_stride_zero():
+    x, weight, dy = make_inputs((3, 4, 64), torch.float32)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    torch.compile(lambda x, weight: norm(x, weight).sum(), fullgraph=True)(*leaves).backward()
+    _, dx, dw = run(rmsnorm_reference, x.double(), weight.double(), torch.ones_like(dy).double())
+    assert relative_error(x.grad, dx) < FLOOR[torch.float32] and relative_error(weight.grad, dw) < 2e-6
+
+
+@pads_rows
+def test_torch_compile_refuses_bad_input_with_the_same_sentence():
+    with pytest.raises(Exception, match=r"x has shape \(4, 63\), expected \(..., 64\): fit the weight"):
+        torch.compile(norm, fullgraph=True)(ONES[:, :63], ONES[0])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("need_dweight", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 64), (0, 64)])
+def test_operators_promise_torch_compile_what_they_return(shape, affine, need_dweight):
+    x, weight, dy = make_inputs(shape, torch.float16, torch.float32)
+    weight, dy = (weight, dy) if affine else (None, dy.half())
+    x = x.transpose(0, -2).contiguous().transpose(0, -2)
+    rstd = rmsnorm_forward(x, weight, EPS)[1]
+    torch.library.opcheck(rmsnorm_kernel._forward_operator, (x, weight, EPS))
+    torch.library.opcheck(rmsnorm_kernel._backward_operator, (dy, x, weight, rstd, need_dweight))
 
 
 # ---- What only a GPU can show ------------------------------------------------------------------------------
@@ -538,23 +776,6 @@ def test_offsets_beyond_int32():
     ref64 = run(rmsnorm_reference, *(t.double() for t in last))
     assert_all_passed([compare("tail", *abc) for abc in zip((y[-tail:], dx[-tail:], dw), ref64, eager)])
     assert not dx[:-tail].any()
-
-
-@needs_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_torch_compile_gives_eagers_numbers_in_one_graph(dynamic, frozen):
-    torch._dynamo.reset()
-    compiled = torch.compile(norm, fullgraph=True, dynamic=dynamic)
-    for n_rows in (96, 40):
-        x, weight, dy = make_inputs((2, n_rows, 1024), torch.bfloat16)
-        x.requires_grad_()
-        weight.requires_grad_(not frozen)
-        wanted = (x,) if frozen else (x, weight)
-        y, expected_y = compiled(x, weight), norm(x, weight)
-        grads, expected = (torch.autograd.grad(out, wanted, dy) for out in (y, expected_y))
-        # With dynamic shapes n_cols is not known to divide by 16, and dw's last sum is taken in another order.
-        assert all(relative_error(a, b) <= FLOOR[torch.float32] for a, b in zip((y, *grads), (expected_y, *expected)))
 
 
 @needs_gpu

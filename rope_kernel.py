@@ -3,8 +3,8 @@
     q * cos + rotate_half(q) * sin     and the same for k; rotate_half(x) = torch.cat((-x[..., D/2:], x[..., :D/2]), -1)
 
 q (B, n_q_heads, T, D) and k (B, n_k_heads, T, D), with fewer heads in k (grouped-query attention); cos, sin (B, T, D),
-or (1, T, D) where all samples count their positions alike.  The maths for one token and head, with x1, x2 the two
-halves of x, c1, c2 those of cos and s1, s2 those of sin:
+or (1, T, D) or (T, D) where all samples count their positions alike.  The maths for one token and head, with x1, x2
+the two halves of x, c1, c2 those of cos and s1, s2 those of sin:
 
     y1 = x1 * c1 - x2 * s1          (x1[j], x2[j]) is a point in a plane.  LLaMA has c1 = c2 = cos(a), s1 = s2 = sin(a),
     y2 = x2 * c2 + x1 * s2          so y is x turned by the angle a[j] = position * frequency[j].
@@ -32,16 +32,17 @@ New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.p
    dimension has to be adjacent, so that a thread can load 16 bytes at once.
 
 Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where cos is fp32 and q is
-not); even D up to 4,096; no gradient for cos and sin; no second derivative.  A last dimension that is not adjacent is
-copied.  The halves of cos and sin may differ: with 40 heads, reading both adds 1.3 % of bytes, fewer from a cache.  In
-place, q and k must not share elements.  Eager rounds both products and their sum to bf16; here the sum is rounded
-once, closer to float64.
+not); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2], not with its neighbour as in GPT-J; no
+gradient for cos and sin; no second derivative.  A last dimension that is not adjacent is copied.  The halves of cos
+and sin may differ: with 40 heads, reading both adds 1.3 % of bytes, fewer from a cache.  In place, q and k must not
+share elements.  Eager rounds both products and their sum to bf16; here the sum is rounded once, closer to float64.
 """
 
 import contextlib
 import os
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
@@ -58,7 +59,7 @@ MAX_HEAD_DIM = 4096
 
 def rope_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
     """Eager RoPE, operation for operation what Hugging Face's apply_rotary_pos_emb does; float64 stays float64."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B or 1, 1, T, D): the same for all heads
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (B or 1, 1, T, D): the same for all heads
 
     def rotate_half(x):
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
@@ -127,40 +128,74 @@ def _store_rotated(y_ptr, x1, x2, c1, c2, s1, s2, mask, HALF: tl.constexpr):
     tl.store(y_ptr + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(tensors: dict[str, torch.Tensor], inplace: bool) -> None:
+def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
+    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
+    if is_traceable_wrapper_subclass(t):
+        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+
+
+def _check(tensors: dict[str, torch.Tensor]) -> None:
     """Refuse what the kernel cannot compute, before any pointer is handed to it; of q, k, cos, sin in this order."""
-    (q_name, q), (k_name, k), *_ = tensors.items()
+    (q_name, q), (k_name, k), *angles = tensors.items()
     for name, t in tensors.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            _refuse_wrapper(name, t)
         if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(f"{name} is {t.dtype}, expected float16, bfloat16 or float32: convert it first.")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, expected {q_name}'s {q.device}: move it there.")
-    if not q.is_cuda and not INTERPRETED:
-        raise ValueError(f"{q_name} is on {q.device}, expected a GPU: move it, or export TRITON_INTERPRET=1.")
+    if not q.is_cuda and not (INTERPRETED and q.is_cpu):
+        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+        raise ValueError(f"{q_name} is on {q.device}, expected {expected}")
     if q.ndim != 4 or q.shape[3] % 2 != 0 or not 2 <= q.shape[3] <= MAX_HEAD_DIM:
         allowed = f"(B, heads, T, D) with an even D from 2 to {MAX_HEAD_DIM:,}: use rope_reference for longer heads."
         raise ValueError(f"{q_name} has shape {tuple(q.shape)}, expected {allowed}")
     B, _, T, D = q.shape
     if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
         raise ValueError(f"{k_name} has shape {tuple(k.shape)}, expected ({B}, heads, {T}, {D}): fit it to {q_name}.")
-    for name, t in list(tensors.items())[2:]:
-        if t.ndim != 3 or t.shape[0] not in (1, B) or (t.shape[1], t.shape[2]) != (T, D):
-            allowed = f"({B}, {T}, {D}) or (1, {T}, {D}): index it with position_ids first."
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {allowed}")
-    for name, t in ((q_name, q), (k_name, k)) if inplace else ():
-        if t.stride(3) != 1 or any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
-            raise ValueError(f"{name} has strides {t.stride()}, expected to own every element: use inplace=False.")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad, expected none, autograd does not see inplace=True: use .detach().")
+    for name, t in angles:
+        if t.shape not in ((B, T, D), (1, T, D), (T, D)):
+            given = f"{name} has shape {tuple(t.shape)}"
+            expected = f"({B}, {T}, {D}), (1, {T}, {D}) or ({T}, {D})"
+            raise ValueError(f"{given}, expected {expected}: {_advice(name, t, D)}.")
+
+
+def _advice(name: str, t: torch.Tensor, D: int) -> str:
+    """What angles of another shape probably are, and what to do with them."""
+    width = t.shape[-1] if t.ndim > 0 else 0
+    if 2 * width == D:
+        half = "this is one column for two of q; if these are neighbours, as in GPT-J, there is no kernel here"
+        return f"{half}; if they are q[j] and q[j + {width}], pass torch.cat(({name}, {name}), -1)"
+    if 0 < width < D:
+        parts = f"q[..., :{width}] and k[..., :{width}], and append the other columns to the results"
+        return f"{width} of {D} columns are a partial rotation, for which pass {parts}"
+    return "index it with position_ids first"
+
+
+def _check_inplace(name: str, t: torch.Tensor) -> None:
+    """Refuse what cannot be overwritten."""
+    if t.stride(3) != 1 or any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
+        raise ValueError(f"{name} has strides {t.stride()}, expected to own every element: use inplace=False.")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, expected none, autograd does not see inplace=True: use .detach().")
+
+
+def _output_like(x: torch.Tensor) -> torch.Tensor:
+    """Where to write: in x's order of the dimensions, if columns are the innermost."""
+    out = torch.empty_like(x)
+    if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
+        out = x.new_empty(x.shape)
+    return out
 
 
 def _in_and_out(x: torch.Tensor, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with adjacent columns, and where to write: in x's order of the dimensions.  A copy is its own output."""
-    out = x if inplace else torch.empty_like(x)
-    if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
-        out = x.new_empty(x.shape)
+    """x with adjacent columns, and where to write.  A copy is its own output."""
+    out = x if inplace else _output_like(x)
     return x if x.stride(3) == 1 else out.copy_(x.detach()), out
 
 
@@ -170,11 +205,8 @@ def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def _next_power_of_2(n: int) -> int:
-    """By comparing only, because torch.compile with dynamic shapes gets lost in the bit shifts of triton's."""
-    power = 1
-    while power < n:
-        power *= 2
-    return power
+    """The first power of two >= n, and 1 for no heads at all (triton's gives 0)."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
@@ -193,13 +225,21 @@ def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, 
     return n_groups, {"BLOCK_HALF": block_half, "BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": warps}
 
 
-def _rotate(q, k, cos, sin, inplace: bool, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _names(backward: bool) -> tuple[str, ...]:
+    """What the launcher's caller calls the tensors."""
+    return ("dq_rot", "dk_rot", "cos", "sin") if backward else ("q", "k", "cos", "sin")
+
+
+def _rotate(q, k, cos, sin, backward: bool, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Both launchers, which differ in the sign of the angle and in what the tensors are called."""
-    names = ("dq_rot", "dk_rot", "cos", "sin") if backward else ("q", "k", "cos", "sin")
-    _check(dict(zip(names, (q, k, cos, sin))), inplace)
+    names = _names(backward)
+    _check(dict(zip(names, (q, k, cos, sin))))
+    if inplace:
+        _check_inplace(names[0], q)
+        _check_inplace(names[1], k)
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
     (q, q_out), (k, k_out) = _in_and_out(q, inplace), _in_and_out(k, inplace)
-    cos, sin = ((t if t.stride(2) == 1 else t.contiguous()).expand(B, T, D) for t in (cos, sin))
+    cos, sin = ((t if t.stride(-1) == 1 else t.contiguous()).expand(B, T, D) for t in (cos, sin))
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
     if B * T * n_groups > 0:
         with _on_device_of(q):
@@ -213,14 +253,48 @@ def _rotate(q, k, cos, sin, inplace: bool, backward: bool) -> tuple[torch.Tensor
     return q_out, k_out
 
 
+# What torch.compile sees in place of the kernel, which it would hand the strides of tensors as it has traced them, not
+# as it lays them out: an operator, whose body gets real tensors.  See rmsnorm_kernel.py.  The tag makes it lay them out
+# as traced all the same, because the order of dimensions of what the operator returns depends on them.
+_operator = torch.library.custom_op(
+    "tutorial::rope", _rotate, mutates_args=(), tags=(torch.Tag.needs_exact_strides,),
+    schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
+)  # fmt: skip
+
+
+@_operator.register_fake
+def _(q, k, cos, sin, backward):
+    _check(dict(zip(_names(backward), (q, k, cos, sin))))
+    return _output_like(q), _output_like(k)
+
+
+def _rotate_anywhere(q, k, cos, sin, backward: bool, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Also where torch.compile traces it."""
+    if not torch.compiler.is_compiling():
+        return _rotate(q, k, cos, sin, backward, inplace)
+    rotated = _operator(q, k, cos, sin, backward)
+    if not inplace:
+        return rotated
+    for name, t, result in zip(_names(backward), (q, k), rotated):
+        _check_inplace(name, t)
+        t.copy_(result)  # as the compiler sees it: a copy, which it may or may not make
+    return q, k
+
+
 def rope_forward(q, k, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are; inplace: q and k, overwritten."""
-    return _rotate(q, k, cos, sin, inplace, backward=False)
+    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are; inplace: q and k, overwritten.
+
+    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    """
+    return _rotate_anywhere(q, k, cos, sin, backward=False, inplace=inplace)
 
 
 def rope_backward(dq_rot, dk_rot, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and dk, laid out in memory as dq_rot and dk_rot are; inplace: dq_rot and dk_rot, overwritten."""
-    return _rotate(dq_rot, dk_rot, cos, sin, inplace, backward=True)
+    """Return dq and dk, laid out in memory as dq_rot and dk_rot are; inplace: dq_rot and dk_rot, overwritten.
+
+    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    """
+    return _rotate_anywhere(dq_rot, dk_rot, cos, sin, backward=True, inplace=inplace)
 
 
 class TritonRoPEFunction(torch.autograd.Function):
@@ -243,7 +317,7 @@ class TritonRoPEFunction(torch.autograd.Function):
 
 def triton_apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """Drop-in replacement for transformers' apply_rotary_pos_emb: q, k are (B, heads, T, D), or, with unsqueeze_dim=2,
-    (B, T, heads, D)."""
+    (B, T, heads, D); cos and sin are (B, T, D), (1, T, D) or (T, D)."""
     if unsqueeze_dim == 1:
         return TritonRoPEFunction.apply(q, k, cos, sin)
     if unsqueeze_dim == 2:

@@ -33,8 +33,9 @@ New ideas of Triton and PyTorch, after those of rmsnorm_kernel.py and cross_entr
 3. *In place*: an element is read before it is written, by the same program, and nobody else reads it.  So the
    gradients can lie where gate and up lay.  The kernel is the same: it is handed the same pointer twice.
 
-Limits: fp16, bf16, fp32, gate and up alike, no broadcasting; no second derivative; fastest where 16 divides I.  Without
-torch.compile, inplace=True leaves gate and up alone under retain_graph=True; with it, a second backward may raise.
+Limits: fp16, bf16, fp32, gate and up alike, no broadcasting; no second derivative; fastest where 16 divides I.
+inplace=True leaves gate and up alone under retain_graph=True, and under torch.compile, where the compiler decides
+which memory is used again.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
@@ -142,18 +144,30 @@ def _swiglu_bwd_kernel(
         tl.store(y_ptr + row * y_row_stride + cols, y.to(dtype), mask=mask)
 
 
+def _refuse_wrapper(name, t):
+    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    if is_traceable_wrapper_subclass(t):
+        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+
+
 def _check(gate, up, dy=None, overwrite=()):
     """Refuse what the kernels cannot compute, before any pointer is handed to them."""
     for name, t in (("gate", gate), ("up", up), ("dy", gate if dy is None else dy)):
         given = t.dtype if isinstance(t, torch.Tensor) else f"a {type(t).__name__}"
         if given not in FLOATS:
             raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, FLOATS))}: convert it.")
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            _refuse_wrapper(name, t)
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
         for what in ("dtype", "shape", "device"):
             given, expected = getattr(t, what), getattr(gate, what)
             if given != expected:
                 raise ValueError(f"{name} has {what} {given}, expected gate's {expected}: change one of them.")
-    if not gate.is_cuda and not INTERPRETED:
-        raise ValueError(f"gate is on {gate.device}, expected a GPU: move it, or export TRITON_INTERPRET=1.")
+    if not gate.is_cuda and not (INTERPRETED and gate.is_cpu):
+        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+        raise ValueError(f"gate is on {gate.device}, expected {expected}")
     owners = [t if t._base is None else t._base for t in overwrite]  # of the memory
     for i, (t, owner) in enumerate(zip(overwrite, owners)):
         leaf = owner.is_leaf and owner.requires_grad
@@ -183,16 +197,14 @@ def _launch(kernel, *tensors):
             kernel[(n_programs,)](*arguments, n_rows, n_cols, LINE=line, BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS)
 
 
-def swiglu_forward(gate, up):
-    """Return y (..., I)."""
+def _swiglu_forward(gate, up):
     _check(gate, up)
     y = gate.new_empty(gate.shape)
     _launch(_swiglu_fwd_kernel, gate, up, y)
     return y
 
 
-def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
-    """Return dgate and dup (..., I), and y (..., I) once more if it is needed; in place: over gate, up and dy."""
+def _swiglu_backward(dy, gate, up, inplace, need_y):
     sources = (gate, up, dy) if need_y else (gate, up)
     _check(gate, up, dy, overwrite=sources if inplace else ())
     outputs = [t.detach() if inplace else t.new_empty(t.shape) for t in sources]
@@ -204,11 +216,67 @@ def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
     return dgate, dup, y
 
 
+# What torch.compile sees in place of the kernels, which it would hand the strides of tensors as it has traced them, not
+# as it lays them out: operators, whose bodies get real tensors.  See rmsnorm_kernel.py.
+_forward_operator = torch.library.custom_op(
+    "tutorial::swiglu_forward", _swiglu_forward, mutates_args=(),
+    schema="(Tensor gate, Tensor up) -> Tensor",
+)  # fmt: skip
+
+
+@_forward_operator.register_fake
+def _(gate, up):
+    _check(gate, up)
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op(
+    "tutorial::swiglu_backward", mutates_args=(),
+    schema="(Tensor dy, Tensor gate, Tensor up, bool need_y) -> Tensor[]",
+)  # fmt: skip
+def _backward_operator(dy, gate, up, need_y):
+    results = _swiglu_backward(dy, gate, up, inplace=False, need_y=need_y)
+    return [t for t in results if t is not None]
+
+
+@_backward_operator.register_fake
+def _(dy, gate, up, need_y):
+    _check(gate, up, dy)
+    return [gate.new_empty(gate.shape) for _ in range(3 if need_y else 2)]
+
+
+def swiglu_forward(gate, up):
+    """Return y (..., I) of gate and up (..., I), in their dtype.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    forward = _forward_operator if torch.compiler.is_compiling() else _swiglu_forward
+    return forward(gate, up)
+
+
+def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
+    """Return dgate and dup (..., I), and y (..., I) once more if it is needed; in place: over gate, up and dy.
+
+    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    """
+    if not torch.compiler.is_compiling():
+        return _swiglu_backward(dy, gate, up, inplace, need_y)
+    results = _backward_operator(dy, gate, up, need_y)
+    if inplace:  # as the compiler sees it: a copy, which it may or may not make
+        sources = (gate, up, dy)[: len(results)]
+        _check(gate, up, dy, overwrite=sources)
+        results = [t.copy_(result) for t, result in zip(sources, results)]
+    dgate, dup, *y = results
+    return dgate, dup, y[0] if need_y else None
+
+
 def _begin_backward():
-    """May it overwrite what was saved?  Not under retain_graph=True (torch.compile sees to that itself)."""
+    """May it overwrite what was saved?  Not under retain_graph=True; the compiler plans memory by itself."""
     if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
         raise RuntimeError("SwiGLU in Triton has no second derivative, which create_graph=True asks for.")
-    return torch.compiler.is_compiling() or not torch._C._autograd._get_current_graph_task_keep_graph()
+    if torch.compiler.is_compiling():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class TritonSwiGLUFunction(torch.autograd.Function):
@@ -216,7 +284,7 @@ class TritonSwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up, inplace):
-        ctx.inplace = inplace and all(ctx.needs_input_grad[:2])
+        ctx.inplace = inplace and all(ctx.needs_input_grad[:2]) and not torch.compiler.is_compiling()
         _check(gate, up, overwrite=(gate, up) if ctx.inplace else ())  # now: in the backward it would be too late
         ctx.save_for_backward(gate, up)
         return swiglu_forward(gate, up)
@@ -231,6 +299,7 @@ class TritonSwiGLU(torch.nn.Module):
     """`act(gate, up)`.  inplace=True lets the backward overwrite gate and up with their gradients.
 
     Something else that needs them after that then raises; but not inside torch.utils.checkpoint, which does not look.
+    Under torch.compile it changes nothing.
     """
 
     def __init__(self, inplace: bool = False):

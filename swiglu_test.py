@@ -26,6 +26,7 @@ from checking import (
     assert_all_passed,
     captured,
     compare,
+    compiled_once,
     needs_gpu,
     needs_two_gpus,
     poisoned_outputs,
@@ -807,6 +808,9 @@ BAD_INPUT = {  # name: (gate, up, exception, what its sentence says)
     "two dtypes": (ONES, ONES.half(), ValueError, "up has dtype torch.float16, expected gate's torch.float32"),
     "two shapes": (ONES, ONES[:1], ValueError, r"up has shape torch.Size\(\[1, 64\]\), expected gate's .*\[4, 64\]"),
     "two devices": (ONES, ONES.to("meta"), ValueError, f"up has device meta, expected gate's {DEVICE}"),
+    "gate is sparse": (ONES.to_sparse(), ONES, TypeError, "gate is torch.sparse_coo, expected torch.strided"),
+    "up is sparse": (ONES, ONES.to_sparse(), TypeError, "up is torch.sparse_coo, expected torch.strided"),
+    "without memory": (ONES.to("meta"), ONES.to("meta"), ValueError, "gate is on meta, expected a GPU"),
 }
 
 
@@ -823,10 +827,184 @@ def test_dy_unlike_gate_is_refused_with_a_sentence(dy, sentence):
         swiglu_backward(dy, ONES, ONES)
 
 
+@pytest.mark.parametrize("which", range(3), ids=["dy", "gate", "up"])
+def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
+    name = ("dy", "gate", "up")[which]
+    arguments = [ONES, ONES, ONES]
+    arguments[which] = as_dtensor(ONES)
+    sentence = rf"{name} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor"
+    with pytest.raises(TypeError, match=sentence):
+        swiglu_backward(*arguments)
+    if name != "dy":
+        with pytest.raises(TypeError, match=sentence):
+            swiglu_forward(*arguments[1:])
+
+
 def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setattr(swiglu_kernel, "INTERPRETED", False)
     with pytest.raises(ValueError, match="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"):
         act(ONES.cpu(), ONES.cpu())
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+# The width that is compiled first: the compiler leaves gaps only between rows whose length it knows.
+PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+def between_products(function):
+    """gate, up, y and their gradients are neither inputs nor results of the graph."""
+
+    def graph(x, w_gate, w_up, w_down):
+        return function(x @ w_gate, x @ w_up) @ w_down
+
+    return graph
+
+
+def halves_of_a_product(function):
+    def graph(x, w_gate_up, w_down):
+        return function(*(x @ w_gate_up).chunk(2, -1)) @ w_down
+
+    return graph
+
+
+def before_a_product(function):
+    """gate and up are inputs of the graph, and leaves."""
+
+    def graph(gate, up, w_down):
+        return function(gate, up) @ w_down
+
+    return graph
+
+
+def graph_inputs(make_graph, n_rows, I):
+    """The inputs of a graph, and a gradient for its output."""
+    x, dout = torch.randn(n_rows, 24), torch.randn(n_rows, 8)
+    w_gate, w_up, w_down = torch.randn(24, I) / 5, torch.randn(24, I) / 5, torch.randn(I, 8) / I**0.5
+    inputs = {
+        between_products: (x, w_gate, w_up, w_down),
+        halves_of_a_product: (x, torch.cat([w_gate, w_up], -1), w_down),
+        before_a_product: (x @ w_gate, x @ w_up, w_down),
+    }[make_graph]
+    return [t.to(DEVICE, COMPILED_DTYPE) for t in (*inputs, dout)]
+
+
+def graph_checks(make_graph, compiled, n_rows, I):
+    inputs = graph_inputs(make_graph, n_rows, I)
+    ours, eager = run(compiled, *inputs), run(make_graph(swiglu_reference), *inputs)
+    ref64 = run(make_graph(swiglu_reference), *(t.double() for t in inputs))
+    return [compare(f"compiled, {n_rows} x {I}, {i}", *abc) for i, abc in enumerate(zip(ours, ref64, eager))]
+
+
+@pads_rows
+@pytest.mark.parametrize("width", PADDED_WIDTHS)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "make_graph, inplace",
+    [
+        (between_products, False),
+        (between_products, True),
+        (halves_of_a_product, False),
+        (before_a_product, False),
+        (before_a_product, True),  # leaves: eager refuses to overwrite them, the compiled backward does not
+    ],
+)
+def test_torch_compile_of_a_larger_graph(make_graph, inplace, dynamic, width):
+    graph = make_graph(TritonSwiGLU(inplace))
+    compiled = torch.compile(graph, fullgraph=True, dynamic=dynamic)
+    assert_all_passed(graph_checks(make_graph, compiled, 5, width))
+    with compiled_once() if dynamic else contextlib.nullcontext():
+        for n_rows, I in ((4, 2048), (16, 48)):
+            assert_all_passed(graph_checks(make_graph, compiled, n_rows, I))
+
+
+@pads_rows
+@pytest.mark.parametrize("width", PADDED_WIDTHS)
+def test_torch_compile_of_a_forward_alone(width):
+    *inputs, _ = graph_inputs(between_products, 5, width)
+    with torch.no_grad():
+        out = torch.compile(between_products(act), fullgraph=True)(*inputs)
+        eager = between_products(swiglu_reference)(*inputs)
+        ref64 = between_products(swiglu_reference)(*(t.double() for t in inputs))
+    assert_all_passed([compare("no_grad", out, ref64, eager)])
+
+
+@pads_rows
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_compile_gives_eagers_bits(dynamic, inplace):
+    module = TritonSwiGLU(inplace)
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
+    for n_rows in (6, 5):
+        inputs = make_inputs((2, n_rows, 100), torch.bfloat16)
+        before = [t.clone() for t in inputs]
+        assert all(map(torch.equal, run(compiled, *inputs), run(act, *inputs)))
+        assert all(map(torch.equal, inputs, before))
+
+
+@pads_rows
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("need_y", [False, True])
+def test_torch_compile_of_the_backward_alone(need_y, inplace):
+    gate, up, dy = make_inputs((5, 64))
+    expected = swiglu_backward(dy, gate, up, need_y=need_y)
+    sources = gate.clone(), up.clone(), dy.clone()
+
+    @torch.compile(fullgraph=True)
+    def backward(dy, gate, up):
+        return swiglu_backward(dy, gate, up, inplace=inplace, need_y=need_y)
+
+    results = backward(sources[2], *sources[:2])
+    assert (results[2] is None) == (not need_y)
+    n_results = 3 if need_y else 2
+    assert all(map(torch.equal, results[:n_results], expected[:n_results]))
+    written = n_results if inplace else 0
+    assert all(map(torch.equal, sources, (*expected[:written], *(gate, up, dy)[written:])))
+
+
+@pads_rows
+def test_torch_compile_of_sum_sends_a_gradient_of_stride_zero():
+    gate, up, _ = make_inputs((3, 4, 64))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    torch.compile(lambda gate, up: act(gate, up).sum(), fullgraph=True)(*leaves).backward()
+    _, *expected = run(swiglu_reference, gate.double(), up.double(), torch.ones_like(up).double())
+    assert all(relative_error(leaf.grad, grad) < FLOOR[torch.float32] for leaf, grad in zip(leaves, expected))
+
+
+@pads_rows
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
+    theirs = llama_mlp(COMPILED_DTYPE)
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic)
+    for n_rows in (9, 6):
+        x, *_, dout = make_mlp_inputs(COMPILED_DTYPE, (n_rows, *SMALL[1:]))
+        assert_all_passed(compare_modules(theirs, ours, x, dout, compiled))
+
+
+@pads_rows
+@pytest.mark.parametrize("width", PADDED_WIDTHS)
+def test_torch_compile_of_the_mlp_at_odd_widths(width):
+    inputs = make_mlp_inputs(COMPILED_DTYPE, (5, 24, width))
+    compiled = torch.compile(SwiGLUMLPFunction.apply, fullgraph=True)
+    assert_all_passed(mlp_checks(inputs, compiled))
+
+
+@pads_rows
+def test_torch_compile_refuses_bad_input_with_the_same_sentence():
+    with pytest.raises(Exception, match=r"up has shape torch.Size\(\[1, 64\]\), expected gate's"):
+        torch.compile(act, fullgraph=True)(ONES, ONES[:1])
+
+
+@pytest.mark.parametrize("need_y", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 64), (0, 64), ()])
+def test_operators_promise_torch_compile_what_they_return(shape, need_y):
+    gate, up, dy = make_inputs(shape, torch.float16)
+    gate = gate.transpose(0, -2).contiguous().transpose(0, -2) if gate.ndim == 3 else gate
+    torch.library.opcheck(swiglu_kernel._forward_operator, (gate, up))
+    torch.library.opcheck(swiglu_kernel._backward_operator, (dy, gate, up, need_y))
 
 
 # ---- What only a GPU can show ------------------------------------------------------------------------------
@@ -871,31 +1049,6 @@ def test_inplace_at_any_address(dtype, odd, monkeypatch):
                   for i, t in enumerate(inputs)]  # fmt: skip
         found = swiglu_backward(copies[2], *copies[:2], inplace=True, need_y=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
-
-
-@needs_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_torch_compile_gives_eagers_numbers_in_one_graph(dynamic, inplace):
-    torch._dynamo.reset()
-    module = TritonSwiGLU(inplace)
-    compiled = torch.compile(lambda gate, up: module(gate * 1.0, up * 1.0), fullgraph=True, dynamic=dynamic)
-    for n_rows in (96, 40):
-        inputs = make_inputs((2, n_rows, 1024), torch.bfloat16)
-        results = zip(run(compiled, *inputs), run(act, *inputs))
-        assert all(relative_error(a, b) <= FLOOR[torch.float32] for a, b in results)
-
-
-@needs_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
-    torch._dynamo.reset()
-    theirs = llama_mlp(torch.bfloat16)
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
-    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic)
-    for n_rows in (96, 40):
-        x, *_, dout = make_mlp_inputs(torch.bfloat16, (n_rows, *SMALL[1:]))
-        assert_all_passed(compare_modules(theirs, ours, x, dout, compiled))
 
 
 @needs_gpu
