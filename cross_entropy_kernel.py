@@ -79,48 +79,59 @@ def _cut_row(ptr, row, row_stride, n_cols):
     return ptr + start, ptr + (start + 7) // 8 * 8, n_body, edge, in_edge
 
 
-@triton.jit(do_not_specialize=["n_rows"])  # it changes from batch to batch, and must not compile a kernel each time
+# A row's m and d, by the online softmax.  It reads no column beside the body's; the edge's logits are given.
+@triton.jit
+def _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
+    # From LOWEST on, m stays finite in a column of -inf too (a masked vocabulary): -inf - -inf is NaN.
+    m = tl.full((TILE_COLS,), LOWEST, dtype=tl.float32)
+    d = tl.zeros((TILE_COLS,), dtype=tl.float32)
+    for first in range(0, n_body, TILE_ROWS * TILE_COLS):
+        cols = first + tile
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(logits, axis=0) * LOG2E)
+        d = d * tl.exp2(m - m_new) + tl.sum(tl.exp2(tl.fma(logits, LOG2E, -m_new[None, :])), axis=0)
+        m = m_new
+    # The threads meet: every sum is rescaled to the row's maximum.
+    m_row = tl.maximum(tl.max(m), tl.max(edge_logits) * LOG2E)
+    d_row = tl.sum(d * tl.exp2(m - m_row)) + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))
+    return m_row, d_row
+
+
+@triton.jit
+def _loss_of_row(target_logit, m, d):
+    t = tl.fma(target_logit, LOG2E, -m)  # loss = -log(2**t / d); 2**t in the range of fp32 is divided by
+    return tl.where(t > -100.0, tl.log(d / tl.exp2(t)), tl.log(d) - t * LN2)  # exactly 0 if d = 2**t
+
+
+# One program per row: it reads the row once, and stores three numbers.
+@triton.jit
 def _cross_entropy_fwd_kernel(
-    logits_ptr, logits_row_stride, targets_ptr, row_loss_ptr,  # (n_rows, n_cols), (n_rows,), (n_rows,)
-    m_d_ptr,  # (n_rows, 2) fp32, for the backward; None: write the gradient, for a grad_output of 1, over the logits
-    n_valid_ptr, n_rows, n_cols, ignore_index,  # n_valid () is None unless the loss is a mean
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    logits_ptr, logits_row_stride,  # (n_rows, n_cols)
+    targets_ptr,  # (n_rows,)
+    row_loss_ptr,  # (n_rows,)
+    m_d_ptr,  # (n_rows, 2) fp32, for the backward
+    n_valid_ptr,  # (), or None unless the loss is a mean
+    n_cols,
+    ignore_index,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0)
     tile = tl.arange(0, TILE_ROWS)[:, None] * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        row_ptr, body_ptr, n_body, edge, in_edge = _cut_row(logits_ptr, row, logits_row_stride, n_cols)
-        target = tl.load(targets_ptr + row)
-        scale = 1.0 if n_valid_ptr is None else 1.0 / tl.load(n_valid_ptr)
-        if target == ignore_index:  # not one of the row's logits is read
-            tl.store(row_loss_ptr + row, 0.0 * scale)  # 0 * inf = NaN where no row counts, as in PyTorch
-        else:
-            # A target outside the row is not read.  It makes the row NaN, and the host need not wait to see it.
-            in_row = (target >= 0) & (target < n_cols)
-            target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
-            edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-            # From LOWEST on, m stays finite in a column of -inf too (a masked vocabulary): -inf - -inf is NaN.
-            m = tl.full((TILE_COLS,), LOWEST, dtype=tl.float32)
-            d = tl.zeros((TILE_COLS,), dtype=tl.float32)
-            for first in range(0, n_body, TILE_ROWS * TILE_COLS):
-                cols = first + tile
-                logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
-                m_new = tl.maximum(m, tl.max(logits, axis=0) * LOG2E)
-                d = d * tl.exp2(m - m_new) + tl.sum(tl.exp2(tl.fma(logits, LOG2E, -m_new[None, :])), axis=0)
-                m = m_new
-            # The threads meet: every sum is rescaled to the row's maximum.
-            m_row = tl.maximum(tl.max(m), tl.max(edge_logits) * LOG2E)
-            d_row = tl.sum(d * tl.exp2(m - m_row)) + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))
-            t = tl.fma(target_logit, LOG2E, -m_row)  # loss = -log(2**t / d); 2**t in the range of fp32 is divided by
-            loss = tl.where(t > -100.0, tl.log(d_row / tl.exp2(t)), tl.log(d_row) - t * LN2)  # exactly 0 if d = 2**t
-            tl.store(row_loss_ptr + row, loss * scale)
-            if m_d_ptr is not None:
-                tl.store(m_d_ptr + 2 * row, m_row)
-                tl.store(m_d_ptr + 2 * row + 1, d_row)
-            else:
-                _store_dlogits(
-                    body_ptr, row_ptr, body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
-                    m_row, d_row, scale, tile, TILE_ROWS * TILE_COLS,
-                )  # fmt: skip
+    row_ptr, body_ptr, n_body, edge, in_edge = _cut_row(logits_ptr, row, logits_row_stride, n_cols)
+    target = tl.load(targets_ptr + row)
+    scale = 1.0 if n_valid_ptr is None else 1.0 / tl.load(n_valid_ptr)
+    if target == ignore_index:  # not one of the row's logits is read
+        tl.store(row_loss_ptr + row, 0.0 * scale)  # 0 * inf = NaN where no row counts, as in PyTorch
+    else:
+        # A target outside the row is not read.  It makes the row NaN, and the host need not wait to see it.
+        in_row = (target >= 0) & (target < n_cols)
+        target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
+        edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
+        m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
+        tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d) * scale)
+        tl.store(m_d_ptr + 2 * row, m)
+        tl.store(m_d_ptr + 2 * row + 1, d)
 
 
 # The backward.  Given scale = dL/dloss of a row (grad_output, over n_valid for a mean), find dL/dlogits.
@@ -155,37 +166,102 @@ def _store_dlogits(
 @triton.jit
 def _cross_entropy_bwd_kernel(
     grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one gradient
-    logits_ptr, logits_row_stride, targets_ptr,  # (n_rows, n_cols), (n_rows,)
-    m_d_ptr,  # (n_rows, 2); None: the logits are their gradient already, but for grad_output and ignored rows
-    n_valid_ptr, dlogits_ptr, dlogits_row_stride,  # both row strides are equal modulo 8, so that rows are cut alike
-    n_cols, ignore_index, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    logits_ptr, logits_row_stride,  # (n_rows, n_cols)
+    targets_ptr,  # (n_rows,)
+    m_d_ptr,  # (n_rows, 2) fp32
+    n_valid_ptr,  # (), or None unless the loss is a mean
+    dlogits_ptr, dlogits_row_stride,  # both row strides are equal modulo 8, so that rows are cut alike
+    n_cols,
+    ignore_index,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     tile = tl.arange(0, TILE_ROWS)[:, None] * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
     row_ptr, body_ptr, n_body, edge, in_edge = _cut_row(logits_ptr, row, logits_row_stride, n_cols)
     out_row_ptr, out_body_ptr, _, _, _ = _cut_row(dlogits_ptr, row, dlogits_row_stride, n_cols)
     target = tl.load(targets_ptr + row)
-    scale = tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)
-    if target == ignore_index:  # stored, not multiplied by 0: that would let a NaN of the row through
-        tl.store(out_row_ptr + edge, 0.0, mask=in_edge)
-        for first in range(0, n_body, TILE_ROWS * TILE_COLS):
-            tl.store(out_body_ptr + first + tile, 0.0, mask=first + tile < n_body)
-    elif m_d_ptr is not None:
+    if target == ignore_index:
+        _store_zeros(out_row_ptr, out_body_ptr, n_body, edge, in_edge, tile, TILE_ROWS * TILE_COLS)
+    else:
         in_row = (target >= 0) & (target < n_cols)
         target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
         edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
+        scale = tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)
         if n_valid_ptr is not None:
             scale = scale / tl.load(n_valid_ptr)
         _store_dlogits(
             body_ptr, out_row_ptr, out_body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
             tl.load(m_d_ptr + 2 * row), tl.load(m_d_ptr + 2 * row + 1), scale, tile, TILE_ROWS * TILE_COLS,
         )  # fmt: skip
+
+
+@triton.jit
+def _store_zeros(row_ptr, body_ptr, n_body, edge, in_edge, tile, TILE_SIZE: tl.constexpr):
+    """The gradient of an ignored row.  Stored, not multiplied by 0: that would let a NaN of the row through."""
+    tl.store(row_ptr + edge, 0.0, mask=in_edge)
+    for first in range(0, n_body, TILE_SIZE):
+        tl.store(body_ptr + first + tile, 0.0, mask=first + tile < n_body)
+
+
+# In place, forward: the loss, and then the gradient, for a grad_output of 1, over the logits.  A program takes several
+# rows, one after another: few programs, so that the cache still holds what each of them has just read.
+@triton.jit(do_not_specialize=["n_rows"])  # it changes from batch to batch, and must not compile a kernel each time
+def _cross_entropy_inplace_kernel(
+    logits_ptr, logits_row_stride,  # (n_rows, n_cols): logits in, their gradient out; ignored rows stay as they are
+    targets_ptr,  # (n_rows,)
+    row_loss_ptr,  # (n_rows,)
+    n_valid_ptr,  # (), or None unless the loss is a mean
+    n_rows, n_cols,
+    ignore_index,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.arange(0, TILE_ROWS)[:, None] * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row_ptr, body_ptr, n_body, edge, in_edge = _cut_row(logits_ptr, row, logits_row_stride, n_cols)
+        target = tl.load(targets_ptr + row)
+        scale = 1.0 if n_valid_ptr is None else 1.0 / tl.load(n_valid_ptr)
+        if target == ignore_index:
+            tl.store(row_loss_ptr + row, 0.0 * scale)
+        else:
+            in_row = (target >= 0) & (target < n_cols)
+            target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
+            edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
+            m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
+            tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d) * scale)
+            _store_dlogits(
+                body_ptr, row_ptr, body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
+                m, d, scale, tile, TILE_ROWS * TILE_COLS,
+            )  # fmt: skip
+
+
+# In place, backward: the logits are their gradient already, but for grad_output and the ignored rows.
+@triton.jit
+def _cross_entropy_scale_kernel(
+    grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one gradient
+    dlogits_ptr, dlogits_row_stride,  # (n_rows, n_cols)
+    targets_ptr,  # (n_rows,)
+    n_cols,
+    ignore_index,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    dtype = dlogits_ptr.dtype.element_ty
+    tile = tl.arange(0, TILE_ROWS)[:, None] * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    row_ptr, body_ptr, n_body, edge, in_edge = _cut_row(dlogits_ptr, row, dlogits_row_stride, n_cols)
+    target = tl.load(targets_ptr + row)
+    scale = tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)
+    if target == ignore_index:
+        _store_zeros(row_ptr, body_ptr, n_body, edge, in_edge, tile, TILE_ROWS * TILE_COLS)
     elif scale != 1.0:  # only the GPU knows whether it is 1: the host launches this without looking
         edge_dlogits = tl.load(row_ptr + edge, mask=in_edge).to(tl.float32) * scale
-        tl.store(out_row_ptr + edge, edge_dlogits.to(logits_ptr.dtype.element_ty), mask=in_edge)
+        tl.store(row_ptr + edge, edge_dlogits.to(dtype), mask=in_edge)
         for first in range(0, n_body, TILE_ROWS * TILE_COLS):
-            dlogits = tl.load(body_ptr + first + tile, mask=first + tile < n_body).to(tl.float32) * scale
-            tl.store(out_body_ptr + first + tile, dlogits.to(logits_ptr.dtype.element_ty), mask=first + tile < n_body)
+            cols = first + tile
+            dlogits = tl.load(body_ptr + cols, mask=cols < n_body).to(tl.float32) * scale
+            tl.store(body_ptr + cols, dlogits.to(dtype), mask=cols < n_body)
 
 
 def _rows(logits, targets, reduction="mean", overwrite=False):
@@ -227,37 +303,85 @@ def _inplace_options(logits):
     return gpu.multi_processor_count * (1 if long else 2), _options(logits, 16 if long else 8, rows)
 
 
+def on_device_of(t):
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+# The kernels' launches, for whoever has the logits as rows (n_rows, V) with adjacent columns, and has checked them.
+
+
+def launch_forward(rows, targets, row_loss, m_d, n_valid, ignore_index):
+    """Write row_loss (n_rows,) fp32 and m_d (n_rows, 2) fp32."""
+    n_rows, V = rows.shape
+    if n_rows > 0:
+        with on_device_of(rows):
+            _cross_entropy_fwd_kernel[(n_rows,)](
+                rows, rows.stride(0), targets, row_loss, m_d, n_valid, V, ignore_index, **_options(rows, 4)
+            )
+
+
+def launch_backward(row_grads, rows, targets, m_d, n_valid, drows, ignore_index):
+    """Write drows (n_rows, V), which may be the rows themselves, for row_grads (n_rows,)."""
+    n_rows, V = rows.shape
+    if n_rows > 0:
+        with on_device_of(rows):
+            _cross_entropy_bwd_kernel[(n_rows,)](
+                row_grads, row_grads.stride(0), rows, rows.stride(0), targets, m_d, n_valid,
+                drows, drows.stride(0), V, ignore_index, **_options(rows, 16, 4),
+            )  # fmt: skip
+
+
+def launch_inplace(rows, targets, row_loss, n_valid, ignore_index):
+    """Write row_loss, and over the rows their gradients; launch_scale then zeroes the ignored ones."""
+    n_rows, V = rows.shape
+    if n_rows > 0:
+        n_programs, options = _inplace_options(rows)
+        with on_device_of(rows):
+            _cross_entropy_inplace_kernel[(min(n_rows, n_programs),)](
+                rows, rows.stride(0), targets, row_loss, n_valid, n_rows, V, ignore_index, **options
+            )
+
+
+def launch_scale(row_grads, drows, targets, ignore_index):
+    """Multiply drows, what launch_inplace has left, by row_grads (n_rows,); store zeros in ignored rows."""
+    n_rows, V = drows.shape
+    if n_rows > 0:
+        with on_device_of(drows):
+            _cross_entropy_scale_kernel[(n_rows,)](
+                row_grads, row_grads.stride(0), drows, drows.stride(0), targets, V, ignore_index,
+                **_options(drows, 4, 4),
+            )  # fmt: skip
+
+
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean", overwrite=False):
     """Return loss () or (...) fp32, m and d (n_rows, 2) fp32, or None if the logits were overwritten, and n_valid."""
     rows, row_targets = _rows(logits, targets, reduction, overwrite)
-    n_rows, V = rows.shape
     n_valid = (targets.long() != ignore_index).sum() if reduction == "mean" else None
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)
-    m_d = None if overwrite else logits.new_empty((n_rows, 2), dtype=torch.float32)
-    if n_rows > 0:
-        n_programs, options = _inplace_options(rows) if overwrite else (n_rows, _options(rows, 4))
-        with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
-            _cross_entropy_fwd_kernel[(min(n_rows, n_programs),)](
-                rows, rows.stride(0), row_targets, row_loss, m_d, n_valid, n_rows, V, ignore_index, **options
-            )
-    if reduction != "none":
-        row_loss = row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()
-    return row_loss, m_d, n_valid
+    if overwrite:
+        m_d = None
+        launch_inplace(rows, row_targets, row_loss, n_valid, ignore_index)
+    else:
+        m_d = logits.new_empty((len(rows), 2), dtype=torch.float32)
+        launch_forward(rows, row_targets, row_loss, m_d, n_valid, ignore_index)
+    if reduction == "none":
+        return row_loss, m_d, n_valid
+    no_row = len(rows) == 0 and reduction == "mean"  # NaN, as in PyTorch
+    return row_loss.mean() if no_row else row_loss.sum(), m_d, n_valid
 
 
 def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_index=-100):
     """Return dlogits (..., V) in logits' dtype: new, or the logits' own memory where m_d is None (overwritten)."""
     rows, row_targets = _rows(logits, targets)
-    n_rows, V = rows.shape
     row_grads = grad_output.expand(targets.shape).reshape(-1)  # of a scalar it is a view with stride 0
+    if m_d is None:
+        launch_scale(row_grads, rows, row_targets, ignore_index)
+        return rows.detach().view(logits.shape)
+    n_rows, V = rows.shape
     stride = V + (rows.stride(0) - V) % 8  # so that its rows begin as far from a multiple of 8 as the logits'
-    drows = rows.detach() if m_d is None else rows.new_empty_strided((n_rows, V), (stride, 1))
-    if n_rows > 0:
-        with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
-            _cross_entropy_bwd_kernel[(n_rows,)](
-                row_grads, row_grads.stride(0), rows, rows.stride(0), row_targets, m_d, n_valid,
-                drows, drows.stride(0), V, ignore_index, **_options(rows, 4 if m_d is None else 16, 4),
-            )  # fmt: skip
+    drows = rows.new_empty_strided((n_rows, V), (stride, 1))
+    launch_backward(row_grads, rows, row_targets, m_d, n_valid, drows, ignore_index)
     return drows.view(logits.shape)
 
 

@@ -44,7 +44,6 @@ first: there the backward computes the gradients, from logits computed anew (a f
 called a second time.  To sum a 16-bit dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
 """
 
-import contextlib
 import itertools
 
 import torch
@@ -103,11 +102,6 @@ def _check(hidden, weight, targets, reduction, chunk_size):
         raise ValueError(f"chunk_size is {chunk_size}, expected a number of rows, at least 1, or None: raise it.")
 
 
-def _on_device_of(t):
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
-
-
 def _chunk_rows(n_rows, chunk_size=None):
     """Rows of all chunks but the last: as few chunks as chunk_size allows, and these about equally large."""
     if chunk_size is None:
@@ -119,20 +113,14 @@ def _chunk_rows(n_rows, chunk_size=None):
 
 def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite):
     """Write the rows' losses to row_loss and, if there are row_grads, dlogits over the logits."""
-    n_rows, V = logits.shape
-    if n_rows == 0:
+    if overwrite:
+        ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
+        ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: it only zeroes the ignored rows
         return
-    m_d = None if overwrite else logits.new_empty((n_rows, 2), dtype=torch.float32)
-    n_programs, options = ce._inplace_options(logits) if overwrite else (n_rows, ce._options(logits, 4))
-    with _on_device_of(logits):
-        ce._cross_entropy_fwd_kernel[(min(n_rows, n_programs),)](
-            logits, logits.stride(0), targets, row_loss, m_d, n_valid, n_rows, V, ignore_index, **options
-        )
-        if row_grads is not None:  # after overwrite they are 1, and this only stores the ignored rows' zeros
-            ce._cross_entropy_bwd_kernel[(n_rows,)](
-                row_grads, row_grads.stride(0), logits, logits.stride(0), targets, m_d, n_valid,
-                logits, logits.stride(0), V, ignore_index, **ce._options(logits, 4 if overwrite else 16, 4),
-            )  # fmt: skip
+    m_d = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    ce.launch_forward(logits, targets, row_loss, m_d, n_valid, ignore_index)
+    if row_grads is not None:
+        ce.launch_backward(row_grads, logits, targets, m_d, n_valid, logits, ignore_index)
 
 
 def _add_product(total, a, b, beta):
@@ -213,7 +201,7 @@ def scale_gradient(t, factor):
     n_rows, n_cols = t.shape
     if t.numel() > 0:
         block_size = min(4096, triton.next_power_of_2(n_cols))
-        with _on_device_of(t):
+        with ce.on_device_of(t):
             _scale_kernel[(min(n_rows, MAX_PROGRAMS),)](t, factor, n_rows, n_cols, BLOCK_SIZE=block_size, num_warps=4)
 
 
