@@ -143,7 +143,7 @@ def launches(monkeypatch) -> Counter:
     counter = Counter()
     for module, names in {
         rmsnorm_kernel: ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel"],
-        cross_entropy_kernel: ["_cross_entropy_fwd_kernel"],
+        cross_entropy_kernel: ["_cross_entropy_inplace_kernel"],
         linear_cross_entropy_kernel: ["_scale_kernel"],
         swiglu_kernel: ["_swiglu_fwd_kernel", "_swiglu_bwd_kernel"],
         rope_kernel: ["_rope_kernel"],
@@ -163,14 +163,14 @@ FUSED = {
 }  # fmt: skip
 LAUNCHES = {  # of one forward and backward
     "rmsnorm": {"rmsnorm_fwd": N_NORMS, "rmsnorm_bwd": N_NORMS},
-    "cross_entropy": {"cross_entropy_fwd": 1},
+    "cross_entropy": {"cross_entropy_inplace": 1},
     "swiglu": {"swiglu_fwd": LAYERS, "swiglu_bwd": LAYERS},
     "rope": {"rope": 2 * LAYERS},
-    "linear_cross_entropy": {"cross_entropy_fwd": 1, "scale": 2},
+    "linear_cross_entropy": {"cross_entropy_inplace": 1, "scale": 2},
     "fused_layer": FUSED,
 }
 ALL_LAUNCHES = FUSED | {
-    "rmsnorm_fwd": 4 * LAYERS + 1, "rmsnorm_bwd": 2 * LAYERS + 1, "cross_entropy_fwd": 1, "scale": 2
+    "rmsnorm_fwd": 4 * LAYERS + 1, "rmsnorm_bwd": 2 * LAYERS + 1, "cross_entropy_inplace": 1, "scale": 2
 }  # fmt: skip
 
 
@@ -1066,7 +1066,7 @@ def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, laun
     assert moved > 1e-2, "nothing was learned: this comparison cannot fail"
     trainer, losses = trained(tmp_path, names, accumulate)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert launches["cross_entropy_fwd"] == 3 * accumulate * N_REPLICAS
+    assert launches["cross_entropy_inplace"] == 3 * accumulate * N_REPLICAS
     evaluations = [t.evaluate()["eval_loss"] for t in (baseline, trainer)]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
     predictions = [torch.tensor(t.predict(examples(3)).predictions) for t in (baseline, trainer)]

@@ -255,7 +255,9 @@ KERNELS = {  # by how their names begin
     "_swiglu_bwd": Passes("inner", 6, 13, True),  # dy, gate, up in; dgate, dup, y out
     "_rope": Passes("heads", 2, 3, True),  # q, k (or their gradients) in and out
     "_adamw": Passes("weights", 7, 14, False),  # p, g, m, v in; p, m, v out
-    "_cross_entropy_fwd": Passes("logits", 2, 9, False),  # in place: logits in, their gradient out
+    "_cross_entropy_inplace": Passes("logits", 2, 9, False),  # logits in, their gradient out
+    "_cross_entropy_fwd": Passes("logits", 1, 5, False),  # logits in
+    "_cross_entropy_bwd": Passes("logits", 2, 4, False),  # logits in, their gradient out
 }
 
 

@@ -44,7 +44,6 @@ first: there the backward computes the gradients, from logits computed anew (a f
 called a second time.  To sum a 16-bit dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
 """
 
-import contextlib
 import itertools
 
 import torch
@@ -86,6 +85,7 @@ def _check(hidden, weight, targets, reduction, chunk_size):
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         if given not in dtypes:
             raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, dtypes))}: convert it.")
+        ce.refuse_foreign_memory(name, tensor)
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one dtype: convert one of them.")
     if weight.ndim != 2 or 0 in weight.shape or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
@@ -94,18 +94,14 @@ def _check(hidden, weight, targets, reduction, chunk_size):
     if hidden.shape[:-1] != targets.shape:
         given = f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}"
         raise ValueError(f"{given}, expected (..., H) and (...): reshape one of them.")
-    if not (hidden.device == weight.device == targets.device and (hidden.is_cuda or INTERPRETED)):
+    one_device = hidden.device == weight.device == targets.device
+    if not one_device or not (hidden.is_cuda or (INTERPRETED and hidden.is_cpu)):
         given = f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}"
         raise ValueError(f"{given}, expected one GPU: move them, or set TRITON_INTERPRET=1 first.")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}, expected 'mean', 'sum' or 'none': choose one.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, expected a number of rows, at least 1, or None: raise it.")
-
-
-def _on_device_of(t):
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
 def _chunk_rows(n_rows, chunk_size=None):
@@ -119,20 +115,14 @@ def _chunk_rows(n_rows, chunk_size=None):
 
 def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite):
     """Write the rows' losses to row_loss and, if there are row_grads, dlogits over the logits."""
-    n_rows, V = logits.shape
-    if n_rows == 0:
+    if overwrite:
+        ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
+        ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: only zeroes ignored rows
         return
-    m_d = None if overwrite else logits.new_empty((n_rows, 2), dtype=torch.float32)
-    n_programs, options = ce._inplace_options(logits) if overwrite else (n_rows, ce._options(logits, 4))
-    with _on_device_of(logits):
-        ce._cross_entropy_fwd_kernel[(min(n_rows, n_programs),)](
-            logits, logits.stride(0), targets, row_loss, m_d, n_valid, n_rows, V, ignore_index, **options
-        )
-        if row_grads is not None:  # after overwrite they are 1, and this only stores the ignored rows' zeros
-            ce._cross_entropy_bwd_kernel[(n_rows,)](
-                row_grads, row_grads.stride(0), logits, logits.stride(0), targets, m_d, n_valid,
-                logits, logits.stride(0), V, ignore_index, **ce._options(logits, 4 if overwrite else 16, 4),
-            )  # fmt: skip
+    m_d = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    ce.launch_forward(logits, targets, row_loss, m_d, n_valid, ignore_index)
+    if row_grads is not None:
+        ce.launch_backward(row_grads, logits, targets, m_d, n_valid, logits, ignore_index)
 
 
 def _add_product(total, a, b, beta):
@@ -202,7 +192,11 @@ _operator = torch.library.custom_op(
 
 
 @_operator.register_fake
-def _shapes(hidden, weight, targets, ignore_index, reduction, need_dhidden, need_dweight, *options):
+def _shapes(
+    hidden, weight, targets, ignore_index, reduction, need_dhidden, need_dweight, chunk_size,
+    fp32_dweight, grad_output,
+):  # fmt: skip
+    _check(hidden, weight, targets, reduction, chunk_size)
     loss = hidden.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
     needed = ((hidden, need_dhidden), (weight, need_dweight))
     return [loss, *(tensor.new_empty(tensor.shape) for tensor, need in needed if need)]
@@ -213,7 +207,7 @@ def scale_gradient(t, factor):
     n_rows, n_cols = t.shape
     if t.numel() > 0:
         block_size = min(4096, triton.next_power_of_2(n_cols))
-        with _on_device_of(t):
+        with ce.on_device_of(t):
             _scale_kernel[(min(n_rows, MAX_PROGRAMS),)](t, factor, n_rows, n_cols, BLOCK_SIZE=block_size, num_warps=4)
 
 
@@ -243,6 +237,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if gradients is None:
             forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
             _, *gradients = forward(hidden, weight, targets, *ctx.options, *needed, *ctx.chunks, grad_output)
+        elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
+            gradients = [(gradient.float() * grad_output).to(gradient.dtype) for gradient in gradients]
         else:
             for gradient in gradients:
                 scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)

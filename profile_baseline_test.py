@@ -221,7 +221,8 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
 OUR_KERNELS = {
     "_rmsnorm_fwd_kernel": "normalization", "_rmsnorm_bwd_kernel": "normalization",
     "_rmsnorm_dw_kernel": "normalization",
-    "_cross_entropy_fwd_kernel": "loss", "_cross_entropy_bwd_kernel": "loss", "_scale_kernel": "loss",
+    "_cross_entropy_fwd_kernel": "loss", "_cross_entropy_bwd_kernel": "loss",
+    "_cross_entropy_inplace_kernel": "loss", "_cross_entropy_scale_kernel": "loss", "_scale_kernel": "loss",
     "_swiglu_fwd_kernel": "activation", "_swiglu_bwd_kernel": "activation", "_rope_kernel": "rotary",
     "_adamw_kernel": "optimizer",
 }  # fmt: skip

@@ -147,11 +147,8 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     def per_processor(*counts: int) -> list[int]:
         return [min(n_rows, n * processors()) for n in counts]
 
-    def backward_settings(shipped: Setting) -> list[Setting]:
+    def one_program_per_row(shipped: Setting) -> list[Setting]:
         return tiles(shipped, (4, 8, 16), [(1, 1), (0.5, 1), (2, 1), (1, 0.5)]) + tiles(shipped, (32,), [(1, 1)])
-
-    def forward_settings(shipped: Setting) -> list[Setting]:
-        return backward_settings(shipped) + [shipped | {"n_programs": n} for n in per_processor(1, 2, 4, 8)]
 
     def in_place_settings(shipped: Setting) -> list[Setting]:
         found = [
@@ -162,19 +159,19 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
         ]
         return [*found, *tiles(shipped, (shipped["num_warps"],), [(2, 1)]), shipped | {"n_programs": n_rows}]
 
-    kernel, tile = "_cross_entropy_fwd_kernel", ("num_warps", "TILE_ROWS", "TILE_COLS")
+    tile = "num_warps", "TILE_ROWS", "TILE_COLS"
     return [
         Launch(
-            "Cross-entropy forward", cross_entropy_kernel, kernel, (*tile, "n_programs"),
-            forward_settings, forward, forward_outputs, passes=1,
+            "Cross-entropy forward", cross_entropy_kernel, "_cross_entropy_fwd_kernel", tile,
+            one_program_per_row, forward, forward_outputs, passes=1,
         ),
         Launch(
             "Cross-entropy backward", cross_entropy_kernel, "_cross_entropy_bwd_kernel", tile,
-            backward_settings, backward, lambda: parts(backward()), passes=2,
+            one_program_per_row, backward, lambda: parts(backward()), passes=2,
         ),
         Launch(
-            "Cross-entropy in place, loss and gradient", cross_entropy_kernel, kernel, (*tile, "n_programs"),
-            in_place_settings, in_place, in_place_outputs, passes=2,
+            "Cross-entropy in place, loss and gradient", cross_entropy_kernel, "_cross_entropy_inplace_kernel",
+            (*tile, "n_programs"), in_place_settings, in_place, in_place_outputs, passes=2,
         ),
     ]  # fmt: skip
 
