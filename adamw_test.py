@@ -11,11 +11,16 @@ import copy
 import gc
 import io
 import math
+import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.optim import lr_scheduler
 
 import adamw_kernel
 import measure
@@ -491,6 +496,60 @@ def test_gradient_with_other_strides(layout):
     assert torch.equal(p, q)
 
 
+WITH_GAPS = {  # shape of the memory, a view of it with gaps between its elements
+    "columns": ((30, 50), lambda t: t[:, :5]),
+    "every second": ((30, 50), lambda t: t[:, ::2]),
+    "transposed columns": ((30, 50), lambda t: t[:, 3:9].t()),
+    "of a vector": ((2050,), lambda t: t[::2]),
+    "3-D": ((6, 7, 8), lambda t: t[1:5, :, 2:3]),
+}
+
+
+@pytest.mark.parametrize("gaps", WITH_GAPS)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_parameters_with_gaps_between_their_elements(gaps, in_backward):
+    shape, view = WITH_GAPS[gaps]
+    memory, outside = randn(*shape, dtype=BF16), torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    before = memory.clone()
+    view(outside).fill_(False)
+    p, q = torch.nn.Parameter(view(memory)), torch.nn.Parameter(view(memory).clone())
+    weights = gradients(q.detach(), 3)
+    assert p.stride() != q.stride() and p.data_ptr() == view(memory).data_ptr()
+    for param in (p, q):
+        optimizer = TritonAdamW([param], **SETTINGS, stochastic_rounding=True, step_in_backward=in_backward)
+        for w in weights:
+            (param * w).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(p, q) and not torch.equal(p, view(before))
+    assert torch.equal(memory[outside], before[outside]), "what lies in the gaps is not the parameter's"
+
+
+def test_parameter_whose_strides_change_keeps_its_moments():
+    p, q = (torch.nn.Parameter(randn(6, 5)) for _ in range(2))
+    ours, plain = TritonAdamW([p], **SETTINGS), TritonAdamW([q], **SETTINGS)
+    grads = [[g] for g in gradients(q.detach(), 4)]
+    for optimizer in (ours, plain):
+        train(optimizer, grads[:2])
+    p.data = p.data.t().contiguous().t()
+    for optimizer in (ours, plain):
+        train(optimizer, grads[2:])
+    assert torch.equal(p, q) and p.stride() != q.stride()
+    assert all(torch.equal(ours.state[p][key], plain.state[q][key]) for key in ours.state[p])
+
+
+def test_gradient_that_autograd_leaves_negated():
+    """A gradient through a complex number may hold the negative of its values, and a bit that says so."""
+    p, q = (torch.nn.Parameter(torch.tensor(0.5, device=DEVICE)) for _ in range(2))
+    for param in (p, q):
+        (torch.complex(torch.ones_like(param), param).conj() * (1 + 2j)).real.backward()
+    assert p.grad.is_neg()
+    q.grad = p.grad.resolve_neg()
+    for param in (p, q):
+        TritonAdamW([param]).step()
+    assert torch.equal(p, q) and p < 0.5
+
+
 def test_gradient_of_one_number_repeated():
     p = torch.nn.Parameter(randn(6, 5))
     start = p.detach().clone()
@@ -581,30 +640,127 @@ def test_groups_have_their_own_settings():
     train(ours, random_grads(ours, 1))
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_learning_rate_schedulers_work(tensor_lr):
+NUMBERS = {  # the same settings, given as PyTorch takes them; betas that are the same in fp32
+    "floats": {},
+    "NumPy": {"lr": np.float64(0.05), "betas": [np.float32(0.75), np.float32(0.9375)], "eps": np.float32(2**-10)},
+    "tensors": {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.75), torch.tensor(0.9375)), "capturable": True},
+    "fp64 tensors": {"lr": torch.tensor(0.05, dtype=torch.float64), "weight_decay": torch.tensor([0.25])},
+    "one of one": {"lr": torch.tensor([0.05]), "betas": (torch.tensor([0.75]), 0.9375), "eps": torch.tensor(2**-10)},
+    "PyTorch's defaults": {"foreach": None, "fused": False, "capturable": False, "differentiable": False},
+}
+
+
+@pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
+@pytest.mark.parametrize("given", NUMBERS)
+def test_numbers_and_tensors_give_the_same_bits(given, device):
+    def moved(value):
+        return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+    plain = {"lr": 0.05, "betas": (0.75, 0.9375), "eps": 2**-10, "weight_decay": 0.25}
+    options = {**plain, **NUMBERS[given]}
+    options = {key: tuple(map(moved, v)) if key == "betas" else moved(v) for key, v in options.items()}
+    runs = TritonAdamW(make_params(*SHAPES), **options), TritonAdamW(make_params(*SHAPES), **plain)
+    for optimizer in runs:
+        train(optimizer, random_grads(optimizer, 3))
+    assert_same_run(*runs)
+    group = runs[0].param_groups[0]
+    assert all(group[key] is options[key] for key in ("lr", "eps") if isinstance(options[key], torch.Tensor))
+    assert all(a is b for a, b in zip(group["betas"], options["betas"]) if isinstance(b, torch.Tensor))
+
+
+def test_a_beta_of_zero_in_a_tensor():
+    start, grads = randn(50), gradients(randn(50), 2)
+    zeros = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+    runs = [steps_and_change(TritonAdamW, start, grads, betas=betas) for betas in ((0.0, 0.0), zeros)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_numbers_that_are_put_into_a_group_later():
+    a, b = (TritonAdamW(make_params(*SHAPES)) for _ in range(2))
+    a.param_groups[0].update(lr=np.float32(0.25), betas=(np.float64(0.5), 0.75), eps=1, weight_decay=np.int64(1))
+    b.param_groups[0].update(lr=0.25, betas=(0.5, 0.75), eps=1.0, weight_decay=1.0)
+    for optimizer in (a, b):
+        train(optimizer, random_grads(optimizer, 2))
+    assert_same_run(a, b)
+
+
+def test_tensors_on_the_cpu_are_read_by_the_host_and_those_of_the_gpu_are_left_there():
+    gpu, number = torch.device("cuda", 0), torch.tensor(0.25)
+    read = adamw_kernel._number_for(gpu, "lr", number)
+    assert type(read) is float and read == 0.25
+    assert adamw_kernel._number_for(number.device, "lr", number) is number
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_maximize_goes_up_the_gradient(dtype):
+    ours, theirs = both(dtype=dtype, **SETTINGS, maximize=True)
+    down = TritonAdamW(make_params(*SHAPES, dtype=dtype), **SETTINGS)
+    grads = random_grads(ours, 3)
+    train(ours, grads)
+    train(down, [[-g for g in step] for step in grads])
+    assert_same_run(ours, down)
+    if dtype == FP32:
+        train(theirs, grads)
+        assert_close(ours, theirs)
+
+
+def sequential(optimizer):
+    first, second = lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[2])
+
+
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    )
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    "CyclicLR of momentum": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6, cycle_momentum=False),
+    "OneCycleLR of momentum": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=3),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+}
+
+
+@pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_pytorch_gives_its_steps(name, kind):
+    """Ours with numbers, or tensors where the parameters are, beside PyTorch's AdamW with numbers."""
+
+    def tensor(number):
+        return torch.tensor(number, device=DEVICE)
+
     ours, theirs = both(lr=0.1)
-    if tensor_lr:
-        ours = TritonAdamW(params_of(ours), lr=torch.tensor(0.1, device=DEVICE))
-        lr = ours.param_groups[0]["lr"]
-    for optimizer in (ours, theirs):
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        for grads in random_grads(optimizer, 4):
+    tensors = {"lr": tensor(0.1)} if kind != "floats" else {}
+    if kind == "lr and betas in tensors":
+        tensors["betas"] = tensor(0.9), tensor(0.999)
+    ours = TritonAdamW(params_of(ours), **{"lr": 0.1, **tensors})
+    lr, rates = ours.param_groups[0]["lr"], set()
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, theirs)]
+    for grads in random_grads(ours, 5):
+        for optimizer, scheduler in zip((ours, theirs), schedulers):
             train(optimizer, [grads])
-            scheduler.step()
-    assert_close(ours, theirs)
-    assert not tensor_lr or ours.param_groups[0]["lr"] is lr, "a CUDA graph reads this tensor"
-
-
-def test_momentum_schedulers_work():
-    ours, theirs = both()
-    for optimizer in (ours, theirs):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
-        for grads in random_grads(optimizer, 4):
-            train(optimizer, [grads])
-            scheduler.step()
-    assert ours.param_groups[0]["betas"] != (0.9, 0.999)
-    assert_close(ours, theirs)
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        rates.add((float(ours.param_groups[0]["lr"]), *map(float, ours.param_groups[0]["betas"])))
+    for p, q in zip(params_of(ours), params_of(theirs)):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert len(rates) > 1, "this scheduler changed nothing"
+    assert kind == "floats" or ours.param_groups[0]["lr"] is lr, "a CUDA graph reads this tensor"
 
 
 def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
@@ -647,6 +803,7 @@ SAVED = {
     "fp32": (FP32, {}),
     "bf16, stochastic": (BF16, {"stochastic_rounding": True, "seed": 7}),
     "bf16, fp32 moments": (BF16, {"stochastic_rounding": True, "moments_dtype": FP32}),
+    "tensors": (FP32, {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.8), torch.tensor(0.95)), "maximize": True}),
     "fp16": (FP16, {}),
 }
 
@@ -658,15 +815,17 @@ def through_a_file(state_dict):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy"])
+@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", SAVED)
 def test_run_continues_with_the_same_bits(kind, way):
     dtype, options = SAVED[kind]
-    optimizer = TritonAdamW(make_params(*SHAPES, dtype=dtype), **SETTINGS, **options)
+    optimizer = TritonAdamW(make_params(*SHAPES, dtype=dtype), **copy.deepcopy({**SETTINGS, **options}))
     grads = random_grads(optimizer, 4)
     train(optimizer, grads[:2])
     if way == "deepcopy":
         resumed = copy.deepcopy(optimizer)
+    elif way == "pickle":
+        resumed = pickle.loads(pickle.dumps(optimizer))
     else:
         saved = through_a_file(optimizer.state_dict())
         params = [torch.nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
@@ -720,11 +879,150 @@ def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
     assert all(state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32 for state in target.state.values())
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_state_of_another_algorithm_is_refused(option):
-    theirs = torch.optim.AdamW(make_params(*SHAPES), **{option: True})
-    with pytest.raises(ValueError, match="amsgrad or maximize, expected one without"):
-        TritonAdamW(make_params(*SHAPES)).load_state_dict(theirs.state_dict())
+@pytest.mark.parametrize("own", ["numbers", "tensors"])
+@pytest.mark.parametrize("saved", ["numbers", "tensors"])
+def test_settings_are_loaded_into_what_the_optimizer_has(own, saved):
+    def make(kind, lr, beta1, beta2, **options):
+        numbers = (
+            (lr, beta1, beta2) if kind == "numbers" else [torch.tensor(x, device=DEVICE) for x in (lr, beta1, beta2)]
+        )
+        return TritonAdamW(make_params(*SHAPES), lr=numbers[0], betas=tuple(numbers[1:]), **options)
+
+    source, target = make(saved, 0.25, 0.5, 0.75, eps=0.125, weight_decay=0.0), make(own, 0.1, 0.2, 0.3)
+    before = target.param_groups[0]
+    target.load_state_dict(through_a_file(source.state_dict()))
+    group = target.param_groups[0]
+    assert (group["lr"], *group["betas"], group["eps"], group["weight_decay"]) == (0.25, 0.5, 0.75, 0.125, 0.0)
+    assert all(isinstance(x, float if own == "numbers" else torch.Tensor) for x in (group["lr"], *group["betas"]))
+    if own == "tensors":
+        assert all(a is b for a, b in zip((group["lr"], *group["betas"]), (before["lr"], *before["betas"])))
+    for optimizer in (source, target):
+        train(optimizer, random_grads(optimizer, 2))
+    assert_same_run(source, target)
+
+
+def test_maximize_is_loaded_and_how_to_compute_stays():
+    ours, theirs = (
+        TritonAdamW(make_params(*SHAPES)),
+        torch.optim.AdamW(make_params(*SHAPES), foreach=True, maximize=True),
+    )
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["maximize"] and ours.param_groups[0]["foreach"] is None
+
+
+def everything(optimizer):
+    """What an optimizer remembers, copied."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return copy.deepcopy(
+        (groups, [dict(optimizer.state.get(p, {})) for p in params_of(optimizer)], len(optimizer.state))
+    )
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+UNFIT = {  # name: (what makes a state unfit, exception, what its sentence says)
+    "moment that could be broadcast": (
+        lambda groups, state: state[3].update(exp_avg_sq=torch.ones(1)),
+        ValueError,
+        r"exp_avg_sq of parameter 3 has shape \(1,\), expected \(6, 5\)",
+    ),
+    "moment of another shape": (
+        lambda groups, state: state[0].update(exp_avg=torch.ones(9, 13)),
+        ValueError,
+        r"exp_avg of parameter 0 has shape \(9, 13\), expected \(13, 9\)",
+    ),
+    "steps of each element": (
+        lambda groups, state: state[1].update(step=torch.ones(40)),
+        ValueError,
+        r"step of parameter 1 has shape \(40,\), expected \(\)",
+    ),
+    "no moment": (lambda groups, state: state[3].pop("exp_avg"), ValueError, "exp_avg of parameter 3 is missing"),
+    "sparse moment": (
+        lambda groups, state: state[3].update(exp_avg=torch.ones(6, 5).to_sparse()),
+        TypeError,
+        r"exp_avg of parameter 3 is torch\.float32, torch\.sparse_coo",
+    ),
+    "negative lr": (lambda groups, state: groups[1].update(lr=-0.1), ValueError, r"lr is -0\.1, expected a number"),
+    "negative lr in a tensor": (
+        lambda groups, state: groups[1].update(lr=torch.tensor(-0.5)),
+        ValueError,
+        r"lr is -0\.5, expected a number",
+    ),
+    "beta of one": (lambda groups, state: groups[1].update(betas=(0.9, 1.0)), ValueError, r"betas is \(0\.9, 1\.0\)"),
+    "amsgrad": (lambda groups, state: groups[1].update(amsgrad=True), ValueError, "amsgrad is True, which TritonAdamW"),
+    "two numbers for one tensor": (
+        lambda groups, state: groups[1].update(lr=0.75),
+        ValueError,
+        r"one tensor is to be filled with 0\.5 and with 0\.75, expected one number: give each group a tensor",
+    ),
+    "parameters missing": (
+        lambda groups, state: groups[1]["params"].pop(),
+        ValueError,
+        r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]",
+    ),
+    "a group missing": (
+        lambda groups, state: groups.pop(),
+        ValueError,
+        r"of groups of \[2\] parameters, expected \[2, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("spoil, error, sentence", UNFIT.values(), ids=UNFIT)
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, error, sentence, started):
+    def make(lr):
+        params = make_params(*SHAPES)
+        return TritonAdamW([{"params": params[:2]}, {"params": params[2:]}], lr=torch.tensor(lr, device=DEVICE))
+
+    source, target = make(0.5), make(0.25)
+    train(source, random_grads(source, 2))
+    if started:
+        train(target, random_grads(target, 1, seed=7))
+    saved = copy.deepcopy(source.state_dict())
+    spoil(saved["param_groups"], saved["state"])
+    before, groups = everything(target), target.param_groups
+    with pytest.raises(error, match=sentence):
+        target.load_state_dict(saved)
+    assert equal(everything(target), before) and target.param_groups is groups
+    target.load_state_dict(source.state_dict())
+    assert equal(everything(target), everything(source))
+
+
+def test_hooks_around_loading_see_and_change_what_is_loaded():
+    source, target = (TritonAdamW(make_params((3,))) for _ in range(2))
+    train(source, random_grads(source, 2))
+    seen = []
+
+    def numbered_from_0(optimizer, state_dict):
+        state_dict["state"] = {number - 7: state for number, state in state_dict["state"].items()}
+        state_dict["param_groups"] = [{**state_dict["param_groups"][0], "params": [0]}]
+        return state_dict
+
+    target.register_load_state_dict_pre_hook(numbered_from_0)
+    target.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    saved = source.state_dict()
+    target.load_state_dict(
+        {"state": {7: saved["state"][0]}, "param_groups": [{**saved["param_groups"][0], "params": [7]}]}
+    )
+    assert seen == [1] and equal(everything(target), everything(source))
+
+
+def test_names_of_parameters_are_saved_and_loaded():
+    named = [("w", make_params((3,))[0])]
+    source, target = TritonAdamW(named), TritonAdamW([("old", make_params((3,))[0])])
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["param_names"] == ["w"]
+    target.load_state_dict(TritonAdamW(make_params((3,))).state_dict())
+    assert target.param_groups[0]["param_names"] == ["w"]
 
 
 # ---- Stepping inside the backward --------------------------------------------------------------------------
@@ -861,6 +1159,99 @@ def test_loaded_settings_reach_the_hooks():
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), before))
 
 
+def test_state_loaded_after_a_backward_replaces_what_that_stepped():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.loss(1).backward()
+    optimizer.load_state_dict(saved)
+    model.loss(2).backward()
+    optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "maximize"])
+def test_steps_inside_the_backward_take_the_same_options(kind):
+    def make(in_backward):
+        model = Model()
+        where = DEVICE if kind == "gpu" else "cpu"
+        options = {"maximize": True} if kind == "maximize" else {
+            "lr": torch.tensor(0.05, device=where), "betas": tuple(torch.tensor([0.75, 0.9375], device=where)),
+        }  # fmt: skip
+        return model, TritonAdamW(model.parameters(), **options, step_in_backward=in_backward)
+
+    optimizers = []
+    for in_backward in (False, True):
+        model, optimizer = make(in_backward)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for seed in range(3):
+            model.loss(seed).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same_run(*optimizers)
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_steps_in_step_alone(way):
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    optimizer.step()
+    twin, twins_optimizer = way((model, optimizer))
+    for m, o in ((model, optimizer), (twin, twins_optimizer)):
+        m.loss(1).backward()
+        assert all((p.grad is None) == (m is model) for p in m.parameters())
+        o.step()
+    assert_same_run(optimizer, twins_optimizer)
+
+
+def hooks_of(params):
+    return [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+
+
+def test_a_refused_constructor_leaves_no_hooks():
+    a, b = make_params((4,), (5,))
+    with pytest.raises(ValueError, match="lr is -1") as raised:
+        TritonAdamW([{"params": [a]}, {"params": [b], "lr": -1.0}], step_in_backward=True)
+    assert raised.tb is not None and hooks_of([a, b]) == []  # the traceback keeps what was made alive
+    b.grad = torch.ones_like(b)
+    with pytest.raises(ValueError, match="a parameter has a gradient") as raised:
+        TritonAdamW([{"params": [a]}, {"params": [b]}], step_in_backward=True)
+    assert raised.tb is not None and hooks_of([a, b]) == []
+
+
+@pytest.mark.parametrize("refused", [{"lr": -1.0}, {"betas": (0.5,)}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
+    first, second, third = make_params((4,), (5,), (6,))
+    optimizer = TritonAdamW([first], step_in_backward=in_backward)
+    if not refused:
+        third = torch.nn.Parameter(third.double())
+    with pytest.raises((ValueError, TypeError)):
+        optimizer.add_param_group({"params": [second, third], **refused})
+    assert params_of(optimizer) == [first] and len(optimizer.param_groups) == 1
+    assert len(hooks_of([first])) == in_backward and hooks_of([second, third]) == []
+    optimizer.add_param_group({"params": [second]})
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert [optimizer.state[p]["step"] for p in (first, second)] == [1, 1] and third not in optimizer.state
+
+
+def test_a_group_with_gradients_is_refused_before_any_hook():
+    first, second, third = make_params((4,), (5,), (6,))
+    optimizer = TritonAdamW([first], step_in_backward=True)
+    third.grad = torch.ones_like(third)
+    with pytest.raises(ValueError, match="a parameter has a gradient"):
+        optimizer.add_param_group({"params": [second, third]})
+    assert params_of(optimizer) == [first] and hooks_of([second, third]) == []
+
+
 def test_closure_works_with_steps_in_the_backward():
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
@@ -902,28 +1293,50 @@ def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
 # ---- Bad input ---------------------------------------------------------------------------------------------
 
 
-def launch(p=None, grad=None, m=None, v=None, steps_done=None, lr=1e-3):
+def launch(p=None, grad=None, m=None, v=None, steps_done=None, lr=1e-3, beta1=0.9, eps=1e-8, weight_decay=0.0):
     tensors = [torch.ones(4, 6, device=DEVICE) if t is None else t for t in (p, grad, m, v)]
     steps_done = torch.zeros((), device=DEVICE) if steps_done is None else steps_done
-    adamw_step(*tensors, steps_done, lr, 0.9, 0.999, 1e-8, 0.0)
+    adamw_step(*tensors, steps_done, lr, beta1, 0.999, eps, weight_decay)
 
 
 ONES = torch.ones(4, 6, device=DEVICE)
-GAPS, EXPANDED = torch.ones(4, 12, device=DEVICE)[:, ::2], torch.ones(6, device=DEVICE).expand(4, 6)
+EXPANDED, SLIDING = torch.ones(6, device=DEVICE).expand(4, 6), torch.ones(9, device=DEVICE).as_strided((4, 6), (1, 1))
 BAD_INPUT = {  # name: (arguments, exception, what its sentence says)
     "float64": ({"p": ONES.double()}, TypeError, "p is torch.float64, torch.strided, expected torch.float16 or"),
     "complex": ({"p": ONES.to(torch.complex64)}, TypeError, "p is torch.complex64"),
     "sparse gradient": ({"grad": ONES.to_sparse()}, TypeError, "grad is torch.float32, torch.sparse_coo, expected"),
     "bf16 gradient": ({"grad": ONES.bfloat16()}, TypeError, "grad is torch.bfloat16, .*expected torch.float32"),
     "fp16 moments": ({"v": ONES.half()}, TypeError, "v is torch.float16, .*expected torch.bfloat16 or torch.float32"),
-    "shorter gradient": ({"grad": ONES[:3]}, ValueError, r"grad has shape \(3, 6\) on .*expected p's \(4, 6\)"),
-    "moment elsewhere": ({"m": ONES.to("meta")}, ValueError, f"m has shape .* on meta, expected .* on {DEVICE}"),
-    "steps elsewhere": ({"steps_done": ONES.sum().to("meta")}, ValueError, "steps_done is a tensor of .* on meta"),
-    "two learning rates": ({"lr": ONES[0, :2]}, ValueError, r"lr is a tensor of shape \(2,\)"),
-    "moment of other strides": ({"m": torch.ones(6, 4, device=DEVICE).t()}, ValueError, "p, m and v have strides"),
-    "gaps": ({"p": GAPS, "m": GAPS.clone(), "v": GAPS.clone()}, ValueError, "without gaps or overlap"),
-    "gaps everywhere": ({"p": GAPS, "m": GAPS, "v": GAPS}, ValueError, "without gaps or overlap"),
-    "overlap": ({"p": EXPANDED, "m": EXPANDED, "v": EXPANDED}, ValueError, "without gaps or overlap"),
+    "shorter gradient": ({"grad": ONES[:3]}, ValueError, r"grad has shape \(3, 6\) on .*expected \(4, 6\) on p's"),
+    "gradient elsewhere": ({"grad": ONES.to("meta")}, ValueError, f"grad has shape .* on meta, expected .* {DEVICE}"),
+    "moment elsewhere": ({"m": ONES.to("meta")}, ValueError, f"m has shape .* on meta, expected .* on p's {DEVICE}"),
+    "steps elsewhere": ({"steps_done": ONES.sum().to("meta")}, ValueError, r"steps_done has shape \(\) on meta"),
+    "steps of each row": ({"steps_done": ONES[:, 0]}, ValueError, r"steps_done has shape \(4,\) on .*expected \(\)"),
+    "whole steps": ({"steps_done": torch.tensor(1, device=DEVICE)}, TypeError, "steps_done is torch.int64"),
+    "two learning rates": ({"lr": ONES[0, :2]}, ValueError, r"lr is a tensor of shape \(2,\), expected a number or"),
+    "learning rate elsewhere": (
+        {"lr": ONES.sum().to("meta")},
+        ValueError,
+        "lr is a tensor on meta, expected one on p's",
+    ),
+    "sparse beta": (
+        {"beta1": ONES[0, 0].to_sparse()},
+        ValueError,
+        r"beta1 is a tensor of shape \(\), expected a number",
+    ),
+    "complex weight decay": (
+        {"weight_decay": 1j},
+        ValueError,
+        "weight_decay is 1j, expected a number or a plain tensor",
+    ),
+    "text": ({"eps": "1e-8"}, ValueError, "eps is '1e-8', expected a number"),
+    "overlap": (
+        {"p": EXPANDED},
+        ValueError,
+        r"p of shape \(4, 6\) has strides \(0, 1\), by which elements share memory",
+    ),
+    "overlapping moment": ({"v": EXPANDED}, ValueError, r"v of shape \(4, 6\) has strides \(0, 1\), by which elements"),
+    "windows": ({"p": SLIDING}, ValueError, r"p of shape \(4, 6\) has strides \(1, 1\), by which elements share"),
 }
 
 
@@ -940,23 +1353,110 @@ def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypat
         launch(ones, ones, ones, ones, torch.zeros(()))
 
 
-BAD_OPTIONS = {
-    "lr": (-1e-3, "lr is -0.001, expected a number of at least 0"),
-    "eps": (NAN, "eps is nan, expected a number of at least 0"),
-    "weight_decay": (-0.1, "weight_decay is -0.1"),
-    "betas": ((0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
-    "moments_dtype": (FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
-    "seed": (-1, "seed is -1, expected a whole number from 0"),
-}
+AT_LEAST_0, UNSUPPORTED = "expected a number of at least 0", "which TritonAdamW does not support, expected False"
+BAD_OPTIONS = [
+    ("lr", -1e-3, f"lr is -0.001, {AT_LEAST_0}"),
+    ("lr", NAN, f"lr is nan, {AT_LEAST_0}"),
+    ("lr", INF, f"lr is inf, {AT_LEAST_0}"),
+    ("lr", "0.1", f"lr is 0.1, {AT_LEAST_0}"),
+    ("lr", torch.tensor(-0.5), f"lr is -0.5, {AT_LEAST_0}"),
+    ("lr", torch.tensor(-0.5, device=DEVICE), f"lr is -0.5, {AT_LEAST_0}"),
+    ("lr", torch.tensor(NAN), f"lr is nan, {AT_LEAST_0}"),
+    ("lr", torch.ones(2), rf"lr is tensor\(\[1., 1.\]\), {AT_LEAST_0}"),
+    ("lr", torch.tensor(1j), f"lr is 1j, {AT_LEAST_0}"),
+    ("eps", NAN, f"eps is nan, {AT_LEAST_0}"),
+    ("eps", torch.tensor(-1.0), f"eps is -1.0, {AT_LEAST_0}"),
+    ("weight_decay", -0.1, f"weight_decay is -0.1, {AT_LEAST_0}"),
+    ("weight_decay", None, f"weight_decay is None, {AT_LEAST_0}"),
+    ("betas", (0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
+    ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),
+    ("betas", 0.9, "betas is 0.9, expected two numbers"),
+    ("betas", (torch.tensor(1.5), torch.tensor(0.5)), r"betas is \(tensor\(1.5000\), .*, expected two numbers"),
+    ("moments_dtype", FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
+    ("seed", -1, "seed is -1, expected a whole number from 0"),
+    ("seed", 1.5, "seed is 1.5, expected a whole number from 0"),
+    ("seed", True, "seed is True, expected a whole number from 0"),
+    ("amsgrad", True, f"amsgrad is True, {UNSUPPORTED}: leave it out"),
+    ("foreach", True, f"foreach is True, {UNSUPPORTED}: leave it out"),
+    ("fused", True, f"fused is True, {UNSUPPORTED}: leave it out"),
+    ("differentiable", True, f"differentiable is True, {UNSUPPORTED}: leave it out"),
+]
 
 
-@pytest.mark.parametrize("option", BAD_OPTIONS)
-def test_bad_options_are_refused_with_a_sentence(option):
-    value, sentence = BAD_OPTIONS[option]
+@pytest.mark.parametrize("option, value, sentence", BAD_OPTIONS)
+def test_bad_options_are_refused_with_a_sentence(option, value, sentence):
     with pytest.raises(ValueError, match=sentence):
         TritonAdamW(make_params((3,)), **{option: value})
     with pytest.raises(ValueError, match=sentence):
         TritonAdamW([{"params": make_params((3,)), option: value}])
+
+
+BAD_PARAMETERS = {  # name: (parameter, exception, what its sentence says)
+    "float64": (ONES.double(), TypeError, "a parameter is torch.float64, torch.strided, expected torch.float16 or"),
+    "sparse": (
+        ONES.to_sparse(),
+        TypeError,
+        "a parameter is torch.float32, torch.sparse_coo, expected torch.float16 or",
+    ),
+    "overlap": (EXPANDED, ValueError, r"a parameter of shape \(4, 6\) has strides \(0, 1\), by which elements share"),
+}
+
+
+@pytest.mark.parametrize("data, error, sentence", BAD_PARAMETERS.values(), ids=BAD_PARAMETERS)
+def test_parameters_that_no_step_can_take_are_refused_before_a_backward(data, error, sentence):
+    with pytest.raises(error, match=sentence):
+        TritonAdamW([torch.nn.Parameter(data)])
+    optimizer = TritonAdamW(make_params((3,)))
+    with pytest.raises(error, match=sentence):
+        optimizer.add_param_group({"params": [*make_params((3,)), torch.nn.Parameter(data)]})
+    assert len(optimizer.param_groups) == 1
+    TritonAdamW([torch.nn.Parameter(data, requires_grad=False)])  # what is frozen may be anything
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A mesh of this one process, for DTensors on the CPU."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+WRAPPED = "is a DTensor, which holds no memory of its own, expected a plain tensor: pass the one inside"
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_dtensors_are_refused_before_any_pointer_is_taken(mesh, placement, monkeypatch):
+    monkeypatch.setattr(adamw_kernel, "_adamw_kernel", None)  # a launch all the same harms nothing
+    wrapped = distribute_tensor(torch.ones(4, 6), mesh, [placement])
+    for name in ("p", "grad", "m", "v"):
+        with pytest.raises(TypeError, match=f"{name} {WRAPPED}"):
+            launch(**{name: wrapped})
+    with pytest.raises(TypeError, match=f"steps_done {WRAPPED}"):
+        launch(steps_done=distribute_tensor(torch.zeros(()), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"lr is a tensor of shape \(1,\), expected a number"):
+        launch(lr=distribute_tensor(torch.ones(1), mesh, [placement]))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_dtensors_are_refused_at_construction_and_with_a_new_group(mesh, in_backward):
+    wrapped = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match=f"a parameter {WRAPPED}"):
+        TritonAdamW([wrapped], step_in_backward=in_backward)
+    optimizer = TritonAdamW(make_params((3,)), step_in_backward=in_backward)
+    with pytest.raises(TypeError, match=f"a parameter {WRAPPED}"):
+        optimizer.add_param_group({"params": [wrapped]})
+    assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
+
+
+def test_dtensors_of_a_state_are_refused(mesh):
+    source, target = (TritonAdamW(make_params((4, 6))) for _ in range(2))
+    train(source, random_grads(source, 1))
+    saved = source.state_dict()
+    saved["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=f"exp_avg of parameter 0 {WRAPPED}"):
+        target.load_state_dict(saved)
+    assert not target.state
 
 
 def test_stochastic_rounding_of_fp16_is_refused_and_of_fp32_does_nothing():
@@ -982,8 +1482,10 @@ def test_sparse_gradient_of_an_embedding_is_refused():
 def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward):
     def make():
         model = Model(BF16)
-        lr = torch.tensor(0.05, device=DEVICE)
-        return model, lr, TritonAdamW(model.parameters(), lr, stochastic_rounding=True, step_in_backward=in_backward)
+        settings = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
+        options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+        optimizer = TritonAdamW(model.parameters(), settings[0], tuple(settings[1:]), **options)
+        return model, settings, optimizer
 
     def one_step(model, optimizer, tokens):
         model(tokens).float().square().mean().backward()
@@ -991,15 +1493,39 @@ def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward)
         optimizer.zero_grad()
 
     tokens = torch.arange(6, device=DEVICE)
-    plain_model, plain_lr, plain = make()
-    model, lr, optimizer = make()
+    plain_model, plain_settings, plain = make()
+    model, settings, optimizer = make()
     graph, _ = captured(lambda: one_step(model, optimizer, tokens))
     for step in range(4):
         one_step(plain_model, plain, tokens)
         if step > 0:  # the first one was made before the capture, which makes none
             graph.replay()
-        plain_lr.mul_(0.5), lr.mul_(0.5)
+        plain_settings.mul_(0.5), settings.mul_(0.5)
     assert all(state["step"] == 4 for state in optimizer.state.values())
+    assert_same_run(optimizer, plain)
+
+
+@needs_gpu
+def test_a_scheduler_reaches_the_replays_of_a_cuda_graph():
+    def make():
+        model = Model()
+        optimizer = TritonAdamW(model.parameters(), lr=torch.tensor(0.05, device=DEVICE))
+        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False)
+
+    def one_step(model, optimizer):
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    tokens = torch.arange(6, device=DEVICE)
+    plain_model, plain, plain_scheduler = make()
+    model, optimizer, scheduler = make()
+    graph, _ = captured(lambda: one_step(model, optimizer))
+    for step in range(5):
+        one_step(plain_model, plain)
+        if step > 0:
+            graph.replay()
+        plain_scheduler.step(), scheduler.step()
     assert_same_run(optimizer, plain)
 
 
@@ -1013,8 +1539,10 @@ def test_capture_without_a_step_before_is_refused():
 
 
 @needs_gpu
-def test_nothing_waits_for_the_gpu():
-    optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_waits_for_the_gpu(device):
+    lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=device)
+    optimizer = TritonAdamW(make_params(*SHAPES), lr=lr, betas=betas)
     grads = random_grads(optimizer, 2)
     train(optimizer, grads[:1])  # compiling may wait
     with waiting_forbidden():
@@ -1023,13 +1551,15 @@ def test_nothing_waits_for_the_gpu():
 
 @needs_gpu
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, tensor_lr):
+@pytest.mark.parametrize("kind", ["floats", "ones", "lr in a tensor", "tensors", "maximize"])
+def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
     torch._dynamo.reset()
-    lr = torch.tensor(0.05, device=DEVICE) if tensor_lr else 0.05
+    numbers = torch.tensor([0.05, 0.8, 0.95], device=DEVICE)
+    lr = {"floats": 0.05, "ones": 1, "maximize": 0.05}.get(kind, numbers[0])
+    betas = numbers[1:] if kind == "tensors" else (0.8, 0.95)
 
     def step(p, g, m, v, steps_done):
-        adamw_step(p, g, m, v, steps_done, lr, 0.8, 0.95, 1e-3, 0.3, seed)
+        adamw_step(p, g, m, v, steps_done, lr, *betas, 1e-3, 0.3, seed, maximize=kind == "maximize")
 
     compiled = torch.compile(step, fullgraph=True)
     for n in (4096, 5000):
@@ -1039,6 +1569,25 @@ def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, tensor_lr):
         step(*ours, steps_done)
         compiled(*theirs, steps_done)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@needs_gpu
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_whole_step_under_torch_compile(tensor_lr):
+    torch._dynamo.reset()
+    runs = []
+    for compile_step in (False, True):
+        optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.05, device=DEVICE) if tensor_lr else 0.05)
+        train(optimizer, random_grads(optimizer, 1))
+        step = torch.compile(optimizer.step) if compile_step else optimizer.step
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for grads in random_grads(optimizer, 3):
+            for p, g in zip(params_of(optimizer), grads):
+                p.grad = g.clone()
+            step()
+            scheduler.step()
+        runs.append(optimizer)
+    assert_same_run(*runs)
 
 
 @needs_gpu
@@ -1096,8 +1645,11 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
     with torch.cuda.device(0):
         there = steps_and_change(TritonAdamW, start.to("cuda:1"), [t.to("cuda:1") for t in g], stochastic_rounding=True)
     assert all(torch.equal(a, b.to(a.device)) for a, b in zip(here, there))
-    mixed = TritonAdamW([torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to("cuda:1"))])
-    train(mixed, random_grads(mixed, 2))
+    for lr in (0.1, torch.tensor(0.1), torch.tensor(0.1, device="cuda:0")):
+        mixed = TritonAdamW([torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to("cuda:1"))], lr=lr)
+        grads = [[t, t.to("cuda:1")] for t in g]
+        train(mixed, grads)
+        assert torch.equal(params_of(mixed)[0], params_of(mixed)[1].to("cuda:0"))
 
 
 # ---- The table ---------------------------------------------------------------------------------------------

@@ -98,14 +98,24 @@ def mlp_arguments(t: Callable[..., torch.Tensor]) -> tuple:
     return t(B, T, H), t(INTERMEDIATE, H), t(INTERMEDIATE, H), t(H, INTERMEDIATE)
 
 
-def adamw_step(p: torch.Tensor, grad: torch.Tensor, options: dict) -> None:
+def adamw_step(p: torch.Tensor, grad: torch.Tensor, options: dict, tensors: dict) -> None:
     optimizer = TritonAdamW([p], **options)
+    optimizer.param_groups[0].update(tensors)  # a constructor would look at their numbers
     p.grad = grad
     optimizer.step()
 
 
 def adamw_arguments(**options) -> Callable[[Callable[..., torch.Tensor]], tuple]:
-    return lambda t: (t(H, H), t(H, H), options)
+    return lambda t: (t(H, H), t(H, H), options, {})
+
+
+def adamw_with_tensors(*names: str) -> Callable[[Callable[..., torch.Tensor]], tuple]:
+    def arguments(t: Callable[..., torch.Tensor]) -> tuple:
+        lr, beta1, beta2 = (torch.empty((), device="cuda") for _ in range(3))
+        settings = {"lr": lr, "betas": (beta1, beta2)}
+        return t(H, H), t(H, H), {}, {name: settings[name] for name in names}
+
+    return arguments
 
 
 def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) -> Callable[..., tuple]:
@@ -159,8 +169,14 @@ CASES = [
         for rounding in (False, True)
         for arguments in [adamw_arguments(moments_dtype=torch.float32, stochastic_rounding=rounding)]
     ),
-    Case("AdamW, lr in a tensor", adamw_step, lambda t: (t(H, H), t(H, H), {"lr": torch.empty((), device="cuda")})),
-    Case("AdamW, size not divisible by 16", adamw_step, lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True})),
+    Case("AdamW, maximize", adamw_step, adamw_arguments(maximize=True)),
+    Case("AdamW, lr in a tensor", adamw_step, adamw_with_tensors("lr")),
+    Case("AdamW, lr and betas in tensors", adamw_step, adamw_with_tensors("lr", "betas")),
+    Case(
+        "AdamW, size not divisible by 16",
+        adamw_step,
+        lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True}, {}),
+    ),
     Case("RoPE", TritonRoPEFunction, rope_arguments(), frozen=(2, 3)),
     *(
         Case(f"reverse KL, {name}, V = 131,072", TritonReverseKLFunction, arguments, frozen=(1,))

@@ -13,7 +13,6 @@ the target entries (softmax - 1) drown the others, and a gradient that is 0 at t
 # first: importing PyTorch takes seconds
 import quiet_interrupt  # noqa: F401  # isort: skip
 
-import math
 
 import pytest
 import torch
