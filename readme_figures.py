@@ -7,14 +7,15 @@
 
 A page marks what comes from a record by one comment in the line above the block or table:
 
-    <!-- output: profile_1x512 -->                      the next fenced block: what the script printed, rendered again
-    <!-- output: a b -->                                two or more records: the comparison that a script prints of them
-    <!-- output: a | Category .. Total | GPU busy -->   parts of it: from a line that begins with one text to one that
-                                                        begins with another, or a single line; `...` for what is left out
-    <!-- output: a | Rung .. | without Host, GB/s -->   columns of its tables left out; `...` in their heading
-    <!-- table: NAME WORD ... -->                       the next table: TABLES[NAME](WORD, ...) below
+    <!-- output: profile_1x512 -->                     what the script printed, rendered again
+    <!-- output: a b -->                               of several records: the comparison of them
+    <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
+                                                       to one that begins with another; single lines
+    <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
+    <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) below
 
-Records are named without results/ and .json.  Sentences hold no measured figure: what they say is in a block beside them.
+`...` stands for lines and columns that are left out.  Records are named without results/ and .json.
+Sentences hold no measured figure: what they say is in a block beside them.
 """
 
 import json
@@ -116,7 +117,7 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
 
 
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
-    """The same without the columns of these names, in each table that has them; LEFT_OUT ends such a table's heading."""
+    """The same without the columns of these names; LEFT_OUT ends the heading of a table that had them."""
     spans, result = [], []
     for heading, line in zip(lines, [*lines[1:], ""]):
         if re.fullmatch(r"-+(  +-+)+", line.strip()):
@@ -258,11 +259,7 @@ DURATIONS = {  # what a page calls it: the arguments of the measurement on a CPU
     "9": ("`cross_entropy_test.py`", "cross_entropy_test.py", None),
     "10": ("`benchmark_kernels.py --kernel cross_entropy`", "benchmark_kernels.py --kernel cross_entropy", None),
     "11": ("`finetune_optimized.py`", "finetune_optimized.py --model tiny --seq-len 64", "finetune_optimized_1x512"),
-    "12": (
-        "`finetune_optimized.py --ladder`",
-        "finetune_optimized.py --model tiny --seq-len 64 --ladder",
-        "ladder_1x512",
-    ),
+    "12": ("`finetune_optimized.py --ladder`", None, "ladder_1x512"),
 }
 
 
@@ -282,8 +279,8 @@ def durations() -> str:
     body = []
     for step, (command, measured, name) in DURATIONS.items():
         on_gpu = "not recorded" if name is None else f"{steps_seconds(load(name)):.0f} s"
-        seconds = on_cpu[measured]
-        cpu = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        seconds = on_cpu.get(measured)
+        cpu = "not measured" if seconds is None else f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         body.append([command, step.strip(), on_gpu, cpu])
     return markdown(["command", "step", "steps alone, on the GPU", "all of it, on a CPU core"], body)
 
@@ -312,12 +309,12 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
     record, body = load(f"benchmark_{name}"), []
     for section in record["sections"]:
         spec = KERNELS[section["kernel"]]
-        size = f"{section['size']:,}" if len(record["sections"]) > 1 else None
+        size = f"{section['size']:,}" if len(record["sections"]) > 1 else None  # then at one number of tokens
         for row in chosen(section["rows"], tokens):
             if which == "short" and row["implementation"] not in SHORT[section["kernel"]]:
                 continue
             alone, total = row["kernels_us"], us_of(row)
-            cells = [row["implementation"], *([size] if size else []), f"{row['tokens']:,}"]
+            cells = [row["implementation"], size or f"{row['tokens']:,}"]
             if which != "short":
                 cells += [benchmark_kernels.microseconds(row[key]) for key in ("forward_us", "backward_us")]
             cells += [benchmark_kernels.microseconds(us) for us in (total, row["host_us"], alone)]
@@ -326,9 +323,10 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
                 cells.append(benchmark_kernels.megabytes(row["extra_bytes"]))
             body.append(cells)
     spec = KERNELS[record["sections"][0]["kernel"]]
-    headers = ["µs, forward + backward", *([spec.dimensions[0].name] if len(record["sections"]) > 1 else [])]
-    headers += [spec.rows.lower(), *(["forward", "backward"] if which != "short" else []), "total", "queued", "alone"]
-    headers += ["total, %", "alone, %"]
+    along = spec.dimensions[0].name if len(record["sections"]) > 1 else spec.rows.lower()
+    headers = ["µs, forward + backward", along, *(["forward", "backward"] if which != "short" else [])]
+    headers += ["total", "queued", "alone"]
+    headers += ["total %", "alone %"]
     if which == "short" and spec.title == "Cross-Entropy":
         headers.append("MB")
     return markdown(headers, body)
@@ -400,11 +398,12 @@ def kernels() -> str:
         others = [n for n in rows if not is_ours(n) and n not in (EAGER, HOST_FLOOR, ONE_TILE, pytorch) and us[n]]
         rival = min(others, key=us.get)
         extra = [f"{(rows[name]['extra_bytes'] or 0) / 1e6:,.0f}" for name in (mine, pytorch)]
+        short = rival.removeprefix("torch.optim.").removesuffix(", in place")
         body.append([
             label, f"{tokens:,}", f"{us[mine]:,.0f}", per_cent(record, section, rows[mine], us[mine]),
-            times(us[pytorch] / us[mine]), f"{rival.replace('torch.optim.', '')}: {times(us[rival] / us[mine])}", *extra,
+            times(us[pytorch] / us[mine]), f"{short}: {times(us[rival] / us[mine])}", *extra,
         ])  # fmt: skip
-    headers = ["", "tokens", "ours, µs", "of ceiling", "PyTorch", "strongest other", "MB", "PyTorch's"]
+    headers = ["", "tokens", "ours, µs", "ceiling", "PyTorch", "strongest other", "MB", "PyTorch's"]
     return markdown(headers, body)
 
 
@@ -507,7 +506,10 @@ def reverse_kl() -> str:
 def distillation() -> str:
     """The small students, on a CPU."""
     body = [["the teacher", "", "", "", f"{load('distill_teacher_tiny')['validation_loss_after']:.2f}"]]
-    for label, name in (("its first layer", "distill_tiny_first_layer"), ("a layer with random weights", "distill_tiny")):
+    for label, name in (
+        ("its first layer", "distill_tiny_first_layer"),
+        ("a layer with random weights", "distill_tiny"),
+    ):
         record = load(name)
         losses = record["losses"][0], record["losses"][-1]
         found = [*losses, record["validation_loss_before"], record["validation_loss_after"]]
