@@ -231,7 +231,7 @@ def gains() -> str:
         ratios = [times(rung["step_ms"] / graph["step_ms"]) for rung in (base, liger)]
         label = f"step, {in_words(size)}, every kernel"
         body.append([label, cell(base), f"Liger: {cell(liger)}", cell(graph), *ratios])
-    return markdown(["", "Hugging Face", "strongest other", "ours", "gain", "over it"], body)
+    return markdown(["", "Hugging Face", "strongest other", "ours", "gain", "over other"], body)
 
 
 def gpus() -> str:
@@ -403,7 +403,7 @@ def kernels() -> str:
             label, f"{tokens:,}", f"{us[mine]:,.0f}", per_cent(record, section, rows[mine], us[mine]),
             times(us[pytorch] / us[mine]), f"{short}: {times(us[rival] / us[mine])}", *extra,
         ])  # fmt: skip
-    headers = ["", "tokens", "ours, µs", "ceiling", "PyTorch", "strongest other", "MB", "PyTorch's"]
+    headers = ["", "tokens", "ours, µs", "of limit", "PyTorch", "strongest other", "MB", "PyTorch's"]
     return markdown(headers, body)
 
 
