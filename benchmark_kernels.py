@@ -46,6 +46,7 @@ from benchmark_problems import (
     TWO_KERNELS,
     Implementation,
     Problem,
+    Rate,
     find_peers,
     implementations,
 )
@@ -437,14 +438,14 @@ COLOURS = {
 
 
 def line_style(name: str) -> dict:
+    """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    dashes = dict.fromkeys((f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS), "-.")
-    dashes[HOST_FLOOR] = ":"
+    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS
     return {
         "color": colour,
-        "linestyle": dashes.get(name, "--" if name.endswith("in place") else "-"),
+        "marker": "^" if name in variants else "s" if name.endswith("in place") else "o",
+        "markersize": 6,
         "linewidth": 2.5 if name.startswith(OURS) else 1.5,
-        "label": name,
     }
 
 
@@ -467,48 +468,123 @@ def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]
             yield kernel, title, spec.rows.lower(), [(row["tokens"], row) for row in section["rows"]]
 
 
-def plot(record: dict, path: str) -> None:
-    """Per kernel: latency over tokens or sizes, and GB/s or TFLOP/s beside the measured ceiling."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
+FEW = 2  # places along x: so many are drawn as bars, because a line needs more points to say anything
+HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}
 
-    plt = measure.pyplot()
+
+def clocks(row: dict) -> dict[str, float]:
+    """Microseconds by clock: the kernels alone, where that could be measured, and one call with the host's work."""
+    found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
+    return {clock: us for clock, us in found.items() if us is not None}
+
+
+def rate_at(rate: Rate, row: dict, us: float) -> float:
+    """GB/s or TFLOP/s if the row's work took `us`; the record has it for the call with the host."""
+    return row[rate.key] * row["total_us"][1] / us
+
+
+def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
+    """A line at the measured ceiling, and its name in the room that is left beyond it."""
+    (panel.axvline if vertical else panel.axhline)(ceiling, color="black", linewidth=1)
+    where, axes = ((ceiling, 1), ("data", "axes fraction")) if vertical else ((0, ceiling), ("axes fraction", "data"))
+    panel.annotate(
+        f"measured {rate.ceiling} rate", where, (14, -5) if vertical else (5, 3), xycoords=axes,
+        textcoords="offset points", va="top" if vertical else "bottom", rotation=90 if vertical else 0,
+    )  # fmt: skip
+
+
+def draw_bars(panel, rate: Rate, rows: list[dict], ceiling: float) -> None:
+    """The rates at one size: kernels alone as full bars, host included as frames."""
+    rows = [row for row in reversed(rows) if row[rate.key] is not None]
+    for place, row in enumerate(rows):
+        times, colour = clocks(row), line_style(row["implementation"])["color"]
+        for clock, us in times.items():
+            filled = clock == "kernels alone"
+            height = place + (0 if len(times) == 1 else 0.19 if filled else -0.19)
+            face = {"facecolor": colour} if filled else {"facecolor": "none", "linestyle": "--"}
+            panel.barh(height, rate_at(rate, row, us), 0.36, edgecolor=colour, **face)
+            panel.annotate(
+                f"{us:,.0f} us", (0.015 * ceiling, height), va="center", fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+            )  # fmt: skip
+    panel.set_yticks(range(len(rows)), [row["implementation"] for row in rows])
+    panel.set(xlim=(0, 1.12 * ceiling), xlabel=f"{rate.name}, higher is better")
+    draw_ceiling(panel, ceiling, rate, vertical=True)
+    panel.grid(axis="x", alpha=0.3)
+
+
+def draw_lines(latency, bandwidth, rate: Rate, points: list[tuple[int, dict]], ceiling: float) -> None:
+    """Times and rates over the size: kernels alone solid, host included dashed."""
+    highest = ceiling
+    for implementation in dict.fromkeys(row["implementation"] for _, row in points):
+        style = line_style(implementation)
+        rows = [(x, row) for x, row in points if row["implementation"] == implementation]
+        for clock in ("host included", "kernels alone"):
+            measured = [(x, row, clocks(row)[clock]) for x, row in rows if clock in clocks(row)]
+            if not measured:
+                continue
+            places, times = [x for x, _, _ in measured], [us for _, _, us in measured]
+            drawn = style | (HOST_STYLE if clock == "host included" else {})
+            latency.plot(places, times, **drawn)
+            if implementation != HOST_FLOOR:
+                rates = [rate_at(rate, row, us) for _, row, us in measured]
+                bandwidth.plot(places, rates, **drawn)
+                highest = max(highest, *rates)
+    draw_ceiling(bandwidth, ceiling, rate, vertical=False)
+    bandwidth.set(ylim=(0, 1.1 * highest))
+
+
+def plot(record: dict, path: str) -> None:
+    """Per kernel, by both clocks: time over tokens or sizes, and GB/s or TFLOP/s beside the measured ceiling."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    plt, digits = measure.pyplot(), FuncFormatter(lambda value, _: f"{value:,.10g}")
     parts = list(panels(record))
-    figure, axes = plt.subplots(len(parts), 2, figsize=(14, 5 * len(parts)), squeeze=False, layout="constrained")
-    for (kernel, added, along, points), (latency, bandwidth) in zip(parts, axes):
+    columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
+    size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
+    figure, axes = plt.subplots(len(parts), columns, figsize=size, squeeze=False, layout="constrained")
+    for (kernel, added, along, points), pair in zip(parts, axes):
         spec = KERNELS[kernel]
         rate, ceiling, name = spec.rate, record[spec.rate.ceiling_key], spec.title + added
-        timed = "forward + backward" if spec.rows == "Tokens" else "one step"
-        for implementation in dict.fromkeys(row["implementation"] for _, row in points):
-            rows = [(x, row) for x, row in points if row["implementation"] == implementation]
-            style = {"marker": "o", "markersize": 4, **line_style(implementation)}
-            places = [x for x, _ in rows]
-            latency.plot(places, [row["total_us"][1] for _, row in rows], **style)
-            if implementation != HOST_FLOOR:
-                bandwidth.plot(places, [row[rate.key] for _, row in rows], **style)
-        bandwidth.axhline(ceiling, color="black", linewidth=1)
-        bandwidth.annotate(
-            f"measured {rate.ceiling} rate", (0, ceiling), (4, 4), xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-        )  # fmt: skip
-        latency.set(yscale="log", ylabel=f"{timed}, median (us)", title=f"{name}latency, lower is better")
+        places = sorted({x for x, _ in points})
+        if len(places) <= FEW:
+            for panel, x in zip(pair, places):
+                draw_bars(panel, rate, [row for place, row in points if place == x], ceiling)
+                panel.xaxis.set_major_formatter(digits)
+                panel.set_title(f"{name}{x:,} {along}", fontsize="medium")
+            for panel in pair[len(places) :]:
+                panel.remove()
+            continue
+        latency, bandwidth = pair
+        draw_lines(latency, bandwidth, rate, points, ceiling)
+        latency.set(yscale="log", ylabel="forward + backward, median (us)", title=f"{name}time, lower is better")
         bandwidth.set(
-            ylim=(0, None),
             ylabel=f"{rate.name} (minimum {'traffic' if rate is BANDWIDTH else 'work'} / median)",
             title=f"{name}{'bandwidth' if rate is BANDWIDTH else 'rate'}, higher is better",
         )
-        for panel in (latency, bandwidth):
+        latency.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        latency.yaxis.set_minor_formatter(NullFormatter())
+        for panel in pair:
             panel.set_xscale("log", base=2)
-            panel.set_xticks(sorted({x for x, _ in points}))
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+            panel.set_xticks(places)
             panel.xaxis.set_minor_locator(NullLocator())
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            panel.xaxis.set_major_formatter(digits)
+            panel.yaxis.set_major_formatter(digits)
             panel.set_xlabel(along)
             panel.grid(alpha=0.3)
-        bandwidth.margins(y=0.12)
-        bandwidth.legend(*latency.get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1.02, 0.5))
+        names = dict.fromkeys(row["implementation"] for _, row in points)
+        handles = [Line2D([], [], **line_style(each), label=each) for each in names]
+        handles.append(Line2D([], [], color="black", label="solid: the kernels alone"))
+        handles.append(Line2D([], [], color="black", **HOST_STYLE, label="dashed: one call, host included"))
+        bandwidth.legend(handles=handles, loc="center left", bbox_to_anchor=(1.02, 0.5))
     env = record["environment"]
     mark = "" if env["gpu"] else NOT_MEANINGFUL
-    figure.suptitle(f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}")
+    bars = any(len({x for x, _ in points}) <= FEW for *_, points in parts)
+    figure.suptitle(
+        f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}"
+        + ("\nfull bars: the kernels alone; frames: one call, host included" if bars else "")
+    )
     measure.save_plot(figure, path)
 
 

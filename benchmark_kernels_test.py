@@ -250,6 +250,13 @@ def test_sizes_measured_at_one_number_of_tokens_are_one_row_of_the_plot(finished
     ]  # fmt: skip
 
 
+def test_plot_shows_both_clocks_in_the_same_unit():
+    row = {"gbs": 100.0, "total_us": [9.0, 10.0, 11.0], "kernels_us": 4.0}
+    assert bench.clocks(row) == {"kernels alone": 4.0, "host included": 10.0}
+    assert [bench.rate_at(bench.BANDWIDTH, row, us) for us in bench.clocks(row).values()] == [250.0, 100.0]
+    assert bench.clocks(row | {"kernels_us": None}) == {"host included": 10.0}, "it cannot be captured"
+
+
 @pytest.mark.parametrize("text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])])
 def test_list_of_sizes_is_sorted_and_without_repetition(text, numbers):
     assert bench.number_list(text) == numbers
@@ -457,7 +464,7 @@ def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(dtype, in
 def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     found, _ = on_a_gpu(kernel, monkeypatch)
     styles = [bench.line_style(name) for name in found]
-    assert len({(style["color"], style["linestyle"]) for style in styles}) == len(styles)
+    assert len({(style["color"], style["marker"]) for style in styles}) == len(styles)
 
 
 @pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])

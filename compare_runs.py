@@ -194,9 +194,11 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
+    peaks = [record["peak_memory_bytes"] for record in records]
+    unit, size = measure.decimal_unit(peaks, "GB", "MB", 1e9)  # of a CPU's run the peak may be below 1 GB
     for axis, title, values, spec in [
         (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
-        (memory, "Peak memory (GB)", [r["peak_memory_bytes"] / 1e9 for r in records], ".1f"),
+        (memory, f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f"),
     ]:
         bars = axis.bar(names, values, color=colors)
         axis.bar_label(bars, [format(v, spec) for v in values], padding=2)

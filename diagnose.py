@@ -610,11 +610,11 @@ def plot(records: list[dict], path: str) -> None:
     first = records[0]
     tbs, matmul = first["ceilings"]["copy_gbs"] / 1e3, first["ceilings"]["matmul_tflops"]
     judged = [judge_categories(record) for record in records]
-    names = [name for name, f in judged[0].items() if f.flops and all(name in findings for findings in judged)]
-    points = {  # where each category is, in all records
-        name: [(f.flops / f.n_bytes, f.flops / f.us / 1e6) for f in (findings[name] for findings in judged)]
-        for name in names
-    }  # fmt: skip
+    names = [name for name, f in judged[0].items() if f.flops]
+    found = {  # each category's findings: without the last one where the interpreter ran its kernel
+        name: [findings[name] for findings in judged if name in findings] for name in names
+    }
+    points = {name: [(f.flops / f.n_bytes, f.flops / f.us / 1e6) for f in found[name]] for name in names}
     xs, ys = zip(*(point for both in points.values() for point in both))
     left, right = 0.4 * min(xs), max(40 * matmul / tbs, 3 * max(xs))
 
@@ -629,16 +629,18 @@ def plot(records: list[dict], path: str) -> None:
     axis.text(matmul / tbs, 1.15 * matmul, f"{first['dtype']} matmul: {flop_rate(matmul)}", ha="right")
     height = 0.47
     for name in sorted(names, key=lambda name: -points[name][-1][1]):
-        colour, findings = f"C{names.index(name)}", [each[name] for each in judged]
+        colour, findings = f"C{names.index(name)}", found[name]
+        interpreted = len(findings) < len(records)
         for finding, point in zip(findings, points[name]):
             area = 30 + 3e3 * finding.us / 1e3 / first["median_step_ms"]
-            face = colour if finding is findings[-1] else "none"
+            face = colour if finding is findings[-1] and not interpreted else "none"
             axis.scatter(*point, area, facecolors=face, edgecolors=colour, linewidths=1.5, alpha=0.8, zorder=3)
         times, shares = (" → ".join(dict.fromkeys(values)) for values in (
             [f"{f.us / 1e3:,.1f}" for f in findings], [f"{100 * f.share:.0f}" for f in findings]
         ))  # fmt: skip
         axis.annotate(
-            f"{name}: {times} ms, {shares} % of its ceiling", points[name][-1], (0.42, height), color=colour,
+            f"{name}: {times} ms, {shares} % of its ceiling{' → interpreted' if interpreted else ''}",
+            points[name][-1], (0.42, height), color=colour,
             textcoords="axes fraction", va="center",
             arrowprops={
                 "arrowstyle": "-", "color": colour, "alpha": 0.4,

@@ -480,6 +480,19 @@ def test_both_profiles_are_drawn_in_one_picture(run_script, tmp_path):
     assert is_picture(picture)
 
 
+def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    before, after = (record | {"device": "CPU", "timeline": None} for record in before_and_after())
+    before["categories"]["optimizer"]["flops"] = 1e4
+    diagnose.plot([before, after], str(tmp_path / "roofline.png"))
+    (axis,) = pyplot.gcf().axes
+    (said,) = (text.get_text() for text in axis.texts if text.get_text().startswith("optimizer"))
+    assert said.endswith("% of its ceiling → interpreted"), "the bytes of the kernel that took its place are unknown"
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
 def test_a_profile_without_bytes_is_not_drawn(run_script, tmp_path):
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
     for path, record in zip(paths, before_and_after()):

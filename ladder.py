@@ -32,6 +32,7 @@ IGNORED = {  # by each of the flags below
     "opponent": ["longest", "kernels", "stochastic_rounding", "cuda_graph"],
     "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
 }
+RUNG_COLOUR, BASELINE_COLOUR = "#D55E00", "#999999"  # ours; PyTorch and Liger-Kernel
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +42,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--opponent", choices=["liger"], help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels")
     add("--ladder", action="store_true", help="baseline and every rung up to all kernels, in one table")
     add("--longest", action="store_true", help="from --seq-len on, the longest sequence that fits, batch 1")
+    add("--plot", metavar="FILE.png", help="with --ladder: the step's time and memory, rung by rung, as a picture")
     # fmt: on
 
 
 def takes_over(args: argparse.Namespace) -> bool:
-    """Do what one of the flags asks for; False if there is none."""
+    """Do what one of the flags asks for; False if there is none.
+
+    Raises:
+        UserError: a picture is asked for, but no ladder, or it cannot be written.
+    """
+    if args.plot and not args.ladder:
+        raise UserError(f"--plot {args.plot} draws the ladder: add --ladder, or leave --plot out")
+    measure.require_png(args.plot)
+    measure.require_writable(args.plot)
     run = climb if args.ladder else train_opponent if args.opponent else find_longest if args.longest else None
     if run is not None:
         run(args)
@@ -109,6 +119,8 @@ def climb(args: argparse.Namespace) -> None:
     except RunError as error:
         record["absent"].append(str(error))
     print("\n" + render(record))
+    if args.plot:
+        plot([record], args.plot)
     measure.write_record(args.json, record)
 
 
@@ -143,6 +155,37 @@ def render(record: dict) -> str:
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)
+
+
+def plot(records: list[dict], path: str) -> None:
+    """A step's time and peak memory, rung by rung, a row of two panels for each record, as one PNG."""
+    plt = measure.pyplot()
+    size = 12, 0.6 + 3.6 * len(records)
+    figure, axes = plt.subplots(len(records), 2, figsize=size, squeeze=False, layout="constrained")
+    for record, (times, memory) in zip(records, axes):
+        rungs = record["rungs"][::-1]
+        names = [rung["name"] if rung["predicted_ms"] is None else f"+ {rung['name']}" for rung in rungs]
+        colours = [BASELINE_COLOUR if rung["predicted_ms"] is None else RUNG_COLOUR for rung in rungs]
+        for panel, unit, values in (
+            (times, "ms", [rung["step_ms"] for rung in rungs]),
+            (memory, "GB", [rung["peak_memory_bytes"] / 1e9 for rung in rungs]),
+        ):
+            panel.barh(names, values, color=colours)
+            for place, value in enumerate(values):
+                panel.text(0.01 * max(values), place, f"{value:,.1f}", color="white", va="center", weight="bold")
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.set_xlabel(f"{'time of a step' if unit == 'ms' else 'peak memory'}, {unit}, lower is better")
+        predicted = [(rung["predicted_ms"], i) for i, rung in enumerate(rungs) if rung["predicted_ms"] is not None]
+        times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
+        memory.set_yticks([])
+        times.set_title(f"{record['batch_size']} x {record['seq_len']} tokens", loc="left")
+    first = records[0]
+    device = first["environment"]["gpu"] or f"CPU{measure.NOT_MEANINGFUL}"
+    figure.suptitle(
+        f"{first['model']}, {first['dtype']}, {device}, {first['environment']['date']}\n"
+        "bars: measured; black marks: what the baseline's profile predicted for the rung"
+    )
+    measure.save_plot(figure, path)
 
 
 def train_opponent(args: argparse.Namespace) -> None:

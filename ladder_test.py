@@ -36,7 +36,9 @@ def small_model(monkeypatch):
 
 
 def arguments(*flags: str) -> argparse.Namespace:
-    return llama.finetune_parser("").parse_args([*SMALL, *flags])
+    parser = llama.finetune_parser("")
+    ladder.add_flags(parser)
+    return parser.parse_args([*SMALL, *flags])
 
 
 def made_up_rung(name, predicted_ms, step_ms, loss=2.0) -> dict:
@@ -83,6 +85,28 @@ def test_the_table_from_a_record(gpu):
     assert "Model: tiny, 1,234 parameters, random weights, bf16; 4 x 2 tokens, 2 steps, data stdlib" in text
     assert f"Copy rate measured in this run: 4,321 GB/s; the baseline keeps the {'GPU' if gpu else 'CPU'} busy" in text
     assert (measure.NOT_MEANINGFUL in text) == (gpu is None)
+
+
+def test_the_picture_has_every_rung_and_what_was_predicted(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    record, path = made_up_record("Made Up"), tmp_path / "ladder.png"
+    ladder.plot([record, record | {"seq_len": 3}], str(path))
+    times, memory, second, _ = pyplot.gcf().axes
+    assert path.read_bytes().startswith(b"\x89PNG")
+    names = [label.get_text() for label in times.get_yticklabels()]
+    assert names == ["Liger-Kernel, fused AdamW", "+ rmsnorm", "+ adamw", "baseline"]
+    assert [text.get_text() for text in times.texts] == ["90.0", "60.0", "80.0", "100.0"]
+    assert [text.get_text() for text in memory.texts] == ["9.0", "6.0", "8.0", "10.0"]
+    assert times.lines[0].get_xdata().tolist() == [75.0, 70.0]
+    assert (times.get_title("left"), second.get_title("left")) == ("4 x 2 tokens", "4 x 3 tokens")
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_a_picture_without_a_ladder_is_refused(run_script, tmp_path):
+    outcome = run_script(finetune_optimized, *SMALL, "--plot", str(tmp_path / "x.png"))
+    assert outcome.code == 2 and "draws the ladder: add --ladder" in outcome.err and not list(tmp_path.iterdir())
 
 
 def test_the_longest_sequence_from_a_record():
