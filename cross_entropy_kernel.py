@@ -59,7 +59,8 @@ with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it b
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+HUGE = tl.constexpr(2.0**31)  # of a maximum times LOG2E, see _online_softmax
 
 
 def cross_entropy_reference(logits, targets, ignore_index=-100, reduction="mean"):
@@ -83,40 +84,69 @@ def _cut_row(ptr, row, row_stride, n_cols):
     return ptr + start, ptr + (start + 7) // 8 * 8, n_body, edge, in_edge
 
 
-# exp(t) = 2**(t * LOG2E), and powers of 2 are what a GPU computes.  (tl.exp does the same, and takes
-# three more instructions for results below 1e-38, which here are only ever added to larger ones.)
-#
-# Every t is a logit minus a maximum, subtracted before anything is multiplied.  Near the maximum,
-# where the softmax is not 0, that difference is exact whatever the magnitude: 10,000 + x keeps the
-# digits of x, and in a row of 1e10 everywhere each t is 0.
-@triton.jit
-def _exp(t):
-    return tl.exp2(t * LOG2E)
-
-
 # A row's m and d, by the online softmax.  It reads the row's body; the edge's logits are given.
+#
+# exp(x - m) = 2**(x * LOG2E - m * LOG2E), and 2**t is what a GPU computes.  So m is kept times LOG2E,
+# its *unit*, and each exponential costs one multiply-add.  That does not round its product, so 10,000 +
+# x keeps the digits of x.  m itself is rounded, by up to half of the distance between two fp32 numbers;
+# but any m gives the same softmax, as long as 2**(rounding) is far from overflow: for |m| < 2**31 it is
+# at most 2**64.  (Subtracting first, exp2((x - m) * LOG2E), would do for every m.  It is one instruction
+# more for each logit, and in place, where instructions are the limit, takes 15 % longer on an H200.)
 @triton.jit
-def _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    # From LOWEST on, m is finite in a column of -inf too (a masked vocabulary): -inf - -inf is NaN.
-    m = tl.full((TILE_COLS,), LOWEST, dtype=tl.float32)
+def _online_softmax(
+    body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
+):  # fmt: skip
+    # m begins finite: in a column of -inf (a masked vocabulary) -inf - -inf would be NaN.
+    m = tl.full((TILE_COLS,), -HUGE, dtype=tl.float32)
     d = tl.zeros((TILE_COLS,), dtype=tl.float32)
     for first in range(0, n_body, TILE_ROWS * TILE_COLS):
         cols = first + tile
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(logits, axis=0))
-        d = d * _exp(m - m_new) + tl.sum(_exp(logits - m_new[None, :]), axis=0)
+        m_new = tl.maximum(m, tl.max(logits, axis=0) * LOG2E)
+        d = d * tl.exp2(m - m_new) + tl.sum(tl.exp2(tl.fma(logits, LOG2E, -m_new[None, :])), axis=0)
         m = m_new
     # The threads meet: every sum is rescaled to the row's maximum.
-    m_row = tl.maximum(tl.max(m), tl.max(edge_logits))
-    d_row = tl.sum(d * _exp(m - m_row)) + tl.sum(_exp(edge_logits - m_row))
-    return m_row, d_row
+    m_row = tl.maximum(tl.max(m), tl.max(edge_logits) * LOG2E)
+    d_row = tl.sum(d * tl.exp2(m - m_row)) + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))
+    unit = tl.full((), LOG2E, dtype=tl.float32)
+    if tl.abs(m_row) >= HUGE:
+        unit = tl.full((), 1.0, dtype=tl.float32)
+        m_row, d_row = _count_maxima(body_ptr, n_body, edge_logits, tile, TILE_ROWS * TILE_COLS)
+    return m_row, d_row, unit
+
+
+# The same where the maximum is beyond 2**31 / LOG2E = 1.5e9, or the row is -inf.  There neighbouring
+# fp32 numbers are at least 64 apart, so exp(x - m) is 1 at the maximum and 0 elsewhere, and d is how
+# often the maximum occurs.  2**(x - m) is 1 and 0 as well: the unit is 1, m the maximum, unrounded.
+@triton.jit
+def _count_maxima(body_ptr, n_body, edge_logits, tile, TILE_SIZE: tl.constexpr):
+    m = tl.maximum(tl.max(edge_logits), LOWEST)
+    for first in range(0, n_body, TILE_SIZE):
+        cols = first + tile
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        m = tl.maximum(m, tl.max(logits))
+    d = tl.sum(_is_maximum(edge_logits, m))
+    for first in range(0, n_body, TILE_SIZE):
+        cols = first + tile
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        d += tl.sum(_is_maximum(logits, m))
+    return m, d
 
 
 @triton.jit
-def _loss_of_row(target_logit, m, d):
-    t = target_logit - m
-    # -log(exp(t) / d), exactly 0 if d = exp(t).  Where that quotient may outgrow fp32: log by log.
-    return tl.where(t > -70.0, tl.log(d / _exp(t)), tl.log(d) - t)
+def _is_maximum(x, m):  # 1 or 0; NaN where x is NaN, or inf as m is
+    return tl.where(x < m, 0.0, 1.0 + (x - m))
+
+
+# -log(exp(x_target - m) / d), exactly 0 if exp(x_target - m) is d.
+@triton.jit
+def _loss_of_row(target_logit, m, d, unit):
+    t = tl.fma(target_logit, unit, -m)
+    near = tl.log(d / tl.exp2(t))
+    to_log = tl.where(unit == 1.0, 1.0, LN2)  # from the unit to natural logarithms
+    far = tl.log(d) - t * to_log  # where 2**t may fall out of fp32
+    farther = m * to_log - target_logit + tl.log(d)  # where even target_logit * LOG2E does
+    return tl.where(t > -100.0, near, tl.where(t == -float("inf"), farther, far))
 
 
 # One program per row: it reads the row once, and stores three numbers.
@@ -125,7 +155,7 @@ def _cross_entropy_fwd_kernel(
     logits_ptr, logits_row_stride,  # (n_rows, n_cols)
     targets_ptr,  # (n_rows,)
     row_loss_ptr,  # (n_rows,)
-    m_d_ptr,  # (n_rows, 2) fp32, for the backward
+    stats_ptr,  # (n_rows, 3) fp32, for the backward: m, d, unit
     n_valid_ptr,  # (), or None unless the loss is a mean
     n_cols,
     ignore_index,
@@ -144,10 +174,11 @@ def _cross_entropy_fwd_kernel(
         in_row = (target >= 0) & (target < n_cols)
         target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
         edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-        m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
-        tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d) * scale)
-        tl.store(m_d_ptr + 2 * row, m)
-        tl.store(m_d_ptr + 2 * row + 1, d)
+        m, d, unit = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
+        tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d, unit) * scale)
+        tl.store(stats_ptr + 3 * row, m)
+        tl.store(stats_ptr + 3 * row + 1, d)
+        tl.store(stats_ptr + 3 * row + 2, unit)
 
 
 # The backward.  Given scale = dL/dloss of a row (grad_output, over n_valid for a mean), find dL/dlogits.
@@ -157,25 +188,25 @@ def _cross_entropy_fwd_kernel(
 #   dlogits[j]       = (exp(logits[j] - m) - d * [j == target]) * (scale / d)
 #
 # Subtracting before dividing spares a confident prediction (softmax near 1) one rounding of a number near 1.  Both m
-# and d are saved, not their sum lse = m + log(d): rounded, near 10,000, it would make the softmax 0.05 % wrong.
+# and d are saved (and m's unit), not their sum lse = m + log(d): rounded, near 10,000, it would make the softmax 0.05 % wrong.
 @triton.jit
 def _store_dlogits(
     body_ptr, out_row_ptr, out_body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
-    m, d, scale, tile, TILE_SIZE: tl.constexpr,
+    m, d, unit, scale, tile, TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
     dtype = out_row_ptr.dtype.element_ty
     target_ptr = out_row_ptr + target
     factor = tl.where(in_row, scale, float("nan")) / d
-    tl.store(out_row_ptr + edge, (_exp(edge_logits - m) * factor).to(dtype), mask=in_edge)
+    tl.store(out_row_ptr + edge, (tl.exp2(tl.fma(edge_logits, unit, -m)) * factor).to(dtype), mask=in_edge)
     # Last tile first: it was read last, and is still in the cache.  ".cs" stores without taking room there (-11 %).
     for done in range(0, n_body, TILE_SIZE):
         cols = (n_body - 1) // TILE_SIZE * TILE_SIZE - done + tile
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
-        dlogits = _exp(logits - m) * factor
+        dlogits = tl.exp2(tl.fma(logits, unit, -m)) * factor
         tl.store(out_body_ptr + cols, dlogits.to(dtype), mask=cols < n_body, cache_modifier=".cs")
     # The target's own entry last, and apart: comparing every column with the target costs 15 % in place.
     tl.debug_barrier()
-    target_dlogit = (_exp(target_logit - m) - d) * factor
+    target_dlogit = (tl.exp2(tl.fma(target_logit, unit, -m)) - d) * factor
     tl.store(target_ptr, target_dlogit.to(dtype), mask=in_row)
 
 
@@ -184,7 +215,7 @@ def _cross_entropy_bwd_kernel(
     grad_output_ptr, grad_output_stride,  # (n_rows,), with stride 0 where all rows share one gradient
     logits_ptr, logits_row_stride,  # (n_rows, n_cols)
     targets_ptr,  # (n_rows,)
-    m_d_ptr,  # (n_rows, 2) fp32
+    stats_ptr,  # (n_rows, 3) fp32
     n_valid_ptr,  # (), or None unless the loss is a mean
     dlogits_ptr, dlogits_row_stride,  # both row strides are equal modulo 8, so that rows are cut alike
     n_cols,
@@ -206,9 +237,11 @@ def _cross_entropy_bwd_kernel(
         scale = tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)
         if n_valid_ptr is not None:
             scale = scale / tl.load(n_valid_ptr)
+        m, d = tl.load(stats_ptr + 3 * row), tl.load(stats_ptr + 3 * row + 1)
+        unit = tl.load(stats_ptr + 3 * row + 2)
         _store_dlogits(
             body_ptr, out_row_ptr, out_body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
-            tl.load(m_d_ptr + 2 * row), tl.load(m_d_ptr + 2 * row + 1), scale, tile, TILE_ROWS * TILE_COLS,
+            m, d, unit, scale, tile, TILE_ROWS * TILE_COLS,
         )  # fmt: skip
 
 
@@ -244,11 +277,11 @@ def _cross_entropy_inplace_kernel(
             in_row = (target >= 0) & (target < n_cols)
             target_logit = tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32)
             edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-            m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
-            tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d) * scale)
+            m, d, unit = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
+            tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d, unit) * scale)
             _store_dlogits(
                 body_ptr, row_ptr, body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
-                m, d, scale, tile, TILE_ROWS * TILE_COLS,
+                m, d, unit, scale, tile, TILE_ROWS * TILE_COLS,
             )  # fmt: skip
 
 
@@ -349,23 +382,23 @@ def on_device_of(t):
 # The kernels' launches, for whoever has the logits as rows (n_rows, V) with adjacent columns, and has checked them.
 
 
-def launch_forward(rows, targets, row_loss, m_d, n_valid, ignore_index):
-    """Write row_loss (n_rows,) fp32 and m_d (n_rows, 2) fp32."""
+def launch_forward(rows, targets, row_loss, stats, n_valid, ignore_index):
+    """Write row_loss (n_rows,) fp32 and stats (n_rows, 3) fp32."""
     n_rows, V = rows.shape
     if n_rows > 0:
         with on_device_of(rows):
             _cross_entropy_fwd_kernel[(n_rows,)](
-                rows, rows.stride(0), targets, row_loss, m_d, n_valid, V, ignore_index, **_options(rows, 4)
+                rows, rows.stride(0), targets, row_loss, stats, n_valid, V, ignore_index, **_options(rows, 4)
             )
 
 
-def launch_backward(row_grads, rows, targets, m_d, n_valid, drows, ignore_index):
+def launch_backward(row_grads, rows, targets, stats, n_valid, drows, ignore_index):
     """Write drows (n_rows, V), which may be the rows themselves, for row_grads (n_rows,)."""
     n_rows, V = rows.shape
     if n_rows > 0:
         with on_device_of(rows):
             _cross_entropy_bwd_kernel[(n_rows,)](
-                row_grads, row_grads.stride(0), rows, rows.stride(0), targets, m_d, n_valid,
+                row_grads, row_grads.stride(0), rows, rows.stride(0), targets, stats, n_valid,
                 drows, drows.stride(0), V, ignore_index, **_options(rows, 16, 4),
             )  # fmt: skip
 
@@ -407,7 +440,7 @@ def _new_drows(rows):
 
 
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean", overwrite=False):
-    """Return loss, m_d and n_valid of logits (..., V) and targets (...).
+    """Return loss, stats and n_valid of logits (..., V) and targets (...).
 
     Args:
         logits: fp16, bf16 or fp32, with any strides.
@@ -416,7 +449,7 @@ def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean", 
 
     Returns:
         loss: () fp32, or (...) with reduction "none".
-        m_d: m and d of each row for the backward, (n_rows, 2) fp32; None after overwriting.
+        stats: m, d and m's unit of each row for the backward, (n_rows, 3) fp32; None after overwriting.
         n_valid: the number of rows that count, () int64; None unless the loss is a mean.
 
     Raises:
@@ -428,18 +461,18 @@ def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean", 
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)
     if overwrite:
         _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)
-        m_d = None
+        stats = None
         launch_inplace(rows, row_targets, row_loss, n_valid, ignore_index)
     else:
-        m_d = logits.new_empty((len(rows), 2), dtype=torch.float32)
-        launch_forward(rows, row_targets, row_loss, m_d, n_valid, ignore_index)
-    return _reduced(row_loss, reduction), m_d, n_valid
+        stats = logits.new_empty((len(rows), 3), dtype=torch.float32)
+        launch_forward(rows, row_targets, row_loss, stats, n_valid, ignore_index)
+    return _reduced(row_loss, reduction), stats, n_valid
 
 
-def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_index=-100):
+def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_index=-100):
     """Return dlogits (..., V) in logits' dtype, from what a forward was given and returned.
 
-    It is new, or, where m_d is None because the forward has overwritten the logits, in their memory.
+    It is new, or, where stats is None because the forward has overwritten the logits, in their memory.
 
     Args:
         grad_output: fp32, () or (...).
@@ -450,11 +483,11 @@ def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_in
     rows, row_targets = _rows(logits, targets)
     refuse_foreign_memory("grad_output", grad_output)
     row_grads = grad_output.expand(targets.shape).reshape(-1)  # of a scalar it is a view with stride 0
-    if m_d is None:
+    if stats is None:
         launch_scale(row_grads, rows, row_targets, ignore_index)
         return rows.detach().view(logits.shape)
     drows = _new_drows(rows)
-    launch_backward(row_grads, rows, row_targets, m_d, n_valid, drows, ignore_index)
+    launch_backward(row_grads, rows, row_targets, stats, n_valid, drows, ignore_index)
     return drows.view(logits.shape)
 
 
@@ -485,7 +518,7 @@ _inplace_operator = torch.library.custom_op(
 )  # fmt: skip
 _backward_operator = torch.library.custom_op(
     "tutorial::cross_entropy_backward", cross_entropy_backward, mutates_args=(),
-    schema="(Tensor grad_output, Tensor logits, Tensor targets, Tensor m_d, Tensor? n_valid, "
+    schema="(Tensor grad_output, Tensor logits, Tensor targets, Tensor stats, Tensor? n_valid, "
     "int ignore_index) -> Tensor",
 )  # fmt: skip
 
@@ -499,12 +532,12 @@ def _loss_shape(logits, targets, ignore_index, reduction):
 @_forward_operator.register_fake
 def _forward_shapes(logits, targets, ignore_index, reduction):
     loss = _loss_shape(logits, targets, ignore_index, reduction)
-    m_d = logits.new_empty((targets.numel(), 2), dtype=torch.float32)
-    return [loss, m_d, *([targets.new_empty((), dtype=torch.int64)] if reduction == "mean" else [])]
+    stats = logits.new_empty((targets.numel(), 3), dtype=torch.float32)
+    return [loss, stats, *([targets.new_empty((), dtype=torch.int64)] if reduction == "mean" else [])]
 
 
 @_backward_operator.register_fake
-def _backward_shape(grad_output, logits, targets, m_d, n_valid, ignore_index):
+def _backward_shape(grad_output, logits, targets, stats, n_valid, ignore_index):
     rows, _ = _rows(logits, targets)
     return _new_drows(rows).view(logits.shape)
 
@@ -514,14 +547,14 @@ def _compiled_forward(logits, targets, ignore_index, reduction, overwrite):
     if overwrite:
         _refuse_to_overwrite(logits, logits)  # the compiler does not know whose view a tensor is
         return _inplace_operator(logits, targets, ignore_index, reduction), None, None
-    loss, m_d, *n_valid = _forward_operator(logits, targets, ignore_index, reduction)
-    return loss, m_d, n_valid[0] if n_valid else None
+    loss, stats, *n_valid = _forward_operator(logits, targets, ignore_index, reduction)
+    return loss, stats, n_valid[0] if n_valid else None
 
 
-def _compiled_backward(grad_output, logits, targets, m_d, n_valid, ignore_index):
+def _compiled_backward(grad_output, logits, targets, stats, n_valid, ignore_index):
     """cross_entropy_backward for torch.compile."""
-    if m_d is not None:
-        return _backward_operator(grad_output, logits, targets, m_d, n_valid, ignore_index)
+    if stats is not None:
+        return _backward_operator(grad_output, logits, targets, stats, n_valid, ignore_index)
     # In place it needs no operator: the compiler writes this over the logits, which nobody needs then.
     row_grads = grad_output.expand(targets.shape).unsqueeze(-1)
     ignored = (targets == ignore_index).unsqueeze(-1)

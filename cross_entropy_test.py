@@ -198,9 +198,9 @@ def test_table_shape_with_the_shipped_tiles(dtype, monkeypatch):
 def test_worked_example_of_the_readme(monkeypatch):
     set_tile(monkeypatch, 1, 4)
     logits = torch.tensor([[2.0, 5.0, 1.0, 3.0, 4.0, 7.0, 2.0, 6.0]], device=DEVICE)
-    loss, m_d, n_valid = cross_entropy_forward(logits, torch.tensor([5], device=DEVICE))
-    m, d = m_d[0].tolist()
-    assert (round(loss.item(), 3), round(m, 3), round(d, 3), n_valid.item()) == (0.462, 7.0, 1.587, 1)
+    loss, stats, n_valid = cross_entropy_forward(logits, torch.tensor([5], device=DEVICE))
+    m, d, unit = stats[0].tolist()
+    assert (round(loss.item(), 3), round(m / unit, 3), round(d, 3), n_valid.item()) == (0.462, 7.0, 1.587, 1)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193])
@@ -235,7 +235,7 @@ def test_overflow_of_exp_without_the_maximum():
 
 # ---------------------------------------------------------------------------- logits of any magnitude
 
-# 1.5e9 was the edge of a version that kept m * log2(e), rounded: from there on exp2 saw the rounding alone.
+# From 2**31 / log2(e) = 1.5e9 on, exp2 would see nothing but the rounding of m * log2(e).
 MAGNITUDES = [
     *((torch.float32, magnitude) for magnitude in (1e4, 1.4e9, 1.6e9, 1e10, 1e30, torch.finfo(torch.float32).max)),
     (torch.bfloat16, 1e10),
@@ -537,13 +537,13 @@ def test_launchers_work_without_autograd(reduction):
     logits, targets = make_inputs(dtype=torch.bfloat16)
     grad_output = torch.randn((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
     expected = loss_and_gradient(TritonCrossEntropyLoss(reduction=reduction), logits, targets, grad_output)
-    loss, m_d, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
-    new = cross_entropy_backward(grad_output, logits, targets, m_d, n_valid)
+    loss, stats, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
+    new = cross_entropy_backward(grad_output, logits, targets, stats, n_valid)
     assert new.data_ptr() != logits.data_ptr()
     assert torch.equal(loss, expected[0]) and torch.equal(new, expected[1])
-    loss, m_d, n_valid = cross_entropy_forward(logits, targets, reduction=reduction, overwrite=True)
-    over = cross_entropy_backward(grad_output, logits, targets, m_d, n_valid)
-    assert m_d is None and over.data_ptr() == logits.data_ptr()
+    loss, stats, n_valid = cross_entropy_forward(logits, targets, reduction=reduction, overwrite=True)
+    over = cross_entropy_backward(grad_output, logits, targets, stats, n_valid)
+    assert stats is None and over.data_ptr() == logits.data_ptr()
     assert torch.equal(loss, expected[0])
 
 
@@ -779,12 +779,12 @@ def test_unknown_reduction_is_refused():
 @pytest.mark.parametrize("which", ["logits", "targets", "grad_output"])
 def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
     tensors = {"logits": X.to(DEVICE), "targets": T.to(DEVICE), "grad_output": torch.ones((), device=DEVICE)}
-    m_d = torch.ones(2, 2, device=DEVICE)
+    stats = torch.ones(2, 3, device=DEVICE)
     tensors[which] = as_dtensor(tensors[which])
     sentence = rf"{which} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)\."
     logits, targets, grad_output = tensors.values()
     with pytest.raises(TypeError, match=sentence):
-        cross_entropy_backward(grad_output, logits, targets, m_d, None)
+        cross_entropy_backward(grad_output, logits, targets, stats, None)
     if which != "grad_output":
         for overwrite in (False, True):
             with pytest.raises(TypeError, match=sentence):
@@ -951,12 +951,12 @@ def test_torch_compile_refuses_bad_input_with_the_same_sentence(nothing_poisoned
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_operators_promise_torch_compile_what_they_return(layout, reduction):
     logits, targets = make_inputs() if layout == "contiguous" else LAYOUTS[layout]()
-    loss, m_d, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
+    loss, stats, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
     grad_output = torch.ones_like(loss)
     ops, kernels = torch.library.opcheck, cross_entropy_kernel
     tests = {"test_utils": ["test_schema", "test_faketensor"]}  # they have no autograd of their own
     ops(kernels._forward_operator, (logits, targets, -100, reduction), **tests)
-    ops(kernels._backward_operator, (grad_output, logits, targets, m_d, n_valid, -100), **tests)
+    ops(kernels._backward_operator, (grad_output, logits, targets, stats, n_valid, -100), **tests)
     if logits.is_contiguous():
         ops(kernels._inplace_operator, (logits.clone(), targets, -100, reduction), **tests)
 
@@ -975,8 +975,8 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
     logits = torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3)
     targets = torch.randint(vocab, (n_rows,), device=DEVICE)
     grad_output = torch.randn(n_rows, device=DEVICE)
-    loss, m_d, _ = cross_entropy_forward(logits, targets, reduction="none")
-    gradient = cross_entropy_backward(grad_output, logits, targets, m_d, None)
+    loss, stats, _ = cross_entropy_forward(logits, targets, reduction="none")
+    gradient = cross_entropy_backward(grad_output, logits, targets, stats, None)
     for rows in (slice(0, 4), slice(16_742, 16_746), slice(-4, None)):
         ref64, eager = reference_and_eager(logits[rows], targets[rows], grad_output[rows], reduction="none")
         ours = loss[rows], gradient[rows]

@@ -119,10 +119,10 @@ def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_inde
         ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
         ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: only zeroes ignored rows
         return
-    m_d = logits.new_empty((len(logits), 2), dtype=torch.float32)
-    ce.launch_forward(logits, targets, row_loss, m_d, n_valid, ignore_index)
+    stats = logits.new_empty((len(logits), 3), dtype=torch.float32)
+    ce.launch_forward(logits, targets, row_loss, stats, n_valid, ignore_index)
     if row_grads is not None:
-        ce.launch_backward(row_grads, logits, targets, m_d, n_valid, logits, ignore_index)
+        ce.launch_backward(row_grads, logits, targets, stats, n_valid, logits, ignore_index)
 
 
 def _add_product(total, a, b, beta):

@@ -119,14 +119,14 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     logits = torch.randn(n_rows, V, device=DEVICE, dtype=dtype)  # (B*T, V)
     targets = torch.randint(V, (n_rows,), device=DEVICE)  # (B*T,)
     one = torch.ones((), device=DEVICE)
-    _, m_d, n_valid = cross_entropy_kernel.cross_entropy_forward(logits, targets)
+    _, stats, n_valid = cross_entropy_kernel.cross_entropy_forward(logits, targets)
     overwritten = torch.empty_like(logits)
 
     def forward() -> tuple[torch.Tensor, ...]:
         return cross_entropy_kernel.cross_entropy_forward(logits, targets)
 
     def backward() -> torch.Tensor:
-        return cross_entropy_kernel.cross_entropy_backward(one, logits, targets, m_d, n_valid)
+        return cross_entropy_kernel.cross_entropy_backward(one, logits, targets, stats, n_valid)
 
     def in_place() -> tuple[torch.Tensor, ...]:
         return cross_entropy_kernel.cross_entropy_forward(overwritten, targets, overwrite=True)
