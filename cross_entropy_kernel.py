@@ -188,7 +188,8 @@ def _cross_entropy_fwd_kernel(
 #   dlogits[j]       = (exp(logits[j] - m) - d * [j == target]) * (scale / d)
 #
 # Subtracting before dividing spares a confident prediction (softmax near 1) one rounding of a number near 1.  Both m
-# and d are saved (and m's unit), not their sum lse = m + log(d): rounded, near 10,000, it would make the softmax 0.05 % wrong.
+# and d are saved (and m's unit), not their sum lse = m + log(d): rounded, near 10,000, it would make
+# the softmax 0.05 % wrong.
 @triton.jit
 def _store_dlogits(
     body_ptr, out_row_ptr, out_body_ptr, n_body, edge, in_edge, edge_logits, target, in_row, target_logit,
