@@ -226,3 +226,33 @@ def far_apart(tmp_path):
 
     yield place
     file.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def as_dtensor(tmp_path):
+    """as_dtensor(t): t as a DTensor, in a group of this one process."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(DEVICE, (1,))
+    yield lambda t: DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def compiler_pads_rows():
+    """torch.compile from anew; inside of a graph it lays out long rows with gaps between them, on a CPU as on a GPU."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(disable_padding_cpu=False):
+        yield
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """What has been compiled must do for other sizes too: to compile it once more is an error."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield

@@ -33,9 +33,11 @@ New ideas of Triton, after those of rmsnorm_kernel.py:
 3. `tl.load(..., other=-inf)`: lanes beyond the row's end get a value that changes no maximum and adds exp 0.
 4. A pointer may be None: Triton compiles a kernel without it.  A stride may be 0: all rows read one element.
 
-Limits: fp16, bf16, fp32, +-2e38; the vocabulary is the LAST dimension (F.cross_entropy wants it second); no class
-weights, no label smoothing; the loss is fp32; differentiable once.  Logits without a (n_rows, V) view, such as
-logits[:, :-1] of several sequences, are copied: to predict the next token, shift the labels instead.
+Limits: fp16, bf16 and fp32 logits of any finite value, or -inf; the vocabulary is the LAST
+dimension (F.cross_entropy wants it second); no class weights, no label smoothing; the loss is fp32
+(inf, as PyTorch's, where a target is more than 3.4e38 below the maximum); differentiable once.
+Logits without a (n_rows, V) view, such as logits[:, :-1] of several sequences, are copied: to
+predict the next token, shift the labels instead.
 """
 
 import contextlib
@@ -43,6 +45,7 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
@@ -53,9 +56,7 @@ import triton.language as tl
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# exp(x - m) = 2**(x * LOG2E - m * LOG2E), and 2**t is what a GPU computes.  So the kernels keep m times LOG2E, and each
-# exponential costs one multiply-add.  Its product is not rounded, so that 10,000 + x keeps the digits of x.
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)  # log2(e)
 
 
 def cross_entropy_reference(logits, targets, ignore_index=-100, reduction="mean"):
@@ -79,28 +80,40 @@ def _cut_row(ptr, row, row_stride, n_cols):
     return ptr + start, ptr + (start + 7) // 8 * 8, n_body, edge, in_edge
 
 
-# A row's m and d, by the online softmax.  It reads no column beside the body's; the edge's logits are given.
+# exp(t) = 2**(t * LOG2E), and powers of 2 are what a GPU computes.  (tl.exp does the same, and takes
+# three more instructions for results below 1e-38, which here are only ever added to larger ones.)
+#
+# Every t is a logit minus a maximum, subtracted before anything is multiplied.  Near the maximum,
+# where the softmax is not 0, that difference is exact whatever the magnitude: 10,000 + x keeps the
+# digits of x, and in a row of 1e10 everywhere each t is 0.
+@triton.jit
+def _exp(t):
+    return tl.exp2(t * LOG2E)
+
+
+# A row's m and d, by the online softmax.  It reads the row's body; the edge's logits are given.
 @triton.jit
 def _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    # From LOWEST on, m stays finite in a column of -inf too (a masked vocabulary): -inf - -inf is NaN.
+    # From LOWEST on, m is finite in a column of -inf too (a masked vocabulary): -inf - -inf is NaN.
     m = tl.full((TILE_COLS,), LOWEST, dtype=tl.float32)
     d = tl.zeros((TILE_COLS,), dtype=tl.float32)
     for first in range(0, n_body, TILE_ROWS * TILE_COLS):
         cols = first + tile
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(logits, axis=0) * LOG2E)
-        d = d * tl.exp2(m - m_new) + tl.sum(tl.exp2(tl.fma(logits, LOG2E, -m_new[None, :])), axis=0)
+        m_new = tl.maximum(m, tl.max(logits, axis=0))
+        d = d * _exp(m - m_new) + tl.sum(_exp(logits - m_new[None, :]), axis=0)
         m = m_new
     # The threads meet: every sum is rescaled to the row's maximum.
-    m_row = tl.maximum(tl.max(m), tl.max(edge_logits) * LOG2E)
-    d_row = tl.sum(d * tl.exp2(m - m_row)) + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))
+    m_row = tl.maximum(tl.max(m), tl.max(edge_logits))
+    d_row = tl.sum(d * _exp(m - m_row)) + tl.sum(_exp(edge_logits - m_row))
     return m_row, d_row
 
 
 @triton.jit
 def _loss_of_row(target_logit, m, d):
-    t = tl.fma(target_logit, LOG2E, -m)  # loss = -log(2**t / d); 2**t in the range of fp32 is divided by
-    return tl.where(t > -100.0, tl.log(d / tl.exp2(t)), tl.log(d) - t * LN2)  # exactly 0 if d = 2**t
+    t = target_logit - m
+    # -log(exp(t) / d), exactly 0 if d = exp(t).  Where that quotient may outgrow fp32: log by log.
+    return tl.where(t > -70.0, tl.log(d / _exp(t)), tl.log(d) - t)
 
 
 # One program per row: it reads the row once, and stores three numbers.
@@ -150,16 +163,16 @@ def _store_dlogits(
     dtype = out_row_ptr.dtype.element_ty
     target_ptr = out_row_ptr + target
     factor = tl.where(in_row, scale, float("nan")) / d
-    tl.store(out_row_ptr + edge, (tl.exp2(tl.fma(edge_logits, LOG2E, -m)) * factor).to(dtype), mask=in_edge)
+    tl.store(out_row_ptr + edge, (_exp(edge_logits - m) * factor).to(dtype), mask=in_edge)
     # Last tile first: it was read last, and is still in the cache.  ".cs" stores without taking room there (-11 %).
     for done in range(0, n_body, TILE_SIZE):
         cols = (n_body - 1) // TILE_SIZE * TILE_SIZE - done + tile
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
-        dlogits = tl.exp2(tl.fma(logits, LOG2E, -m)) * factor
+        dlogits = _exp(logits - m) * factor
         tl.store(out_body_ptr + cols, dlogits.to(dtype), mask=cols < n_body, cache_modifier=".cs")
     # The target's own entry last, and apart: comparing every column with the target costs 15 % in place.
     tl.debug_barrier()
-    target_dlogit = (tl.exp2(tl.fma(target_logit, LOG2E, -m)) - d) * factor
+    target_dlogit = (_exp(target_logit - m) - d) * factor
     tl.store(target_ptr, target_dlogit.to(dtype), mask=in_row)
 
 
@@ -264,26 +277,48 @@ def _cross_entropy_scale_kernel(
             tl.store(body_ptr + cols, dlogits.to(dtype), mask=cols < n_body)
 
 
-def _rows(logits, targets, reduction="mean", overwrite=False):
-    """Refuse what the kernels cannot compute; return logits as (n_rows, V) with adjacent columns, targets (n_rows,)."""
+def refuse_foreign_memory(name, tensor):
+    """A kernel is handed an address: refuse a tensor that has none, or whose elements lie elsewhere.
+
+    A wrapper such as DTensor has no memory of its own; its data_ptr() is where nothing lies.
+    """
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if not plain and is_traceable_wrapper_subclass(tensor):
+        advice = "unwrap it"
+        if hasattr(tensor, "to_local"):
+            advice = "pass its to_local() or full_tensor()"
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a plain tensor: {advice}.")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}, expected torch.strided: pass its to_dense().")
+
+
+def _rows(logits, targets, reduction="mean"):
+    """Refuse what the kernels cannot compute.
+
+    Return logits as (n_rows, V) with adjacent columns, and targets as (n_rows,).
+    """
     for name, tensor, dtypes in (("logits", logits, FLOATS), ("targets", targets, (torch.int64, torch.int32))):
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         if given not in dtypes:
             raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, dtypes))}: convert it.")
+        refuse_foreign_memory(name, tensor)
     if logits.ndim == 0 or logits.shape[-1] == 0 or logits.shape[:-1] != targets.shape:
         given = f"logits has shape {tuple(logits.shape)} and targets {tuple(targets.shape)}"
         raise ValueError(f"{given}, expected (..., V) with V >= 1 and (...): reshape one of them.")
-    if logits.device != targets.device or not (logits.is_cuda or INTERPRETED):
+    if logits.device != targets.device or not (logits.is_cuda or (INTERPRETED and logits.is_cpu)):
         given = f"logits is on {logits.device}, targets on {targets.device}"
         raise ValueError(f"{given}, expected one GPU: move them, or set TRITON_INTERPRET=1 first.")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}, expected 'mean', 'sum' or 'none': choose one.")
-    owner = logits if logits._base is None else logits._base  # of the memory
-    if overwrite and (not logits.is_contiguous() or (owner.is_leaf and owner.requires_grad)):
-        given = f"logits has strides {logits.stride()}, and that it is a leaf is {owner.is_leaf}"
-        raise ValueError(f"{given}; expected a contiguous result to overwrite: use inplace=False.")
     rows = logits.reshape(-1, logits.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous(), targets.reshape(-1).contiguous()
+
+
+def _refuse_to_overwrite(logits, owner):
+    """Only an operation's result, in one piece: a leaf's .grad would lie in the leaf's own memory."""
+    if not logits.is_contiguous() or (owner.is_leaf and owner.requires_grad):
+        given = f"logits has strides {logits.stride()}, and that it is a leaf is {owner.is_leaf}"
+        raise ValueError(f"{given}; expected a contiguous result to overwrite: use inplace=False.")
 
 
 def _options(logits, warps, rows=None):
@@ -354,35 +389,140 @@ def launch_scale(row_grads, drows, targets, ignore_index):
             )  # fmt: skip
 
 
+def _reduced(row_loss, reduction):
+    if reduction == "none":
+        return row_loss
+    if reduction == "mean" and row_loss.numel() == 0:
+        return row_loss.mean()  # NaN, as in PyTorch
+    return row_loss.sum()  # for a mean the kernels have divided already
+
+
+def _new_drows(rows):
+    """Memory for the gradient of rows (n_rows, V), cut alike: strides are equal modulo 8."""
+    n_rows, V = rows.shape
+    return rows.new_empty_strided((n_rows, V), (V + (rows.stride(0) - V) % 8, 1))
+
+
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean", overwrite=False):
-    """Return loss () or (...) fp32, m and d (n_rows, 2) fp32, or None if the logits were overwritten, and n_valid."""
-    rows, row_targets = _rows(logits, targets, reduction, overwrite)
+    """Return loss, m_d and n_valid of logits (..., V) and targets (...).
+
+    Args:
+        logits: fp16, bf16 or fp32, with any strides.
+        targets: int64 or int32.
+        overwrite: write the gradient for a grad_output of 1 over the logits, for the backward to scale.
+
+    Returns:
+        loss: () fp32, or (...) with reduction "none".
+        m_d: m and d of each row for the backward, (n_rows, 2) fp32; None after overwriting.
+        n_valid: the number of rows that count, () int64; None unless the loss is a mean.
+
+    Raises:
+        TypeError, ValueError: a tensor's type, dtype, shape or device, or the reduction, is wrong;
+            or the logits cannot be overwritten: a leaf that requires a gradient, or not contiguous.
+    """
+    rows, row_targets = _rows(logits, targets, reduction)
     n_valid = (targets.long() != ignore_index).sum() if reduction == "mean" else None
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)
     if overwrite:
+        _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)
         m_d = None
         launch_inplace(rows, row_targets, row_loss, n_valid, ignore_index)
     else:
         m_d = logits.new_empty((len(rows), 2), dtype=torch.float32)
         launch_forward(rows, row_targets, row_loss, m_d, n_valid, ignore_index)
-    if reduction == "none":
-        return row_loss, m_d, n_valid
-    no_row = len(rows) == 0 and reduction == "mean"  # NaN, as in PyTorch
-    return row_loss.mean() if no_row else row_loss.sum(), m_d, n_valid
+    return _reduced(row_loss, reduction), m_d, n_valid
 
 
 def cross_entropy_backward(grad_output, logits, targets, m_d, n_valid, ignore_index=-100):
-    """Return dlogits (..., V) in logits' dtype: new, or the logits' own memory where m_d is None (overwritten)."""
+    """Return dlogits (..., V) in logits' dtype, from what a forward was given and returned.
+
+    It is new, or, where m_d is None because the forward has overwritten the logits, in their memory.
+
+    Args:
+        grad_output: fp32, () or (...).
+
+    Raises:
+        TypeError, ValueError: as the forward.
+    """
     rows, row_targets = _rows(logits, targets)
+    refuse_foreign_memory("grad_output", grad_output)
     row_grads = grad_output.expand(targets.shape).reshape(-1)  # of a scalar it is a view with stride 0
     if m_d is None:
         launch_scale(row_grads, rows, row_targets, ignore_index)
         return rows.detach().view(logits.shape)
-    n_rows, V = rows.shape
-    stride = V + (rows.stride(0) - V) % 8  # so that its rows begin as far from a multiple of 8 as the logits'
-    drows = rows.new_empty_strided((n_rows, V), (stride, 1))
+    drows = _new_drows(rows)
     launch_backward(row_grads, rows, row_targets, m_d, n_valid, drows, ignore_index)
     return drows.view(logits.shape)
+
+
+# What torch.compile sees of the launchers: operators.  It looks into a Triton kernel that it meets in
+# a graph, guesses what the kernel writes, and takes down its arguments' strides when it traces; but
+# when it compiles, it may lay out a matrix product's result with gaps between its rows.  Into an
+# operator it does not look.  It is told what is written, and the launchers run as they stand above,
+# on the tensors that there really are.  (Eager code calls them directly: an operator takes host time.)
+
+
+def _forward_results(logits, targets, ignore_index, reduction):
+    results = cross_entropy_forward(logits, targets, ignore_index, reduction)
+    return [result for result in results if result is not None]
+
+
+def _overwrite(logits, targets, ignore_index, reduction):
+    loss, _, _ = cross_entropy_forward(logits, targets, ignore_index, reduction, overwrite=True)
+    return loss
+
+
+_forward_operator = torch.library.custom_op(
+    "tutorial::cross_entropy_forward", _forward_results, mutates_args=(),
+    schema="(Tensor logits, Tensor targets, int ignore_index, str reduction) -> Tensor[]",
+)  # fmt: skip
+_inplace_operator = torch.library.custom_op(
+    "tutorial::cross_entropy_inplace", _overwrite, mutates_args=("logits",),
+    schema="(Tensor(a!) logits, Tensor targets, int ignore_index, str reduction) -> Tensor",
+)  # fmt: skip
+_backward_operator = torch.library.custom_op(
+    "tutorial::cross_entropy_backward", cross_entropy_backward, mutates_args=(),
+    schema="(Tensor grad_output, Tensor logits, Tensor targets, Tensor m_d, Tensor? n_valid, "
+    "int ignore_index) -> Tensor",
+)  # fmt: skip
+
+
+@_inplace_operator.register_fake
+def _loss_shape(logits, targets, ignore_index, reduction):
+    _rows(logits, targets, reduction)
+    return logits.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
+
+
+@_forward_operator.register_fake
+def _forward_shapes(logits, targets, ignore_index, reduction):
+    loss = _loss_shape(logits, targets, ignore_index, reduction)
+    m_d = logits.new_empty((targets.numel(), 2), dtype=torch.float32)
+    return [loss, m_d, *([targets.new_empty((), dtype=torch.int64)] if reduction == "mean" else [])]
+
+
+@_backward_operator.register_fake
+def _backward_shape(grad_output, logits, targets, m_d, n_valid, ignore_index):
+    rows, _ = _rows(logits, targets)
+    return _new_drows(rows).view(logits.shape)
+
+
+def _compiled_forward(logits, targets, ignore_index, reduction, overwrite):
+    """cross_entropy_forward for torch.compile."""
+    if overwrite:
+        _refuse_to_overwrite(logits, logits)  # the compiler does not know whose view a tensor is
+        return _inplace_operator(logits, targets, ignore_index, reduction), None, None
+    loss, m_d, *n_valid = _forward_operator(logits, targets, ignore_index, reduction)
+    return loss, m_d, n_valid[0] if n_valid else None
+
+
+def _compiled_backward(grad_output, logits, targets, m_d, n_valid, ignore_index):
+    """cross_entropy_backward for torch.compile."""
+    if m_d is not None:
+        return _backward_operator(grad_output, logits, targets, m_d, n_valid, ignore_index)
+    # In place it needs no operator: the compiler writes this over the logits, which nobody needs then.
+    row_grads = grad_output.expand(targets.shape).unsqueeze(-1)
+    ignored = (targets == ignore_index).unsqueeze(-1)
+    return (logits.float() * row_grads).masked_fill(ignored, 0).to(logits.dtype)
 
 
 class FusedCrossEntropyFunction(torch.autograd.Function):
@@ -391,8 +531,11 @@ class FusedCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, ignore_index, reduction, inplace):
         ctx.ignore_index, ctx.inplace = ignore_index, inplace
-        loss, *saved = cross_entropy_forward(logits, targets, ignore_index, reduction, overwrite=inplace)
-        if inplace:  # autograd cannot see what a kernel writes; told, it refuses other uses of the old logits
+        compiling = torch.compiler.is_compiling()
+        forward = _compiled_forward if compiling else cross_entropy_forward
+        loss, *saved = forward(logits, targets, ignore_index, reduction, inplace)
+        if inplace and not compiling:
+            # Autograd cannot see what a kernel writes; told, it refuses other uses of the old logits.
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(logits, targets, *saved)
         return loss
@@ -401,18 +544,32 @@ class FusedCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
             raise RuntimeError("The fused loss has no second derivative, which create_graph=True asks for.")
-        dlogits = cross_entropy_backward(grad_output, *ctx.saved_tensors, ctx.ignore_index)
-        if ctx.inplace:
+        compiling = torch.compiler.is_compiling()
+        backward = _compiled_backward if compiling else cross_entropy_backward
+        dlogits = backward(grad_output, *ctx.saved_tensors, ctx.ignore_index)
+        if ctx.inplace and not compiling:
             torch.autograd.graph.increment_version(dlogits)
         return dlogits, None, None, None, None
 
 
 class TritonCrossEntropyLoss(torch.nn.Module):
-    """`loss(logits, targets)` of logits (..., V), targets (...): a scalar, or (...) with reduction "none".
+    """`loss(logits, targets)` of logits (..., V), targets (...): fp32, () or, with reduction "none", (...).
 
-    Rows whose target is ignore_index have loss and gradient 0 and do not count in the mean.  inplace=True overwrites
-    the logits with their gradient (not in fp16, whose range is too small for it before the loss scale multiplies it);
-    another use of the logits in the backward, or a second backward, then raises.
+    logits are fp16, bf16 or fp32, targets int64 or int32.  Rows whose target is ignore_index have loss
+    and gradient 0 and do not count in the mean; any other target outside [0, V) makes its row NaN.
+
+    inplace=True saves the memory of a gradient: where the logits require one, the loss writes it over
+    them.  AFTER THE LOSS THE LOGITS ARE THEIR GRADIENT, in the rest of the forward too:
+    `logits.argmax()` or an accuracy computed then is nonsense, and no error tells.  Compute such
+    things before the loss, or pass the loss logits.clone(), or leave inplace at False.  (fp16 logits
+    stay as they are: their gradient may be too small for fp16 before the loss scale multiplies it.)
+
+    What autograd can notice does raise: a use of the old logits whose backward needs them, a second
+    loss on them, a second backward.  torch.compile notices only uses before the loss.
+
+    Raises:
+        TypeError, ValueError: a tensor's type, dtype, shape or device, or the reduction, is wrong; or
+            with inplace=True the logits are a leaf that requires a gradient, or not contiguous.
     """
 
     def __init__(self, ignore_index: int = -100, reduction: str = "mean", inplace: bool = False):

@@ -10,7 +10,6 @@ A gradient is compared in two parts, the entry of each row's target and all the 
 the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others would look fine.
 """
 
-import math
 import sys
 
 import pytest
@@ -26,6 +25,7 @@ from checking import (
     assert_all_passed,
     captured,
     compare,
+    compiled_once,
     needs_gpu,
     needs_two_gpus,
     print_checks,
@@ -197,7 +197,6 @@ def test_worked_example_of_the_readme(monkeypatch):
     logits = torch.tensor([[2.0, 5.0, 1.0, 3.0, 4.0, 7.0, 2.0, 6.0]], device=DEVICE)
     loss, m_d, n_valid = cross_entropy_forward(logits, torch.tensor([5], device=DEVICE))
     m, d = m_d[0].tolist()
-    m = m / math.log2(math.e)  # kept as a power of 2
     assert (round(loss.item(), 3), round(m, 3), round(d, 3), n_valid.item()) == (0.462, 7.0, 1.587, 1)
 
 
@@ -231,6 +230,65 @@ def test_overflow_of_exp_without_the_maximum():
     assert_all_passed(run_checks(logits * 100, targets))
 
 
+# ---------------------------------------------------------------------------- logits of any magnitude
+
+# 1.5e9 was the edge of a version that kept m * log2(e), rounded: from there on exp2 saw the rounding alone.
+MAGNITUDES = [
+    *((torch.float32, magnitude) for magnitude in (1e4, 1.4e9, 1.6e9, 1e10, 1e30, torch.finfo(torch.float32).max)),
+    (torch.bfloat16, 1e10),
+    (torch.bfloat16, torch.finfo(torch.bfloat16).max),
+    (torch.float16, torch.finfo(torch.float16).max),
+]
+
+
+def rows_of_magnitude(magnitude, dtype, infinities=True):
+    """Logits (n, SMALL_V) and targets (n,): each kind of row with a target in it that is large, and one that is not."""
+    normal = torch.randn(SMALL_V, generator=torch.Generator().manual_seed(0))
+    columns = torch.arange(SMALL_V)
+    third, late = columns % 3 == 1, columns == 100  # the latter is in the second tile
+    kinds = [
+        torch.zeros(SMALL_V).masked_fill(late, magnitude),
+        torch.zeros(SMALL_V).masked_fill(late, -magnitude),
+        torch.full((SMALL_V,), magnitude),
+        torch.full((SMALL_V,), -magnitude),
+        torch.full((SMALL_V,), -magnitude).masked_fill(third, magnitude),
+        normal.masked_fill(third, -magnitude),
+        normal.masked_fill(~late, -magnitude),
+        normal.masked_fill(columns < 128, -magnitude),  # columns of the tile have nothing else
+        normal.masked_fill(columns >= 64, magnitude),
+    ]
+    if infinities:
+        kinds += [torch.full((SMALL_V,), sign * magnitude).masked_fill(columns % 3 == 0, -INF) for sign in (1, -1)]
+    logits = torch.stack(kinds).repeat_interleave(2, 0).to(DEVICE, dtype)
+    return logits, torch.tensor([100, 71], device=DEVICE).repeat(len(kinds))
+
+
+def check_every_row(name, ours, ref64, eager):
+    """A (loss, gradient), row by row: in a norm over all rows, the largest would hide the others."""
+    for row in range(len(ours[0])):
+        checks = [compare(f"{name}, row {row}", *(t[row] for t in part)) for part in zip(ours, ref64, eager)]
+        assert_all_passed(checks)
+
+
+@pytest.mark.parametrize("dtype, magnitude", MAGNITUDES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logits_of_any_magnitude(dtype, magnitude, inplace):
+    logits, targets = rows_of_magnitude(magnitude, dtype)
+    grad_output = torch.ones(len(logits), device=DEVICE)
+    way = overwritten if inplace and dtype != torch.float16 else rows_alone
+    ours = way(logits, targets, grad_output, reduction="none")
+    check_every_row("large", ours, *reference_and_eager(logits, targets, grad_output, reduction="none"))
+
+
+def test_loss_of_a_target_far_below_is_finite_as_long_as_pytorchs():
+    for far in (1e4, 1e10, 3e38):  # times log2(e), 3e38 would be more than fp32 holds
+        logits = torch.tensor([[0.0, -far, 1.0]], device=DEVICE)
+        loss = TritonCrossEntropyLoss()(logits, torch.tensor([1], device=DEVICE))
+        assert loss == F.cross_entropy(logits, torch.tensor([1], device=DEVICE)) and loss.isfinite()
+    ends = torch.tensor([[torch.finfo(torch.float32).max, torch.finfo(torch.float32).min]], device=DEVICE)
+    assert TritonCrossEntropyLoss()(ends, torch.tensor([1], device=DEVICE)) == INF, "as PyTorch's: 6.8e38"
+
+
 # ---------------------------------------------------------------------------- -inf, inf and NaN logits
 
 
@@ -250,10 +308,10 @@ def test_masked_vocabulary_is_not_nan(mask):
     assert (gradient[~keep] == 0).all()
 
 
-def rows_alone(logits, targets, **options):
+def rows_alone(logits, targets, grad_output=None, reduction="none", **options):
     """Loss and gradient of every row, none divided by anything."""
-    grad_output = torch.ones_like(targets, dtype=torch.float32)
-    return loss_and_gradient(TritonCrossEntropyLoss(reduction="none", **options), logits, targets, grad_output)
+    grad_output = torch.ones_like(targets, dtype=torch.float32) if grad_output is None else grad_output
+    return loss_and_gradient(TritonCrossEntropyLoss(reduction=reduction, **options), logits, targets, grad_output)
 
 
 def assert_only_row_3_differs(loss_and_gradient_a, loss_and_gradient_b):
@@ -678,6 +736,13 @@ BAD_INPUTS = {
     "vocabulary second": (X[..., None], T[:, None], ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"),
     "two devices": (X, T.to("meta"), ValueError, "logits is on .*, targets on meta, expected one GPU"),
     "unknown device": (X.to("meta"), T.to("meta"), ValueError, "logits is on meta, targets on meta, expected one GPU"),
+    "sparse logits": (
+        X.to_sparse(),
+        T,
+        TypeError,
+        "logits is torch.sparse_coo, expected torch.strided: pass its to_de",
+    ),
+    "sparse targets": (X, T.to_sparse(), TypeError, "targets is torch.sparse_coo, expected torch.strided"),
 }
 
 
@@ -697,11 +762,201 @@ def test_cpu_tensors_are_refused_where_kernels_are_compiled(monkeypatch):
         TritonCrossEntropyLoss()(X, T)
 
 
+def test_tensors_without_memory_are_refused_by_the_interpreter_too():
+    with pytest.raises(ValueError, match="logits is on meta, targets on meta, expected one GPU"):
+        TritonCrossEntropyLoss()(X.to("meta"), T.to("meta"))
+
+
 def test_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="reduction is 'avg', expected 'mean', 'sum' or 'none'"):
         TritonCrossEntropyLoss(reduction="avg")(X.to(DEVICE), T.to(DEVICE))
     with pytest.raises(ValueError, match="reduction is 'avg', expected 'mean', 'sum' or 'none'"):
         cross_entropy_forward(X.to(DEVICE), T.to(DEVICE), reduction="avg")
+
+
+@pytest.mark.parametrize("which", ["logits", "targets", "grad_output"])
+def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
+    tensors = {"logits": X.to(DEVICE), "targets": T.to(DEVICE), "grad_output": torch.ones((), device=DEVICE)}
+    m_d = torch.ones(2, 2, device=DEVICE)
+    tensors[which] = as_dtensor(tensors[which])
+    sentence = rf"{which} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)\."
+    logits, targets, grad_output = tensors.values()
+    with pytest.raises(TypeError, match=sentence):
+        cross_entropy_backward(grad_output, logits, targets, m_d, None)
+    if which != "grad_output":
+        for overwrite in (False, True):
+            with pytest.raises(TypeError, match=sentence):
+                cross_entropy_forward(logits, targets, overwrite=overwrite)
+        with pytest.raises(TypeError, match=sentence):
+            TritonCrossEntropyLoss()(logits, targets)
+
+
+def test_parameter_and_subclass_with_memory_of_its_own_are_taken():
+    class Named(torch.Tensor):
+        pass
+
+    expected = TritonCrossEntropyLoss()(X.to(DEVICE), T.to(DEVICE))
+    for logits in (torch.nn.Parameter(X.to(DEVICE)), X.to(DEVICE).as_subclass(Named)):
+        assert torch.equal(TritonCrossEntropyLoss()(logits, T.to(DEVICE)), expected)
+
+
+# ---------------------------------------------------------------------------- torch.compile
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+ODD_SIZES = [1289, 5000, 5001, 50_257] if HAS_GPU else [5001]  # whose rows the compiler pads, and one that it does not
+SIZES = [2048, *ODD_SIZES]
+
+
+@pytest.fixture
+def nothing_poisoned(monkeypatch):
+    """What compiled code allocates is filled nowhere; and rows of 5,001 want the shipped tiles."""
+    torch.use_deterministic_algorithms(False)
+    use_shipped_tiles(monkeypatch)
+
+
+def between_products(loss_fn):
+    """The logits are neither input nor result of the graph, and so lie as the compiler likes."""
+
+    def graph(x, w, v, targets):
+        loss = loss_fn(x @ w, targets)
+        return loss @ v if loss.ndim else loss * v.sum()
+
+    return graph
+
+
+def graph_inputs(n_rows, vocab, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x, w = (torch.randn(s, generator=generator, device=DEVICE) for s in ((n_rows, 32), (32, vocab)))
+    v = torch.rand(n_rows, generator=generator, device=DEVICE)
+    targets = torch.randint(vocab, (n_rows,), generator=generator, device=DEVICE)
+    targets[1::3] = -100
+    return *(t.to(COMPILED_DTYPE) for t in (x, w / 2)), v, targets
+
+
+def run_graph(graph, x, w, v, targets):
+    """The graph's result, and the gradients of x and w."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    result = graph(x, w, v, targets)
+    result.backward()
+    return result.detach(), x.grad, w.grad
+
+
+def graph_checks(compiled, n_rows, vocab, reduction):
+    inputs = graph_inputs(n_rows, vocab)
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    ref64 = run_graph(between_products(lambda x, t: cross_entropy_reference(x, t, reduction=reduction)), *wide)
+    eager = run_graph(
+        between_products(lambda x, t: cross_entropy_reference(x.float(), t, reduction=reduction)), *inputs
+    )
+    names = [f"compiled, {n_rows} x {vocab}, {what}" for what in ("loss", "dx", "dw")]
+    return [compare(*row) for row in zip(names, run_graph(compiled, *inputs), ref64, eager)]
+
+
+@pads_rows
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_compile_between_products(vocab, inplace, nothing_poisoned):
+    loss_fn = TritonCrossEntropyLoss(inplace=inplace)
+    compiled = torch.compile(between_products(loss_fn), fullgraph=True)
+    assert_all_passed(graph_checks(compiled, 5, vocab, "mean"))
+    assert_all_passed(graph_checks(compiled, 6, vocab, "mean"))  # compiled once more, now for any number of rows
+    with compiled_once():
+        assert_all_passed(graph_checks(compiled, 9, vocab, "mean"))
+
+
+@pads_rows
+@pytest.mark.parametrize("inplace", [False, True])
+def test_torch_compile_between_products_for_any_size_at_once(inplace, nothing_poisoned):
+    loss_fn = TritonCrossEntropyLoss(reduction="none", inplace=inplace)
+    compiled = torch.compile(between_products(loss_fn), fullgraph=True, dynamic=True)
+    assert_all_passed(graph_checks(compiled, 6, 1289, "none"))
+    with compiled_once():
+        for n_rows, vocab in ((5, 2048), (7, 1100), (6, 1290)):
+            assert_all_passed(graph_checks(compiled, n_rows, vocab, "none"))
+
+
+@pads_rows
+@pytest.mark.parametrize("vocab", ODD_SIZES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_compile_of_logits_that_are_a_leaf(vocab, reduction, nothing_poisoned):
+    loss_fn = TritonCrossEntropyLoss(reduction=reduction)
+    compiled = torch.compile(loss_fn, fullgraph=True)
+    for shape in ((4, vocab), (2, 3, vocab)):
+        logits, targets = make_inputs(shape, COMPILED_DTYPE)
+        grad_output = torch.randn(targets.shape if reduction == "none" else (), device=DEVICE)
+        ours = loss_and_gradient(compiled, logits, targets, grad_output)
+        expected = loss_and_gradient(loss_fn, logits, targets, grad_output)
+        assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+@pads_rows
+@pytest.mark.parametrize(
+    "layout", ["padded vocabulary", "every other column", "last token dropped", "1-D, scalar target"]
+)
+def test_torch_compile_of_any_layout(layout, nothing_poisoned):
+    logits, targets = LAYOUTS[layout]()
+    loss_fn = TritonCrossEntropyLoss(reduction="none")
+    grad_output = torch.randn(targets.shape, device=DEVICE)
+    ours = loss_and_gradient(torch.compile(loss_fn, fullgraph=True), logits, targets, grad_output)
+    expected = loss_and_gradient(loss_fn, logits, targets, grad_output)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+@pads_rows
+def test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan(nothing_poisoned):
+    x, w, v, targets = graph_inputs(6, 1289)
+    x[targets == -100] = NAN
+    compiled = torch.compile(between_products(TritonCrossEntropyLoss(inplace=True)), fullgraph=True)
+    _, dx, _ = run_graph(compiled, x, w, v, targets)
+    assert (dx[targets == -100] == 0).all() and dx.isfinite().all()
+
+
+@pads_rows
+def test_torch_compile_refuses_to_overwrite_a_leaf_with_the_same_sentence(nothing_poisoned):
+    logits, targets = make_inputs()
+    before = logits.clone()
+    compiled = torch.compile(TritonCrossEntropyLoss(inplace=True), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="that it is a leaf is True; expected a contiguous result to overwrite"):
+        compiled(logits.requires_grad_(), targets)
+    assert torch.equal(logits, before)
+
+
+@pads_rows
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize("use", ["tanh", "penalty"])
+def test_torch_compile_in_place_refuses_other_uses_before_the_loss(use, nothing_poisoned):
+    loss_fn = TritonCrossEntropyLoss(inplace=True)
+
+    def graph(x, w, v, targets):
+        logits = (x @ w).tanh() if use == "tanh" else x @ w * 1.0
+        penalty = 0 if use == "tanh" else logits.square().sum()  # the backwards of both read the logits
+        return loss_fn(logits, targets) + penalty
+
+    compiled = torch.compile(graph, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        run_graph(compiled, *graph_inputs(5, SMALL_V))
+
+
+@pads_rows
+def test_torch_compile_refuses_bad_input_with_the_same_sentence(nothing_poisoned):
+    compiled = torch.compile(TritonCrossEntropyLoss(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"logits has shape \(2, 5\) and targets \(1,\), expected"):
+        compiled(X.to(DEVICE), T[:1].to(DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "padded vocabulary", "transposed", "1-D, scalar target"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_operators_promise_torch_compile_what_they_return(layout, reduction):
+    logits, targets = make_inputs() if layout == "contiguous" else LAYOUTS[layout]()
+    loss, m_d, n_valid = cross_entropy_forward(logits, targets, reduction=reduction)
+    grad_output = torch.ones_like(loss)
+    ops, kernels = torch.library.opcheck, cross_entropy_kernel
+    tests = {"test_utils": ["test_schema", "test_faketensor"]}  # they have no autograd of their own
+    ops(kernels._forward_operator, (logits, targets, -100, reduction), **tests)
+    ops(kernels._backward_operator, (grad_output, logits, targets, m_d, n_valid, -100), **tests)
+    if logits.is_contiguous():
+        ops(kernels._inplace_operator, (logits.clone(), targets, -100, reduction), **tests)
 
 
 # ---------------------------------------------------------------------------- on a GPU only
@@ -724,19 +979,6 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
         ref64, eager = reference_and_eager(logits[rows], targets[rows], grad_output[rows], reduction="none")
         ours = loss[rows], gradient[rows]
         assert_all_passed(compare_both(f"rows {rows.start} on", ours, ref64, eager, targets[rows]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_torch_compile_in_one_graph_with_ignored_rows(reduction, inplace):
-    torch.use_deterministic_algorithms(False)
-    module = TritonCrossEntropyLoss(reduction=reduction, inplace=inplace)
-    compiled = torch.compile(lambda x, t: module(x * 1.0, t), fullgraph=True)  # in place needs a result
-    logits, targets = make_inputs(dtype=torch.bfloat16)
-    grad_output = torch.randn((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    checks = run_checks(logits, targets, grad_output, loss_fn=compiled, reduction=reduction)
-    assert_all_passed(checks)
 
 
 @needs_gpu

@@ -85,6 +85,7 @@ def _check(hidden, weight, targets, reduction, chunk_size):
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         if given not in dtypes:
             raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, dtypes))}: convert it.")
+        ce.refuse_foreign_memory(name, tensor)
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one dtype: convert one of them.")
     if weight.ndim != 2 or 0 in weight.shape or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
@@ -93,7 +94,8 @@ def _check(hidden, weight, targets, reduction, chunk_size):
     if hidden.shape[:-1] != targets.shape:
         given = f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}"
         raise ValueError(f"{given}, expected (..., H) and (...): reshape one of them.")
-    if not (hidden.device == weight.device == targets.device and (hidden.is_cuda or INTERPRETED)):
+    one_device = hidden.device == weight.device == targets.device
+    if not one_device or not (hidden.is_cuda or (INTERPRETED and hidden.is_cpu)):
         given = f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}"
         raise ValueError(f"{given}, expected one GPU: move them, or set TRITON_INTERPRET=1 first.")
     if reduction not in ("mean", "sum", "none"):
@@ -115,7 +117,7 @@ def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_inde
     """Write the rows' losses to row_loss and, if there are row_grads, dlogits over the logits."""
     if overwrite:
         ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
-        ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: it only zeroes the ignored rows
+        ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: only zeroes ignored rows
         return
     m_d = logits.new_empty((len(logits), 2), dtype=torch.float32)
     ce.launch_forward(logits, targets, row_loss, m_d, n_valid, ignore_index)
@@ -190,7 +192,11 @@ _operator = torch.library.custom_op(
 
 
 @_operator.register_fake
-def _shapes(hidden, weight, targets, ignore_index, reduction, need_dhidden, need_dweight, *options):
+def _shapes(
+    hidden, weight, targets, ignore_index, reduction, need_dhidden, need_dweight, chunk_size,
+    fp32_dweight, grad_output,
+):  # fmt: skip
+    _check(hidden, weight, targets, reduction, chunk_size)
     loss = hidden.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
     needed = ((hidden, need_dhidden), (weight, need_dweight))
     return [loss, *(tensor.new_empty(tensor.shape) for tensor, need in needed if need)]
@@ -231,6 +237,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if gradients is None:
             forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
             _, *gradients = forward(hidden, weight, targets, *ctx.options, *needed, *ctx.chunks, grad_output)
+        elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
+            gradients = [(gradient.float() * grad_output).to(gradient.dtype) for gradient in gradients]
         else:
             for gradient in gradients:
                 scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)

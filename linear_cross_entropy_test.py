@@ -28,6 +28,7 @@ from checking import (
     assert_all_passed,
     captured,
     compare,
+    compiled_once,
     needs_gpu,
     needs_two_gpus,
     print_checks,
@@ -35,6 +36,8 @@ from checking import (
     waiting_forbidden,
 )
 from cross_entropy_kernel import cross_entropy_reference
+from cross_entropy_test import MAGNITUDES, check_every_row, rows_of_magnitude
+from cross_entropy_test import reference_and_eager as row_reference_and_eager
 from linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,
     linear_cross_entropy_forward,
@@ -195,6 +198,21 @@ def test_chunks_are_few_equal_and_of_whole_tiles():
     assert rows(65_536) == 8192 and rows(32_769) == 6656, "five chunks of at most 8,192, not four and one row"
     assert [rows(n, 1000) for n in (100, 1000, 1001, 2050)] == [128, 1000, 512, 768]
     assert [rows(n, 5) for n in (3, 23)] == [5, 5]
+
+
+@pytest.mark.parametrize("dtype, magnitude", [(d, m) for d, m in MAGNITUDES if d != torch.float16])
+@pytest.mark.parametrize("reduction", ["sum", "none"])  # gradients in the forward, and in the backward
+def test_logits_of_any_magnitude(dtype, magnitude, reduction):
+    logits, targets = rows_of_magnitude(magnitude, dtype, infinities=False)  # -inf * 0 is NaN, also in PyTorch
+    one = torch.eye(logits.shape[1], dtype=dtype, device=DEVICE)  # hidden states that are the logits
+    grad_output = torch.ones((len(logits),) if reduction == "none" else (), device=DEVICE)
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=7)
+    loss, dhidden, _ = loss_and_gradients(loss_fn, logits, one, targets, grad_output)
+    row_loss = linear_cross_entropy_forward(logits, one, targets, reduction="none")[0]
+    ones = torch.ones(len(logits), device=DEVICE)
+    references = row_reference_and_eager(logits, targets, ones, reduction="none")
+    check_every_row("large", (row_loss, dhidden), *references)
+    assert torch.equal(loss, row_loss if reduction == "none" else row_loss.sum())
 
 
 # ---------------------------------------------------------------------------- the error of dweight over the chunks
@@ -601,6 +619,7 @@ BAD_INPUTS = {
     "too few targets": (X, W, T[:1], ValueError, r"hidden has shape \(2, 4\) and targets \(1,\), expected"),
     "two devices": (X, W.to("meta"), T, ValueError, "hidden is on .*, weight on meta, targets on .*, expected one GPU"),
     "unknown device": (X.to("meta"), W.to("meta"), T.to("meta"), ValueError, "hidden is on meta, .*, expected one GPU"),
+    "sparse weight": (X, W.to_sparse(), T, TypeError, "weight is torch.sparse_coo, expected torch.strided: pass its"),
 }
 
 
@@ -626,6 +645,85 @@ def test_unknown_reduction_and_empty_chunks_are_refused():
         TritonLinearCrossEntropyLoss(chunk_size=0)(*inputs)
 
 
+@pytest.mark.parametrize("which", ["hidden", "weight", "targets"])
+def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
+    tensors = {name: t.to(DEVICE) for name, t in (("hidden", X), ("weight", W), ("targets", T))}
+    tensors[which] = as_dtensor(tensors[which])
+    sentence = rf"{which} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)\."
+    for function in (linear_cross_entropy_forward, TritonLinearCrossEntropyLoss()):
+        with pytest.raises(TypeError, match=sentence):
+            function(*tensors.values())
+
+
+# ---------------------------------------------------------------------------- torch.compile
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+
+
+def between_products(loss_fn):
+    """The hidden states and the head's weight are results inside the graph, and so lie as the compiler likes."""
+
+    def graph(x, w_in, head, v, targets):
+        loss = loss_fn(x @ w_in, head * 1.0, targets)
+        return loss @ v if loss.ndim else loss * v.sum()
+
+    return graph
+
+
+def graph_checks(compiled, n_rows, hidden_size, reduction):
+    torch.use_deterministic_algorithms(False)
+    hidden, head, targets = make_inputs((n_rows,), hidden_size, dtype=COMPILED_DTYPE)
+    w_in = torch.randn(hidden_size, hidden_size, device=DEVICE).to(hidden) / hidden_size**0.5
+    inputs = hidden, w_in, head, torch.rand(n_rows, device=DEVICE)
+
+    def run(graph, *inputs):
+        leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+        result = graph(*leaves, inputs[3], targets)
+        return result.detach(), *torch.autograd.grad(result, leaves)
+
+    ref64 = run(
+        between_products(lambda *a: linear_cross_entropy_reference(*a, reduction=reduction)),
+        *(t.double() for t in inputs),
+    )
+    eager = run(between_products(lambda *a: eager_loss(*a, reduction=reduction)), *inputs)
+    names = [f"compiled, {n_rows} x {hidden_size}, {what}" for what in ("loss", "dx", "dw_in", "dhead")]
+    return [compare(*row) for row in zip(names, run(compiled, *inputs), ref64, eager)]
+
+
+@pads_rows
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_compile_between_products(reduction, dynamic):
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
+    compiled = torch.compile(between_products(loss_fn), fullgraph=True, dynamic=dynamic)
+    assert_all_passed(graph_checks(compiled, 11, 1289, reduction))
+    if dynamic is None:
+        assert_all_passed(graph_checks(compiled, 23, 1289, reduction))  # compiled once more, for any number of rows
+    with compiled_once():  # whatever the number of chunks
+        assert_all_passed(graph_checks(compiled, 30, 1289, reduction))
+
+
+@pads_rows
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_compile_of_leaves(reduction):
+    torch.use_deterministic_algorithms(False)
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
+    compiled = torch.compile(loss_fn, fullgraph=True)
+    inputs = make_inputs((2, 5), dtype=COMPILED_DTYPE)
+    grad_output = torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
+    assert_all_passed(run_checks(*inputs, grad_output, loss_fn=compiled, reduction=reduction))
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), loss_fn(*inputs))
+
+
+@pads_rows
+def test_torch_compile_refuses_bad_input_with_the_same_sentence():
+    compiled = torch.compile(TritonLinearCrossEntropyLoss(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"hidden has shape \(2, 4\) and targets \(1,\), expected"):
+        compiled(X.to(DEVICE), W.to(DEVICE), T[:1].to(DEVICE))
+
+
 # ---------------------------------------------------------------------------- on a GPU only
 
 
@@ -638,20 +736,6 @@ def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits():
     gradient = torch.ones((n_rows, n_cols), dtype=torch.bfloat16, device=DEVICE)
     scale_gradient(gradient, torch.tensor(2.0, device=DEVICE))
     assert gradient.amin() == 2 and gradient.amax() == 2
-
-
-@needs_gpu
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_torch_compile_in_one_graph(reduction):
-    torch.use_deterministic_algorithms(False)
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
-    compiled = torch.compile(lambda x, w, t: loss_fn(x * 1.0, w, t), fullgraph=True)
-    for n_rows in (11, 23, 30):  # several numbers of chunks
-        inputs = make_inputs((n_rows,), dtype=torch.bfloat16)
-        grad_output = torch.randn((n_rows,) if reduction == "none" else (), device=DEVICE)
-        assert_all_passed(run_checks(*inputs, grad_output, loss_fn=compiled, reduction=reduction))
-        with torch.no_grad():
-            assert torch.equal(compiled(*inputs), loss_fn(*inputs))
 
 
 @needs_gpu

@@ -110,6 +110,7 @@ def pretended_gpu() -> Iterator[None]:
         (KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **options: None),  # kernel[grid](...)
         # kernels write where their launchers allocated; "interpreted" ones take tensors that are not on a GPU
         *((file, "INTERPRETED", True) for file in kernel_files),
+        (torch.Tensor, "is_cpu", True),  # nor on a CPU
         (linear_cross_entropy_kernel, "_add_product", lambda *args, **options: None),  # a GPU needs no copy of a or b
         (torch, "is_autocast_enabled", lambda *device_type: False),  # does not know the device "meta"
     ]

@@ -87,56 +87,63 @@ NORM_FAULTS = {
 
 LOSS_FAULTS = {
     "test_one_tile_and_many_give_the_reference": [
-        ("powers of 2, not of e", "LOG2E, LN2 = tl.constexpr(1.4426950408889634)", "LOG2E, LN2 = tl.constexpr(1.0)"),
-        ("sum not rescaled from tile to tile", "d = d * tl.exp2(m - m_new)", "d = d"),
-        ("sum not rescaled to the row", "tl.sum(d * tl.exp2(m - m_row))", "tl.sum(d)"),
-        ("edge of the row not summed", " + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))", ""),
+        ("powers of 2, not of e", "LOG2E = tl.constexpr(1.4426950408889634)", "LOG2E = tl.constexpr(1.0)"),
+        ("sum not rescaled from tile to tile", "d = d * _exp(m - m_new)", "d = d"),
+        ("sum not rescaled to the row", "tl.sum(d * _exp(m - m_row))", "tl.sum(d)"),
+        ("edge of the row not summed", " + tl.sum(_exp(edge_logits - m_row))", ""),
         ("mask dropped", 'body_ptr + cols, mask=cols < n_body, other=-float("inf")', "body_ptr + cols", 2),
         ("masked lanes are 0", 'mask=cols < n_body, other=-float("inf")', "mask=cols < n_body, other=0.0", 2),
-        ("next column's logit for the target's", "row_ptr + target, mask", "row_ptr + (target + 1) % n_cols, mask", 2),
+        ("next column's logit for the target's", "row_ptr + target, mask", "row_ptr + (target + 1) % n_cols, mask", 3),
         ("target subtracted in the next column", "out_row_ptr + target\n", "out_row_ptr + (target ^ 1)\n"),
-        ("target not subtracted", "(tl.exp2(tl.fma(target_logit, LOG2E, -m)) - d)", "tl.exp2(tl.fma(target_logit, LOG2E, -m))"),
+        ("target not subtracted", "(_exp(target_logit - m) - d)", "_exp(target_logit - m)"),
         ("sign of the gradient", 'float("nan")) / d', 'float("nan")) / -d'),
-        ("gradient of the target only", "tl.exp2(tl.fma(logits, LOG2E, -m)) * factor", "tl.zeros_like(logits)"),
-        ("one tile not written", "range(0, n_body, TILE_SIZE)", "range(TILE_SIZE, n_body, TILE_SIZE)"),
-        ("loss not divided by n_valid", "row_loss_ptr + row, loss * scale", "row_loss_ptr + row, loss"),
+        ("gradient of the target only", "_exp(logits - m) * factor", "tl.zeros_like(logits)"),
+        ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
+        ("loss not divided by n_valid", "_loss_of_row(target_logit, m, d) * scale", "_loss_of_row(target_logit, m, d)", 2),
         ("gradient not divided by n_valid", "scale = scale / tl.load(n_valid_ptr)", "scale = scale"),
     ],
     "test_large_offset_does_not_cost_digits": [
-        ("product rounded before m is subtracted", "tl.fma(logits, LOG2E, -m_new[None, :])", "logits * LOG2E - m_new[None, :]"),
-        ("log(d) added to a large m", "tl.log(d_row / tl.exp2(t))", "tl.log(d_row) + m_row * LN2 - target_logit"),
+        ("product rounded before m is subtracted", "_exp(logits - m_new[None, :])", "tl.exp2(logits * LOG2E - m_new[None, :] * LOG2E)"),
+        ("log(d) added to a large m", "tl.log(d / _exp(t))", "tl.log(d) + m - target_logit"),
+    ],
+    "test_logits_of_any_magnitude": [
+        ("maximum multiplied, and rounded", "_exp(logits - m_new[None, :])", "tl.exp2(tl.fma(logits, LOG2E, -(m_new * LOG2E)[None, :]))"),
+        ("first maximum is not the lowest number", "tl.constexpr(torch.finfo(torch.float32).min)", "tl.constexpr(-1e38)"),
+    ],
+    "test_loss_of_a_target_far_below_is_finite_as_long_as_pytorchs": [
+        ("loss in powers of 2", "tl.log(d) - t)", "tl.log(d) - t * LOG2E / LOG2E)"),
     ],
     "test_masked_vocabulary_is_not_nan": [
         ("column of -inf is NaN", "tl.full((TILE_COLS,), LOWEST", 'tl.full((TILE_COLS,), -float("inf")'),
     ],
     "test_ignored_rows_are_neither_counted_nor_trained": [
-        ("only -100 is ignored", "if target == ignore_index:", "if target == -100:", 2),
+        ("only -100 is ignored", "if target == ignore_index:", "if target == -100:", 4),
         ("ignored rows counted", "(targets.long() != ignore_index).sum()", "(targets == targets).sum()"),
     ],
     "test_no_valid_row_is_as_in_pytorch": [
-        ("mean of no row is 0", 'row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()', "row_loss.sum()"),
+        ("mean of no row is 0", "return row_loss.mean()", "return row_loss.sum()"),
     ],
     "test_target_outside_the_vocabulary_gives_nan_for_its_row_only": [
         ("target outside the row is trained", 'tl.where(in_row, scale, float("nan"))', "scale"),
     ],
     "test_arbitrary_grad_output": [
-        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)", "1.0"),
-        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr"),
+        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)", "1.0", 2),
+        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
     ],
     "test_layout[padded vocabulary]": [
-        ("V for the logits' stride", "row, logits_row_stride, n_cols)\n        target", "row, n_cols, n_cols)\n        target"),
+        ("V for the logits' stride", "row, logits_row_stride, n_cols)\n    target", "row, n_cols, n_cols)\n    target"),
     ],
     "test_layout[expanded]": [
-        ("logits' stride for dlogits", "_cut_row(dlogits_ptr, row, dlogits_row_stride", "_cut_row(dlogits_ptr, row, logits_row_stride"),
+        ("logits' stride for dlogits", "_, _, _ = _cut_row(dlogits_ptr, row, dlogits_row_stride", "_, _, _ = _cut_row(dlogits_ptr, row, logits_row_stride"),
     ],
     "properties_test::test_loss_of_rows_beyond_int32": [
         ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
     ],
     "test_inputs_are_not_changed": [
-        ("overwrites unasked", "m_d = None if overwrite else", "m_d = None if True else"),
+        ("overwrites unasked", "    if overwrite:\n        _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)\n", "    if True:\n"),
     ],
     "test_inplace_writes_the_gradient_over_the_logits": [
-        ("in place not divided by n_valid", "m_row, d_row, scale, tile", "m_row, d_row, 1.0, tile"),
+        ("in place not divided by n_valid", "m, d, scale, tile, TILE_ROWS", "m, d, 1.0, tile, TILE_ROWS"),
         ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
     ],
     "test_inplace_gradient_is_multiplied_by_any_grad_output": [
@@ -157,6 +164,12 @@ LOSS_FAULTS = {
     "test_inplace_in_fp16_waits_for_the_loss_scale": [
         ("fp16 is overwritten", " and logits.dtype != torch.float16", ""),
     ],
+    "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [
+        ("compiled, ignored rows are trained", ".masked_fill(ignored, 0)", ""),
+    ],
+    "test_torch_compile_of_any_layout[padded vocabulary]": [
+        ("operator promises other strides", "return _new_drows(rows).view(logits.shape)\n", "return logits.new_empty_strided(logits.shape, logits.stride())\n"),
+    ],
     "test_second_derivative_is_refused_not_silently_zero": [
         ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
     ],
@@ -168,7 +181,7 @@ LINEAR_LOSS_FAULTS = {
         ("dweight begins with what the memory held", "beta=0 if number == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
         ("mean of each chunk", "chunk_grads, n_valid,", "chunk_grads, n_valid and (chunk_targets != -100).sum(),"),
-        ("ignored rows' logits are multiplied", "if row_grads is not None:", "if row_grads is not None and not overwrite:"),
+        ("ignored rows' logits are multiplied", "        ce.launch_scale(row_grads, logits, targets, ignore_index)", "        pass"),
     ],
     "test_chunks_are_few_equal_and_of_whole_tiles": [
         ("last chunk is small", "return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)", "return chunk_size"),
@@ -491,22 +504,22 @@ ROPE_FAULTS = {
 REVERSE_KL_FAULTS = {
     "test_rising_maxima_are_rescaled": [
         ("d_s not rescaled", "return a, d_s * factor, d_t", "return a, d_s, d_t"),
-        ("d_t not rescaled", "d_t * tl.exp2(-rise_t)", "d_t"),
+        ("d_t not rescaled", "d_t * tl.exp2(-rise_t * unit)", "d_t"),
         ("a not shifted", "(a + d_s * (rise_t - rise_s)) * factor, 0.0)  #", "a * factor, 0.0)  #"),
         ("a shifted the other way", "(rise_t - rise_s)) * factor, 0.0)  #", "(rise_s - rise_t)) * factor, 0.0)  #"),
         ("a not rescaled", "(rise_t - rise_s)) * factor, 0.0)  #", "(rise_t - rise_s)), 0.0)  #"),
-        ("not rescaled to the row", "_rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t)", "(a, d_s, d_t)"),
-        ("teacher not rescaled to the row", "m_s_row - m_s, m_t_row - m_t)", "m_s_row - m_s, m_t - m_t)"),
+        ("not rescaled to the row", "_rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t, unit)", "(a, d_s, d_t)"),
+        ("teacher not rescaled to the row", "m_s_row - m_s, m_t_row - m_t, unit)", "m_s_row - m_s, m_t - m_t, unit)"),
     ],
     "test_one_tile_and_many_give_the_reference[tile0-dtype0]": [
         ("edge of the row not summed", "tl.sum(a) + tl.sum(w * x)", "tl.sum(a)"),
         ("edge of the teacher not summed", "tl.sum(d_t) + tl.sum(z)", "tl.sum(d_t)"),
         ("masked lanes are 0", 'mask=mask, other=-float("inf")', "mask=mask, other=0.0", 2),
-        ("mean not subtracted", "w * (x - mean) * factor", "w * x * factor", 2),
-        ("sign of the gradient", "w * (x - mean) * factor", "w * (mean - x) * factor", 2),
+        ("mean not subtracted", "w * factor * (x - mean)", "w * factor * x", 2),
+        ("sign of the gradient", "w * factor * (x - mean)", "w * factor * (mean - x)", 2),
         ("student's statistics for the teacher", "stats = m_s_row, m_t_row,", "stats = m_s_row, m_s_row,"),
-        ("powers of 2 in the gradient", "unit * (LN2 * LN2)", "unit * LN2"),
-        ("powers of 2 in the loss", "a_row / d_s_row * LN2 +", "a_row / d_s_row +"),
+        ("powers of 2 in the gradient", "inverse_t / d_s * (unit * LN2)", "inverse_t / d_s * unit"),
+        ("powers of 2 in the loss", "a_row / d_s_row * (unit * LN2) +", "a_row / d_s_row * unit +"),
         ("gradient not divided by n_counted", "tl.num_programs(0) if n_counted_ptr is None else tl.load(n_counted_ptr)", "1"),
         ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
         ("edge not written", "mask=in_edge)", "mask=in_edge & (edge < 0))"),
@@ -519,21 +532,30 @@ REVERSE_KL_FAULTS = {
         ("a part is read twice", "range(first_kept if kept else 0, n_read", "range(0, n_read"),
     ],
     "test_temperature_divides_both_and_no_square_multiplies[dtype0-2]": [
-        ("temperature multiplies", "1 / (LN2.value * temperature)", "temperature / LN2.value", 2),
-        ("temperature ignored", "1 / (LN2.value * temperature)", "1 / LN2.value", 2),
-        ("gradient not divided by T", "scale * unit * (LN2 * LN2)", "scale * LN2"),
+        ("temperature multiplies", "1 / (LN2.value * SHRINK.value * temperature)", "temperature / (LN2.value * SHRINK.value)"),
+        ("temperature ignored", "1 / (LN2.value * SHRINK.value * temperature)", "1 / (LN2.value * SHRINK.value)"),
+        ("gradient not divided by T", "inverse_t = unit * LN2 * SHRINK", "inverse_t = 1.0"),
     ],
     "test_large_offset_does_not_cost_digits": [
-        ("product rounded before m is subtracted", "fma(logits[0], unit, -m_s), tl.fma(logits[1], unit, -m_t)", "fma(logits[0] * unit, 1.0, -m_s), logits[1] * unit - m_t"),
+        ("product rounded before m is subtracted", "tl.fma(logits[0], SHRINK, -m_s)", "tl.fma(logits[0] * 0.3, SHRINK / 0.3, -m_s)"),
+    ],
+    "test_logits_of_any_magnitude[True-dtype6-10000000000.0-0.6]": [
+        ("maximum multiplied, and rounded", "tl.fma(logits[0], SHRINK, -m_s)", "tl.fma(logits[0], SHRINK * 0.3, -m_s * 0.3) / 0.3"),
+    ],
+    "test_rows_at_an_end_of_the_range[-1]": [
+        ("first maximum is not the lowest number", "tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)", "tl.constexpr(-1e31)"),
+    ],
+    "test_vocabulary_masked_by_a_large_number[teacher--3.4028234663852886e+38]": [
+        ("sum of large log-ratios overflows", "2.0**-24", "2.0**0", 2),
     ],
     "test_padded_vocabulary_is_not_nan[both-first chunk]": [
-        ("-inf - -inf", "tl.where(w > 0, u - v, 0.0)", "u - v"),
-        ("column of -inf is NaN", "tl.constexpr(-1e38)", 'tl.constexpr(-float("inf"))'),
+        ("-inf - -inf", "tl.where(w > 0, s - t, 0.0)", "s - t"),
+        ("column of -inf is NaN", "tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)", 'tl.constexpr(-float("inf"))'),
     ],
     "test_reductions_with_and_without_a_mask[True-batchmean]": [
         ("mask ignored", "None if mask is None else mask.reshape(-1).contiguous()", "None"),
         ("all rows counted", "n_counted = mask.sum()", "n_counted = mask.numel() + 0 * mask.sum()"),
-        ("loss not divided", "loss if n_counted is None else loss / n_counted", "loss"),
+        ("loss not divided", "return row_loss.sum() / n_counted", "return row_loss.sum()"),
     ],
     "test_nan_logits_of_rows_that_do_not_count_stay_out": [
         ("rows that do not count are read", "tl.where(counted, n_body, 0), in_edge & counted", "n_body, in_edge", 2),
@@ -557,12 +579,12 @@ REVERSE_KL_FAULTS = {
         ("inf * 0", "tl.where(factor > 0, (a + d_s * (rise_t - rise_s)) * factor, 0.0)", "(a + d_s * (rise_t - rise_s)) * factor"),
     ],
     "test_statistics_of_shards_combine_to_those_of_whole_rows": [
-        ("shards' a not shifted", "(a + d_s * (rise_t - rise_s)) * factor, 0.0)\n    sums", "a * factor, 0.0)\n    sums"),
-        ("shards' d_t not rescaled", "(d_t * torch.exp2(-rise_t))", "d_t"),
+        ("shards' a not shifted", "(a + d_s * (rise_t - rise_s)) * factor, 0.0)\n    d_s, d_t", "a * factor, 0.0)\n    d_s, d_t"),
+        ("shards' d_t not rescaled", "d_t * torch.exp2(-rise_t * _unit(temperature))", "d_t"),
     ],
     "test_gradient_of_the_forward_becomes_the_leafs_without_a_copy": [
         ("given gradient is held while it is handed out", "dstudent, ctx.dstudent = ctx.dstudent, None", "dstudent = ctx.dstudent"),
-        ("given gradient not used", "now, group)\n        ctx.save", "False, group)\n        ctx.save"),
+        ("given gradient not used", "mask, *options, now)", "mask, *options, False)"),
     ],
     "test_teacher_that_needs_a_gradient_is_refused": [
         ("teacher's gradient dropped", "if grad_enabled and ctx.needs_input_grad[1]:", "if False:"),

@@ -33,15 +33,18 @@ scale), reduction "none" and a vocabulary split over GPUs.  Bytes per bf16 logit
     memory      log_p, log_q, exp, difference: fp32                  = 16          2           2
 
 New in Triton: `tl.reshape` makes a dimension of the 8 columns that a thread loads at once; a kernel calls another.
-Limits: |logits / T| below 1e38, or -inf; fp32 loss, not times T**2; no second derivative, none for the teacher; rows
-with gaps that 8 does not divide are copied.  A column of student's probability 0 counts 0 (F.kl_div: NaN, if it is the
+Limits: fp16, bf16 and fp32 logits of any finite value, or -inf; temperatures from 1e-30 on; the
+loss is fp32, not times T**2; no second derivative, none for the teacher; rows with gaps that 8 does
+not divide are copied.  A column of student's probability 0 counts 0 (F.kl_div: NaN, if it is the
 teacher's too); where only the teacher's is 0, loss and gradient are not finite, as in PyTorch.
 """
 
 import contextlib
+import math
 import os
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
@@ -50,9 +53,20 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
-LOWEST = tl.constexpr(-1e38)  # finite: in a column of -inf, -inf - -inf would be NaN
-# exp(x) = 2**(x / LN2), and 2**x is what a GPU computes: the kernels' m_s, m_t, x and a are kept divided by LN2.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# The maths' m_s, m_t, x and a are kept in the logits' own unit, not yet divided by T, and times SHRINK.
+# A maximum is subtracted before anything is rounded: near it the difference is exact whatever the
+# magnitude, in a row of 1e10 everywhere it is 0.  And a power of 2 as a factor rounds nothing, but now
+# neither the difference of the two ends of fp32 nor the sum of 4 million of them overflows.
+SHRINK = tl.constexpr(2.0**-24)
+# The first maximum is finite, or in a column of -inf (a masked vocabulary) -inf - -inf would be NaN.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+def _unit(temperature):
+    """exp(difference / T) = 2**(shrunk difference * unit), and powers of 2 are what a GPU computes."""
+    return 1 / (LN2.value * SHRINK.value * temperature)
 
 
 def reverse_kl_reference(student, teacher, mask=None, temperature=1.0, reduction="batchmean", ignore_index=-100):
@@ -84,17 +98,18 @@ def _load(s_ptr, t_ptr, cols, mask, POLICY: tl.constexpr):  # POLICY: what leave
 
 
 @triton.jit
-def _w_x_z(logits, unit, m_s, m_t):  # of raw student and teacher logits; unit = 1 / (T * LN2)
-    u, v = tl.fma(logits[0], unit, -m_s), tl.fma(logits[1], unit, -m_t)
-    w = tl.exp2(u)
-    return w, tl.where(w > 0, u - v, 0.0), tl.exp2(v)  # without `where`, NaN if both logits are -inf
+def _w_x_z(logits, unit, m_s, m_t):  # of raw student and teacher logits and shrunk maxima
+    s, t = tl.fma(logits[0], SHRINK, -m_s), tl.fma(logits[1], SHRINK, -m_t)
+    w = tl.exp2(s * unit)
+    x = tl.where(w > 0, s - t, 0.0)  # without `where`, NaN if both logits are -inf
+    return w, x, tl.exp2(t * unit)
 
 
 @triton.jit
-def _rescale(a, d_s, d_t, rise_s, rise_t):
-    factor = tl.exp2(-rise_s)
+def _rescale(a, d_s, d_t, rise_s, rise_t, unit):
+    factor = tl.exp2(-rise_s * unit)
     a = tl.where(factor > 0, (a + d_s * (rise_t - rise_s)) * factor, 0.0)  # `where`: inf * 0 is NaN
-    return a, d_s * factor, d_t * tl.exp2(-rise_t)
+    return a, d_s * factor, d_t * tl.exp2(-rise_t * unit)
 
 
 @triton.jit
@@ -107,7 +122,6 @@ def _reverse_kl_fwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
-    unit = tl.cast(unit, tl.float32)  # from fp64, as which torch.compile passes a Python float
     tile = tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
     s_row_ptr, s_ptr, n_body, edge, in_edge = _cut_row(student_ptr, row, student_row_stride, n_cols)
     t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
@@ -121,22 +135,23 @@ def _reverse_kl_fwd_kernel(
             cols = first + tile
             s, t = _load(s_ptr, t_ptr, cols, cols < n_read, "evict_last" if kept else "evict_first")
             s, t = tl.reshape(s, TILE_ROWS, THREADS, 8), tl.reshape(t, TILE_ROWS, THREADS, 8)
-            m_s_new = tl.maximum(m_s, tl.max(tl.max(s, axis=2), axis=0) * unit)
-            m_t_new = tl.maximum(m_t, tl.max(tl.max(t, axis=2), axis=0) * unit)
+            m_s_new = tl.maximum(m_s, tl.max(tl.max(s, axis=2), axis=0) * SHRINK)
+            m_t_new = tl.maximum(m_t, tl.max(tl.max(t, axis=2), axis=0) * SHRINK)
             w, x, z = _w_x_z((s, t), unit, m_s_new[None, :, None], m_t_new[None, :, None])
-            a, d_s, d_t = _rescale(a, d_s, d_t, m_s_new - m_s, m_t_new - m_t)
+            a, d_s, d_t = _rescale(a, d_s, d_t, m_s_new - m_s, m_t_new - m_t, unit)
             a += tl.sum(tl.sum(w * x, axis=2), axis=0)
             d_s += tl.sum(tl.sum(w, axis=2), axis=0)
             d_t += tl.sum(tl.sum(z, axis=2), axis=0)
             m_s, m_t = m_s_new, m_t_new
     # The threads meet: every sum is rescaled to the row's maxima, and the edge is added.
     s, t = _load(s_row_ptr, t_row_ptr, edge, read_edge, "evict_first")
-    m_s_row = tl.maximum(tl.max(m_s), tl.max(s) * unit)
-    m_t_row = tl.maximum(tl.max(m_t), tl.max(t) * unit)
+    m_s_row = tl.maximum(tl.max(m_s), tl.max(s) * SHRINK)
+    m_t_row = tl.maximum(tl.max(m_t), tl.max(t) * SHRINK)
     w, x, z = _w_x_z((s, t), unit, m_s_row, m_t_row)
-    a, d_s, d_t = _rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t)
+    a, d_s, d_t = _rescale(a, d_s, d_t, m_s_row - m_s, m_t_row - m_t, unit)
     a_row, d_s_row, d_t_row = tl.sum(a) + tl.sum(w * x), tl.sum(d_s) + tl.sum(w), tl.sum(d_t) + tl.sum(z)
-    kl = a_row / d_s_row * LN2 + tl.log(tl.div_rn(d_t_row, d_s_row))  # div_rn: exactly 1 if they are equal
+    # unit * LN2 = 1 / (T * SHRINK): undoes the shrinking, and divides by T.  div_rn: 1 / 1 is exactly 1.
+    kl = a_row / d_s_row * (unit * LN2) + tl.log(tl.div_rn(d_t_row, d_s_row))
     tl.store(row_loss_ptr + row, tl.where(counted, kl, 0.0))
     stats = m_s_row, m_t_row, d_s_row, d_t_row, a_row
     for i in tl.static_range(5):
@@ -153,7 +168,10 @@ def _reverse_kl_fwd_kernel(
 # p[i] * ([i == j] - p[j]), so
 #   dKL/ds[j]   = p[j] * ((log p[j] - log q[j]) - KL)             the changes of log p have the mean 0
 #               = p[j] * (x[j] - a / d_s)                         log(d_t / d_s) is in both, and cancels
-#   dstudent[j] = w[j] * (x[j] - a / d_s) * (scale / T / d_s)     neither a logarithm nor d_t is needed
+#   dstudent[j] = w[j] * (scale / T / d_s) * (x[j] - a / d_s)     neither a logarithm nor d_t is needed
+#
+# In this order: the factor also undoes the shrinking of x, and a small w times a shrunk x alone would
+# fall out of the range of fp32.
 @triton.jit
 def _reverse_kl_bwd_kernel(
     student_ptr, student_row_stride, teacher_ptr, teacher_row_stride, counted_ptr, n_counted_ptr, MEAN: tl.constexpr,
@@ -162,13 +180,11 @@ def _reverse_kl_bwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
-    unit = tl.cast(unit, tl.float32)
     scale = 1.0 if grad_output_ptr is None else tl.load(grad_output_ptr + tl.cast(row, tl.int64) * grad_output_stride)
     if not GIVEN or scale != 1.0:  # only the GPU knows whether it is 1: the host launches this without looking
         tile = tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
         s_row_ptr, s_ptr, _, _, _ = _cut_row(student_ptr, row, student_row_stride, n_cols)
         t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
-        # torch.compile takes every tensor for written that a stored address depends on: here it is dstudent alone
         out_row_ptr, out_ptr, n_body, edge, in_edge = _cut_row(dstudent_ptr, row, n_cols, n_cols)
         counted = True if counted_ptr is None else tl.load(counted_ptr + row)
         n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted
@@ -176,27 +192,48 @@ def _reverse_kl_bwd_kernel(
         d_s, a = tl.load(stats_ptr + 5 * row + 2), tl.load(stats_ptr + 5 * row + 4)
         scale /= 1 if not MEAN else tl.num_programs(0) if n_counted_ptr is None else tl.load(n_counted_ptr)
         mean = tl.where(counted, a / d_s, 0.0)
-        factor = tl.where(counted, scale * unit * (LN2 * LN2) / d_s, 0.0)  # an LN2 for unit, and one for x
+        inverse_t = unit * LN2 * SHRINK
+        # 1 / T is in it twice, once for x, whose shrinking ends here
+        factor = tl.where(counted, scale * inverse_t / d_s * (unit * LN2), 0.0)
         # Last tile first: it was read last, and is still in the cache.  ".cs" stores without taking room there.
         for done in range(0, n_body, TILE_SIZE):
             cols = (n_body - 1) // TILE_SIZE * TILE_SIZE - done + tile
-            w, x, _z = _w_x_z(_load(s_ptr, t_ptr, cols, cols < n_read, "evict_first"), unit, m_s, m_t)
-            tl.store(out_ptr + cols, w * (x - mean) * factor, mask=cols < n_body, cache_modifier=".cs")
+            logits = _load(s_ptr, t_ptr, cols, cols < n_read, "evict_first")
+            w, x, _z = _w_x_z(logits, unit, m_s, m_t)
+            dstudent = w * factor * (x - mean)
+            tl.store(out_ptr + cols, dstudent, mask=cols < n_body, cache_modifier=".cs")
         w, x, _z = _w_x_z(_load(s_row_ptr, t_row_ptr, edge, read_edge, "evict_first"), unit, m_s, m_t)
-        tl.store(out_row_ptr + edge, w * (x - mean) * factor, mask=in_edge)
+        tl.store(out_row_ptr + edge, w * factor * (x - mean), mask=in_edge)
 
 
-def _rows(student, teacher, mask, temperature, reduction):
-    """Refuse what the kernels cannot compute; return both as (n_rows, V), with row strides, and mask (n_rows,)."""
+def _refuse_foreign_memory(name, tensor):
+    """A kernel is handed an address: refuse a tensor that has none, or whose elements lie elsewhere.
+
+    A wrapper such as DTensor has no memory of its own; its data_ptr() is where nothing lies.
+    """
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if not plain and is_traceable_wrapper_subclass(tensor):
+        advice = "unwrap it"
+        if hasattr(tensor, "to_local"):
+            advice = "pass its to_local() or full_tensor()"
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a plain tensor: {advice}.")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}, expected torch.strided: pass its to_dense().")
+
+
+def _check(student, teacher, mask, temperature, reduction):
+    """Refuse what the kernels cannot compute."""
     named = {"student_logits": student, "teacher_logits": teacher} | ({} if mask is None else {"mask": mask})
     for name, tensor in named.items():
-        dtypes = (torch.bool,) if name == "mask" else (torch.float16, torch.bfloat16, torch.float32)
+        dtypes = (torch.bool,) if name == "mask" else FLOATS
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         if given not in dtypes:
             raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, dtypes))}: convert it.")
+        _refuse_foreign_memory(name, tensor)
     right = [student.shape, student.shape, student.shape[:-1]][: len(named)]
     shapes = student.ndim > 0 and student.shape[-1] > 0 and [x.shape for x in named.values()] == right
-    if not shapes or any(x.device != student.device for x in named.values()) or not (student.is_cuda or INTERPRETED):
+    one_device = all(x.device == student.device for x in named.values())
+    if not shapes or not one_device or not (student.is_cuda or (INTERPRETED and student.is_cpu)):
         given = ", ".join([f"{name} has shape {tuple(x.shape)} on {x.device}" for name, x in named.items()])
         expected = "one GPU: move them, or set TRITON_INTERPRET=1 first"
         expected = expected if shapes else "(..., V) twice, V >= 1, and (...) for a mask: reshape or cut them"
@@ -204,6 +241,13 @@ def _rows(student, teacher, mask, temperature, reduction):
     if reduction not in ("batchmean", "sum", "none") or not 0 < temperature < float("inf"):
         given = f"reduction is {reduction!r}, temperature {temperature}"
         raise ValueError(f"{given}; expected 'batchmean', 'sum' or 'none', and a positive number: change it.")
+
+
+def _rows(student, teacher, mask):
+    """Both as (n_rows, V), each with its row stride, and mask as (n_rows,).
+
+    Columns are adjacent, and all rows are cut alike, as those of a contiguous tensor.
+    """
     rows = [logits.reshape(-1, logits.shape[-1]) for logits in (student, teacher)]
     s, t = (x if x.stride(1) == 1 and (x.stride(0) - x.shape[1]) % 8 == 0 else x.contiguous() for x in rows)
     return s, s.stride(0), t, t.stride(0), None if mask is None else mask.reshape(-1).contiguous()
@@ -217,49 +261,148 @@ def _launch(kernel, warps, student, *args):
             kernel[(len(student),)](student, *args, **tile, num_warps=warps)
 
 
-def combine_statistics(stats, group):
-    """The (n_rows, 5) of whole rows, from those of the columns that each process of the group has."""
-    parts = [torch.empty_like(stats) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(parts, stats, group)
-    m_s, m_t, d_s, d_t, a = torch.stack(parts).unbind(-1)  # (n_processes, n_rows) each
-    rise_s, rise_t = m_s.amax(0) - m_s, m_t.amax(0) - m_t
-    factor = torch.exp2(-rise_s)
-    a = torch.where(factor > 0, (a + d_s * (rise_t - rise_s)) * factor, 0.0)
-    sums = (d_s * factor).sum(0), (d_t * torch.exp2(-rise_t)).sum(0), a.sum(0)
-    return torch.stack([m_s.amax(0), m_t.amax(0), *sums], dim=1)
+def _reduced(row_loss, n_counted, reduction):
+    if reduction == "none":
+        return row_loss
+    if reduction == "sum":
+        return row_loss.sum()
+    if n_counted is None:
+        return row_loss.mean()
+    return row_loss.sum() / n_counted  # 0 / 0 = NaN where no row counts, as in PyTorch
 
 
-def reverse_kl_forward(student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False, group=None):
-    """Return loss () or (...) fp32, stats (n_rows, 5) fp32, n_counted () or None, and, if needed and there is no group,
-    dstudent (..., V) for a grad_output of 1.  The logits are this process's columns of the group's."""
-    rows = _rows(student, teacher, mask, temperature, reduction)
+def reverse_kl_forward(
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
+):  # fmt: skip
+    """Return loss, stats, n_counted and dstudent of student and teacher (..., V).
+
+    Args:
+        student, teacher: fp16, bf16 or fp32, with any strides.
+        mask: bool (...), True for rows that count; None: all do.
+        gradient: compute dstudent too, for a grad_output of 1.
+
+    Returns:
+        loss: () fp32, or (...) with reduction "none".
+        stats: m_s, m_t, d_s, d_t and a of each row for the backward, (n_rows, 5) fp32.
+        n_counted: the number of rows that count, () int64; None unless a mean over a mask needs it.
+        dstudent: (..., V) in student's dtype; None unless asked for.
+
+    Raises:
+        TypeError, ValueError: a tensor's type, dtype, shape or device, the temperature or the
+            reduction is wrong.
+    """
+    _check(student, teacher, mask, temperature, reduction)
     V, mean = student.shape[-1], reduction == "batchmean"
     n_counted = mask.sum() if mean and mask is not None else None
     row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)
     stats = row_loss.new_empty((row_loss.numel(), 5))
-    dstudent = student.new_empty(student.shape) if gradient and group is None else None
+    dstudent = student.new_empty(student.shape) if gradient else None
     gpu = torch.cuda.get_device_properties(student.device) if student.is_cuda else None
+    # the cache's share of each row, in columns
     n_kept = gpu.L2_cache_size // (4 * gpu.multi_processor_count * student.element_size()) if gpu else V // 2
-    more = V, 0 if dstudent is None else n_kept, 1 / (LN2.value * temperature)  # n_kept: the cache's share of each row
-    warps = 4 if dstudent is None else 16
-    _launch(_reverse_kl_fwd_kernel, warps, *rows, n_counted, mean, stats, row_loss, dstudent, *more)
-    if group is not None:
-        stats = combine_statistics(stats, group)
-        _, _, d_s, d_t, a = stats.unbind(1)
-        row_loss = (a / d_s * LN2.value + torch.log(d_t / d_s)).view(row_loss.shape)
-        row_loss = row_loss if mask is None else row_loss.where(mask, 0)
-    loss = row_loss if reduction == "none" else row_loss.mean() if mean and mask is None else row_loss.sum()
-    return loss if n_counted is None else loss / n_counted, stats, n_counted, dstudent  # 0 / 0 = NaN, as in PyTorch
+    _launch(
+        _reverse_kl_fwd_kernel, 16 if gradient else 4, *_rows(student, teacher, mask), n_counted,
+        mean, stats, row_loss, dstudent, V, n_kept if gradient else 0, _unit(temperature),
+    )  # fmt: skip
+    return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
-def reverse_kl_backward(grad_output, student, teacher, mask, stats, n_counted, temperature, reduction, dstudent=None):
-    """Return dstudent (..., V), from what a forward was given and returned; its own is kept if grad_output () is 1."""
-    rows = *_rows(student, teacher, mask, temperature, reduction), n_counted, reduction == "batchmean"
+def reverse_kl_backward(
+    grad_output, student, teacher, mask, stats, n_counted, temperature, reduction, dstudent=None
+):  # fmt: skip
+    """Return dstudent (..., V) in student's dtype, from what a forward was given and returned.
+
+    Args:
+        grad_output: fp32, () or (...).
+        dstudent: the forward's; it is kept if grad_output () is 1, and otherwise written anew.
+
+    Raises:
+        TypeError, ValueError: as the forward.
+    """
+    _check(student, teacher, mask, temperature, reduction)
+    _refuse_foreign_memory("grad_output", grad_output)
     row_grads = grad_output.expand(student.shape[:-1]).reshape(-1)  # of a scalar it is a view with stride 0
     out = student.new_empty(student.shape) if dstudent is None else dstudent
-    options = student.shape[-1], 1 / (LN2.value * temperature), dstudent is not None
-    _launch(_reverse_kl_bwd_kernel, 4, *rows, stats, row_grads, row_grads.stride(0), out, *options)
+    mean, given = reduction == "batchmean", dstudent is not None
+    _launch(
+        _reverse_kl_bwd_kernel, 4, *_rows(student, teacher, mask), n_counted, mean, stats, row_grads,
+        row_grads.stride(0), out, student.shape[-1], _unit(temperature), given,
+    )  # fmt: skip
     return out
+
+
+def combine_statistics(stats, temperature, group):
+    """The (n_rows, 5) of whole rows, from those of the columns that each process of a group has."""
+    parts = [torch.empty_like(stats) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, stats, group)
+    m_s, m_t, d_s, d_t, a = torch.stack(parts).unbind(-1)  # (n_processes, n_rows) each
+    rise_s, rise_t = m_s.amax(0) - m_s, m_t.amax(0) - m_t
+    factor = torch.exp2(-rise_s * _unit(temperature))
+    a = torch.where(factor > 0, (a + d_s * (rise_t - rise_s)) * factor, 0.0)
+    d_s, d_t = d_s * factor, d_t * torch.exp2(-rise_t * _unit(temperature))
+    return torch.stack([m_s.amax(0), m_t.amax(0), d_s.sum(0), d_t.sum(0), a.sum(0)], dim=1)
+
+
+def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
+    """The loss from the statistics (n_rows, 5) of whole rows; shape is that of the rows, (...)."""
+    _, _, d_s, d_t, a = stats.unbind(1)
+    row_loss = (a / d_s * (LN2.value * _unit(temperature)) + torch.log(d_t / d_s)).view(shape)
+    return _reduced(row_loss if mask is None else row_loss.where(mask, 0), n_counted, reduction)
+
+
+# What torch.compile sees of the launchers: two operators.  It looks into a Triton kernel that it meets
+# in a graph, and takes down its arguments' strides when it traces; but when it compiles, it may lay
+# out a matrix product's result with gaps between its rows.  Into an operator it does not look: the
+# launchers run as they stand above, on the tensors that there really are.
+
+
+def _forward_results(student, teacher, mask, temperature, reduction, gradient):
+    results = reverse_kl_forward(student, teacher, mask, temperature, reduction, gradient)
+    return [result for result in results if result is not None]
+
+
+_forward_operator = torch.library.custom_op(
+    "tutorial::reverse_kl_forward", _forward_results, mutates_args=(),
+    schema="(Tensor student, Tensor teacher, Tensor? mask, float temperature, str reduction, "
+    "bool gradient) -> Tensor[]",
+)  # fmt: skip
+_backward_operator = torch.library.custom_op(
+    "tutorial::reverse_kl_backward", reverse_kl_backward, mutates_args=(),
+    schema="(Tensor grad_output, Tensor student, Tensor teacher, Tensor? mask, Tensor stats, "
+    "Tensor? n_counted, float temperature, str reduction) -> Tensor",
+)  # fmt: skip
+
+
+@_forward_operator.register_fake
+def _forward_shapes(student, teacher, mask, temperature, reduction, gradient):
+    _check(student, teacher, mask, temperature, reduction)
+    shape = student.shape[:-1]
+    loss = student.new_empty(shape if reduction == "none" else (), dtype=torch.float32)
+    results = [loss, student.new_empty((math.prod(shape), 5), dtype=torch.float32)]
+    if reduction == "batchmean" and mask is not None:
+        results.append(student.new_empty((), dtype=torch.int64))
+    return [*results, student.new_empty(student.shape)] if gradient else results
+
+
+@_backward_operator.register_fake
+def _backward_shape(grad_output, student, teacher, mask, stats, n_counted, temperature, reduction):
+    _check(student, teacher, mask, temperature, reduction)
+    return student.new_empty(student.shape)
+
+
+def _compiled_forward(student, teacher, mask, temperature, reduction, gradient):
+    """reverse_kl_forward for torch.compile."""
+    results = iter(_forward_operator(student, teacher, mask, temperature, reduction, gradient))
+    loss, stats = next(results), next(results)
+    n_counted = next(results) if reduction == "batchmean" and mask is not None else None
+    return loss, stats, n_counted, next(results) if gradient else None
+
+
+def _compiled_backward(grad_output, *saved_and_options, dstudent):
+    """reverse_kl_backward for torch.compile."""
+    if dstudent is None:
+        return _backward_operator(grad_output, *saved_and_options)
+    return (dstudent.float() * grad_output).to(dstudent.dtype)  # the compiler writes it over dstudent
 
 
 class TritonReverseKLFunction(torch.autograd.Function):
@@ -270,9 +413,16 @@ class TritonReverseKLFunction(torch.autograd.Function):
         if grad_enabled and ctx.needs_input_grad[1]:
             raise ValueError("teacher_logits requires a gradient, expected a constant: pass teacher_logits.detach().")
         now = grad_enabled and ctx.needs_input_grad[0] and reduction != "none" and student.dtype != torch.float16
-        loss, *saved, ctx.dstudent = reverse_kl_forward(student, teacher, mask, temperature, reduction, now, group)
-        ctx.save_for_backward(student, teacher, mask, *saved)
-        ctx.options = temperature, reduction
+        # a split vocabulary's statistics must be combined before a gradient can be computed
+        now = now and group is None
+        forward = _compiled_forward if torch.compiler.is_compiling() else reverse_kl_forward
+        options = temperature, reduction
+        loss, stats, n_counted, ctx.dstudent = forward(student, teacher, mask, *options, now)
+        if group is not None:
+            stats = combine_statistics(stats, temperature, group)
+            loss = loss_of_statistics(stats, mask, n_counted, *options, student.shape[:-1])
+        ctx.save_for_backward(student, teacher, mask, stats, n_counted)
+        ctx.options = options
         return loss
 
     @staticmethod
@@ -280,7 +430,9 @@ class TritonReverseKLFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
             raise RuntimeError("The fused loss has no second derivative, which create_graph=True asks for.")
         dstudent, ctx.dstudent = ctx.dstudent, None  # held by nobody else, it becomes .grad without a copy
-        return reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options, dstudent), *[None] * 6
+        backward = _compiled_backward if torch.compiler.is_compiling() else reverse_kl_backward
+        dstudent = backward(grad_output, *ctx.saved_tensors, *ctx.options, dstudent=dstudent)
+        return dstudent, *[None] * 6
 
 
 class TritonReverseKLLoss(torch.nn.Module):

@@ -26,6 +26,7 @@ from checking import (
     assert_all_passed,
     captured,
     compare,
+    compiled_once,
     needs_gpu,
     needs_two_gpus,
     print_checks,
@@ -310,6 +311,90 @@ def test_logits_of_two_dtypes():
     assert_all_passed(run_checks(student.float() + 1e-3, teacher, mask))
 
 
+# ---------------------------------------------------------------------------- logits of any magnitude
+
+HALF = torch.finfo(torch.float32).max / 2  # the difference of two of these is one that PyTorch can hold
+MAGNITUDES = [  # dtype, magnitude, temperature
+    *((torch.float32, magnitude, 1.0) for magnitude in (1e4, 1.4e9, 1.6e9, 1e10, 1e30, HALF)),
+    *((torch.float32, 1e10, temperature) for temperature in (0.6, 7.0)),
+    (torch.bfloat16, 1e10, 1.0),
+    (torch.float16, torch.finfo(torch.float16).max, 1.0),
+]
+
+
+def rows_of_magnitude(magnitude, dtype):
+    """Pairs (student, teacher) of rows, each of the kinds with each."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.arange(SMALL_V)
+    normal, other = torch.randn(2, SMALL_V, generator=generator)
+    third, late = columns % 3 == 1, columns == 140  # the latter is in the second tile
+    kinds = [
+        normal,
+        torch.zeros(SMALL_V).masked_fill(late, magnitude),
+        torch.full((SMALL_V,), -magnitude),
+        torch.full((SMALL_V,), -magnitude).masked_fill(third, magnitude),
+        other.masked_fill(columns < 128, -magnitude),
+        torch.full((SMALL_V,), magnitude).masked_fill(third, -INF),
+    ]
+    pairs = [(s, t) for s in kinds for t in kinds if not (t[1] == -INF and s[1] > -INF)]  # that KL is infinite
+    return (torch.stack(side).to(DEVICE, dtype) for side in zip(*pairs))
+
+
+def check_every_row(student, teacher, loss, gradient, temperature=1.0):
+    """Row by row: in a norm over all rows, the largest would hide the others.
+
+    The gradient is p * (log-ratio - KL) / T.  Where both are 1e10, what remains of their digits is luck.  So p * KL / T
+    is added again, in float64, and what is compared is p * log-ratio / T, which is not luck.
+    """
+    ones = torch.ones(len(student), device=DEVICE)
+    options = {"temperature": temperature, "reduction": "none"}
+    ref64, eagers = reference_and_eager(student, teacher, None, ones, **options)
+    subtracted = (student.double() / temperature).softmax(-1) * ref64[0][:, None] / temperature
+    before = [g.double() + subtracted for g in (gradient, ref64[1], *(g for _, g in eagers))]
+    for row in range(len(student)):
+        losses = [eager[row] for eager, _ in eagers]
+        assert_all_passed([most_lenient(f"loss of row {row}", loss[row], ref64[0][row], losses)])
+        checks = [
+            compare(f"p * log-ratio of row {row}", before[0][row], before[1][row], eager[row], student.dtype)
+            for eager in before[2:]
+        ]
+        assert_all_passed([max(checks, key=lambda check: check.allowed)])
+
+
+@pytest.mark.parametrize("dtype, magnitude, temperature", MAGNITUDES)
+@pytest.mark.parametrize("now", [True, False])  # the two remedies
+def test_logits_of_any_magnitude(dtype, magnitude, temperature, now):
+    student, teacher = rows_of_magnitude(magnitude, dtype)
+    ones = torch.ones(len(student), device=DEVICE)
+    options = {"temperature": temperature, "reduction": "none"}
+    loss, stats, _, _ = reverse_kl_forward(student, teacher, **options)
+    if now and dtype != torch.float16:
+        gradient = reverse_kl_forward(student, teacher, None, temperature, "sum", True)[3]
+    else:
+        gradient = reverse_kl_backward(ones, student, teacher, None, stats, None, *options.values())
+    check_every_row(student, teacher, loss, gradient, temperature)
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9])
+@pytest.mark.parametrize("who", ["both", "student", "teacher"])
+def test_vocabulary_masked_by_a_large_number(fill, who):
+    student, teacher, _ = make_inputs()
+    columns = torch.arange(SMALL_V, device=DEVICE)
+    for tensor in (student, teacher):
+        if who in ("both", "student" if tensor is student else "teacher"):
+            tensor[:, (columns < 64) | (columns % 3 == 0)] = fill
+    loss, gradient = rows_alone(student, teacher)
+    assert loss.isfinite().all(), "large, where the teacher alone is masked, as PyTorch's"
+    check_every_row(student, teacher, loss, gradient)
+
+
+@pytest.mark.parametrize("end", [1, -1])
+def test_rows_at_an_end_of_the_range(end):
+    student = torch.full((1, SMALL_V), end * torch.finfo(torch.float32).max, device=DEVICE)
+    loss, gradient = loss_and_gradient(TritonReverseKLLoss(), student, torch.zeros_like(student))
+    assert loss == 0 and (gradient == 0).all(), "both are uniform"
+
+
 # ---------------------------------------------------------------------------- -inf, inf and NaN logits
 
 
@@ -554,7 +639,7 @@ def test_no_grad_and_frozen_student_build_no_graph_and_no_gradient(monkeypatch):
     student, teacher, mask = make_inputs()
     asked = []
     forward = reverse_kl_kernel.reverse_kl_forward
-    monkeypatch.setattr(reverse_kl_kernel, "reverse_kl_forward", lambda *a: asked.append(a[-2]) or forward(*a))
+    monkeypatch.setattr(reverse_kl_kernel, "reverse_kl_forward", lambda *a: asked.append(a[-1]) or forward(*a))
     frozen = TritonReverseKLLoss()(student, teacher, mask)
     with torch.no_grad():
         unrecorded = TritonReverseKLLoss()(student.requires_grad_(), teacher, mask)
@@ -663,7 +748,7 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
         torch.distributed, "all_gather", lambda parts, mine, group: [p.copy_(s) for p, s in zip(parts, shards)]
     )
     whole = reverse_kl_forward(student, teacher)[1]
-    torch.testing.assert_close(combine_statistics(shards[0], None), whole)
+    torch.testing.assert_close(combine_statistics(shards[0], 1.0, None), whole)
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -680,6 +765,7 @@ BAD_INPUTS = {
     "too short a mask": (X, X, M[:1], ValueError, r"mask has shape \(1,\) on cpu; expected .*for a mask: reshape"),
     "two devices": (X, X.to("meta"), M, ValueError, "on meta, mask .*; expected one GPU"),
     "unknown device": (X.to("meta"), X.to("meta"), None, ValueError, "on meta; expected one GPU"),
+    "sparse": (X, X.to_sparse(), M, TypeError, "teacher_logits is torch.sparse_coo, expected torch.strided: pass"),
 }
 
 
@@ -716,6 +802,129 @@ def test_unknown_reduction_and_temperature_are_refused():
             TritonReverseKLLoss(temperature)(x, x)
 
 
+def test_tensors_without_memory_are_refused_by_the_interpreter_too():
+    with pytest.raises(ValueError, match="on meta; expected one GPU"):
+        TritonReverseKLLoss()(X.to("meta"), X.to("meta"))
+
+
+@pytest.mark.parametrize("which", ["student_logits", "teacher_logits", "mask", "grad_output"])
+def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
+    x = X.to(DEVICE)
+    tensors = {"grad_output": x.sum(), "student_logits": x, "teacher_logits": x, "mask": M.to(DEVICE)}
+    tensors[which] = as_dtensor(tensors[which])
+    sentence = rf"{which} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)\."
+    stats = torch.ones(2, 5, device=DEVICE)
+    with pytest.raises(TypeError, match=sentence):
+        reverse_kl_backward(*tensors.values(), stats, None, 1.0, "sum")
+    if which != "grad_output":
+        for function in (reverse_kl_forward, TritonReverseKLLoss()):
+            with pytest.raises(TypeError, match=sentence):
+                function(*list(tensors.values())[1:])
+
+
+# ---------------------------------------------------------------------------- torch.compile
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+ODD_SIZES = [1289, 5000, 5001] if HAS_GPU else [5001]  # whose rows the compiler pads, and one that it does not
+SIZES = [2048, *ODD_SIZES]
+
+
+@pytest.fixture
+def nothing_poisoned(monkeypatch):
+    """What compiled code allocates is filled nowhere; and rows of 5,001 want the shipped tiles."""
+    torch.use_deterministic_algorithms(False)
+    use_shipped_tiles(monkeypatch)
+
+
+def between_products(loss_fn):
+    """Neither logits are an input or a result of the graph, and so they lie as the compiler likes."""
+
+    def graph(x, w, teacher_w, v, mask):
+        loss = loss_fn(x @ w, (x @ teacher_w).detach(), mask)
+        return loss @ v if loss.ndim else loss * v.sum()
+
+    return graph
+
+
+def graph_checks(compiled, n_rows, vocab, masked, **options):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(n_rows, 32, generator=generator, device=DEVICE)
+    w, teacher_w = torch.randn(2, 32, vocab, generator=generator, device=DEVICE) / 2
+    mask = torch.arange(n_rows, device=DEVICE) % 3 != 1 if masked else None
+    inputs = *(t.to(COMPILED_DTYPE) for t in (x, w, teacher_w)), torch.rand(n_rows, device=DEVICE)
+
+    def run(graph, x, w, teacher_w, v):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        result = graph(x, w, teacher_w, v, mask)
+        result.backward()
+        return result.detach(), x.grad, w.grad
+
+    ref64 = run(
+        between_products(lambda s, t, m: reverse_kl_reference(s, t, m, **options)), *(t.double() for t in inputs)
+    )
+    eager = run(between_products(lambda s, t, m: reverse_kl_reference(s.float(), t.float(), m, **options)), *inputs)
+    names = [f"compiled, {n_rows} x {vocab}, {what}" for what in ("loss", "dx", "dw")]
+    return [compare(*row) for row in zip(names, run(compiled, *inputs), ref64, eager)]
+
+
+@pads_rows
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("reduction, masked", [("batchmean", True), ("batchmean", False), ("none", True)])
+def test_torch_compile_between_products(vocab, reduction, masked, nothing_poisoned):
+    options = {"reduction": reduction, "temperature": 1.7}
+    compiled = torch.compile(between_products(TritonReverseKLLoss(**options)), fullgraph=True)
+    assert_all_passed(graph_checks(compiled, 5, vocab, masked, **options))
+    assert_all_passed(graph_checks(compiled, 6, vocab, masked, **options))  # compiled once more, for any number
+    with compiled_once():
+        assert_all_passed(graph_checks(compiled, 9, vocab, masked, **options))
+
+
+@pads_rows
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_torch_compile_between_products_for_any_size_at_once(reduction, nothing_poisoned):
+    compiled = torch.compile(between_products(TritonReverseKLLoss(reduction=reduction)), fullgraph=True, dynamic=True)
+    assert_all_passed(graph_checks(compiled, 6, 1289, True, reduction=reduction))
+    with compiled_once():
+        for n_rows, vocab in ((5, 2048), (7, 1100), (6, 1290)):
+            assert_all_passed(graph_checks(compiled, n_rows, vocab, True, reduction=reduction))
+
+
+@pads_rows
+@pytest.mark.parametrize("shape", [(4, 1289), (2, 3, 150), (150,)])
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_torch_compile_of_logits_that_are_a_leaf(shape, reduction, nothing_poisoned):
+    loss_fn = TritonReverseKLLoss(reduction=reduction)
+    inputs = make_inputs(shape, COMPILED_DTYPE)
+    grad_output = torch.full(shape[:-1] if reduction == "none" else (), 0.5, device=DEVICE)
+    ours = loss_and_gradient(torch.compile(loss_fn, fullgraph=True), *inputs, grad_output)
+    expected = loss_and_gradient(loss_fn, *inputs, grad_output)
+    assert torch.equal(ours[0], expected[0])
+    torch.testing.assert_close(ours[1], expected[1])  # 0.5 is not multiplied at the same place
+
+
+@pads_rows
+def test_torch_compile_refuses_bad_input_with_the_same_sentence(nothing_poisoned):
+    compiled = torch.compile(TritonReverseKLLoss(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"student_logits has shape \(2, 5\) .*; expected \(..., V\) twice"):
+        compiled(X.to(DEVICE), X[:, :4].to(DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "padded by sixteen", "transposed", "odd row stride"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_operators_promise_torch_compile_what_they_return(layout, reduction, masked):
+    student, teacher, mask = make_inputs((3, 45))
+    student, mask = LAYOUTS[layout](student), mask if masked else None
+    loss, stats, n_counted, _ = reverse_kl_forward(student, teacher, mask, 1.0, reduction)
+    tests = {"test_utils": ["test_schema", "test_faketensor"]}  # they have no autograd of their own
+    for gradient in (True, False):
+        options = student, teacher, mask, 1.0, reduction, gradient
+        torch.library.opcheck(reverse_kl_kernel._forward_operator, options, **tests)
+    options = torch.ones_like(loss), student, teacher, mask, stats, n_counted, 1.0, reduction
+    torch.library.opcheck(reverse_kl_kernel._backward_operator, options, **tests)
+
+
 # ---------------------------------------------------------------------------- on a GPU only
 
 
@@ -737,19 +946,6 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
         for gradient in (dstudent, from_stats):
             ours = eagers[0][0], gradient[rows]
             assert_all_passed(compare_both(f"rows {rows.start} on", ours, ref64, eagers, student[rows]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("masked", [True, False])
-def test_torch_compile_in_one_graph(reduction, masked):
-    torch.use_deterministic_algorithms(False)
-    compiled = torch.compile(TritonReverseKLLoss(reduction=reduction), fullgraph=True)
-    for n_rows in (5, 9, 12):  # the second compiles for any number of rows
-        student, teacher, mask = make_inputs((n_rows, SMALL_V), torch.bfloat16)
-        grad_output = torch.rand((n_rows,) if reduction == "none" else (), device=DEVICE)
-        inputs = student, teacher, mask if masked else None, grad_output
-        assert_all_passed(run_checks(*inputs, loss_fn=compiled, reduction=reduction))
 
 
 @needs_gpu
