@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,32 +234,49 @@ def ordinary_user() -> Iterator[None]:
         os.seteuid(user)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.fixture
+def public_checkpoint(saved_tiny) -> Iterator[Path]:
+    """Where everybody may look; pytest's own folders are for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        copy = Path(shutil.copytree(saved_tiny, f"{folder}/parent/checkpoint"))
+        for path in (copy.parent, copy):
+            path.chmod(0o755)
+        yield copy
+
+
+# profile_baseline without a flag asks first whether its trace can be written, which that user may not
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "profile_baseline"])
 @pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/config.json", "."])
-def test_a_model_that_may_not_be_read_is_one_sentence(run, checkpoint, script, closed):
-    path = checkpoint.parent / closed
+def test_a_model_that_may_not_be_read_is_one_sentence(run_script, public_checkpoint, script, closed):
+    module, flags = SCRIPTS[script]
+    path = public_checkpoint.parent / closed
     path.chmod(0)
     with ordinary_user():
-        outcome = run(script)
-    path.chmod(0o700)
-    assert_refused(outcome, "--model ", "checkpoint cannot be read: Permission denied")
+        outcome = run_script(module, "--model", str(public_checkpoint), *flags)
+    path.chmod(0o755)
+    assert_refused(outcome, f"--model {public_checkpoint} cannot be read: Permission denied")
 
 
-def test_a_folder_whose_files_may_be_opened_but_not_listed_is_not_taken_to_have_no_tokenizer(run, checkpoint):
+def test_a_folder_that_may_be_entered_but_not_listed_is_not_taken_to_hold_no_tokenizer(run_script, public_checkpoint):
     """Without its tokenizer, bytes would be the tokens."""
-    for folder in (*checkpoint.parents, checkpoint):
-        if folder.stat().st_uid == os.geteuid() and folder.is_relative_to("/tmp/"):
-            folder.chmod(0o711)
+    public_checkpoint.chmod(0o711)
     with ordinary_user():
-        outcome = run("finetune_baseline")
-    assert_refused(outcome, "Permission denied")
+        outcome = run_script(finetune_baseline, "--model", str(public_checkpoint), *STEPS)
+    public_checkpoint.chmod(0o755)
+    assert_refused(outcome, "cannot be read: Permission denied")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("name", ["m" * 300, f"folder/{'m' * 300}"])
-def test_a_name_of_300_characters_is_one_sentence(run_script, script, name):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("m" * 300, "File name too long"), (f"folder/{'m' * 300}", "neither a directory nor")],
+    ids=["name", "name in a folder"],
+)
+def test_a_name_of_300_characters_is_one_sentence(run_script, tmp_path, script, name, words):
     module, flags = SCRIPTS[script]
-    assert_refused(run_script(module, "--model", name, *flags), "--model", "File name too long")
+    trace = ["--trace", str(tmp_path / "trace.json")] if module is profile_baseline else []
+    assert_refused(run_script(module, "--model", name, *flags, *trace), words)
 
 
 @pytest.mark.parametrize("name", ["./run1", "checkpoints/run1/", "a/b/run1", "/nowhere/run1", "~/run1"])

@@ -196,7 +196,7 @@ def read_config_file(model: str) -> dict:
             path = download_config(model)
         content = Path(path).read_bytes()
     except OSError as error:  # a folder that may not be looked into, a name that is too long
-        raise UserError(f"--model {shortened(model)} cannot be read: {error.strerror}") from error
+        raise UserError(f"--model {shortened(model, 200)} cannot be read: {error.strerror}") from error
     with loading(f"the configuration of {model}"):
         values = json.loads(content)
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
@@ -220,7 +220,7 @@ def download_config(model: str) -> str:
             "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
         ) from error
     except hub_errors.HFValidationError as error:
-        raise UserError(f"{shortened(model)!r} is neither a directory nor a Hugging Face model id") from error
+        raise UserError(f"{shortened(model, 200)!r} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
         # LocalEntryNotFoundError: not cached, and the hub (its answer is the cause) does not send it
         answer = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
@@ -282,7 +282,7 @@ def usable_config(model: str, values: dict, try_step: Callable | None = None) ->
     for field, (fits, expected) in FIELDS.items():
         value = values.get(field)
         if value is not None and not fits(value):
-            given = f"the config.json of {model} has {field} = {shortened(value)}"
+            given = f"the config.json of {model} has {field} = {shortened(repr(value))}"
             raise UserError(f"{given}, expected {expected}")
 
     def attempt(values: dict) -> LlamaConfig:
@@ -298,7 +298,7 @@ def usable_config(model: str, values: dict, try_step: Callable | None = None) ->
         if measure.ran_out_of_memory(error):
             raise
         fields = fields_at_fault(values, attempt)
-        cause = " or ".join(f"{field} = {shortened(values[field])}" for field in fields)
+        cause = " or ".join(f"{field} = {shortened(repr(values[field]))}" for field in fields)
         given = f"the config.json of {model} cannot be used, because of {cause or 'several fields'}"
         message = " ".join(str(error).split())
         reason = textwrap.shorten(f"{type(error).__name__}: {message}", 200, placeholder=" ...")
@@ -317,10 +317,9 @@ def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str
     return found
 
 
-def shortened(value: object) -> str:
-    """A value from outside, in at most 60 characters."""
-    text = value if isinstance(value, str) and "/" in value else repr(value)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
+def shortened(text: str, length: int = 60) -> str:
+    """What comes from outside, in at most so many characters."""
+    return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
 def with_one_layer(config: LlamaConfig) -> LlamaConfig:
