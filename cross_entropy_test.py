@@ -119,7 +119,9 @@ def reference_and_eager(logits, targets, grad_output=None, **options):
 
 def run_checks(logits, targets, grad_output=None, loss_fn=None, **options) -> list[Check]:
     """The three checks of the kernels, or of `loss_fn` in their place."""
-    ours = loss_and_gradient(loss_fn or TritonCrossEntropyLoss(**options), logits, targets, grad_output)
+    if loss_fn is None:
+        loss_fn = TritonCrossEntropyLoss(**options)
+    ours = loss_and_gradient(loss_fn, logits, targets, grad_output)
     ref64, eager = reference_and_eager(logits, targets, grad_output, **options)
     return compare_both(DTYPE_NAME[logits.dtype], ours, ref64, eager, targets)
 

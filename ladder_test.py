@@ -265,7 +265,7 @@ def test_a_script_that_fails_is_one_sentence_with_its_own_message():
 
 def test_a_script_that_dies_without_a_word_is_one_sentence_too(monkeypatch):
     died = argparse.Namespace(returncode=-9, stdout="", stderr="\n")
-    monkeypatch.setattr(ladder.subprocess, "run", lambda *args, **kwargs: died)
+    monkeypatch.setattr(measure, "run_child", lambda command: died)
     with pytest.raises(measure.RunError, match=r"^profile_baseline\.py failed: exit code -9$"):
         ladder.run_script("profile_baseline.py", arguments(), steps=False)
 
@@ -273,12 +273,12 @@ def test_a_script_that_dies_without_a_word_is_one_sentence_too(monkeypatch):
 def test_a_flag_reaches_only_the_scripts_that_know_it(monkeypatch):
     commands = []
 
-    def run(command, **options):
+    def run(command):
         commands.append(command)
         Path(command[-1]).write_text("{}")
         return argparse.Namespace(returncode=0)
 
-    monkeypatch.setattr(ladder.subprocess, "run", run)
+    monkeypatch.setattr(measure, "run_child", run)
     args = arguments("--random-init", "--lr", "0.25")
     ladder.run_script("profile_baseline.py", args, "--trace", "x", steps=False)
     ladder.run_script("finetune_baseline.py", args)

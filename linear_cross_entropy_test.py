@@ -120,7 +120,8 @@ def compare_all(name, ours, ref64, eager, targets) -> list[Check]:
 
 def run_checks(hidden, weight, targets, grad_output=None, loss_fn=None, kernel_options=None, **options) -> list[Check]:
     """The four checks of the kernels, or of `loss_fn` in their place."""
-    loss_fn = loss_fn or TritonLinearCrossEntropyLoss(**options, **(kernel_options or {}))
+    if loss_fn is None:
+        loss_fn = TritonLinearCrossEntropyLoss(**options, **(kernel_options or {}))
     ours = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
     references = reference_and_eager(hidden, weight, targets, grad_output, **options)
     return compare_all(DTYPE_NAME[hidden.dtype], ours, *references, targets)
