@@ -215,7 +215,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Are the parts what norm_linear and swiglu_linear stand for, and does nobody want what they skip?
+        """Do norm_linear and swiglu_linear stand for the parts, and does nobody want what they skip?
 
         Not so with parts of other classes, changed or with hooks; a projection that is more than a
         matrix product; attention weights that are asked for; autocast; and gradient checkpointing,
@@ -223,11 +223,13 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         """
         attention, mlp = self.self_attn, self.mlp
         norms = self.input_layernorm, self.post_attention_layernorm
-        known = type(attention) in ATTENTION and type(mlp) in MLP and all(type(norm) in NORM for norm in norms)
-        if not known or type(mlp.act_fn) not in SILU:
+        if type(attention) not in ATTENTION or type(mlp) not in MLP:
+            return False
+        if any(type(norm) not in NORM for norm in norms) or type(mlp.act_fn) not in SILU:
             return False
         projections = (
-            attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+            attention.q_proj, attention.k_proj, attention.v_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
         )  # fmt: skip
         if output_attentions is None:
             output_attentions = getattr(attention.config, "output_attentions", False)
@@ -240,13 +242,16 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         )
 
     def forward(
-        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-        position_embeddings=None, **kwargs,
+        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
+        use_cache=False, position_embeddings=None, **kwargs,
     ):  # fmt: skip
         """hidden_states and the result are (B, T, H)."""
         kwargs |= {"position_ids": position_ids, "use_cache": use_cache}
         if not self.fits(hidden_states, kwargs.get("output_attentions")):
-            kwargs |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
+            kwargs |= {
+                "past_key_values": past_key_values,
+                "position_embeddings": position_embeddings,
+            }
             return super().forward(hidden_states, attention_mask, **kwargs)
 
         attention, mlp = self.self_attn, self.mlp
@@ -276,7 +281,12 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return residual + swiglu_linear(gate, up, mlp.down_proj)
 
 
-def cross_entropy_loss(logits: torch.Tensor, labels: torch.Tensor, inplace: bool = False, **kwargs) -> torch.Tensor:
+def cross_entropy_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    inplace: bool = False,
+    **kwargs,
+) -> torch.Tensor:
     """ForCausalLMLoss by the kernel, which leaves the gradient in the logits' memory if inplace.
 
     Args:
@@ -303,19 +313,19 @@ def linear_cross_entropy_loss(
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
-    """With the loss from a kernel, where its `loss_function` is the one that the kernels stand for."""
+    """With the loss from a kernel, where its `loss_function` is what the kernels stand for."""
 
     loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
     cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, **kwargs,
     ):  # fmt: skip
-        """The loss of all tokens from a kernel; in training without logits, unless they are not the kernel's alone.
+        """The loss of all tokens from a kernel, in training without logits.
 
-        Somebody else may hold them, or their gradient need them, if lm_head has hooks or is more
-        than a matrix product.
+        They stay untouched, and are handed out, if lm_head has hooks or is more than a matrix
+        product: then somebody else may hold them, or their own gradient need them.
 
         Raises:
             ValueError: return_dict is False, and there would be no logits.
@@ -331,7 +341,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         linear = (
             without_logits
             and "linear_cross_entropy" in kernels
-            and self.lm_head.weight.shape[0] == self.config.vocab_size  # without it, a mistake that others tell of
+            and self.lm_head.weight.shape[0] == self.config.vocab_size  # if not, others refuse it
         )
         if not linear and "cross_entropy" not in kernels:
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
@@ -352,7 +362,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
                 logits, labels, vocab_size=self.config.vocab_size, inplace=without_logits, **kwargs
             )
         output = CausalLMOutputWithPast(
-            loss=loss, logits=None if without_logits else logits, past_key_values=outputs.past_key_values,
+            loss=loss, logits=None if without_logits else logits,
+            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states, attentions=outputs.attentions,
         )  # fmt: skip
         return output if return_dict else output.to_tuple()
