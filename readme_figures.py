@@ -242,7 +242,6 @@ def gpus() -> str:
     body = []
     for memory, model in (
         ("24 GB", "Llama-3.2-1B"),
-        ("24 GB", "SmolLM2-1.7B"),
         ("48 GB", "Llama-3.2-3B"),
         ("80 GB", "Llama-3.1-8B"),
     ):

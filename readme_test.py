@@ -37,16 +37,8 @@ MODULES = {
     "check_toolchain.py": check_toolchain, "profile_baseline.py": profile_baseline,
     "benchmark_kernels.py": benchmark_kernels, "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized, "compare_runs.py": compare_runs,
-    "tools.compile_check": compile_check, "tools.fill_pages": readme_figures,
+    "compile_check.py": compile_check, "readme_figures.py": readme_figures,
 }  # fmt: skip
-
-
-def as_it_lies(text: str) -> str:
-    """The pages name files by their floors (next_steps/, tests/); until they have moved there, they lie at the root."""
-    for floor in ("next_steps", "harness", "tests"):
-        if not (HERE / floor).is_dir():
-            text = text.replace(f"{floor}.", "").replace(f"{floor}/", "")
-    return text
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -96,7 +88,7 @@ def anchors(text: str) -> set[str]:
 @with_pages
 def test_every_link_leads_somewhere(page):
     for link in LINK.findall(TEXTS[page]):
-        target, _, anchor = as_it_lies(link).partition("#")
+        target, _, anchor = link.partition("#")
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{link}: no such file"
         assert not anchor or anchor in anchors(path.read_text()), f"{link}: no such heading"
@@ -122,7 +114,7 @@ def test_pages_are_short(page):
 @with_pages
 def test_snippets_run_as_printed(page, tmp_path):
     """One after the other, as one file: what a snippet names, an earlier one of the page has made."""
-    code = as_it_lies("\n".join(blocks(page, "python")))
+    code = "\n".join(blocks(page, "python"))
     if code:
         file = tmp_path / "snippets.py"
         file.write_text(code)
@@ -162,10 +154,10 @@ def helps():
 def test_commands_name_scripts_and_flags_that_exist(page, run_script, helps):
     for words in commands(page):
         if words[0] == "pytest":
-            assert (HERE / as_it_lies(words[1])).is_file()
+            assert (HERE / words[1]).is_file()
         if words[0] != "python":
             continue
-        script = words[2] if words[1] == "-m" else words[1]
+        script = words[1]
         if script.endswith("_test.py"):
             assert (HERE / script).is_file() and len(words) == 2
             continue
