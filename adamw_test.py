@@ -1385,16 +1385,44 @@ EXPANDED, SLIDING = (
 BAD_INPUT = {  # name: (arguments, exception, what its sentence says)
     "float64": ({"p": ONES.double()}, TypeError, "p is torch.float64, torch.strided, expected torch.float16 or"),
     "complex": ({"p": ONES.to(torch.complex64)}, TypeError, "p is torch.complex64"),
-    "sparse gradient": ({"grad": ONES.to_sparse()}, TypeError, "grad is torch.float32, torch.sparse_coo, expected"),
+    "sparse gradient": (
+        {"grad": ONES.to_sparse()},
+        TypeError,
+        "grad is torch.float32, torch.sparse_coo, expected",
+    ),
     "bf16 gradient": ({"grad": ONES.bfloat16()}, TypeError, "grad is torch.bfloat16, .*expected torch.float32"),
     "fp16 moments": ({"v": ONES.half()}, TypeError, "v is torch.float16, .*expected torch.bfloat16 or torch.float32"),
-    "shorter gradient": ({"grad": ONES[:3]}, ValueError, r"grad has shape \(3, 6\) on .*expected \(4, 6\)"),
-    "gradient elsewhere": ({"grad": ONES.to("meta")}, ValueError, f"grad has .* on meta, expected .* {DEVICE}"),
-    "moment elsewhere": ({"m": ONES.to("meta")}, ValueError, f"m has .* on meta, expected .* on p's {DEVICE}"),
-    "steps elsewhere": ({"steps_done": ONES.sum().to("meta")}, ValueError, r"steps_done .* on meta"),
-    "steps of each row": ({"steps_done": ONES[:, 0]}, ValueError, r"steps_done has shape \(4,\) on"),
+    "shorter gradient": (
+        {"grad": ONES[:3]},
+        ValueError,
+        r"grad has shape \(3, 6\) on .*expected \(4, 6\)",
+    ),
+    "gradient elsewhere": (
+        {"grad": ONES.to("meta")},
+        ValueError,
+        f"grad has .* on meta, expected .* {DEVICE}",
+    ),
+    "moment elsewhere": (
+        {"m": ONES.to("meta")},
+        ValueError,
+        f"m has .* on meta, expected .* on p's {DEVICE}",
+    ),
+    "steps elsewhere": (
+        {"steps_done": ONES.sum().to("meta")},
+        ValueError,
+        r"steps_done .* on meta",
+    ),
+    "steps of each row": (
+        {"steps_done": ONES[:, 0]},
+        ValueError,
+        r"steps_done has shape \(4,\) on",
+    ),
     "whole steps": ({"steps_done": ONES.sum().long()}, TypeError, "steps_done is torch.int64"),
-    "two learning rates": ({"lr": ONES[0, :2]}, ValueError, r"lr is a tensor of shape \(2,\), expected"),
+    "two learning rates": (
+        {"lr": ONES[0, :2]},
+        ValueError,
+        r"lr is a tensor of shape \(2,\), expected",
+    ),
     "learning rate elsewhere": (
         {"lr": ONES.sum().to("meta")},
         ValueError,

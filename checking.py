@@ -236,7 +236,7 @@ def as_dtensor(tmp_path):
 
 @pytest.fixture
 def compiler_pads_rows():
-    """torch.compile from anew; inside of a graph it leaves gaps between long rows, on a CPU as on a GPU."""
+    """torch.compile from anew; it leaves gaps between long rows inside of a graph, on a CPU too."""
     from torch._inductor import config
 
     torch._dynamo.reset()

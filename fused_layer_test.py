@@ -694,7 +694,7 @@ def test_bad_input_is_refused_by_the_kernels_with_a_sentence():
 
 pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
 COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]  # known when compiled, these rows are given gaps
+PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]  # when compiled first, rows get gaps
 
 
 @pads_rows

@@ -189,7 +189,7 @@ def read_config_file(model: str) -> dict:
     """What the config.json of a local directory or a Hugging Face id says; loads nothing else."""
     try:
         if Path(model).is_dir():
-            if "config.json" not in os.listdir(model):
+            if "config.json" not in os.listdir(Path(model)):
                 raise UserError(f"the directory {model} holds no config.json, so it is not a saved model")
             path = Path(model) / "config.json"
         elif Path(model).exists():

@@ -89,7 +89,7 @@ def _rmsnorm_fwd_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    # A pointer may be None.  Triton knows that when it compiles, and leaves out what only a weight needs.
+    # A pointer may be None.  Triton knows when it compiles, and leaves out what only a weight needs.
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
 
@@ -192,7 +192,7 @@ def _rmsnorm_dw_kernel(dw_partial_ptr, dw_ptr, n_programs, n_cols, BLOCK_ROWS: t
 
 
 def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
     if is_traceable_wrapper_subclass(t):
@@ -218,7 +218,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None
         raise ValueError(f"x is on {x.device}, expected {expected}")
     if weight is None:
         if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
-            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
+            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
     elif weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
         allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
@@ -312,12 +312,12 @@ def _rmsnorm_backward(dy, x, weight, rstd, need_dweight):
     return dx, dweight
 
 
-# What torch.compile is to see is not the kernels but two operators.  It does not run this file but traces it,
-# and takes what it reads in a tensor for constant: a row's stride would become a number in the compiled code.
-# Yet inside of a graph it lays out a tensor as it likes, with longer rows if that aligns them, and the kernel
-# would walk through them with the wrong stride.  An operator's body is not traced but called, with real tensors.
-# Of an operator the compiler is told which arguments are written (none) and, by register_fake, what the results
-# look like.
+# What torch.compile is to see is not the kernels but two operators.  It does not run this file, it
+# traces it, and takes what it reads in a tensor for constant: a row's stride would become a number in
+# the compiled code.  Yet inside of a graph it lays out tensors as it likes, with gaps between rows if
+# that aligns them, and the kernel would walk through them with the wrong stride.  An operator's body is
+# not traced but called, with real tensors.  The compiler is told which arguments it writes (none) and,
+# by register_fake, what the results look like.
 _forward_operator = torch.library.custom_op(
     "tutorial::rmsnorm_forward", _rmsnorm_forward, mutates_args=(),
     schema="(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
@@ -397,8 +397,8 @@ class TritonRMSNorm(torch.nn.Module):
     """Drop-in replacement for LlamaRMSNorm: same parameter, same `state_dict` keys, same numbers.
 
     And for torch.nn.RMSNorm over the last dimension, whose further arguments it has:
-    elementwise_affine=False for no weight, device and dtype of the weight.  eps is a number; PyTorch's own
-    default depends on the dtype.
+    elementwise_affine=False for no weight, device and dtype of the weight.  eps is a number; PyTorch's
+    own default depends on the dtype.
     """
 
     def __init__(

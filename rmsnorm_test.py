@@ -66,7 +66,10 @@ def make_inputs(shape, dtype, weight_dtype=None, seed=0):
 
 
 def run(function, x, weight, dy, eps=EPS):
-    """(y, dx, dw) of one forward and one backward; x, weight and dy keep their strides.  No dw without a weight."""
+    """(y, dx, dw) of one forward and one backward; x, weight and dy keep their strides.
+
+    No dw without a weight.
+    """
     leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
     y = function(leaves[0], None if weight is None else leaves[1], eps)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
@@ -638,12 +641,13 @@ def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypat
 # ---- torch.compile -----------------------------------------------------------------------------------------
 
 pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]  # the first one compiled: only known sizes are padded
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+# The width that is compiled first: the compiler leaves gaps only between rows whose length it knows.
+PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
 def between_products(function):
-    """x is neither an input nor a result of the graph, and so lies as the compiler likes; nor are y, dy and dx."""
+    """x is neither an input nor a result of the graph: the compiler lays it out; so y, dy and dx."""
 
     def graph(x, w_in, weight, w_out):
         return function(x @ w_in, weight, EPS) @ w_out

@@ -3,8 +3,8 @@
     q * cos + rotate_half(q) * sin     and the same for k; rotate_half(x) = torch.cat((-x[..., D/2:], x[..., :D/2]), -1)
 
 q (B, n_q_heads, T, D) and k (B, n_k_heads, T, D), with fewer heads in k (grouped-query attention); cos, sin (B, T, D),
-or (1, T, D) or (T, D) where all samples count their positions alike.  The maths for one token and head, with x1, x2
-the two halves of x, c1, c2 those of cos and s1, s2 those of sin:
+or (1, T, D) or (T, D) where all samples count their positions alike.  The maths for one token and
+head, with x1, x2 the two halves of x, c1, c2 those of cos and s1, s2 those of sin:
 
     y1 = x1 * c1 - x2 * s1          (x1[j], x2[j]) is a point in a plane.  LLaMA has c1 = c2 = cos(a), s1 = s2 = sin(a),
     y2 = x2 * c2 + x1 * s2          so y is x turned by the angle a[j] = position * frequency[j].
@@ -31,11 +31,12 @@ New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.p
    (B, T, heads, D) memory: what looks like (B, heads, T, D) is only another order of the strides.  Only the last
    dimension has to be adjacent, so that a thread can load 16 bytes at once.
 
-Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where cos is fp32 and q is
-not); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2], not with its neighbour as in GPT-J; no
-gradient for cos and sin; no second derivative.  A last dimension that is not adjacent is copied.  The halves of cos
-and sin may differ: with 40 heads, reading both adds 1.3 % of bytes, fewer from a cache.  In place, q and k must not
-share elements.  Eager rounds both products and their sum to bf16; here the sum is rounded once, closer to float64.
+Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where cos
+is fp32 and q is not); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2], not with
+its neighbour as in GPT-J; no gradient for cos and sin; no second derivative.  A last dimension that is
+not adjacent is copied.  The halves of cos and sin may differ: with 40 heads, reading both adds 1.3 %
+of bytes, fewer from a cache.  In place, q and k must not share elements.  Eager rounds both products
+and their sum to bf16; here the sum is rounded once, closer to float64.
 """
 
 import contextlib
@@ -129,7 +130,7 @@ def _store_rotated(y_ptr, x1, x2, c1, c2, s1, s2, mask, HALF: tl.constexpr):
 
 
 def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
     if is_traceable_wrapper_subclass(t):
@@ -169,7 +170,7 @@ def _advice(name: str, t: torch.Tensor, D: int) -> str:
     """What angles of another shape probably are, and what to do with them."""
     width = t.shape[-1] if t.ndim > 0 else 0
     if 2 * width == D:
-        half = "this is one column for two of q; if these are neighbours, as in GPT-J, there is no kernel here"
+        half = "this is one column for two of q; if these are neighbours, as in GPT-J, no kernel is here"
         return f"{half}; if they are q[j] and q[j + {width}], pass torch.cat(({name}, {name}), -1)"
     if 0 < width < D:
         parts = f"q[..., :{width}] and k[..., :{width}], and append the other columns to the results"
@@ -253,9 +254,9 @@ def _rotate(q, k, cos, sin, backward: bool, inplace: bool = False) -> tuple[torc
     return q_out, k_out
 
 
-# What torch.compile sees in place of the kernel, which it would hand the strides of tensors as it has traced them, not
-# as it lays them out: an operator, whose body gets real tensors.  See rmsnorm_kernel.py.  The tag makes it lay them out
-# as traced all the same, because the order of dimensions of what the operator returns depends on them.
+# What torch.compile sees in place of the kernel, to which it would hand strides as it has traced them,
+# not as it lays tensors out: an operator, whose body gets real tensors.  See rmsnorm_kernel.py.  The tag
+# makes it lay them out as traced all the same: the order of the results' dimensions depends on them.
 _operator = torch.library.custom_op(
     "tutorial::rope", _rotate, mutates_args=(), tags=(torch.Tag.needs_exact_strides,),
     schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
@@ -282,17 +283,19 @@ def _rotate_anywhere(q, k, cos, sin, backward: bool, inplace: bool) -> tuple[tor
 
 
 def rope_forward(q, k, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are; inplace: q and k, overwritten.
+    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are.
 
-    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    inplace: q and k themselves, overwritten.  Raises TypeError or ValueError for what the kernel
+    cannot take, or cannot overwrite.
     """
     return _rotate_anywhere(q, k, cos, sin, backward=False, inplace=inplace)
 
 
 def rope_backward(dq_rot, dk_rot, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and dk, laid out in memory as dq_rot and dk_rot are; inplace: dq_rot and dk_rot, overwritten.
+    """Return dq and dk, laid out in memory as dq_rot and dk_rot are.
 
-    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    inplace: dq_rot and dk_rot themselves, overwritten.  Raises TypeError or ValueError for what the kernel
+    cannot take, or cannot overwrite.
     """
     return _rotate_anywhere(dq_rot, dk_rot, cos, sin, backward=True, inplace=inplace)
 

@@ -690,7 +690,7 @@ BAD_INPUT = {  # name: (q, k, cos, sin, exception, what its sentence says)
         A[..., :8],
         A[..., :8],
         ValueError,
-        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, there is no kernel here; if they are "
+        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; if they are "
         r"q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)",
     ),
     "cos of a partial rotation": (
@@ -759,8 +759,8 @@ def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypat
 
 pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
 COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-# Query heads, key heads, D.  qkv has 1,344, 1,040 and 1,056 columns: the compiler leaves gaps between rows of more than
-# 1,024 elements whose length it knows, unless they begin at multiples of 128 bytes.
+# Query heads, key heads, D; qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between
+# rows of more than 1,024 elements whose length it knows, unless they begin at multiples of 128 bytes.
 PACKED_HEADS = [(9, 2, 80)] + ([(17, 2, 64), (2, 2, 176)] if HAS_GPU else [])
 
 

@@ -33,9 +33,9 @@ New ideas of Triton and PyTorch, after those of rmsnorm_kernel.py and cross_entr
 3. *In place*: an element is read before it is written, by the same program, and nobody else reads it.  So the
    gradients can lie where gate and up lay.  The kernel is the same: it is handed the same pointer twice.
 
-Limits: fp16, bf16, fp32, gate and up alike, no broadcasting; no second derivative; fastest where 16 divides I.
-inplace=True leaves gate and up alone under retain_graph=True, and under torch.compile, where the compiler decides
-which memory is used again.
+Limits: fp16, bf16, fp32, gate and up alike, no broadcasting; no second derivative; fastest where 16
+divides I.  inplace=True leaves gate and up alone under retain_graph=True, and under torch.compile, where
+the compiler decides which memory is used again.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ def _swiglu_bwd_kernel(
 
 
 def _refuse_wrapper(name, t):
-    """A wrapper such as DTensor is a tensor without memory: its data_ptr() is where nothing lies."""
+    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
     if is_traceable_wrapper_subclass(t):
         advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
         raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
@@ -216,8 +216,8 @@ def _swiglu_backward(dy, gate, up, inplace, need_y):
     return dgate, dup, y
 
 
-# What torch.compile sees in place of the kernels, which it would hand the strides of tensors as it has traced them, not
-# as it lays them out: operators, whose bodies get real tensors.  See rmsnorm_kernel.py.
+# What torch.compile sees in place of the kernels, to which it would hand strides as it has traced them,
+# not as it lays tensors out: operators, whose bodies get real tensors.  See rmsnorm_kernel.py.
 _forward_operator = torch.library.custom_op(
     "tutorial::swiglu_forward", _swiglu_forward, mutates_args=(),
     schema="(Tensor gate, Tensor up) -> Tensor",
@@ -255,9 +255,10 @@ def swiglu_forward(gate, up):
 
 
 def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
-    """Return dgate and dup (..., I), and y (..., I) once more if it is needed; in place: over gate, up and dy.
+    """Return dgate and dup (..., I), and y (..., I) once more if it is needed.
 
-    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    inplace: they lie over gate, up and dy.  Raises TypeError or ValueError for what the kernel cannot
+    take, or cannot overwrite.
     """
     if not torch.compiler.is_compiling():
         return _swiglu_backward(dy, gate, up, inplace, need_y)
@@ -271,7 +272,7 @@ def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
 
 
 def _begin_backward():
-    """May it overwrite what was saved?  Not under retain_graph=True; the compiler plans memory by itself."""
+    """May it overwrite what was saved?  Not under retain_graph=True; a compiler plans memory itself."""
     if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
         raise RuntimeError("SwiGLU in Triton has no second derivative, which create_graph=True asks for.")
     if torch.compiler.is_compiling():
@@ -284,7 +285,8 @@ class TritonSwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up, inplace):
-        ctx.inplace = inplace and all(ctx.needs_input_grad[:2]) and not torch.compiler.is_compiling()
+        ctx.inplace = inplace and all(ctx.needs_input_grad[:2])
+        ctx.inplace = ctx.inplace and not torch.compiler.is_compiling()
         _check(gate, up, overwrite=(gate, up) if ctx.inplace else ())  # now: in the backward it would be too late
         ctx.save_for_backward(gate, up)
         return swiglu_forward(gate, up)
