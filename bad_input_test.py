@@ -276,7 +276,8 @@ def test_a_folder_that_may_be_entered_but_not_listed_is_not_taken_to_hold_no_tok
 )
 def test_a_name_of_300_characters_is_one_sentence(run_script, tmp_path, script, name, words):
     module, flags = SCRIPTS[script]
-    trace = ["--trace", str(tmp_path / "trace.json")] if module is profile_baseline else []
+    runs = module is profile_baseline and "--memory" not in flags and "--estimate" not in flags
+    trace = ["--trace", str(tmp_path / "trace.json")] if runs else []
     assert_refused(run_script(module, "--model", name, *flags, *trace), words)
 
 
@@ -316,8 +317,8 @@ def test_brackets_without_end_in_a_config_are_one_sentence(run, checkpoint):
 
 def test_kernels_without_gpu_and_interpreter_are_one_sentence(run, monkeypatch):
     monkeypatch.setattr(measure, "HAS_GPU", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # before the knob, which writes the variable too
     monkeypatch.setattr(measure.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     for script in ("finetune_optimized", "finetune_optimized --longest", "profile_baseline --memory"):
         outcome = run(script, "--kernels", "all")
         assert_refused(outcome, "TRITON_INTERPRET is '0'", "unset it")

@@ -231,7 +231,7 @@ def test_one_size_has_no_summary_and_several_name_theirs(finished):
 def test_plot_has_room_for_every_size(finished, tmp_path):
     record = with_sizes(finished[1], "rmsnorm", 64, 128)
     for size, name in ((1, "one"), (2, "two")):
-        bench.plot(record | {"sections": record["sections"][:size]}, str(tmp_path / name))
+        bench.plot(record | {"sections": record["sections"][:size]}, str(tmp_path / f"{name}.png"))
     heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big") for name in ("one", "two")]
     assert heights[1] == 2 * heights[0]
 

@@ -111,7 +111,7 @@ def _online_softmax(
     unit = tl.full((), LOG2E, dtype=tl.float32)
     if tl.abs(m_row) >= HUGE:
         unit = tl.full((), 1.0, dtype=tl.float32)
-        m_row, d_row = _count_maxima(body_ptr, n_body, edge_logits, tile, TILE_ROWS * TILE_COLS)
+        m_row, d_row = _count_maxima(body_ptr, n_body, edge_logits, TILE_COLS)
     return m_row, d_row, unit
 
 
@@ -119,15 +119,15 @@ def _online_softmax(
 # fp32 numbers are at least 64 apart, so exp(x - m) is 1 at the maximum and 0 elsewhere, and d is how
 # often the maximum occurs.  2**(x - m) is 1 and 0 as well: the unit is 1, m the maximum, unrounded.
 @triton.jit
-def _count_maxima(body_ptr, n_body, edge_logits, tile, TILE_SIZE: tl.constexpr):
+def _count_maxima(body_ptr, n_body, edge_logits, BLOCK_SIZE: tl.constexpr):
     m = tl.maximum(tl.max(edge_logits), LOWEST)
-    for first in range(0, n_body, TILE_SIZE):
-        cols = first + tile
+    for first in range(0, n_body, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
         m = tl.maximum(m, tl.max(logits))
     d = tl.sum(_is_maximum(edge_logits, m))
-    for first in range(0, n_body, TILE_SIZE):
-        cols = first + tile
+    for first in range(0, n_body, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
         logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
         d += tl.sum(_is_maximum(logits, m))
     return m, d

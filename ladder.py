@@ -109,7 +109,7 @@ def climb(args: argparse.Namespace) -> None:
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
         add(rung.name, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", ",".join(names)))
-    if HAS_GPU:  # what is left of the step is the GPU's own time
+    if HAS_GPU and args.steps > llama.WARMUP_STEPS:  # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
         add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", "all", "--cuda-graph"))
     try:
