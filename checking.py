@@ -240,7 +240,7 @@ def compiler_pads_rows():
     from torch._inductor import config
 
     torch._dynamo.reset()
-    with config.patch(disable_padding_cpu=False):
+    with config.patch(disable_padding_cpu=False, fx_graph_cache=False):
         yield
     torch._dynamo.reset()
 
