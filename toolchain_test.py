@@ -189,7 +189,9 @@ def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
     (folder / "compile_check.py").write_text("print('all kernels compile')")
     (folder / "some_test.py").write_text(f"import pytest\n{tests}")
     command = ["make", "test", "SETUP=", f"PY={sys.executable}"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    # what a `make test` above this one hands down would make this one a sub-make, which prints its folder last
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
