@@ -20,7 +20,7 @@ import torch
 
 import llama
 from apply_kernels import apply_kernels, model_kernels
-from measure import UserError, positive_float, positive_int
+from measure import UserError, flag_name, positive_float, positive_int
 from memory_estimate import step_tryer
 from reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 
@@ -56,7 +56,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         args.model = args.teacher
     for flag in ("student_layers", "temperature"):
         if getattr(args, flag) is not None and args.teacher is None:
-            raise UserError(f"--{flag.replace('_', '-')} needs --teacher, the model to distil")
+            raise UserError(f"{flag_name(flag)} needs --teacher, the model to distil")
     for flag in ("ladder", "longest", "opponent"):
         if getattr(args, flag) and args.teacher is not None:
             raise UserError(f"--{flag} trains on labels, --teacher does not: leave one of the two out")

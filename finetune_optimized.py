@@ -38,7 +38,7 @@ def parse_args():
     measure.refuse_ignored(args, ladder.IGNORED)
     for flag in ("stochastic_rounding", "cuda_graph"):
         if getattr(args, flag) and "adamw" not in args.kernels:
-            raise UserError(f"--{flag.replace('_', '-')} needs the adamw kernel: --kernels all")
+            raise UserError(f"{measure.flag_name(flag)} needs the adamw kernel: --kernels all")
     if args.stochastic_rounding and args.dtype != "bf16":
         raise UserError(f"--stochastic-rounding is for bf16 and does nothing in {args.dtype}: add --dtype bf16")
     if args.cuda_graph and not HAS_GPU:
