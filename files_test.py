@@ -95,6 +95,19 @@ def in_child(function, before=lambda: None) -> str:
     return said or "killed"
 
 
+def started(function, *arguments) -> int:
+    """A process that calls function(*arguments); it ends with 0 if that raises nothing."""
+    child = os.fork()
+    if child == 0:
+        failed = True
+        try:
+            function(*arguments)
+            failed = False
+        finally:
+            os._exit(failed)
+    return child
+
+
 def without_rights(function) -> str:
     """As `in_child`, but not as root, whom no permission stops."""
     return in_child(function, lambda: os.setuid(NOBODY) if os.getuid() == 0 else None)
@@ -187,17 +200,12 @@ def test_an_interrupted_write_leaves_nothing_beside(tmp_path, monkeypatch):
 def test_of_two_processes_on_one_path_the_last_one_wins_whole(tmp_path):
     path, wholes = tmp_path / "run.json", [bytes([65 + i]) * 300_000 for i in range(3)]
     path.write_bytes(wholes[0])
-    children = []
-    for whole in wholes:
-        children.append(os.fork())
-        if children[-1] == 0:
-            failed = True
-            try:
-                for _ in range(100):
-                    measure.write_whole(str(path), whole)
-                failed = False
-            finally:
-                os._exit(failed)
+
+    def write_often(whole):
+        for _ in range(100):
+            measure.write_whole(str(path), whole)
+
+    children = [started(write_often, whole) for whole in wholes]
     running, seen = set(children), set()
     while running:
         running -= {child for child in running if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)}
@@ -730,17 +738,12 @@ def test_a_file_system_without_hard_links_gets_copies(tmp_path, monkeypatch):
 
 def test_saves_of_two_processes_leave_one_whole_model(tmp_path):
     models = [make_model(1, 0, SHARD), make_model(2, 1, None), make_model(2, 2, SHARD)]
-    children = []
-    for model in models:
-        children.append(os.fork())
-        if children[-1] == 0:
-            failed = True
-            try:
-                for _ in range(5):
-                    save(model, tmp_path)
-                failed = False
-            finally:
-                os._exit(failed)
+
+    def save_often(model):
+        for _ in range(5):
+            save(model, tmp_path)
+
+    children = [started(save_often, model) for model in models]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     weights = loaded(tmp_path)
     assert sum(same(weights, model.state_dict()) for model in models) == 1
