@@ -245,6 +245,10 @@ def compiler_pads_rows():
     torch._dynamo.reset()
 
 
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+
+
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
     """What has been compiled must do for other sizes too: to compile it once more is an error."""

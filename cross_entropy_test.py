@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import cross_entropy_kernel
 import measure
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -31,6 +32,7 @@ from checking import (
     compiled_once,
     needs_gpu,
     needs_two_gpus,
+    pads_rows,
     print_checks,
     print_loss,
     waiting_forbidden,
@@ -806,8 +808,6 @@ def test_parameter_and_subclass_with_memory_of_its_own_are_taken():
 
 # ---------------------------------------------------------------------------- torch.compile
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
 ODD_SIZES = [1289, 5000, 5001, 50_257] if HAS_GPU else [5001]  # whose rows the compiler pads, and one that it does not
 SIZES = [2048, *ODD_SIZES]
 

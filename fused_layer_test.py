@@ -19,6 +19,7 @@ import measure
 import rmsnorm_kernel
 import swiglu_kernel
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -29,6 +30,7 @@ from checking import (
     compare,
     compiled_once,
     needs_gpu,
+    pads_rows,
     poisoned_outputs,
     print_checks,
     relative_error,
@@ -692,8 +694,6 @@ def test_bad_input_is_refused_by_the_kernels_with_a_sentence():
 # ---- torch.compile -----------------------------------------------------------------------------------------
 
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]  # when compiled first, rows get gaps
 
 

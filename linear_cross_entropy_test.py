@@ -19,6 +19,7 @@ import cross_entropy_kernel
 import linear_cross_entropy_kernel
 import measure
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -30,6 +31,7 @@ from checking import (
     compiled_once,
     needs_gpu,
     needs_two_gpus,
+    pads_rows,
     print_checks,
     relative_error,
     waiting_forbidden,
@@ -654,9 +656,6 @@ def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
 
 
 # ---------------------------------------------------------------------------- torch.compile
-
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
 
 
 def between_products(loss_fn):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import measure
 import reverse_kl_kernel
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -29,6 +30,7 @@ from checking import (
     compiled_once,
     needs_gpu,
     needs_two_gpus,
+    pads_rows,
     print_checks,
     print_loss,
     waiting_forbidden,
@@ -827,8 +829,6 @@ def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
 
 # ---------------------------------------------------------------------------- torch.compile
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
 ODD_SIZES = [1289, 5000, 5001] if HAS_GPU else [5001]  # whose rows the compiler pads, and one that it does not
 SIZES = [2048, *ODD_SIZES]
 

@@ -18,6 +18,7 @@ import torch
 import measure
 import rmsnorm_kernel
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -29,6 +30,7 @@ from checking import (
     compiled_once,
     needs_gpu,
     needs_two_gpus,
+    pads_rows,
     poisoned_outputs,
     print_checks,
     relative_error,
@@ -640,10 +642,8 @@ def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypat
 
 # ---- torch.compile -----------------------------------------------------------------------------------------
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
 # The width that is compiled first: the compiler leaves gaps only between rows whose length it knows.
 PADDED_WIDTHS = [1289, 5000, 5001] if HAS_GPU else [1289]
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
 def between_products(function):

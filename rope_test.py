@@ -18,6 +18,7 @@ import torch
 import measure
 import rope_kernel
 from checking import (
+    COMPILED_DTYPE,
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -29,6 +30,7 @@ from checking import (
     compiled_once,
     needs_gpu,
     needs_two_gpus,
+    pads_rows,
     print_checks,
     relative_error,
     waiting_forbidden,
@@ -757,8 +759,6 @@ def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypat
 
 # ---- torch.compile -----------------------------------------------------------------------------------------
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 # Query heads, key heads, D; qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between
 # rows of more than 1,024 elements whose length it knows, unless they begin at multiples of 128 bytes.
 PACKED_HEADS = [(9, 2, 80)] + ([(17, 2, 64), (2, 2, 176)] if HAS_GPU else [])
