@@ -119,12 +119,17 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
     return shown + ([LEFT_OUT] if any(line.strip() for line in lines[end:]) else [])
 
 
+def column_spans(rule: str) -> list[tuple[int, int]]:
+    """Where the columns of a printed table begin and end, from the rule below its heading."""
+    return [match.span() for match in re.finditer(r"-+(?:  |$)", rule)]
+
+
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
     """The same without the columns of these names; LEFT_OUT ends the heading of a table that had them."""
     spans, result = [], []
     for heading, line in zip(lines, [*lines[1:], ""]):
         if re.fullmatch(r"-+(  +-+)+", line.strip()):
-            columns = [match.span() for match in re.finditer(r"-+(?:  |$)", line)]
+            columns = column_spans(line)
             spans = [(a, b) for a, b in columns if heading[a:b].strip() not in names]
             left_out = len(spans) < len(columns)
             spans = spans if left_out else []
@@ -283,15 +288,15 @@ def durations() -> str:
         on_gpu = "not recorded" if name is None else f"{steps_seconds(load(name)):.0f} s"
         seconds = on_cpu.get(measured)
         cpu = "not measured" if seconds is None else f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        body.append([command, step.strip(), on_gpu, cpu])
+        body.append([command, step, on_gpu, cpu])
     return markdown(["command", "step", "steps alone, on the GPU", "all of it, on a CPU core"], body)
 
 
 def per_cent(record: dict, section: dict, row: dict, us: float | None) -> str:
     """Of the ceiling that the kernel is measured by, at this time."""
-    if us is None or row[KERNELS[section["kernel"]].rate.key] is None:
-        return "n/a"
     rate = KERNELS[section["kernel"]].rate
+    if us is None or row[rate.key] is None:
+        return "n/a"
     return f"{100 * benchmark_kernels.rate_at(rate, row, us) / record[rate.ceiling_key]:.0f} %"
 
 
@@ -310,7 +315,6 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
     """Times in us, the kernels alone and one call with the host, and the rate; `short`: the playbook's rows."""
     record, body = load(f"benchmark_{name}"), []
     for section in record["sections"]:
-        spec = KERNELS[section["kernel"]]
         size = f"{section['size']:,}" if len(record["sections"]) > 1 else None  # then at one number of tokens
         for row in chosen(section["rows"], tokens):
             if which == "short" and row["implementation"] not in SHORT[section["kernel"]]:
@@ -451,7 +455,7 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
     text = diagnose.render_comparison(load(before_name), load(after_name)).splitlines()
     start = position(text, "Category", 0)
     stop = position(text, "Step", start) + 1
-    spans = [match.span() for match in re.finditer(r"-+(?:  |$)", text[start + 1])]
+    spans = column_spans(text[start + 1])
     cells = [[line.ljust(200)[a:b].strip() for a, b in spans] for line in [text[start], *text[start + 2 : stop]]]
     keep = [0, 1, 2, 3, 4, 7, 8]
     headers, *body = ([row[i] for i in keep] for row in cells)
