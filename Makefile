@@ -30,14 +30,14 @@ demo: $(SETUP)
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
 
 test: $(SETUP) compile-check
-	$(PY) run_tests.py
+	$(PY) -m tools.run_tests
 
 compile-check: $(SETUP)
-	$(PY) compile_check.py
+	$(PY) -m tools.compile_check
 
 lint:
 	ruff check .
 	ruff format --check .
 
 clean:
-	rm -rf .venv demo traces __pycache__ .pytest_cache .ruff_cache
+	rm -rf .venv demo traces runs .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ implementations and inputs those are, and from what work each kernel's limit fol
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import argparse
 import contextlib
@@ -29,9 +29,10 @@ from pathlib import Path
 
 import torch
 
-import measure
-import sweep_kernels
-from benchmark_problems import (
+from harness import measure
+from harness.checking import DEVICE, FLOOR, relative_error
+from harness.measure import HAS_GPU, NOT_MEANINGFUL, RunError, UserError, describe, number, positive_int
+from next_steps.benchmark_problems import (
     BANDWIDTH,
     COMPILED,
     DTYPES,
@@ -50,9 +51,8 @@ from benchmark_problems import (
     find_peers,
     implementations,
 )
-from checking import DEVICE, FLOOR, relative_error
-from measure import HAS_GPU, NOT_MEANINGFUL, RunError, UserError, describe, number, positive_int
 from rmsnorm_kernel import MAX_HIDDEN_SIZE
+from tools import sweep_kernels
 
 Size = int | tuple[int, ...]  # of a kernel's dimensions: a number if it has one
 

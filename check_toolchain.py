@@ -7,7 +7,7 @@ compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if no
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import sys
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from collections.abc import Callable
 try:
     import torch
 
-    import measure
-    from checking import DEVICE, DTYPE_NAME, Check, compare
     from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+    from harness import measure
+    from harness.checking import DEVICE, DTYPE_NAME, Check, compare
     from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
     ENVIRONMENT = measure.environment()  # imports transformers

@@ -10,13 +10,13 @@ faster and trains something else is wrong.
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import math
 from collections.abc import Callable
 
-import measure
-from measure import UserError
+from harness import measure
+from harness.measure import UserError
 
 # what must be equal before two loss curves may be compared
 WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "steps", "seed", "lr"]

@@ -54,7 +54,7 @@ import triton
 import triton.language as tl
 
 with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
-    import interpreter_rounding  # noqa: F401
+    import harness.interpreter_rounding  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,7 +11,7 @@ the target entries (softmax - 1) drown the others, and a gradient that is 0 at t
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 
 import pytest
@@ -19,29 +19,22 @@ import torch
 import torch.nn.functional as F
 
 import cross_entropy_kernel
-import measure
-from checking import (
-    COMPILED_DTYPE,
-    DEVICE,
-    DTYPE_NAME,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    captured,
-    compare,
-    compiled_once,
-    needs_gpu,
-    needs_two_gpus,
-    pads_rows,
-    print_checks,
-    print_loss,
-    waiting_forbidden,
-)
 from cross_entropy_kernel import (
     TritonCrossEntropyLoss,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_reference,
+)
+from harness import measure
+from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from tests.fixtures import (
+    COMPILED_DTYPE,
+    captured,
+    compiled_once,
+    needs_gpu,
+    needs_two_gpus,
+    pads_rows,
+    waiting_forbidden,
 )
 
 N_ROWS, V = (512, 128_256) if HAS_GPU else (24, 1_000)  # the table's shape; most tests need only a small one

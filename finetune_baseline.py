@@ -7,10 +7,9 @@ finetune_optimized.py runs the same loop with custom kernels; compare_runs.py la
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
-import llama
-import measure
+from harness import llama, measure
 
 
 def main() -> None:

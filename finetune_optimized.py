@@ -11,17 +11,15 @@ Everything that differs from finetune_baseline.py is on this page and in apply_k
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import functools
 
-import distill
-import ladder
-import llama
-import measure
-from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
-from measure import HAS_GPU, UserError
-from memory_estimate import step_tryer
+from harness import llama, measure
+from harness.measure import HAS_GPU, UserError
+from next_steps import distill, ladder
+from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.memory_estimate import step_tryer
 
 PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"
 

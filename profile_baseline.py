@@ -19,7 +19,7 @@ Without a GPU the CPU time of each operation takes the kernels' place.  What the
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import argparse
 import contextlib
@@ -39,16 +39,13 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-import diagnose
-import llama
-import measure
-import memory_estimate
-import memory_profile
-from apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
-from apply_kernels import LlamaDecoderLayer as FusedDecoderLayer
-from apply_kernels import LlamaForCausalLM as LlamaWithLossKernels
-from diagnose import NOTHING, OTHER, Cost, Sizes
-from measure import HAS_GPU, RunError, UserError
+from harness import diagnose, llama, measure
+from harness.diagnose import NOTHING, OTHER, Cost, Sizes
+from harness.measure import HAS_GPU, RunError, UserError
+from next_steps import memory_estimate, memory_profile
+from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import LlamaDecoderLayer as FusedDecoderLayer
+from next_steps.apply_kernels import LlamaForCausalLM as LlamaWithLossKernels
 
 # after `measure`, which decides how triton (imported by transformers) will run
 from transformers.models.llama import modeling_llama  # isort: skip

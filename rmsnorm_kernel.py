@@ -57,7 +57,7 @@ import triton
 import triton.language as tl
 
 with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
-    import interpreter_rounding  # noqa: F401
+    import harness.interpreter_rounding  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # True: Triton's interpreter runs the kernels below, on the CPU
 MAX_HIDDEN_SIZE = 32_768

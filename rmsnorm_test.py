@@ -6,7 +6,7 @@ need a GPU are skipped.
 """
 
 # first: importing PyTorch takes seconds
-import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import contextlib
 import math
@@ -15,26 +15,18 @@ from unittest import mock
 import pytest
 import torch
 
-import measure
 import rmsnorm_kernel
-from checking import (
-    COMPILED_DTYPE,
+from harness import measure
+from harness.checking import (
     DEVICE,
     DTYPE_NAME,
     FLOOR,
     HAS_GPU,
     Check,
     assert_all_passed,
-    captured,
     compare,
-    compiled_once,
-    needs_gpu,
-    needs_two_gpus,
-    pads_rows,
-    poisoned_outputs,
     print_checks,
     relative_error,
-    waiting_forbidden,
 )
 from rmsnorm_kernel import (
     TritonRMSNorm,
@@ -42,6 +34,16 @@ from rmsnorm_kernel import (
     rmsnorm_backward,
     rmsnorm_forward,
     rmsnorm_reference,
+)
+from tests.fixtures import (
+    COMPILED_DTYPE,
+    captured,
+    compiled_once,
+    needs_gpu,
+    needs_two_gpus,
+    pads_rows,
+    poisoned_outputs,
+    waiting_forbidden,
 )
 
 EPS = 1e-5

@@ -1,0 +1,1 @@
+"""What the scripts share; nothing here knows a kernel."""

@@ -1,0 +1,109 @@
+"""The one comparator that every test uses.
+
+A kernel is judged against float64, computed from the same rounded inputs, and
+it may be at most twice as wrong as eager PyTorch in the kernel's own dtype:
+
+    error(t)  = ||t - ref64|| / ||ref64||
+    allowed   = 2 * error(eager) + floor
+    passed    = error(kernel) <= allowed
+
+The floor covers the case where eager happens to be exact.  There is no `atol`
+to choose, so there is none to loosen when a kernel is wrong.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+FLOOR = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}
+
+DTYPE_NAME = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref|| in float64; 0.0 when both are zero, inf when only ref is.
+
+    NaN anywhere gives NaN, which no allowance accepts.
+    """
+    out, ref = out.detach().double().cpu(), ref.detach().double().cpu()
+    distance, scale = (out - ref).norm().item(), ref.norm().item()
+    if scale == 0.0:
+        return 0.0 if distance == 0.0 else math.inf
+    return distance / scale
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: what was measured, what was allowed, and the verdict."""
+
+    name: str
+    error: float  # ||out - ref64|| / ||ref64||
+    allowed: float
+    max_diff: float  # max |out - ref64|
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # NaN compares false: NaN never passes
+
+    def __str__(self) -> str:
+        verdict = "PASSED" if self.passed else "FAILED"
+        return (
+            f"{self.name} — max diff: {self.max_diff:.2e}  "
+            f"error: {self.error:.2e}  allowed: {self.allowed:.2e}  {verdict}"
+        )
+
+
+def compare(
+    name: str,
+    out: torch.Tensor | None,
+    ref64: torch.Tensor,
+    eager: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> Check:
+    """Compare a kernel's output with float64, allowing twice eager's own error.
+
+    Args:
+        name: what is being compared; it begins the printed line.
+        out: the kernel's output or gradient, any dtype.
+        ref64: the same quantity computed in float64 from the same inputs.
+        eager: the same quantity from eager PyTorch in the kernel's dtype.
+        dtype: whose floor applies; `eager.dtype` unless told.
+
+    Raises:
+        AssertionError: `out` is None, or its shape or dtype is not eager's.
+    """
+    assert out is not None, f"{name}: there is no output (None) to compare"
+    assert out.shape == eager.shape == ref64.shape, (
+        f"{name}: shape {tuple(out.shape)}, eager {tuple(eager.shape)}, ref64 {tuple(ref64.shape)}"
+    )
+    assert out.dtype == eager.dtype, f"{name}: dtype {out.dtype}, eager gives {eager.dtype}"
+    assert ref64.dtype == torch.float64, f"{name}: the reference is {ref64.dtype}, not float64"
+    allowed = 2.0 * relative_error(eager, ref64) + FLOOR[dtype or eager.dtype]
+    difference = out.detach().double().cpu() - ref64.detach().cpu()
+    max_diff = difference.abs().max().item() if difference.numel() else 0.0
+    return Check(name, relative_error(out, ref64), allowed, max_diff)
+
+
+def assert_all_passed(checks: list[Check]) -> None:
+    """For pytest: fail with every line that is over its allowance."""
+    assert checks, "no comparison was made"
+    failed = [str(check) for check in checks if not check.passed]
+    assert not failed, "\n" + "\n".join(failed)
+
+
+def print_checks(checks: list[Check], indent: str = "  ") -> bool:
+    """Print one line per check; True when all passed."""
+    for check in checks:
+        print(indent + str(check))
+    return all(check.passed for check in checks)
+
+
+def print_loss(check: Check, reference: torch.Tensor, custom: torch.Tensor) -> bool:
+    """Print the line of a check of two scalars, with their values; True when it passed."""
+    values = f"ref: {reference.item():.6f}  custom: {custom.item():.6f}  diff: {check.max_diff:.2e}"
+    print(f"  {check.name} — {values}  {'PASSED' if check.passed else 'FAILED'}")
+    return check.passed

@@ -1,0 +1,1095 @@
+"""Is a LLaMA with the kernels still the same LLaMA, whatever is done with it?
+
+Everything is compared with the unpatched model: loss and gradients in training, logits in evaluation, the files that
+it saves, what Hugging Face's Trainer makes of it.  Equal numbers prove nothing about a kernel that does not run, so
+launches are counted too.
+"""
+
+import copy
+import importlib.util
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+import cross_entropy_kernel
+import rmsnorm_kernel
+from harness import llama
+from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, relative_error
+from next_steps import adamw_kernel, apply_kernels, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps.adamw_kernel import TritonAdamW
+from next_steps.apply_kernels import LOSS_KERNELS, MODEL_KERNELS, modeling_llama, triton_adamw
+from tests.fixtures import needs_gpu, waiting_forbidden
+
+# isort: split
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+HERE = Path(__file__).parents[1]  # the project's folder
+IGNORE = llama.IGNORE_INDEX
+LAYERS, VOCABULARY = 2, 67
+B, T = 2, 4
+ALONE_AND_TOGETHER = [[name] for name in MODEL_KERNELS] + [MODEL_KERNELS]
+LOSSES = [["cross_entropy"], ["linear_cross_entropy"], MODEL_KERNELS]
+
+
+def small_config(**values):
+    """llama.tiny_config() at sizes that Triton's interpreter gets through quickly."""
+    config = llama.tiny_config()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    for name, value in (sizes | values).items():
+        setattr(config, name, value)
+    return config
+
+
+def make_model(names=(), dtype=torch.float32, **values) -> LlamaForCausalLM:
+    """The same random weights each time, with norm weights away from 1, and the kernels named."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(**values)).to(DEVICE, dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif "layers" in name:
+                weight.mul_(5)  # so that the layers count beside the embedding
+    return apply_kernels.apply_kernels(model.train(), names)
+
+
+def make_batch(**more) -> dict:
+    """Two sequences; the first third of the labels is ignored, as a prompt is."""
+    ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :2], labels[1, -1] = IGNORE, IGNORE
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE), **more}
+
+
+def padding_mask() -> torch.Tensor:
+    """The first sequence begins with a token of padding, the second ends with one."""
+    mask = torch.ones(B, T, dtype=torch.int64)
+    mask[0, :1], mask[1, -1] = 0, 0
+    return mask.to(DEVICE)
+
+
+def own_positions() -> torch.Tensor:
+    """Only differences count, so those of the second sequence are larger.  To be given together with a mask:
+    without one, transformers takes a gap between positions for the end of a sequence."""
+    return torch.stack([torch.arange(T), 3 * torch.arange(T)]).to(DEVICE)
+
+
+def loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_equal(found: dict, expected: dict, allowed: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    missing = [name for name in expected if (found[name] is None) != (expected[name] is None)]
+    assert not missing, f"a gradient is there or missing for {missing}"
+    errors = {name: relative_error(found[name], e) for name, e in expected.items() if e is not None}
+    wrong = {name: error for name, error in errors.items() if not error < allowed}
+    assert errors and not wrong, wrong
+
+
+def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
+    """The loss, and all gradients in one: of a model as small as this, a single one is off by chance."""
+    ref64 = {name: value.double() for name, value in ref64.items()}  # Hugging Face takes the loss in fp32
+    assert all(found[name] is not None for name in ref64)
+
+    def together(values):
+        return torch.cat([values[name].double().flatten() / ref64[name].norm() for name in ref64 if name != "loss"])
+
+    losses = found["loss"].float(), ref64["loss"], eager["loss"].float()
+    return [
+        compare("loss", *losses, torch.bfloat16),
+        compare("gradients", *map(together, (found, ref64, eager)), torch.bfloat16),
+    ]
+
+
+class CountedKernel:
+    def __init__(self, kernel, name, counter):
+        self.kernel, self.name, self.counter = kernel, name, counter
+
+    def __getitem__(self, grid):
+        self.counter[self.name] += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter:
+    """How often each kernel was launched, by its name without `_kernel`."""
+    counter = Counter()
+    for module, names in {
+        rmsnorm_kernel: ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel"],
+        cross_entropy_kernel: ["_cross_entropy_fwd_kernel", "_cross_entropy_inplace_kernel"],
+        linear_cross_entropy_kernel: ["_scale_kernel"],
+        swiglu_kernel: ["_swiglu_fwd_kernel", "_swiglu_bwd_kernel"],
+        rope_kernel: ["_rope_kernel"],
+        adamw_kernel: ["_adamw_kernel"],
+    }.items():
+        for name in names:
+            short = name.removeprefix("_").removesuffix("_kernel")
+            monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), short, counter))
+    return counter
+
+
+N_NORMS = 2 * LAYERS + 1
+FUSED = {
+    # each layer's two norms once more in the backward, for the gradients of the products
+    "rmsnorm_fwd": 4 * LAYERS, "rmsnorm_bwd": 2 * LAYERS, "swiglu_fwd": LAYERS, "swiglu_bwd": LAYERS,
+    "rope": 2 * LAYERS,
+}  # fmt: skip
+LAUNCHES = {  # of one forward and backward
+    "rmsnorm": {"rmsnorm_fwd": N_NORMS, "rmsnorm_bwd": N_NORMS},
+    "cross_entropy": {"cross_entropy_inplace": 1},
+    "swiglu": {"swiglu_fwd": LAYERS, "swiglu_bwd": LAYERS},
+    "rope": {"rope": 2 * LAYERS},
+    "linear_cross_entropy": {"cross_entropy_inplace": 1, "scale": 2},
+    "fused_layer": FUSED,
+}
+ALL_LAUNCHES = FUSED | {
+    "rmsnorm_fwd": 4 * LAYERS + 1, "rmsnorm_bwd": 2 * LAYERS + 1, "cross_entropy_inplace": 1, "scale": 2
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_patched_model_has_the_unpatched_loss_and_gradients(names, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    assert not launches
+    assert_equal(loss_and_gradients(make_model(names), batch), expected)
+    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+
+
+INPUTS = {
+    "padding": lambda: {"attention_mask": padding_mask()},
+    "own positions": lambda: {"attention_mask": torch.ones(B, T, device=DEVICE), "position_ids": own_positions()},
+    "packed sequences": lambda: {"position_ids": (torch.arange(T) % 2).expand(B, T).to(DEVICE)},
+    "items of an accumulated batch": lambda: {"num_items_in_batch": torch.tensor(11, device=DEVICE)},
+    "number of items": lambda: {"num_items_in_batch": 11},
+    "all of them": lambda: {"attention_mask": padding_mask(), "position_ids": own_positions(), "num_items_in_batch": 5},
+}
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["rope"]], ids="+".join)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
+    batch, plain = make_batch(**INPUTS[inputs]()), make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    assert relative_error(expected["loss"], loss_and_gradients(make_model(), plain)["loss"]) > 1e-4, "cannot fail"
+    assert_equal(loss_and_gradients(make_model(names), batch), expected)
+
+
+def test_embeddings_may_be_given_and_labels_may_come_shifted():
+    model, patched = make_model(), make_model(MODEL_KERNELS)
+    batch = make_batch()
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    batch["inputs_embeds"] = model.model.embed_tokens(batch.pop("input_ids")).detach()
+    batch["shift_labels"] = shifted
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+
+
+def test_a_wrong_layer_would_be_noticed(monkeypatch):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    for name, wrong in {
+        "triton_apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k),
+        "swiglu_linear": lambda gate, up, projection: projection(torch.sigmoid(gate) * up),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(apply_kernels, name, wrong)
+            with pytest.raises(AssertionError):
+                assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_another_label_may_be_ignored(names, training):
+    batch = make_batch(ignore_index=5)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:, :3] = 5
+    model, patched = make_model().train(training), make_model(names).train(training)
+    for items in ({}, {"num_items_in_batch": 7}):
+        expected = loss_and_gradients(model, batch | items)
+        assert_equal(loss_and_gradients(patched, batch | items), expected)
+    all_count = loss_and_gradients(model, batch | {"ignore_index": IGNORE})
+    assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
+    model, batch = make_model(names), make_batch()
+    assert model(**batch).logits is None and model(**batch, return_dict=True).loss is not None
+    with pytest.raises(ValueError, match="return_dict is False, expected True"):
+        model(**batch, return_dict=False)
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict is False, expected True"):
+        model(**batch)
+    assert model(**batch, return_dict=True).loss is not None
+    model.config.return_dict = True
+    without_labels = model(batch["input_ids"])
+    assert without_labels.loss is None and without_labels.logits.shape == (B, T, VOCABULARY)
+
+
+@pytest.fixture
+def inplace(monkeypatch) -> list[bool]:
+    """For each loss that cross_entropy computed: was it allowed to overwrite the logits?"""
+    seen = []
+
+    class Watched(apply_kernels.TritonCrossEntropyLoss):
+        def forward(self, logits, targets):
+            seen.append(self.inplace)
+            return super().forward(logits, targets)
+
+    monkeypatch.setattr(apply_kernels, "TritonCrossEntropyLoss", Watched)
+    return seen
+
+
+def test_the_gradient_takes_the_logits_memory_in_training_only(inplace):
+    model, batch = make_model(["cross_entropy"]), make_batch()
+    model(**batch)
+    model.eval()(**batch)
+    assert inplace == [True, False]
+
+
+@pytest.mark.parametrize("names", [["cross_entropy"], MODEL_KERNELS], ids="+".join)
+def test_logits_that_somebody_else_holds_are_not_overwritten(names):
+    batch, held = make_batch(), []
+    models = make_model(), make_model(names)
+    for model in models:
+        model.lm_head.register_forward_hook(lambda module, inputs, output: held.append(output))
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+    assert relative_error(held[1], held[0]) < 1e-5
+    given = models[1](**batch).logits
+    assert given is held[-1], "they are right, and need not be kept back"
+
+
+class SoftCap(torch.nn.Module):
+    """A head whose backward needs the logits."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden_states):
+        return torch.tanh(self.head(hidden_states))
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_head_whose_backward_needs_the_logits(names):
+    batch = make_batch()
+    expected = loss_and_gradients(wrap(make_model(), "lm_head", SoftCap), batch)
+    assert_equal(loss_and_gradients(wrap(make_model(names), "lm_head", SoftCap), batch), expected)
+
+
+@pytest.mark.parametrize("keep", [2, torch.tensor([1, 3])])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_logits_to_keep_are_kept(names, keep):
+    batch = make_batch(logits_to_keep=keep)
+    batch["shift_labels"] = batch["input_ids"][:, :2].contiguous()
+    model, patched = make_model(), make_model(names)
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert relative_error(patched(**batch).logits, model(**batch).logits) < 1e-5
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_head_of_another_size_than_the_configuration_is_refused(names):
+    for training in (True, False):
+        model = make_model(names).train(training)
+        model.config.vocab_size += 1
+        with pytest.raises((ValueError, RuntimeError), match=r"vocab_size is 68, expected 67|shape '\[-1, 68\]'"):
+            model(**make_batch())
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["linear_cross_entropy"]], ids="+".join)
+def test_tied_embeddings(names):
+    """The head's gradient and the embedding's are added up in one tensor."""
+    batch = make_batch()
+    model, patched = make_model(tie_word_embeddings=True), make_model(names, tie_word_embeddings=True)
+    assert patched.lm_head.weight is patched.model.embed_tokens.weight
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu", "rope"]], ids="+".join)
+def test_gradient_checkpointing(names, reentrant, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(make_model(), batch)
+    model = make_model(names)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equal(loss_and_gradients(model, batch), expected)
+    assert launches["swiglu_fwd"] == 2 * LAYERS, "no layer was computed again: nothing is saved"
+    assert launches["rope"] == 3 * LAYERS and launches["swiglu_bwd"] == LAYERS
+    model.gradient_checkpointing_disable()
+    launches.clear()
+    assert_equal(loss_and_gradients(model, batch), expected)
+    assert launches["swiglu_fwd"] == LAYERS
+
+
+TRAINED = {
+    "norms": lambda name: "norm" in name,
+    "one projection of the last layer": lambda name: "layers.1.mlp.down_proj" in name,
+    "middle of the first layer": lambda name: "layers.0.self_attn.k_proj" in name or "layers.0.mlp.up_proj" in name,
+    "head": lambda name: "lm_head" in name,
+    "embedding": lambda name: "embed_tokens" in name,
+}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
+    batch, models = make_batch(), [make_model(), make_model(MODEL_KERNELS)]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(TRAINED[trained](name))
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert sum(gradient is None for gradient in expected.values()) > len(expected) / 2
+    assert_equal(found, expected)
+
+
+def test_gradients_of_micro_batches_add_up():
+    model, patched, batch = make_model(), make_model(MODEL_KERNELS), make_batch()
+    n_items = int((batch["labels"][:, 1:] != IGNORE).sum())
+    expected = loss_and_gradients(model, batch)
+    losses = []
+    for row in range(2):
+        part = {key: value[row : row + 1] for key, value in batch.items()}
+        losses.append(patched(**part, num_items_in_batch=n_items).loss)
+        losses[-1].backward()
+    found = {"loss": sum(losses).detach(), **{name: p.grad for name, p in patched.named_parameters()}}
+    assert_equal(found, expected)
+
+
+def test_two_backwards_through_one_graph():
+    model, batch = make_model(MODEL_KERNELS), make_batch()
+    _, *expected = loss_and_gradients(make_model(), batch).values()
+    loss = model(**batch).loss
+    parameters = list(model.parameters())
+    for retain in (True, False):
+        found = torch.autograd.grad(loss, parameters, retain_graph=retain)
+        assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["fused_layer", "rmsnorm"], ["swiglu"]], ids="+".join)
+def test_autocast_is_as_wrong_as_without_the_kernels(names):
+    """Judged against float64: bf16 products round, with and without kernels."""
+    batch, kind = make_batch(), torch.device(DEVICE).type
+    ref64 = loss_and_gradients(make_model(dtype=torch.float64), batch)
+    with torch.autocast(kind, torch.bfloat16):
+        eager, found = (loss_and_gradients(make_model(n), batch) for n in ((), names))
+    assert_all_passed(checks_against(ref64, found, eager))
+
+
+def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
+    models = make_model(), make_model(["linear_cross_entropy"])
+    optimizers = llama.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
+    batch = llama.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T)
+    losses = [[llama.training_step(m, o, batch).item() for _ in range(3)] for m, o in zip(models, optimizers)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
+    assert launches["adamw"] == 3 * len(list(models[1].parameters()))
+    models[1](**make_batch()).loss.backward()
+    assert all(parameter.grad is None for parameter in models[1].parameters())
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_logits_and_loss_in_evaluation(names, launches):
+    batch = make_batch(attention_mask=padding_mask())
+    with torch.no_grad():
+        expected, found = (make_model(n).eval()(**batch) for n in ((), names))
+    assert relative_error(found.logits, expected.logits) < 1e-5 and relative_error(found.loss, expected.loss) < 1e-5
+    assert launches or names == ["linear_cross_entropy"]  # which is for training
+
+
+def z_loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
+    """Of the loss and, added to it, the mean square of the logits' log-sum-exp."""
+    model.zero_grad(set_to_none=True)
+    output = model(**batch)
+    loss = output.loss + 0.1 * output.logits.logsumexp(dim=-1).square().mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "logits": output.logits.detach(), **gradients}
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted(names):
+    batch = make_batch()
+    expected, found = (z_loss_and_gradients(make_model(n).eval(), batch) for n in ((), names))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_in_evaluation_a_tuple_may_be_asked_for(names):
+    batch = make_batch()
+    expected, found = (make_model(n).eval()(**batch, return_dict=False, use_cache=False) for n in ((), names))
+    assert len(found) == len(expected) == 2
+    assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
+
+
+def test_generation_with_and_without_a_cache(launches):
+    ids = make_batch()["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": padding_mask()}
+    models = make_model().eval(), make_model(MODEL_KERNELS).eval()
+    texts = [model.generate(ids, use_cache=cache, **options) for model in models for cache in (True, False)]
+    assert texts[0].shape[1] > T and all(torch.equal(text, texts[0]) for text in texts[1:])
+    assert launches["swiglu_fwd"] > LAYERS and launches["rope"] > LAYERS
+
+
+def test_one_token_after_the_other_through_the_cache():
+    ids, model, patched = make_batch()["input_ids"], make_model().eval(), make_model(MODEL_KERNELS).eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache, logits = None, []
+        for token in ids.split(1, dim=1):
+            output = patched(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    assert cache.get_seq_length() == T
+    assert relative_error(torch.cat(logits, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hidden_states_and_attentions_are_returned_on_request(training, launches):
+    """And the recorders that transformers leaves behind for them do not keep the fused layer from being used."""
+    batch = make_batch()
+    model, patched = (make_model(n, _attn_implementation="eager").train(training) for n in ((), MODEL_KERNELS))
+    for request in ({"output_hidden_states": True}, {"output_attentions": True, "output_hidden_states": True}):
+        expected, found = (m(**batch, **request) for m in (model, patched))
+        assert len(found.hidden_states) == LAYERS + 1 and relative_error(found.loss, expected.loss) < 1e-5
+        pairs = list(zip(found.hidden_states, expected.hidden_states))
+        if "output_attentions" in request:
+            assert len(found.attentions) == LAYERS
+            pairs += zip(found.attentions, expected.attentions)
+        assert all(relative_error(f, e) < 1e-5 for f, e in pairs)
+    launches.clear()
+    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert launches["rmsnorm_fwd"] == 4 * LAYERS + 1
+
+
+# ---------------------------------------------------------------- it is still a Hugging Face model
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_parameters_and_keys_are_the_same(names):
+    model = make_model()
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    assert apply_kernels.apply_kernels(model, names) is model and isinstance(model, LlamaForCausalLM)
+    assert (type(model) is LlamaForCausalLM) == (not set(LOSS_KERNELS) & set(names))
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == keys
+    # by these transformers and FSDP know them
+    parts = {name: model.get_submodule(name) for name in ("", "model.layers.0", "model.layers.0.self_attn")}
+    assert {name: type(part).__name__ for name, part in parts.items()} == {
+        "": "LlamaForCausalLM", "model.layers.0": "LlamaDecoderLayer", "model.layers.0.self_attn": "LlamaAttention",
+    }  # fmt: skip
+
+
+def test_applied_twice_is_applied_once(launches):
+    model = apply_kernels.apply_kernels(make_model(MODEL_KERNELS), MODEL_KERNELS)
+    loss_and_gradients(model, make_batch())
+    assert launches == ALL_LAUNCHES
+
+
+def test_kernels_may_come_one_after_the_other(launches):
+    model = make_model()
+    for name in MODEL_KERNELS:
+        apply_kernels.apply_kernels(model, [name])
+    loss_and_gradients(model, make_batch())
+    assert launches == ALL_LAUNCHES
+
+
+def saved_and_loaded(model):
+    """Through torch.save, which writes the module itself."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_pickled(names, through, launches):
+    original, batch = make_model(names), make_batch()
+    loaded = through(original)
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in original.modules()]
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert not launches
+    assert_equal(loss_and_gradients(loaded, batch), loss_and_gradients(make_model(), batch))
+    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+
+
+LOAD = """
+import sys
+import torch
+
+model, batch = torch.load(sys.argv[1], weights_only=False)
+output = model(**batch)
+print(output.logits is None, repr(output.loss.item()))
+"""
+
+
+def test_pickled_model_is_loaded_by_another_process(tmp_path):
+    torch.save((make_model(MODEL_KERNELS), make_batch()), tmp_path / "model.pt")
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    without_logits, loss = run.stdout.split()
+    assert without_logits == "True"
+    assert float(loss) == pytest.approx(make_model()(**make_batch()).loss.item(), rel=1e-5)
+
+
+def test_saved_and_loaded(tmp_path):
+    batch, patched = make_batch(), make_model(MODEL_KERNELS)
+    expected = loss_and_gradients(make_model(), batch)
+    patched.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE).train()
+    assert_equal(loss_and_gradients(plain, batch), expected)
+    assert_equal(loss_and_gradients(apply_kernels.apply_kernels(plain), batch), expected)
+    changed = {name: 0.5 * value for name, value in patched.state_dict().items()}
+    patched.load_state_dict(changed)
+    assert torch.equal(patched.state_dict()["model.norm.weight"], changed["model.norm.weight"])
+
+
+def test_a_copy_is_patched_and_on_its_own(launches):
+    batch, original = make_batch(), make_model(MODEL_KERNELS)
+    expected = loss_and_gradients(make_model(), batch)
+    duplicate = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert_equal(loss_and_gradients(duplicate, batch), expected)
+    assert launches == ALL_LAUNCHES
+    assert all(parameter.grad is None for parameter in original.parameters())
+
+
+def replica(module: torch.nn.Module, weights: dict[str, torch.Tensor], name: str = "") -> torch.nn.Module:
+    """A copy with other weights, made as torch.nn.DataParallel makes one for each GPU: attributes are shared."""
+    twin = module._replicate_for_data_parallel()
+    for key, parameter in module._parameters.items():
+        setattr(twin, key, None if parameter is None else weights[name + key])
+    for key, child in module.named_children():
+        setattr(twin, key, replica(child, weights, f"{name}{key}."))
+    return twin
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_replica_for_another_gpu_computes_with_its_own_weights(names, launches):
+    model, other, batch = make_model(names), make_model(), make_batch()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.25)
+    expected = loss_and_gradients(other, batch)
+    assert not launches
+    twin = replica(model, dict(other.named_parameters()))
+    other.zero_grad()
+    loss = twin(**batch).loss
+    loss.backward()
+    found = {"loss": loss.detach(), **{name: weight.grad for name, weight in other.named_parameters()}}
+    assert_equal(found, expected)
+    assert launches and all(weight.grad is None for weight in model.parameters())
+
+
+def test_another_model_in_the_same_process_is_not_affected(launches):
+    functions = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, LlamaForCausalLM.forward
+    batch, model = make_batch(), make_model()
+    make_model(MODEL_KERNELS)
+    later = make_model()
+    loss_and_gradients(model, batch)
+    loss_and_gradients(later, batch)
+    assert not launches
+    now = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, LlamaForCausalLM.forward
+    assert now == functions
+
+
+# ---------------------------------------------------------------- where a kernel must step back
+
+
+class LoRA(torch.nn.Module):
+    """A low-rank addition to a frozen linear layer, as PEFT wraps it; hides `weight` from nobody, as PEFT does."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(2)
+        self.a, self.b = (
+            torch.nn.Parameter((torch.randn(shape, generator=generator) / 4).to(DEVICE))
+            for shape in ((2, base.in_features), (base.out_features, 2))
+        )
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def wrap(model, name, wrapper):
+    parent, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(parent)
+    setattr(parent, attribute, wrapper(getattr(parent, attribute)))
+    return model
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "lm_head"])
+def test_lora_is_not_bypassed(name, wrapped_first, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(wrap(make_model(), name, LoRA), batch)
+    if wrapped_first:
+        model = apply_kernels.apply_kernels(wrap(make_model(), name, LoRA), MODEL_KERNELS)
+    else:
+        model = wrap(make_model(MODEL_KERNELS), name, LoRA)
+    assert_equal(loss_and_gradients(model, batch), expected)
+    n_fused = LAYERS if name == "lm_head" else LAYERS - 1
+    assert launches["rmsnorm_fwd"] == N_NORMS + 2 * n_fused, "the other layers are fused"
+    assert launches["scale"] == (0 if name == "lm_head" else 2)
+
+
+def test_bias_is_not_forgotten():
+    batch = make_batch()
+    models = [make_model(n, attention_bias=True, mlp_bias=True) for n in ((), MODEL_KERNELS)]
+    for model in models:
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+
+
+PARTS = [
+    "model", "model.embed_tokens", "model.norm", "lm_head", "model.layers.0", "model.layers.0.self_attn",
+    "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.input_layernorm",
+    "model.layers.1.post_attention_layernorm", "model.layers.1.mlp", "model.layers.1.mlp.up_proj",
+    "model.layers.1.mlp.down_proj",
+]  # fmt: skip
+REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # around the embedding's neighbours
+@pytest.mark.parametrize("register", REGISTER)
+def test_hooks_on_parts_are_called(register):
+    model, batch, called = make_model(MODEL_KERNELS), make_batch(), Counter()
+    expected = loss_and_gradients(make_model(), batch)
+    for name in PARTS:
+        if register != "register_full_backward_hook" or name not in ("model", "model.embed_tokens"):
+            getattr(model.get_submodule(name), register)(lambda *_, name=name: called.update([name]))
+    assert_equal(loss_and_gradients(model, batch), expected)
+    missing = set(PARTS) - set(called) - ({"model", "model.embed_tokens"} if "backward" in register else set())
+    assert not missing and set(called.values()) == {1}
+
+
+def test_hook_on_the_activation_of_a_fused_layer_is_called():
+    model, called = make_model(["fused_layer"]), []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
+    model(**make_batch())
+    assert called == [1]
+
+
+def test_hook_changes_what_comes_after_it():
+    batch = make_batch()
+    models = make_model(), make_model(MODEL_KERNELS)
+    for model in models:
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+
+
+def test_hooks_on_every_module_are_called():
+    batch, counts = make_batch(), []
+    for names in ((), MODEL_KERNELS):
+        model, called = make_model(names), Counter()
+        handle = register_module_forward_hook(lambda module, *_, called=called: called.update([type(module).__name__]))
+        try:
+            model(**batch)
+        finally:
+            handle.remove()
+        counts.append(called)
+    assert counts[0]["Linear"] == counts[1]["Linear"] == 7 * LAYERS + 1
+    assert counts[1]["TritonRMSNorm"] == N_NORMS and counts[1]["TritonLlamaMLP"] == LAYERS
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn", "mlp", "mlp.gate_proj", "input_layernorm"])
+def test_forward_that_a_library_replaced_is_called(name, launches):
+    model, called = make_model(MODEL_KERNELS), []
+    part = model.model.layers[0].get_submodule(name)
+    theirs = part.forward
+    part.forward = lambda *args, **kwargs: (called.append(1), theirs(*args, **kwargs))[1]
+    expected = loss_and_gradients(make_model(), make_batch())
+    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert called == [1] and launches["rmsnorm_fwd"] == N_NORMS + 2 * (LAYERS - 1)
+
+
+# ---------------------------------------------------------------- others' code
+
+
+def doubled(cls):
+    """A forward for, or in place of, cls's, which gives twice its result; of the model, of the loss."""
+    theirs = cls.forward
+
+    def forward(self, *args, **kwargs):
+        output = theirs(self, *args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return 2 * output
+        if isinstance(output, tuple):
+            return 2 * output[0], *output[1:]
+        output.loss = 2 * output.loss
+        return output
+
+    return forward
+
+
+def subclass(cls, name=None):
+    """Somebody's subclass, with a forward of its own; it may have the name of its base."""
+    return type(name or f"Their{cls.__name__}", (cls,), {"forward": doubled(cls)})
+
+
+CLASSES = {
+    "model.layers.0.input_layernorm": modeling_llama.LlamaRMSNorm,
+    "model.layers.1.post_attention_layernorm": modeling_llama.LlamaRMSNorm,
+    "model.norm": modeling_llama.LlamaRMSNorm,
+    "model.layers.0.mlp": modeling_llama.LlamaMLP,
+    "model.layers.1.self_attn": modeling_llama.LlamaAttention,
+    "model.layers.0": modeling_llama.LlamaDecoderLayer,
+}
+
+
+def of_class(model, name, cls):
+    """The model, a part of which becomes one of cls."""
+    model.get_submodule(name).__class__ = cls
+    return model
+
+
+def assert_not_bypassed(expected, found, without):
+    """Three models: somebody's code without kernels, with kernels, and neither."""
+    expected, found, plain = (loss_and_gradients(m, make_batch()) for m in (expected, found, without))
+    assert relative_error(expected["loss"], plain["loss"]) > 1e-4, "this comparison cannot fail"
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("named_alike", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_subclass_of_a_part_keeps_its_forward(name, named_alike, launches):
+    cls = subclass(CLASSES[name], CLASSES[name].__name__ if named_alike else None)
+    before = apply_kernels.apply_kernels(of_class(make_model(), name, cls))
+    after = make_model(MODEL_KERNELS)
+    parent, _, attribute = name.rpartition(".")
+    setattr(after.get_submodule(parent), attribute, of_class(make_model(), name, cls).get_submodule(name))
+    for model in (before, after):
+        assert_not_bypassed(of_class(make_model(), name, cls), model, make_model())
+    assert launches["rmsnorm_fwd"] and launches["rope"] and launches["swiglu_fwd"], "the other parts have kernels"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_subclass_of_the_model_keeps_its_forward(names, training, launches):
+    cls, batch = subclass(LlamaForCausalLM), make_batch()
+    models = [make_model().train(training) for _ in range(2)]
+    for model in models:
+        model.__class__ = cls
+    expected = loss_and_gradients(models[0], batch)
+    apply_kernels.apply_kernels(models[1], names)
+    assert type(models[1]) is cls
+    assert_equal(loss_and_gradients(models[1], batch), expected)
+    assert not launches["cross_entropy_fwd"]
+    assert bool(launches["rope"]) == (names == MODEL_KERNELS), "the parts inside have their kernels"
+
+
+class GemmaNorm(torch.nn.Module):
+    """Another formula behind the same names: (1 + weight) * x_hat."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, self.variance_epsilon)
+
+
+class LNTuning(torch.nn.Module):
+    """Trains a copy of a norm beside the frozen original, as PEFT's LNTuningLayer does."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.base_layer = norm
+        self.ln_tuning_layers = torch.nn.ModuleDict({"default": copy.deepcopy(norm)})
+        self.base_layer.requires_grad_(False)
+        with torch.no_grad():
+            self.ln_tuning_layers["default"].weight.mul_(1.5)
+
+    def forward(self, x, *args, **kwargs):
+        return self.ln_tuning_layers["default"](x, *args, **kwargs)
+
+
+class AdaptedAttention(torch.nn.Module):
+    """Adds an attention to learned tokens to that of the module inside, as PEFT's AdaptedAttention does."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.model = attention
+        generator = torch.Generator().manual_seed(5)
+        prompt = torch.randn(1, 3, attention.q_proj.in_features, generator=generator)
+        self.adaption_prompt = torch.nn.Parameter(prompt.to(DEVICE))
+        self.adaption_gate = torch.nn.Parameter(torch.full((1,), 0.7, device=DEVICE))
+
+    def forward(self, **kwargs):
+        output, weights = self.model(**kwargs)
+        inner, x = self.model, kwargs["hidden_states"]
+        k, v = (project(self.adaption_prompt) for project in (inner.k_proj, inner.v_proj))
+        k, v = (t.view(1, 3, -1, inner.head_dim).transpose(1, 2) for t in (k, v))
+        k, v = (t.repeat_interleave(inner.num_key_value_groups, dim=1) for t in (k, v))
+        q = inner.q_proj(x).view(*x.shape[:2], -1, inner.head_dim).transpose(1, 2)
+        scores = self.adaption_gate * (q @ k.transpose(2, 3) * inner.scaling).softmax(dim=-1)
+        return output + inner.o_proj((scores @ v).transpose(1, 2).flatten(2)), weights
+
+
+WRAPPERS = {
+    "norm of another class": ("model.layers.0.input_layernorm", GemmaNorm),
+    "last norm of another class": ("model.norm", GemmaNorm),
+    "LN tuning": ("model.layers.1.post_attention_layernorm", LNTuning),
+    "adaption prompt": ("model.layers.0.self_attn", AdaptedAttention),
+}
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapper_around_a_part_is_called(wrapper, wrapped_first, launches):
+    name, make = WRAPPERS[wrapper]
+    if wrapped_first:
+        model = apply_kernels.apply_kernels(wrap(make_model(), name, make))
+    else:
+        model = wrap(make_model(MODEL_KERNELS), name, make)
+    assert_not_bypassed(wrap(make_model(), name, make), model, make_model())
+    assert launches["rope"] == 2 * LAYERS, "also in the attention inside a wrapper"
+    assert launches["swiglu_fwd"] == LAYERS
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_forward_that_a_part_had_before_is_called(name):
+    def with_their_forward(model):
+        part = model.get_submodule(name)
+        part.forward = doubled(type(part)).__get__(part)
+        return model
+
+    found = apply_kernels.apply_kernels(with_their_forward(make_model()))
+    assert_not_bypassed(with_their_forward(make_model()), found, make_model())
+
+
+@pytest.mark.parametrize("cls", dict.fromkeys([*CLASSES.values(), LlamaForCausalLM]), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("before_import", [False, True])
+def test_forward_that_was_put_into_a_class_before_is_called(cls, before_import, monkeypatch):
+    expected = loss_and_gradients(make_model(), make_batch())
+    monkeypatch.setattr(cls, "forward", doubled(cls))
+    patches = apply_kernels
+    if before_import:
+        spec = importlib.util.spec_from_file_location("apply_kernels_anew", apply_kernels.__file__)
+        patches = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(patches)
+    theirs = loss_and_gradients(make_model(), make_batch())
+    assert relative_error(theirs["loss"], expected["loss"]) > 1e-4, "this comparison cannot fail"
+    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+
+
+def test_rotary_function_that_was_replaced_before_is_called(monkeypatch, launches):
+    real = modeling_llama.apply_rotary_pos_emb
+    expected = loss_and_gradients(make_model(), make_batch())
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: real(q, k, cos, -sin))
+    theirs = loss_and_gradients(make_model(), make_batch())
+    assert max(relative_error(theirs[name], expected[name]) for name in theirs) > 1e-4
+    assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), make_batch()), theirs)
+    assert not launches["rope"] and launches["swiglu_fwd"] == LAYERS
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_another_activation_in_one_mlp_is_called(before):
+    def with_gelu(model):
+        model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+        return model
+
+    found = with_gelu(make_model(() if before else ["fused_layer"]))
+    apply_kernels.apply_kernels(found, MODEL_KERNELS if before else ["fused_layer"])
+    assert_not_bypassed(with_gelu(make_model()), found, make_model())
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "self_attn", "mlp", "mlp.act_fn", "mlp.up_proj"])
+def test_hook_that_a_part_had_before_is_called(name):
+    model, called = make_model(), []
+    part = model.model.layers[0].get_submodule(name)
+    part.register_forward_hook(lambda *_: called.append(1))
+    expected = loss_and_gradients(model, make_batch())
+    called.clear()
+    apply_kernels.apply_kernels(model)
+    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert called == [1]
+
+
+def their_loss(logits, labels, vocab_size, **kwargs):
+    return logits.logsumexp(dim=-1).mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("set_first", [True, False])
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_loss_function_of_the_users_own_wins(names, set_first, training, launches):
+    model, patched = make_model().train(training), make_model(() if set_first else names).train(training)
+    model.loss_function = patched.loss_function = their_loss
+    apply_kernels.apply_kernels(patched, names)
+    assert_equal(loss_and_gradients(patched, make_batch()), loss_and_gradients(model, make_batch()))
+    assert not launches["cross_entropy_fwd"]
+    assert relative_error(patched(**make_batch()).logits, model(**make_batch()).logits) < 1e-5
+
+
+@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+def test_another_loss_of_transformers_wins(names):
+    model, patched = make_model(), make_model(names)
+    model.loss_type = patched.loss_type = "ForMaskedLM"  # which does not shift the labels
+    expected = loss_and_gradients(model, make_batch())
+    assert relative_error(expected["loss"], loss_and_gradients(make_model(), make_batch())["loss"]) > 1e-3
+    assert_equal(loss_and_gradients(patched, make_batch()), expected)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_something_else_than_a_llama_is_refused():
+    model = make_model()
+    for other in (torch.nn.Linear(2, 2), model.model, torch.nn.Sequential(model)):
+        given = type(other).__name__
+        with pytest.raises(TypeError, match=f"model is a {given}, expected a LlamaForCausalLM: unwrap it first"):
+            apply_kernels.apply_kernels(other)
+
+
+@pytest.mark.parametrize("names", [["flash"], ["rmsnorm", "adamw"], ["RMSNorm"]])
+def test_unknown_name_is_refused_and_nothing_is_replaced(names, launches):
+    model = make_model()
+    with pytest.raises(ValueError, match=f"unknown kernel '{names[-1]}', expected some of rmsnorm, cross_entropy"):
+        apply_kernels.apply_kernels(model, names)
+    model(**make_batch())
+    assert not launches
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu"], ["fused_layer"]], ids="+".join)
+def test_another_activation_is_refused(names, launches):
+    model = make_model(hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act is 'gelu', expected 'silu': name the kernels without swiglu"):
+        apply_kernels.apply_kernels(model, names)
+    others = [name for name in MODEL_KERNELS if name not in ("swiglu", "fused_layer")]
+    expected = loss_and_gradients(model, make_batch())
+    assert not launches
+    assert_equal(loss_and_gradients(apply_kernels.apply_kernels(model, others), make_batch()), expected)
+
+
+def test_model_whose_parts_accelerate_moves_is_refused():
+    model = make_model()
+    accelerate.hooks.add_hook_to_module(model.model.layers[1], accelerate.hooks.ModelHook())
+    with pytest.raises(ValueError, match="accelerate has spread the model over devices, expected one"):
+        apply_kernels.apply_kernels(model)
+
+
+# ---------------------------------------------------------------- transformers.Trainer
+
+
+N_REPLICAS = max(torch.cuda.device_count(), 1)  # Trainer spreads each batch over all GPUs that it sees
+
+
+def examples(n: int) -> list[dict]:
+    """Of different numbers of labels, so that micro-batches weigh differently."""
+    ids = torch.randint(VOCABULARY, (n, T), generator=torch.Generator().manual_seed(4))
+    labels = ids.clone()
+    for i, row in enumerate(labels):
+        row[: 1 + i % 3] = IGNORE
+    return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels)]
+
+
+def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[float]]:
+    """A Trainer after three steps, and the loss of each."""
+    model = make_model(names)
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulate, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not HAS_GPU, seed=0,
+    )  # fmt: skip
+    optimizers = (optimizer(model) if optimizer else None), None
+    trainer = Trainer(
+        model, args, default_data_collator, examples(6 * accumulate * N_REPLICAS), examples(3), optimizers=optimizers
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize(
+    "names, accumulate", [(MODEL_KERNELS, 2), (["linear_cross_entropy"], 1), (["rmsnorm", "cross_entropy"], 2)]
+)
+def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, launches):
+    baseline, expected = trained(tmp_path, (), accumulate)
+    assert not launches and len(expected) == 3
+    moved = relative_error(baseline.model.lm_head.weight, make_model().lm_head.weight)
+    assert moved > 1e-2, "nothing was learned: this comparison cannot fail"
+    trainer, losses = trained(tmp_path, names, accumulate)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert launches["cross_entropy_inplace"] == 3 * accumulate * N_REPLICAS
+    evaluations = [t.evaluate()["eval_loss"] for t in (baseline, trainer)]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+    predictions = [torch.tensor(t.predict(examples(3)).predictions) for t in (baseline, trainer)]
+    assert predictions[1].shape == (3, T, VOCABULARY)
+    assert relative_error(predictions[1], predictions[0]) < 1e-4
+
+
+def test_trainer_takes_triton_adamw(tmp_path, launches):
+    def optimizer(model):
+        return TritonAdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+
+    _, expected = trained(tmp_path, (), accumulate=2)
+    trainer, losses = trained(tmp_path, ["rmsnorm", "linear_cross_entropy"], 2, optimizer)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert launches["adamw"] == 3 * len(list(trainer.model.parameters()))
+
+
+# ---------------------------------------------------------------- what only a GPU can show
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+def test_bf16_is_as_wrong_as_without_the_kernels(names):
+    batch = make_batch()
+    ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double(), batch)
+    eager, found = (loss_and_gradients(make_model(n, torch.bfloat16), batch) for n in ((), names))
+    assert_all_passed(checks_against(ref64, found, eager))
+
+
+@needs_gpu
+def test_training_step_does_not_wait_for_the_gpu():
+    model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
+    optimizer = triton_adamw(model, 1e-5)
+    batch = llama.Batch(batch["input_ids"], batch["labels"], B * T)
+    for _ in range(2):  # compiling may wait
+        llama.training_step(model, optimizer, batch)
+    torch.cuda.synchronize()
+    with waiting_forbidden(), llama.unpacked_sequences():  # for which transformers waits
+        llama.training_step(model, optimizer, batch)

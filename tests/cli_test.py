@@ -1,0 +1,750 @@
+"""Bad input gets one clear sentence and an exit code; good input gets the playbook's result block."""
+
+import functools
+import importlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import finetune_baseline
+import finetune_optimized
+import profile_baseline
+from harness import llama, measure
+from tests.conftest import Outcome
+
+# isort: split
+# after `measure`, which decides how triton (imported by these) will run
+from huggingface_hub import errors as hub_errors
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+HERE = Path(__file__).parents[1]  # the project's folder
+TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
+LESSONS = "rmsnorm_test", "cross_entropy_test"  # tests that are a step of the playbook
+GOOD_LINE = '{"prompt": "question", "completion": "answer"}'
+
+
+@pytest.fixture
+def cli(run_script):
+    """cli("--model", "tiny") -> Outcome, of the baseline unless told."""
+    return lambda *flags, script=finetune_baseline: run_script(script, *flags)
+
+
+@pytest.fixture(scope="session")
+def saved_tiny(tmp_path_factory) -> Path:
+    """A good checkpoint; tests damage copies of it."""
+    folder = tmp_path_factory.mktemp("saved_tiny")
+    llama.AutoModelForCausalLM.from_config(llama.tiny_config()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved_tiny, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_tiny, tmp_path / "checkpoint"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def change_config(checkpoint: Path, **values) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | values))
+
+
+def assert_refused(outcome: Outcome, *words: str, code: int = 2) -> None:
+    """One sentence on stderr (beside progress bars) that holds all the words, no result, the exit code."""
+    lines = [line for line in re.split("[\r\n]+", outcome.err) if line and "it/s]" not in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), outcome.err
+    assert len(lines[0]) < 500
+    for word in words:
+        assert word in lines[0]
+    assert "Results" not in outcome.out
+    assert outcome.code == code
+
+
+# ---------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--seq-len", "--steps"])
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many", str(2**70)])
+def test_sizes_below_one_are_refused(cli, flag, value):
+    assert_refused(cli("--model", "tiny", f"{flag}={value}"), flag, "at least 1", repr(value))
+
+
+@pytest.mark.parametrize("value", ["-1", "0.5", "random", str(2**70)])
+def test_impossible_seed_is_refused(cli, value):
+    assert_refused(cli(*TINY, f"--seed={value}"), "--seed", "at least 0", repr(value))
+
+
+@pytest.mark.parametrize("value", ["0", "-1e-5", "nan", "inf", "1e38", "fast"])
+def test_impossible_learning_rate_is_refused(cli, value):
+    assert_refused(cli(*TINY, f"--lr={value}"), "--lr", "above 0", repr(value))
+
+
+@pytest.mark.parametrize("names", ["flash", "rmsnorm,flash", "flash,rmsnorm,", ""])
+def test_unknown_kernel_is_refused_with_the_known_ones(cli, names):
+    outcome = cli(*TINY, "--kernels", names, script=finetune_optimized)
+    assert_refused(outcome, "unknown kernel", "choose from rmsnorm, cross_entropy, swiglu, rope")
+
+
+@pytest.mark.parametrize("flags", [["--frobnicate"], ["--dtype", "fp8"], ["--steps"], ["--seed", "x"], ["stray"]])
+def test_flags_that_do_not_exist_are_refused_in_one_line(cli, flags):
+    assert_refused(cli(*TINY, *flags), "--help lists the flags", flags[0])
+
+
+def test_a_sequence_of_one_token_is_refused(cli):
+    assert_refused(cli("--model", "tiny", "--seq-len", "1"), "--seq-len 1", "at least 2")
+
+
+def test_a_sequence_longer_than_the_model_allows_is_refused(cli):
+    assert_refused(cli("--model", "tiny", "--seq-len", "1025"), "--seq-len 1025", "1024 positions of tiny")
+
+
+def test_help_lists_the_flags(cli):
+    outcome = cli("--help", script=finetune_optimized)
+    assert outcome.code == 0 and not outcome.err
+    common = "--model", "--random-init", "--data", "--kernels", "--json", "--save", "--lr"
+    special = "--stochastic-rounding", "--cuda-graph", "--opponent", "--ladder", "--longest"
+    for flag in (*common, *special, "--teacher", "--student-layers", "--temperature"):
+        assert flag in outcome.out
+    assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("flags", [[], ["--random-init"]])
+@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
+def test_the_8b_model_without_a_gpu_is_refused_before_any_download(cli, monkeypatch, script, flags):
+    monkeypatch.setattr(llama, "HAS_GPU", False)
+    monkeypatch.setattr(llama, "hf_hub_download", lambda *args: pytest.fail("a download was started"))
+    assert_refused(cli(*flags, script=script), llama.DEFAULT_MODEL, "CUDA GPU", "--model tiny")
+
+
+def test_a_large_local_model_without_a_gpu_is_refused(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(llama, "HAS_GPU", False)
+    llama.llama_3_1_8b_config().save_pretrained(tmp_path)
+    assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
+
+
+def hub_error(name: str, status: int) -> Exception:
+    """The error as huggingface_hub constructs it from an answer of the hub."""
+    answer = SimpleNamespace(headers={}, request=None, status_code=status)
+    return getattr(hub_errors, name)("the hub's own long text\n\nin paragraphs", response=answer)
+
+
+REFUSED = ["was refused", "Accept the license at https://huggingface.co/some/model", "export HF_TOKEN="]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (hub_error("GatedRepoError", 403), REFUSED),
+        (hub_error("GatedRepoError", 401), REFUSED),
+        (hub_error("HfHubHTTPError", 401), REFUSED),
+        (hub_error("RepositoryNotFoundError", 404), ["knows no model 'some/model'", "HF_TOKEN"]),
+        (hub_error("HfHubHTTPError", 503), ["could not be reached", "--model tiny"]),
+        (hub_errors.LocalEntryNotFoundError("not cached"), ["could not be reached", "--model tiny"]),
+        (hub_errors.OfflineModeIsEnabled("offline"), ["could not be reached"]),
+        (hub_errors.EntryNotFoundError("no such file"), ["could not be reached"]),
+        (hub_errors.HFValidationError("bad name"), ["neither a directory nor a Hugging Face model id"]),
+        (hub_errors.HTTPError("the proxy is broken"), ["could not be reached"]),
+        (TimeoutError("timed out"), ["could not be reached"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_every_hub_error_has_its_sentence(cli, monkeypatch, error, words):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(llama, "hf_hub_download", refuse)
+    assert_refused(cli("--model", "some/model"), *words)
+
+
+# Answers to a HEAD request of config.json, by the status and headers that huggingface_hub tells them apart by
+HUB_ANSWERS = {
+    "gated": (403, {"X-Error-Code": "GatedRepo"}),
+    "without-token": (401, {"X-Error-Code": "GatedRepo"}),
+    "bad-token": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
+    "narrow-token": (403, {"X-Error-Message": "Please enable access to public gated repositories"}),
+    "unknown": (401, {"X-Error-Code": "RepoNotFound"}),
+    "no-config": (404, {"X-Error-Code": "EntryNotFound"}),
+}
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        status, headers = HUB_ANSWERS[self.path.split("/")[2]]
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub_address():
+    server = HTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("gated", ["access to org/gated was refused", "HF_TOKEN"]),
+        ("without-token", ["access to org/without-token was refused", "HF_TOKEN"]),
+        ("bad-token", ["access to org/bad-token was refused", "HF_TOKEN", "valid token"]),
+        ("narrow-token", ["access to org/narrow-token was refused", "HF_TOKEN"]),
+        ("unknown", ["knows no model 'org/unknown'"]),
+        ("no-config", ["org/no-config has no config.json"]),
+    ],
+)
+def test_the_hubs_answers_have_their_sentences(cli, monkeypatch, tmp_path, hub_address, model, words):
+    at_fake_hub = functools.partial(llama.hf_hub_download, endpoint=hub_address, cache_dir=tmp_path)
+    monkeypatch.setattr(llama, "hf_hub_download", at_fake_hub)
+    assert_refused(cli("--model", f"org/{model}"), *words)
+
+
+def test_no_network_is_said_after_the_hub_client_gave_up(cli, monkeypatch, tmp_path):
+    closed_port = functools.partial(llama.hf_hub_download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
+    monkeypatch.setattr(llama, "hf_hub_download", closed_port)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's retries
+    assert_refused(cli("--model", "org/model"), "org/model", "could not be reached", "--random-init")
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "two words"])
+def test_a_model_that_cannot_exist_is_refused_without_the_network(cli, model):
+    assert_refused(cli("--model", model), model, "director")
+
+
+def test_a_directory_without_a_model_is_refused(cli, tmp_path):
+    assert_refused(cli("--model", str(tmp_path)), str(tmp_path), "no config.json")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "gpt2"},
+        {"model_type": "mistral"},
+        {"model_type": "never_heard_of"},
+        {"model_type": "never_heard_of", "auto_map": {"AutoConfig": "code.Config"}},
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 5},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_no_llamas_is_refused(cli, checkpoint, values):
+    change_config(checkpoint, **values)
+    outcome = cli("--model", str(checkpoint))
+    assert_refused(outcome, str(checkpoint))
+    assert outcome.out == "", "a question about running the model's own code, for one"
+
+
+def test_another_architecture_is_named(cli, checkpoint):
+    change_config(checkpoint, model_type="gpt2")
+    assert_refused(cli("--model", str(checkpoint)), "'gpt2' model", "LLaMA")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"model_type": ', b"[]", b"{}", b"\xff\xfe\x00"])
+def test_a_damaged_config_is_refused(cli, checkpoint, content):
+    (checkpoint / "config.json").write_bytes(content)
+    assert_refused(cli("--model", str(checkpoint)), f"the configuration of {checkpoint} could not be loaded")
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage"])
+def test_damaged_weights_are_refused(cli, checkpoint, damage):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "missing":
+        weights.unlink()
+    else:
+        damaged = {"empty": b"", "truncated": whole[: len(whole) // 2], "garbage": b"?" * 999}
+        weights.write_bytes(damaged[damage])
+    outcome = cli(*TINY, "--model", str(checkpoint))
+    assert_refused(outcome, f"the weights of {checkpoint} could not be loaded")
+
+
+@pytest.mark.parametrize("values", [{"num_hidden_layers": 3}, {"intermediate_size": 128}, {"vocab_size": 300}], ids=str)
+def test_weights_of_another_shape_are_not_silently_drawn_at_random(cli, checkpoint, values):
+    change_config(checkpoint, **values)
+    outcome = cli(*TINY, "--model", str(checkpoint))
+    assert_refused(outcome, str(checkpoint), "do not fit its config.json", "among them")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_refused(cli, checkpoint, name):
+    (checkpoint / name).write_text('{"damaged')
+    outcome = cli(*TINY, "--model", str(checkpoint))
+    assert_refused(outcome, f"the tokenizer of {checkpoint} could not be loaded")
+
+
+def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
+    words = Tokenizer(models.WordLevel({"import": 5, "[unknown]": llama.BYTE_VOCABULARY}, "[unknown]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(checkpoint)
+    outcome = cli(*TINY, "--model", str(checkpoint))
+    assert_refused(outcome, "token id 257", "vocabulary of 257", "does not belong to this model")
+
+
+# ---------------------------------------------------------------- the data
+
+
+def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypatch):
+    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(llama, "parameter_count", lambda config: 0)
+    assert_refused(cli(*TINY, "--data", "nowhere.jsonl"), "cannot read nowhere.jsonl", "No such file")
+
+
+def test_an_unknown_kind_of_data_is_refused(cli, tmp_path):
+    assert_refused(cli(*TINY, "--data", "wikipedia"), "--data wikipedia", "stdlib, synthetic, a .txt file or")
+
+
+def test_a_directory_is_no_data_file(cli, tmp_path):
+    (tmp_path / "data.txt").mkdir()
+    assert_refused(cli(*TINY, "--data", str(tmp_path / "data.txt")), "cannot read", "directory")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"", ["a.txt is empty"]),
+        ("a.txt", b" \n\n", ["a.txt is empty"]),
+        ("a.txt", b"abc\xff", ["a.txt is not UTF-8 text", "byte 3"]),
+        ("a.txt", b"too short", ["too short for one sequence of --seq-len 16"]),
+        ("a.jsonl", b"", ["a.jsonl is empty"]),
+        ("a.jsonl", b"\x80", ["a.jsonl is not UTF-8 text"]),
+        ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example", "at least 2"]),
+    ],
+)
+def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    assert_refused(cli(*TINY, "--data", str(tmp_path / name)), *words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "prompt and completion",
+        '{"prompt": "a", "completion": "b"',
+        '{"prompt": "a"}',
+        '{"prompt": "a", "completion": 7}',
+        '{"prompt": null, "completion": "b"}',
+        '["prompt", "completion"]',
+        '"prompt completion"',
+        "3",
+        '{"prompt": "a", "completion": "\\ud800"}',
+        pytest.param("[" * 100_000, id="brackets without end"),
+    ],
+)
+def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([GOOD_LINE, "", GOOD_LINE, line, GOOD_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert_refused(outcome, f"{path}, line 4: ", 'strings "prompt" and "completion"')
+
+
+FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'
+
+
+def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([GOOD_LINE, FULL_LINE, GOOD_LINE, FULL_LINE, GOOD_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
+    assert "2 examples to train on, 1 held out, 2 skipped: no completion token within --seq-len 16," in line
+
+
+def test_prompts_that_all_fill_the_sequence_are_refused_with_the_first_line_number(cli, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(["", FULL_LINE, FULL_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert_refused(outcome, "line 2", "no completion token is left", "--seq-len 16")
+
+
+def test_a_single_example_that_is_left_is_refused_with_the_number_of_the_others(cli, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([FULL_LINE, GOOD_LINE, FULL_LINE]))
+    outcome = cli(*TINY, "--data", str(path))
+    assert_refused(outcome, "holds 1 example within --seq-len 16 (2 skipped)", "at least 2")
+
+
+# ---------------------------------------------------------------- the outputs
+
+
+@pytest.mark.parametrize("flag", ["--json", "--save"])
+def test_an_output_below_a_file_is_refused(cli, tmp_path, flag):
+    (tmp_path / "file").write_text("in the way")
+    outcome = cli(*TINY, flag, str(tmp_path / "file" / "output"))
+    assert_refused(outcome, "cannot write", str(tmp_path / "file" / "output"))
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_record_that_is_a_directory_is_refused(cli, tmp_path):
+    assert_refused(cli(*TINY, "--json", str(tmp_path)), f"cannot write {tmp_path}", "directory")
+
+
+def test_a_model_directory_that_is_a_file_is_refused(cli, tmp_path):
+    (tmp_path / "model").write_text("in the way")
+    assert_refused(cli(*TINY, "--save", str(tmp_path / "model")), f"cannot write to {tmp_path / 'model'}")
+
+
+def test_a_missing_directory_of_the_record_is_created(cli, tmp_path):
+    path = tmp_path / "new" / "deeper" / "run.json"
+    assert cli(*TINY, "--json", str(path)).code == 0
+    assert measure.read_record(str(path), "finetune")["steps"] == 3
+
+
+@pytest.mark.parametrize("content", ["", '{"kind": "finetune"}'])
+def test_a_refused_run_leaves_an_existing_file_alone(cli, tmp_path, content):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    assert_refused(cli(*TINY, "--json", str(path), "--data", "nowhere.txt"), "nowhere.txt")
+    assert path.read_text() == content
+
+
+def test_a_refused_run_leaves_no_empty_record(cli, tmp_path):
+    path = tmp_path / "run.json"
+    assert_refused(cli(*TINY, "--json", str(path), "--data", "nowhere.txt"), "nowhere.txt")
+    assert not path.exists()
+
+
+def test_a_record_that_became_unwritable_is_one_sentence(cli, monkeypatch, tmp_path):
+    folder = tmp_path / "folder"
+    real = llama.validation_loss
+
+    def put_a_file_in_its_place(model, batches):
+        folder.write_text("in the way")
+        return real(model, batches)
+
+    monkeypatch.setattr(llama, "validation_loss", put_a_file_in_its_place)
+    outcome = cli(*TINY, "--json", str(folder / "run.json"))
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: the record could not be written") and outcome.err.count("\n") == 1
+    assert folder.read_text() == "in the way"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(cli, checkpoint):
+    before = contents(checkpoint)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the weights take 480,000 bytes
+    try:
+        outcome = cli(*TINY, "--save", str(checkpoint))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert outcome.code == 1
+    assert f"error: the model could not be saved to {checkpoint}: " in outcome.err
+    assert "Traceback" not in outcome.err
+    assert contents(checkpoint) == before
+
+
+# ---------------------------------------------------------------- failures while running
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_says_what_to_lower_in_order(cli, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(llama, "training_step", fail)
+    outcome = cli(*TINY)
+    assert_refused(outcome, "ran out of memory", "nvidia-smi", code=1)
+    lowered = [outcome.err.index(flag) for flag in ("--batch-size", "--seq-len", "--model")]
+    assert lowered == sorted(lowered)
+
+
+def test_out_of_memory_while_loading_is_not_called_a_damaged_file(cli, monkeypatch, checkpoint):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_pretrained", fail)
+    assert_refused(cli(*TINY, "--model", str(checkpoint)), "ran out of memory", code=1)
+
+
+def test_a_bug_is_not_dressed_up_as_the_users_fault(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(llama, "training_step", fail)
+    monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *TINY])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        measure.run_main(finetune_baseline.main)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_saves_nothing(cli, monkeypatch, checkpoint, tmp_path, loss):
+    before = contents(checkpoint)
+    real, calls = llama.training_step, []
+
+    def third_step_fails(*args):
+        calls.append(real(*args))
+        return torch.full_like(calls[-1], loss) if len(calls) == 3 else calls[-1]
+
+    monkeypatch.setattr(llama, "training_step", third_step_fails)
+    record = tmp_path / "run.json"
+    outcome = cli(*TINY, "--steps", "5", "--save", str(checkpoint), "--json", str(record))
+    assert_refused(outcome, f"the loss became {loss} at step 3", "nothing was saved", "--lr", code=1)
+    assert len(calls) == 3 and "step 2/5" in outcome.out and "step 3/5" not in outcome.out
+    assert contents(checkpoint) == before and not record.exists()
+
+
+def test_an_update_that_ruins_the_weights_in_the_last_step_saves_nothing(cli, checkpoint):
+    before = contents(checkpoint)
+    outcome = cli(*TINY, "--dtype=fp32", "--steps=1", "--lr=1e20", "--save", str(checkpoint))
+    assert_refused(outcome, "validation loss became nan after step 1", "nothing was saved", code=1)
+    assert contents(checkpoint) == before
+
+
+def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llama, "training_step", interrupt)
+    outcome = cli(*TINY)
+    assert (outcome.code, outcome.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized, profile_baseline])
+def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
+    """512 tokens take Triton's interpreter a minute a step."""
+    path = tmp_path / "run.json"
+    steps = ["--warmup", "1"] if script is profile_baseline else ["--steps", "1"]
+    kernels = [] if script is finetune_baseline else ["--kernels", "none"]
+    assert cli("--model", "tiny", *steps, *kernels, "--json", str(path), script=script).code == 0
+    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if measure.HAS_GPU else 64)
+    assert f"(default here: {llama.SEQ_LEN})" in " ".join(cli("--help", script=script).out.split())
+
+
+@pytest.mark.skipif(measure.HAS_GPU, reason="a GPU's memory ends the search")
+def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
+    path = tmp_path / "longest.json"
+    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", str(path)
+    outcome = cli(*flags, script=finetune_optimized)
+    assert outcome.code == 0, outcome.err
+    assert measure.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
+    assert "64 tokens (in steps of 16; stopped by the 4 lengths that are tried without a GPU)" in outcome.out
+
+
+# ---------------------------------------------------------------- real processes: nothing else on stderr
+
+
+def process(*flags: str, script: str = "finetune_baseline.py", **environment: str) -> Outcome:
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *flags],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_process_without_a_gpu_and_without_flags():
+    assert_refused(process(), "needs a CUDA GPU", "--model tiny")
+
+
+def test_process_without_a_network(tmp_path):
+    outcome = process("--model", "some/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert_refused(outcome, "some/model", "could not be reached")
+
+
+def test_process_with_libraries_that_would_warn(checkpoint):
+    change_config(checkpoint, num_hidden_layers=3, bos_token_id=999)
+    assert_refused(process(*TINY, "--model", str(checkpoint)), "do not fit its config.json")
+
+
+TESTS = sorted(p.name for p in HERE.glob("*_test.py") if re.search("^def main", p.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("script", TESTS)
+def test_the_tests_that_are_scripts_have_help_and_refuse_other_flags(run_script, script):
+    """They ran, whatever was asked of them."""
+    module = importlib.import_module(script.removesuffix(".py"))
+    assert "measure.run_main(main)" in Path(module.__file__).read_text()
+    outcome = run_script(module, "--help")
+    assert outcome.code == 0 and outcome.out.startswith("usage: ") and "PASSED" not in outcome.out
+    assert_refused(run_script(module, "--frobnicate"), "--frobnicate", "--help lists the flags")
+
+
+# less than a buffer, which reaches the file when the script ends, and more, which reaches it at once
+PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
+
+
+@pytest.fixture(params=PRINTS)
+def printing(request, tmp_path) -> list[str]:
+    """The command of a script that prints."""
+    path = tmp_path / "script.py"
+    path.write_text(f"from harness import measure\nmeasure.run_main(lambda: {PRINTS[request.param]})\n")
+    return [sys.executable, str(path)]
+
+
+def in_here() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_output_that_nobody_reads_ends_the_run_quietly(printing):
+    with subprocess.Popen(printing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+        run.stdout.close()  # as `| head -1` does when it has its line
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_output_to_a_full_disk_is_one_sentence(printing):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(printing, stdout=full, stderr=subprocess.PIPE, text=True, env=in_here())
+    assert (run.returncode, run.stderr) == (1, "error: cannot write to standard output: No space left on device\n")
+
+
+def test_help_that_nobody_reads_ends_quietly():
+    command = [sys.executable, str(HERE / "compare_runs.py"), "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+        run.stdout.close()
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output():
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        measure.run_main(fail)
+
+
+def test_output_that_is_closed_is_no_fault(tmp_path):
+    (tmp_path / "script.py").write_text("from harness import measure\nmeasure.run_main(lambda: print('x'))\n")
+    command = f"{sys.executable} {tmp_path / 'script.py'} >&-"
+    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=in_here())
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from harness import measure\nmeasure.run_main(lambda: print('2 × 3 — done'))\n"
+    )
+    environment = in_here() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "2 ? 3 ? done\n", "")
+
+
+SCRIPTS = sorted(
+    path.name
+    for path in HERE.glob("*.py")
+    if "measure.run_main(main)" in path.read_text() and (not path.name.endswith("_test.py") or path.stem in LESSONS)
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+    """Importing PyTorch takes seconds; here it takes as long as Ctrl-C needs to come."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    outcome = process("--help", script=script, PYTHONPATH=str(tmp_path))
+    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_an_error_during_the_imports_is_still_shown(tmp_path):
+    (tmp_path / "torch.py").write_text("1 / 0\n")
+    outcome = process("--help", PYTHONPATH=str(tmp_path))
+    assert outcome.code == 1 and "Traceback" in outcome.err and "ZeroDivisionError" in outcome.err
+
+
+def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
+    number = signal.SIGTERM
+    told = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(999)"
+    (tmp_path / "profile_baseline.py").write_text(child)
+    code = "import pathlib, finetune_optimized; from harness import measure; from next_steps import ladder; "
+    code += f"ladder.HERE = pathlib.Path({str(tmp_path)!r}); measure.run_main(finetune_optimized.main)"
+    command = [sys.executable, "-c", code, *TINY, "--ladder"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()) as run:
+        deadline = time.monotonic() + 300
+        while not (told.exists() and told.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
+            time.sleep(0.05)
+        run.send_signal(number)
+        said = run.stderr.read()
+    assert (run.returncode, said) == (128 + number, f"ended by {number.name}\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+
+
+# ---------------------------------------------------------------- what a good run prints
+
+
+@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
+def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
+    title = {finetune_baseline: "Baseline Results", finetune_optimized: "Optimized Results"}[script]
+    path = tmp_path / "run.json"
+    outcome = cli(*TINY, "--json", str(path), script=script)
+    assert outcome.code == 0, outcome.err
+    record = measure.read_record(str(path), "finetune")
+    if not measure.HAS_GPU:
+        assert outcome.out.startswith(measure.NO_GPU_NOTE)
+    line = r"^step (\d)/3  loss +([\d.]+) +[\d.]+ s +[\d,]+ tokens/sec  peak +[\d.]+ GB  ETA +\d+ s$"
+    steps = re.findall(line, outcome.out, re.MULTILINE)
+    assert [int(step) for step, _ in steps] == [1, 2, 3]
+    assert [float(loss) for _, loss in steps] == pytest.approx(record["losses"], abs=1e-4)
+
+    block = llama.result_block(record)
+    assert block in outcome.out
+    memory = "Peak GPU memory:" if measure.HAS_GPU else "Peak process memory:"
+    for words in (
+        f"{'=' * 70}\n{title}\n{'=' * 70}\n", "Average time per step: ", "Median time per step: ",
+        "Average throughput: ", " tokens/sec", memory, "Model FLOPs utilization: ", "Validation loss: ",
+    ):  # fmt: skip
+        assert words in block
+    assert f"{record['validation_loss_before']:.4f} before" in block
+    assert f"{record['validation_loss_after']:.4f} after" in block
+
+
+def test_averages_leave_out_the_first_steps(cli, tmp_path):
+    path = tmp_path / "run.json"
+    cli(*TINY, "--steps", "5", "--batch-size", "2", "--json", str(path))
+    record = measure.read_record(str(path), "finetune")
+    timed = record["seconds"][llama.WARMUP_STEPS :]
+    assert record["average_seconds"] == pytest.approx(sum(timed) / 3)
+    assert record["median_seconds"] == sorted(timed)[1]
+    assert record["tokens_per_second"] == pytest.approx(3 * 2 * 16 / sum(timed))
+
+
+def test_utilization_is_throughput_over_the_data_sheets_rate(cli, monkeypatch, tmp_path):
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: 2.0)
+    outcome = cli(*TINY, "--dtype", "bf16", "--json", str(path))
+    record = measure.read_record(str(path), "finetune")
+    flops = llama.flops_per_token(llama.tiny_config(), 16) * record["tokens_per_second"]
+    assert record["model_flops_utilization"] == pytest.approx(flops / 2e12)
+    assert f"{100 * flops / 2e12:.1f} % of" in outcome.out
+
+
+def test_utilization_is_unknown_where_the_gpu_is_not_listed(cli, monkeypatch):
+    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: None)
+    assert re.search(r"^Model FLOPs utilization: +n/a$", cli(*TINY).out, re.M)

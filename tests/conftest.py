@@ -1,0 +1,27 @@
+"""What the tests share: scripts run as from the command line, and the fixtures of `checking`."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from harness import measure
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """run_script(module, "--flag", ...) -> Outcome, through sys.argv, main() and exit code."""
+
+    def run(script, *flags: str) -> Outcome:
+        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags])
+        with pytest.raises(SystemExit) as stop:
+            measure.run_main(script.main)
+        return Outcome(stop.value.code, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,151 @@
+"""Circumstances in which a test runs, as fixtures and context managers.  A plugin of pytest: see pyproject.toml."""
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from harness.checking import DEVICE, HAS_GPU
+
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """What a test draws does not depend on the tests before it: which those are changes where several run at a time."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def unused_memory_returned():
+    """Several processes test on one GPU: none keeps what its largest test took."""
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def poison_new_tensors():
+    """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
+    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right.
+
+    Yields the list of the shapes that were allocated meanwhile.
+    """
+    new_empty, shapes = torch.Tensor.new_empty, []
+
+    def nan_filled(*args, **kwargs):
+        out = new_empty(*args, **kwargs).fill_(math.nan)
+        if out.numel() > 0:  # the interpreter allocates empty ones of its own
+            shapes.append(tuple(out.shape))
+        return out
+
+    with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
+        yield shapes
+
+
+def captured(step: Callable[[], object], steps_before: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of step(), and what step() returned while it was recorded.
+
+    The steps before, on a stream of their own, compile the kernels and make what a capture must not.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(steps_before):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch) -> list[str]:
+    """The kernels that Triton compiles from now on; clear it where those do not count."""
+    from triton import knobs  # whoever uses this has imported a kernel file, which decides how Triton runs
+
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    return compiled
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """An error wherever the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def far_apart(tmp_path):
+    """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the third beyond int32.
+
+    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
+    an offset that wraps to -2**31 reads the zeros at the file's beginning, where else it would end the process.
+    """
+    if HAS_GPU:
+        pytest.skip("on a GPU this is done in its memory, by the test of offsets beyond int32")
+    elements, file = 2**32 + 2**12, tmp_path / "hole"
+
+    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        with open(file, "wb") as empty:
+            empty.truncate(2 * elements)
+        if file.stat().st_blocks * 512 > 2**20:
+            pytest.skip("this file system cannot leave a hole in a file")
+        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
+        strides = [2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())]
+        return memory.as_strided(values.shape, strides, 2**31).copy_(values)
+
+    yield place
+    file.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def as_dtensor(tmp_path):
+    """as_dtensor(t): t as a DTensor, in a group of this one process."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(DEVICE, (1,))
+    yield lambda t: DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def compiler_pads_rows():
+    """torch.compile from anew; it leaves gaps between long rows inside of a graph, on a CPU too."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(disable_padding_cpu=False, fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """What has been compiled must do for other sizes too: to compile it once more is an error."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield

@@ -1,0 +1,245 @@
+"""Does the interpreter round as a GPU does, and is that so wherever a kernel file is used?
+
+What a user's own program gets is run in a process of its own, which imports no test code.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.checking import DEVICE, FLOOR, HAS_GPU
+from rmsnorm_kernel import tl, triton
+
+HERE = Path(__file__).parents[1]  # the project's folder
+INF, NAN = math.inf, math.nan
+TINY = 2.0**-149  # the smallest fp32 number above 0
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
+    lane = tl.arange(0, BLOCK_SIZE)
+    tl.store(out_ptr + lane, tl.load(x_ptr + lane).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
+    lane = tl.arange(0, BLOCK_SIZE)
+    x, y, z = tl.load(x_ptr + lane), tl.load(y_ptr + lane), tl.load(z_ptr + lane)
+    tl.store(out_ptr + lane, tl.fma(x, y, z))
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x (n,), n a power of two, converted by a kernel."""
+    out = torch.empty_like(x, dtype=dtype)
+    _cast_kernel[(1,)](x, out, BLOCK_SIZE=x.numel())
+    return out
+
+
+def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(z)
+    _fma_kernel[(1,)](x, y, z, out, BLOCK_SIZE=z.numel())
+    return out
+
+
+def from_bits(bits: list[int]) -> torch.Tensor:
+    """fp32 numbers (n,) with the given bit patterns."""
+    return torch.tensor(np.array(bits, dtype=np.uint32).view(np.float32), device=DEVICE)
+
+
+def same(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Where two tensors are equal, zeros' signs included; one NaN is as good as another."""
+    return (out.isnan() & expected.isnan()) | ((out == expected) & (out.signbit() == expected.signbit()))
+
+
+# ---------------------------------------------------------------------------- fp32 -> bf16
+
+
+def test_any_fp32_number_becomes_the_bf16_that_pytorch_makes_of_it():
+    bits = torch.randint(2**32, (2**16,), generator=torch.Generator().manual_seed(0)).tolist()
+    x = from_bits(bits)
+    assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
+
+
+@pytest.mark.parametrize("lower", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_every_bf16_number_and_what_lies_around_the_middle_to_the_next(lower):
+    """All upper halves: both zeros, subnormal numbers, the last one before infinity, infinities, every NaN."""
+    x = from_bits([(upper << 16) + lower for upper in range(2**16)])
+    assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
+
+
+def test_ties_go_to_even_and_what_is_too_large_to_infinity():
+    largest = torch.finfo(torch.bfloat16).max
+    x = [1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 3.4e38, -3.4e38, largest, INF, -INF]
+    expected = [1, 1 + 2.0**-6, -1, INF, -INF, largest, INF, -INF]
+    assert cast(torch.tensor(x, device=DEVICE), torch.bfloat16).tolist() == expected
+
+
+# ---------------------------------------------------------------------------- other casts
+
+
+def test_every_bf16_number_becomes_itself_in_fp32():
+    x = torch.arange(2**16, dtype=torch.int32, device=DEVICE).to(torch.int16).view(torch.bfloat16)
+    assert same(cast(x, torch.float32), x.float()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_integers_are_converted_to_bf16_not_taken_for_its_bits(dtype):
+    x = torch.arange(-256 if dtype.is_signed else 0, 768, 8 if dtype.is_signed else 6, device=DEVICE).to(dtype)
+    assert torch.equal(cast(x, torch.bfloat16), x.bfloat16())
+
+
+def test_any_fp32_number_becomes_the_fp16_that_pytorch_makes_of_it():
+    bits = torch.randint(2**32, (2**16,), generator=torch.Generator().manual_seed(1)).tolist()
+    x = from_bits(bits)
+    assert same(cast(x, torch.float16), x.half()).all()
+
+
+# ---------------------------------------------------------------------------- multiply-add
+
+
+def nearest(exact: Fraction, dtype: type) -> float:
+    """The number of a NumPy dtype that is nearest to `exact`, of two the one whose last bit is 0."""
+    guess = dtype(float(exact))
+    around = guess, np.nextafter(guess, dtype(-INF)), np.nextafter(guess, dtype(INF))
+    bits = np.uint16 if dtype == np.float16 else np.uint32
+    finite = [number for number in around if np.isfinite(number)]
+    return float(min(finite, key=lambda number: (abs(Fraction(float(number)) - exact), number.view(bits) & 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["any size", "products cancelled by z", "z near a tie"])
+def test_multiply_add_rounds_once(kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = torch.randn(3, 1024, generator=generator).to(dtype)
+    if kind == "products cancelled by z":
+        z = -x * y
+    if kind == "z near a tie":  # the product is half of z's last bit, or next to it
+        z = torch.rand(1024, generator=generator).to(dtype) + 1
+        y = torch.full_like(x, torch.finfo(dtype).eps / 2) * (1 + torch.finfo(dtype).eps)
+        x = 1 + torch.randint(-2, 3, (1024,), generator=generator) * torch.finfo(dtype).eps
+        x = x.to(dtype)
+    out = fma(x.to(DEVICE), y.to(DEVICE), z.to(DEVICE))
+    numpy_type = np.float16 if dtype == torch.float16 else np.float32
+    for a, b, c, ours in zip(*(t.tolist() for t in (x, y, z, out))):
+        assert ours == nearest(Fraction(a) * Fraction(b) + Fraction(c), numpy_type), (a, b, c)
+
+
+@pytest.mark.parametrize(
+    "x, y, z, expected",
+    [
+        # x * y + z is 2**-70 below the tie of 1 + 2**-23 and 1 + 2**-22, which is what float64 makes of it
+        (2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, 1 + 2.0**-23, 1 + 2.0**-23),
+        (2.0**-24 * (1 + 2.0**-23), 2.0**-23 - 1, -1 - 2.0**-23, -1 - 2.0**-23),
+        (2.0**-75, 2.0**-76, TINY, TINY),  # a product that float64 holds, and fp32 does not
+        (TINY, 0.5, TINY, 2 * TINY),
+        (3e38, 2.0, -3e38, float(np.float32(3e38))),  # a product beyond fp32
+        (3e38, 2.0, 0.0, INF),
+        (INF, 0.0, 1.0, NAN),
+        (INF, 1.0, -INF, NAN),
+        (INF, 1.0, -1.0, INF),
+        (1.0, 1.0, NAN, NAN),
+        (-1.0, 0.0, 0.0, 0.0),
+    ],
+)
+@pytest.mark.filterwarnings("error")  # of NumPy's, such as "invalid value encountered"
+def test_multiply_add_at_the_edges(x, y, z, expected):
+    out = fma(*(torch.tensor([value] * 2, device=DEVICE) for value in (x, y, z)))
+    assert same(out, torch.tensor([expected] * 2, device=DEVICE)).all()
+
+
+# ---------------------------------------------------------------------------- where a user has it
+
+
+def run(code: str, folder: Path = HERE, **env: str) -> list[float]:
+    """The numbers that a program prints, run on the CPU in a folder whose files it can import."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env = {**inherited, "CUDA_VISIBLE_DEVICES": "", **env}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    return [float(word) for word in done.stdout.split()]
+
+
+LARGE_LOGITS = """
+import torch
+from cross_entropy_kernel import TritonCrossEntropyLoss
+torch.manual_seed(0)
+logits, targets = torch.randn(4, 1000) + 10_000, torch.randint(1000, (4,))
+others = torch.ones(4, 1000, dtype=torch.bool).scatter(1, targets[:, None], False)
+x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+TritonCrossEntropyLoss()(x, targets).backward()
+torch.nn.functional.cross_entropy(exact, targets).backward()
+for entries in (others, ~others):
+    print(((x.grad - exact.grad)[entries].norm() / exact.grad[entries].norm()).item())
+"""
+
+
+def test_users_gradient_at_logits_near_10_000_is_fp32s():
+    assert all(error <= FLOOR[torch.float32] for error in run(LARGE_LOGITS))
+
+
+OPTIMIZER_STEPS = """
+import torch
+from next_steps.adamw_kernel import TritonAdamW
+start = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+for optimizer_class in (TritonAdamW, torch.optim.AdamW):
+    weight = torch.nn.Parameter(start.bfloat16())
+    optimizer = optimizer_class([weight], lr=1e-5, weight_decay=0.0)
+    for step in range(40):
+        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+    print(weight.detach().double().norm().item())
+"""
+
+
+def test_users_bf16_weights_keep_their_norm_over_40_steps():
+    ours, pytorchs = run(OPTIMIZER_STEPS)
+    assert ours == pytest.approx(pytorchs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["adamw", "cross_entropy", "fused", "linear_cross_entropy", "reverse_kl", "rmsnorm", "rope", "swiglu"]
+)
+def test_every_kernel_file_brings_it(kernel):
+    module = "fused_layer" if kernel == "fused" else f"{kernel}_kernel"
+    module = module if kernel in ("rmsnorm", "cross_entropy") else f"next_steps.{module}"
+    code = f"import sys, {module}; print(int('harness.interpreter_rounding' in sys.modules))"
+    assert run(code) == [1]
+
+
+def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
+    (tmp_path / "cross_entropy_kernel.py").write_text((HERE / "cross_entropy_kernel.py").read_text())
+    errors = run(LARGE_LOGITS, tmp_path, PYTHONPATH="")
+    assert len(errors) == 2 and max(errors) < 1e-2
+
+
+@pytest.mark.parametrize("first", ["harness.interpreter_rounding", "harness.measure", "rmsnorm_kernel"])
+def test_import_order_does_not_matter(first):
+    code = f"""
+import {first}, rmsnorm_kernel
+from harness import interpreter_rounding
+from triton.runtime.interpreter import InterpreterBuilder
+print(int(rmsnorm_kernel.INTERPRETED), int(InterpreterBuilder.cast_impl is interpreter_rounding.cast_impl))
+"""
+    assert run(code) == [1, 1]
+
+
+def test_nothing_is_changed_where_kernels_are_compiled():
+    code = "import sys, harness.measure, rmsnorm_kernel; print(int('triton.runtime.interpreter' in sys.modules))"
+    assert run(code, TRITON_INTERPRET="0") == [0]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="looks into the interpreter")
+def test_tests_run_with_it():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from harness import interpreter_rounding
+
+    assert InterpreterBuilder.create_fma is interpreter_rounding.create_fma

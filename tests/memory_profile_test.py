@@ -1,0 +1,442 @@
+"""Every byte of a real step is in the right part, and the parts are as high as what was measured.
+
+pytest memory_profile_test.py
+
+Each part is held against something that does not come from the ledger: the tensors of the model and the optimizer,
+what autograd saves, the shape of the logits, and PyTorch's own profiler for the sum.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import profile_baseline
+from harness import llama, measure
+from harness.checking import HAS_GPU
+from next_steps import memory_estimate, memory_profile
+from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, make_optimizer
+from next_steps.memory_estimate import (
+    BATCH,
+    GRADIENTS,
+    KEPT,
+    LOSS,
+    PARAMETERS,
+    PHASES,
+    STATE,
+    TEMPORARY,
+    WORKSPACES,
+    Ledger,
+)
+from next_steps.memory_profile import UNSEEN, Observer
+from tests.fixtures import needs_gpu
+from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
+
+RESULTS = Path(__file__).parents[1] / "results"
+SHAPE = 2, 9  # B, T
+TINY = ["--memory", "--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
+SETS = pytest.mark.parametrize(
+    "kernels", [[], ["adamw"], MODEL_KERNELS, KERNELS], ids=["none", "adamw", "model", "all"]
+)
+
+
+# ---------------------------------------------------------------- a real step in the books
+
+
+@dataclass
+class Observed:
+    kernels: list[str]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[llama.Batch]
+    ledger: Observer
+
+    @property
+    def parts(self) -> dict[str, list[int]]:
+        return memory_profile.history(self.ledger)
+
+    @property
+    def heights(self) -> list[int]:
+        return [sum(values) for values in zip(*self.parts.values())]
+
+
+def observe(kernels: list[str], config=None, device=measure.DEVICE) -> Observed:
+    """The second step of a tiny model in bf16."""
+    model = llama.AutoModelForCausalLM.from_config(config or llama.tiny_config(), dtype=torch.bfloat16).to(device)
+    model.config.use_cache = False
+    apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
+    ledger = Observer(device)
+    ledger.follow_gradients(model)
+    optimizer = make_optimizer(model, 1e-3, kernels)
+    batches = [llama.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device) for _ in range(2)]
+    llama.training_step(model, optimizer, batches[0])
+    memory_profile.observed_step(model, optimizer, batches, ledger)
+    return Observed(kernels, model, optimizer, batches, ledger)
+
+
+def rounded(*tensors: torch.Tensor) -> int:
+    """Bytes of their storages in the allocator's units, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(math.ceil(size / 512) * 512 for size in storages.values())
+
+
+def check_books(observed: Observed) -> None:
+    """Every part against what is known without the ledger."""
+    parts, ledger, model = observed.parts, observed.ledger, observed.model
+    weights = rounded(*model.parameters())
+    state = [
+        t for values in observed.optimizer.state.values() for t in values.values() if t.device.type == ledger.device
+    ]
+    batches = [t for batch in observed.batches for t in (batch.input_ids, batch.labels)]
+    assert set(parts[PARAMETERS]) == {rounded(*model.parameters(), *model.buffers())}
+    assert set(parts[STATE]) == {rounded(*state)} and rounded(*state) >= 2 * weights
+    assert set(parts[BATCH]) == {rounded(*batches)}
+
+    starts = {phase: next(w.first for w in windows_of(observed) if w.sample.stage[0] == phase) for phase in PHASES}
+    gradients = parts[GRADIENTS]
+    assert not any(gradients[: starts["loss"]]) and gradients[-1] == 0
+    if "adamw" in observed.kernels:  # the largest is an embedding's; never two of those
+        embedding = rounded(model.model.embed_tokens.weight)
+        assert embedding <= max(gradients) < 2 * embedding and gradients[starts["optimizer"]] == 0
+    else:
+        assert max(gradients) == gradients[starts["optimizer"]] == weights
+
+    in_layers = [block for block in ledger.kept() if block.stage[1] is not None]
+    saved = sum(math.prod(block.shape) * block.dtype.itemsize for block in in_layers if math.prod(block.shape) > 1)
+    expected = bytes_saved_by_a_real_step([k for k in observed.kernels if k in MODEL_KERNELS], *SHAPE)
+    assert saved == pytest.approx(expected, rel=1e-3 if HAS_GPU else 0)
+    backward = starts["backward"]
+    assert sum(b.n_bytes for b in in_layers) <= parts[KEPT][backward] < 1.2 * sum(b.n_bytes for b in in_layers)
+    assert parts[KEPT][0] == parts[KEPT][starts["optimizer"]] == 0
+    assert parts[TEMPORARY][backward] == 0 < max(parts[TEMPORARY][backward:])
+
+    tokens, vocabulary = math.prod(SHAPE), model.config.vocab_size
+    assert not any(parts[LOSS][: starts["loss"]])
+    logits = tokens * vocabulary * (2 if "linear_cross_entropy" in observed.kernels else 3 * 4)
+    assert logits <= max(parts[LOSS]) < 2.5 * logits  # eager: the log-softmax and two gradients in fp32
+
+
+def windows_of(observed: Observed) -> list[memory_profile.Window]:
+    return memory_profile.windows(observed.ledger, observed.heights)
+
+
+@functools.cache
+def observed_once(*kernels: str) -> Observed:
+    return observe(list(kernels))
+
+
+@SETS
+def test_every_part_is_what_it_is_said_to_be(kernels):
+    check_books(observed_once(*kernels))
+
+
+def without(part: str):
+    """A ledger that never hears whose these are."""
+    claim = Ledger.claim
+    return lambda ledger, owner, *tensors: None if owner == part else claim(ledger, owner, *tensors)
+
+
+def called(part: str, instead: str):
+    part_of = Ledger.part_of
+    return lambda ledger, block: instead if part_of(ledger, block) == part else part_of(ledger, block)
+
+
+def immortal(ledger, key):
+    ledger.living.pop(key)
+
+
+FAULTS_IN_THE_BOOKS = {
+    "gradients are not claimed": ("claim", without(GRADIENTS)),
+    "the optimizer's state is not claimed": ("claim", without(STATE)),
+    "batches are not claimed": ("claim", without(BATCH)),
+    "nothing ever dies": ("bury", lambda ledger, key: ledger.living.pop(key)),
+}
+FAULTS_IN_READING_THEM = {
+    "parameters are state": called(PARAMETERS, STATE),
+    "gradients are temporaries": called(GRADIENTS, TEMPORARY),
+    "the loss is kept": called(LOSS, KEPT),
+    "activations are temporaries": called(KEPT, TEMPORARY),
+    "temporaries are activations": called(TEMPORARY, KEPT),
+    "activations are gradients": called(KEPT, GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_IN_THE_BOOKS)
+def test_wrong_books_are_noticed(monkeypatch, fault):
+    monkeypatch.setattr(Ledger, *FAULTS_IN_THE_BOOKS[fault])
+    with pytest.raises(AssertionError):
+        check_books(observe([]))
+
+
+@pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
+@pytest.mark.parametrize("fault", FAULTS_IN_READING_THEM)
+def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
+    observed = observed_once(*kernels)
+    monkeypatch.setattr(Ledger, "part_of", FAULTS_IN_READING_THEM[fault])
+    with pytest.raises(AssertionError):
+        check_books(observed)
+
+
+def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
+    known = {code: kind for code, kind in memory_estimate.KIND_OF_CODE.items() if kind != LOSS}
+    monkeypatch.setattr(memory_estimate, "KIND_OF_CODE", known)
+    with pytest.raises(AssertionError):
+        check_books(observe([]))
+
+
+def peak_by_the_profiler(observed: Observed) -> int:
+    """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the CPU, and their ends."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        llama.training_step(observed.model, observed.optimizer, observed.batches[-1])
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(n_bytes for _, n_bytes in changes))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU the allocator is asked instead")
+def test_the_sum_is_that_of_pytorchs_own_profiler():
+    config = llama.tiny_config()
+    config.hidden_size, config.intermediate_size = 256, 640  # units of 512 bytes hardly show
+    observed = observe([], config)
+    heights = observed.heights
+    assert max(heights) - heights[0] == pytest.approx(peak_by_the_profiler(observed), rel=0.02)
+
+
+# ---------------------------------------------------------------- the account
+
+
+def account(*kernels: str, workspaces: int = 0, ledger: Observer | None = None) -> dict:
+    return memory_profile.account(ledger or observed_once(*kernels).ledger, workspaces)
+
+
+@SETS
+def test_the_parts_add_up_to_the_peak_which_is_the_highest_of_phases_and_timeline(kernels):
+    found = account(*kernels)
+    peak = found["peak_memory_bytes"]
+    assert sum(found["parts"].values()) == peak
+    for phase in found["phases"].values():
+        assert sum(phase["parts"].values()) == phase["bytes"] <= peak
+    assert found["phases"][found["phase"]]["bytes"] == peak
+    assert max(map(sum, zip(*found["timeline"]["parts"].values()))) == peak
+    assert sum(stage["points"] for stage in found["timeline"]["stages"]) == len(found["timeline"]["parts"][KEPT])
+
+
+def test_every_part_is_there_at_some_time():
+    parts = account()["timeline"]["parts"]
+    assert {part for part, values in parts.items() if any(values)} - {UNSEEN} == set(parts) - {WORKSPACES, UNSEEN}
+
+
+@pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
+def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
+    shape = llama.tiny_config(), torch.bfloat16, *SHAPE, kernels
+    estimated = memory_estimate.estimate(*shape)
+    monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
+    ledger = memory_estimate.run_step(*shape)
+    ledger.sample()
+    found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
+    assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
+    assert {part: found["parts"][part] for part in memory_estimate.PARTS} == estimated["parts"]
+    heights = {phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE for phase in PHASES}
+    assert heights == estimated["phases"]
+
+
+def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) -> Observer:
+    """The same books, and an allocator that gave away more than they show: `unseen` bytes during some samples."""
+    copy = Observer(ledger.device)
+    vars(copy).update(vars(ledger))
+    heights = [sum(values) for values in zip(*memory_profile.history(ledger).values())]
+    copy.samples = [
+        dataclasses.replace(sample, allocated=window.seen + workspaces + unseen.get(i, 0), reserved=10**9)
+        for i, (sample, window) in enumerate(
+            (s, w) for s, w in zip(ledger.samples, memory_profile.windows(ledger, heights))
+        )
+    ]
+    return copy
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "optimizer"])
+def test_what_an_operation_takes_inside_lifts_the_peak_and_has_its_own_row(where):
+    ledger = observed_once().ledger
+    samples = [i for i, sample in enumerate(ledger.samples) if sample.stage[0] == where]
+    moment = samples[len(samples) // 2]
+    lifted = account(ledger=with_allocator(ledger, {moment: 10**8}, workspaces=1000), workspaces=1000)
+    assert (lifted["phase"], lifted["layer"]) == ledger.samples[moment].stage
+    assert lifted["operation"] == ledger.samples[moment].operation
+    assert lifted["parts"][UNSEEN] == 10**8 and lifted["parts"][WORKSPACES] == 1000
+    assert sum(lifted["parts"].values()) == lifted["peak_memory_bytes"] == 10**9 - lifted["fragmentation_bytes"]
+    assert max(map(sum, zip(*lifted["timeline"]["parts"].values()))) == lifted["peak_memory_bytes"]
+    assert max(lifted["timeline"]["parts"][UNSEEN]) == 10**8
+    others = [phase for name, phase in lifted["phases"].items() if name != where]
+    assert all(phase["parts"][UNSEEN] == 0 for phase in others)
+
+
+def largest_in_the_loss(kernels: list[str]) -> list[dict]:
+    """When the loss and its backward are highest."""
+    observed = observed_once(*kernels)
+    of_loss = [w for w in windows_of(observed) if w.sample.stage in (("loss", None), ("backward", None))]
+    return memory_profile.largest(observed.ledger, max(of_loss, key=lambda window: window.height).highest)
+
+
+def test_the_largest_tensors_are_named():
+    eager, fused = largest_in_the_loss([]), largest_in_the_loss(KERNELS)
+    (row,) = (row for row in eager if row["maker"] == "_log_softmax")
+    logits = [math.prod(SHAPE), llama.BYTE_VOCABULARY]
+    assert (row["part"], row["tensors"], row["dtype"], row["shape"]) == (LOSS, 1, "float32", logits)
+    assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}  # which called new_empty
+    for rows in (eager, fused):
+        assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
+        assert not {row["part"] for row in rows} & {PARAMETERS, STATE, BATCH}
+
+
+# ---------------------------------------------------------------- the flag
+
+
+def assert_refused(outcome, *words: str) -> None:
+    assert outcome.code == 2 and outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ") and all(word in line for word in words), line
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> dict:
+    """Of a run, as it is in the file."""
+    file = tmp_path_factory.mktemp("memory") / "record.json"
+    args = profile_baseline.parse_args([*TINY, "--json", str(file)])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        memory_profile.report(args)
+    record = measure.read_record(str(file), "memory")
+    assert memory_profile.render(record) in printed.getvalue()
+    assert printed.getvalue().startswith(measure.NO_GPU_NOTE) == (not HAS_GPU)
+    return record
+
+
+def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = run_script(profile_baseline, *TINY, "--json", "record.json")
+    assert outcome.code == 0 and "Highest in each phase, MB" in outcome.out
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_what_is_printed_adds_up(record):
+    printed = memory_profile.render(record)
+    table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
+    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_profile.FRAGMENTATION not in line]
+    assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
+    assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
+
+
+def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
+    large = {
+        "parts": dict.fromkeys(memory_profile.PARTS, 10),
+        "peak_memory_bytes": 90,
+        "phase": "optimizer",
+        "kernels": [],
+    }
+    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
+    assert flags == {
+        PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
+        LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
+    }  # fmt: skip
+    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
+    assert not any("--kernels" in flag for _, flag, _ in in_use)
+    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
+
+
+def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    memory_profile.plot(record, str(tmp_path / "memory.png"))
+    (axis,) = pyplot.gcf().axes
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    texts = [text.get_text() for text in axis.texts]
+    assert texts == [*PHASES, f"peak {record['peak_memory_bytes'] / 1e6:,.1f} MB"]
+    areas = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert areas == ["other", TEMPORARY, LOSS, KEPT, GRADIENTS, STATE, PARAMETERS]
+    highest = max(area.get_paths()[0].vertices[:, 1].max() for area in axis.collections)
+    assert highest == pytest.approx(record["peak_memory_bytes"] / 1e6)
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
+    stages = record["timeline"]["stages"]
+    widths = [memory_profile.width(stage, record["layers"]) for stage in stages]
+    assert all(wide > 0 for wide in widths)
+    assert {wide for stage, wide in zip(stages, widths) if stage["layer"]} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory", "--plot", "memory.jpg"], ["memory.jpg", ".png"]),
+        (["--memory", "--plot", "file/memory.png"], ["cannot write file/memory.png"]),
+        (["--memory-snapshot", "step.pickle"], ["add --memory"]),
+        (["--memory", "--estimate"], ["--memory", "--estimate"]),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(run_script, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert_refused(run_script(profile_baseline, "--model", "tiny", *flags), *words)
+
+
+def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_profile, "HAS_GPU", False)
+    outcome = run_script(profile_baseline, *TINY, "--memory-snapshot", str(tmp_path / "step.pickle"))
+    assert_refused(outcome, "--memory-snapshot", "no CUDA GPU was found", "--plot")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- on a GPU, and recorded there
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernels", ["none", "all"])
+def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
+    """A model of which each large tensor is a multiple of 2 MiB, the unit of the allocator's large blocks."""
+    config = llama.tiny_config()
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
+    config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 32_768, 8, 2, 128
+    config.save_pretrained(tmp_path)
+    shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
+    snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
+    flags = [
+        "--memory",
+        "--model",
+        str(tmp_path),
+        "--random-init",
+        "--memory-snapshot",
+        str(snapshot),
+        "--json",
+        str(file),
+    ]
+    memory_profile.report(profile_baseline.parse_args([*flags, *shape]))
+    record = json.loads(file.read_text())
+    peak = record["peak_memory_bytes"]
+    assert peak > 1e9 and record["parts"][WORKSPACES] > 0
+    assert abs(record["parts"][UNSEEN]) < 0.02 * peak
+    assert peak == pytest.approx(record["unobserved_peak_bytes"], rel=0.01)
+    assert all(phase["fragmentation_bytes"] >= 0 for phase in record["phases"].values())
+    traces = pickle.loads(snapshot.read_bytes())["device_traces"]
+    assert sum(event["action"] == "alloc" for trace in traces for event in trace) > 100
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("memory_*.json")), ids=lambda path: path.stem)
+def test_the_recorded_parts_explain_the_peak_as_the_estimate_told_it(path):
+    record = json.loads(path.read_text())
+    peak = record["peak_memory_bytes"]
+    assert sum(record["parts"].values()) == peak and abs(record["parts"][UNSEEN]) < 0.02 * peak
+    assert record["unobserved_peak_bytes"] == pytest.approx(peak, rel=1e-3)
+    estimated = estimate_of(record)
+    for phase in PHASES:
+        assert record["phases"][phase]["bytes"] == pytest.approx(estimated["phases"][phase], rel=0.01)

