@@ -157,8 +157,8 @@ def test_commands_name_scripts_and_flags_that_exist(page, run_script, helps):
         if words[0] != "python":
             continue
         script = words[2] if words[1] == "-m" else words[1]
-        if script.endswith("_test.py"):
-            assert (HERE / script).is_file() and len(words) == 2
+        if script.endswith(("_test.py", "_test")):
+            assert (HERE / f"{script.removesuffix('.py').replace('.', '/')}.py").is_file() and words[-1] == script
             continue
         if script not in helps:
             helps[script] = run_script(MODULES[script], "--help").out

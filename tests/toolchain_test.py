@@ -191,6 +191,7 @@ def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
     for name in ("Makefile", "tools/run_tests.py", "pyproject.toml"):
         shutil.copy(HERE / name, folder / name)
     (folder / "tools" / "compile_check.py").write_text("print('all kernels compile')")
+    (folder / "tests" / "fixtures.py").touch()
     (folder / "tests" / "some_test.py").write_text(f"import pytest\n{tests}")
     command = ["make", "test", "SETUP=", f"PY={sys.executable}"]
     # what a `make test` above this one hands down would make this one a sub-make, which prints its folder last

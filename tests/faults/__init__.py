@@ -1,0 +1,1 @@
+"""Faults to plant, one file per mutated source: see tests/mutation_test.py."""

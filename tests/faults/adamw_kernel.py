@@ -1,0 +1,139 @@
+"""Faults in adamw_kernel.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.adamw_kernel"
+TESTS = "tests.adamw_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_steps_match_float64[FP32]": [
+        ("no weight decay", "p = p * decay -", "p = p -"),
+        ("weight decay without lr", "1.0 - lr * _scalar(weight_decay)", "1.0 - _scalar(weight_decay)"),
+        ("uphill", "p * decay - step_size", "p * decay + step_size"),
+        ("g for m", "step_size * m /", "step_size * g /"),
+        ("m not corrected", "lr / _one_minus_power(_scalar(log_beta1), step)", "lr"),
+        ("v not corrected", "1.0 / tl.sqrt(_one_minus_power(_scalar(log_beta2), step))", "1.0"),
+        ("m corrected with beta2", "lr / _one_minus_power(_scalar(log_beta1)", "lr / _one_minus_power(_scalar(log_beta2)"),
+        ("beta1 for 1 - beta1", "(g - m) * rate1", "(g - m) * (1.0 - rate1)"),
+        ("g not squared", "g * g * rate2", "tl.abs(g) * rate2"),
+        ("no square root", "tl.sqrt(v) * sqrt_scale", "v * sqrt_scale"),
+        ("no eps", " * sqrt_scale + eps)", " * sqrt_scale)"),
+        ("m not written", "    _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)\n", ""),
+        ("v not written", "    _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)\n", ""),
+        ("last element lost", "lane < n - start", "lane < n - start - 1"),
+        ("last block lost", "(n + BLOCK_SIZE - 1) // BLOCK_SIZE", "n // BLOCK_SIZE"),
+        ("steps not counted", "list(self._stepped.values()), 1)", "list(self._stepped.values()), 0)"),
+    ],
+    "test_step_continues_from_the_count_it_is_given[1]": [
+        ("counts from 2", "tl.load(steps_done_ptr) + 1.0", "tl.load(steps_done_ptr) + 2.0"),
+    ],
+    "test_bias_correction_does_not_cancel_in_the_first_steps_nor_drift_in_late_ones": [
+        ("1 - exp(x) cancels", "tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))", "1.0 - tl.exp(x)"),
+        ("series too short", "tl.static_range(9, 1, -1)", "tl.static_range(5, 1, -1)"),
+        ("series far from 0", "x > -0.5", "x > -2.5"),
+    ],
+    "test_representable_numbers_infinities_and_nan_stay_what_they_are": [
+        ("NaN rounded to -0", "tl.where(x == x, random, 0)", "random"),
+    ],
+    "test_rounding_goes_to_one_of_the_two_neighbours_only": [
+        ("17 random bits", "words >> 16), (BLOCK_SIZE", "words >> 15), (BLOCK_SIZE"),
+    ],
+    "test_rounding_is_right_on_average[60000]": [
+        ("never up", "+ tl.where(x == x, random, 0)", ""),
+        ("15 random bits", "words & 0xFFFF, words >> 16", "words & 0x7FFF, words >> 17"),
+    ],
+    "test_draws_of_other_seeds_parameters_steps_and_tensors_are_not_correlated": [
+        ("every step draws alike", "index, step.to(tl.int32), ROUNDS", "index, 0, ROUNDS"),
+        ("every parameter draws alike", "eight, tensor, index,", "eight, tensor, 0,"),
+        ("p, m and v draw alike", "eight, tensor, index,", "eight, 0, index,"),
+        ("every seed draws alike", "tl.philox(seed, eight,", "tl.philox(seed * 0, eight,"),
+        ("one counter for two", "eight, tensor, index, step.to(tl.int32)", "eight, tensor, index + step.to(tl.int32), 0"),
+    ],
+    "test_draws_of_neighbouring_elements_are_not_correlated": [
+        ("half of the bits drawn twice", "words & 0xFFFF, words >> 16", "words & 0xFFFF, words & 0xFFFF"),
+        ("every block draws alike", "block * (BLOCK_SIZE // 8) + tl.arange", "tl.arange"),
+    ],
+    "test_second_moment_decays_by_a_tenth_of_a_percent_a_step": [
+        ("v rounded to nearest", "_store(v_ptr, lane, mask, v, seed,", "_store(v_ptr, lane, mask, v, None,"),
+    ],
+    "test_equal_parameters_are_rounded_differently_and_alike_in_any_order": [
+        ("every parameter is the first", "else None, index,", "else None, 0,"),
+    ],
+    "test_gradient_with_other_strides": [("p's strides for the gradient", "grad = dense(grad.resolve_neg())", "grad = grad")],
+    "test_gradient_that_autograd_leaves_negated": [("negated gradient as it lies", "grad.resolve_neg()", "grad")],
+    "test_parameters_with_gaps_between_their_elements[False-columns]": [
+        ("what lies in gaps is stepped", "if t.stride() == strides:", "if True:"),
+        ("copies not written back", "if result is not t:", "if False:"),
+    ],
+    "test_parameter_whose_strides_change_keeps_its_moments": [
+        ("moments not written back", "in zip((p, m, v), stepped)", "in zip((p,), stepped)"),
+        ("moments as they lie", "dense(p), dense(m), dense(v)", "dense(p), m, v"),
+    ],
+    "test_bad_input_is_refused_with_a_sentence[windows]": [
+        ("windows share memory", "stride <= reach", "stride == 0"),
+    ],
+    "test_dtensors_are_refused_at_construction_and_with_a_new_group[False]": [
+        ("wrappers refused in the step alone", '            _check_memory("a parameter", p, FLOATS)\n', ""),
+    ],
+    "test_numbers_and_tensors_give_the_same_bits": [
+        ("1 - beta for beta", "(1 - beta).float()", "beta.float()"),
+        ("log2(beta)", "beta.log().float()", "beta.log2().float()"),
+    ],
+    "test_maximize_goes_up_the_gradient": [
+        ("maximize in name only", "MAXIMIZE=bool(maximize)", "MAXIMIZE=False"),
+        ("maximize in the launcher alone", '            group["maximize"],\n', ""),
+    ],
+    "test_tensors_on_the_cpu_are_read_by_the_host_and_those_of_the_gpu_are_left_there": [
+        ("the CPU's tensors moved", 'value.item() if value.device.type == "cpu" else', "None or"),
+    ],
+    "test_bad_options_are_refused_with_a_sentence": [
+        ("tensors not looked at", "_is_number(value) and 0.0 <= value < below", "_is_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
+    ],
+    "test_a_refused_group_leaves_the_optimizer_as_it_was": [
+        ("a refused group stays", "group = self.param_groups.pop()", "group = self.param_groups[-1]"),
+    ],
+    "test_a_refused_constructor_leaves_no_hooks": [
+        ("hooks before all is accepted", "self._step_in_backward, self._hooks, self._stepped = False, [], {}", "self._step_in_backward, self._hooks, self._stepped = step_in_backward, [], {}"),
+    ],
+    "test_state_that_does_not_fit_is_refused_and_changes_nothing": [
+        ("moments broadcast", "if loaded[key].shape != shape:", "if False:"),
+        ("one tensor for two numbers", "if filled.setdefault(own, number) != number:", "if filled.setdefault(own, number) is None:"),
+        ("settings not looked at", "            _check_group(group)\n", ""),
+    ],
+    "test_settings_are_loaded_into_what_the_optimizer_has": [
+        ("tensors not filled", "            tensor.fill_(number)\n", "            pass\n"),
+    ],
+    "test_state_loaded_after_a_backward_replaces_what_that_stepped": [
+        ("a step of before counts", "        self._stepped.clear()\n        self.__setstate__", "        self.__setstate__"),
+    ],
+    "test_hooks_around_loading_see_and_change_what_is_loaded": [
+        ("what a hook returns is dropped", "state_dict if result is None else result", "state_dict"),
+    ],
+    "test_groups_have_their_own_settings": [
+        ("first group's lr for all", 'group["lr"], *group["betas"]', 'self.param_groups[0]["lr"], *group["betas"]'),
+    ],
+    "test_autograd_notices_that_a_weight_was_changed": [
+        ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
+    ],
+    "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [
+        ("count not loaded", "in loaded[p].items():", "in list(loaded[p].items())[1:]:"),
+    ],
+    "test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none": [
+        ("moments elsewhere", "self.state.get(p) or _new_state", "_new_state"),
+        ("lr elsewhere", "            return own\n", "            return torch.tensor(number, device=own.device)\n"),
+    ],
+    "test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for": [
+        ("dtype of the saved moments", '("params", *MODES)', '("params",)'),
+    ],
+    "test_steps_inside_the_backward_are_the_same_steps": [
+        ("first group's settings in the backward", "self._step_parameter(self.param_groups[group_number]", "self._step_parameter(self.param_groups[0]"),
+        ("parameters counted from 0 in each group", "start=before", "start=0"),
+    ],
+    "test_gradients_never_exist_all_at_once": [("gradients kept", "grad, p.grad = p.grad, None", "grad = p.grad")],
+    "test_gradient_accumulation_is_refused_and_a_step_recovers": [("accumulation steps twice", "if p in self._stepped:", "if False:")],
+    "test_step_without_a_backward_is_refused": [("a step of nothing", "elif not self._stepped:", "elif False:")],
+    "test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters": [
+        ("hooks hold the optimizer", "weakref.proxy(self)", "self"),
+        ("hooks outlive it", "[hook.remove() for hook in hooks]", "None"),
+    ],
+    "test_close_removes_the_hooks_and_step_uses_gradients_again": [("hooks stay", "            hook.remove()\n", "            pass\n")],
+}  # fmt: skip

@@ -1,0 +1,47 @@
+"""Faults in apply_kernels.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.apply_kernels"
+TESTS = "tests.apply_kernels_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted[cross_entropy]": [
+        ("logits overwritten in evaluation", "inplace=without_logits", "inplace=True"),
+    ],
+    "test_the_gradient_takes_the_logits_memory_in_training_only": [
+        ("never in place", "inplace=without_logits", "inplace=False"),
+    ],
+    "test_in_training_there_are_no_logits_and_a_tuple_is_refused[cross_entropy]": [
+        ("overwritten logits handed out", "logits=None if without_logits else logits", "logits=logits"),
+    ],
+    "test_logits_that_somebody_else_holds_are_not_overwritten[cross_entropy]": [
+        ("held logits overwritten", "self.training and is_plain(self.lm_head)", "self.training"),
+    ],
+    "test_another_label_may_be_ignored[cross_entropy-True]": [
+        ("ignore_index dropped by cross_entropy", "TritonCrossEntropyLoss(ignore_index, ", "TritonCrossEntropyLoss("),
+    ],
+    "test_another_label_may_be_ignored[linear_cross_entropy-True]": [
+        ("ignore_index dropped by linear_cross_entropy", "TritonLinearCrossEntropyLoss(ignore_index)", "TritonLinearCrossEntropyLoss()"),
+    ],
+    "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
+        ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),
+    ],
+    "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaMLP]": [
+        ("patched class bypassed", "return FORWARDS.get(cls) is cls.forward", "return cls in FORWARDS"),
+    ],
+    "test_forward_that_was_put_into_a_class_before_is_called[True-LlamaMLP]": [
+        ("class patched before the import bypassed", "    if is_from_the_same_package(cls.forward, cls)\n", ""),
+    ],
+    "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
+        ("patched module bypassed", ' and "forward" not in vars(module)', ""),
+    ],
+    "test_rotary_function_that_was_replaced_before_is_called": [
+        ("patched rotary function bypassed", "if modeling_llama.apply_rotary_pos_emb is ROTARY:", "if True:"),
+    ],
+    "test_another_activation_in_one_mlp_is_called[True]": [
+        ("activation bypassed", "is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)", "is_unchanged(mlp)"),
+    ],
+    "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
+        ("the user's loss bypassed", " and self.loss_function is ForCausalLMLoss", ""),
+    ],
+}  # fmt: skip

@@ -1,0 +1,97 @@
+"""Faults in cross_entropy_kernel.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "cross_entropy_kernel"
+TESTS = "cross_entropy_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_one_tile_and_many_give_the_reference": [
+        ("powers of 2, not of e", "LOG2E, LN2 = tl.constexpr(1.4426950408889634)", "LOG2E, LN2 = tl.constexpr(1.0)"),
+        ("sum not rescaled from tile to tile", "d = d * tl.exp2(m - m_new)", "d = d"),
+        ("sum not rescaled to the row", "tl.sum(d * tl.exp2(m - m_row))", "tl.sum(d)"),
+        ("edge of the row not summed", " + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))", ""),
+        ("mask dropped", 'body_ptr + cols, mask=cols < n_body, other=-float("inf")', "body_ptr + cols", 4),
+        ("masked lanes are 0", 'mask=cols < n_body, other=-float("inf")', "mask=cols < n_body, other=0.0", 4),
+        ("next column's logit for the target's", "row_ptr + target, mask", "row_ptr + (target + 1) % n_cols, mask", 3),
+        ("target subtracted in the next column", "out_row_ptr + target\n", "out_row_ptr + (target ^ 1)\n"),
+        ("target not subtracted", "(tl.exp2(tl.fma(target_logit, unit, -m)) - d)", "tl.exp2(tl.fma(target_logit, unit, -m))"),
+        ("sign of the gradient", 'float("nan")) / d', 'float("nan")) / -d'),
+        ("gradient of the target only", "tl.exp2(tl.fma(logits, unit, -m)) * factor", "tl.zeros_like(logits)"),
+        ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
+        ("loss not divided by n_valid", "_loss_of_row(target_logit, m, d, unit) * scale", "_loss_of_row(target_logit, m, d, unit)", 2),
+        ("gradient not divided by n_valid", "scale = scale / tl.load(n_valid_ptr)", "scale = scale"),
+    ],
+    "test_large_offset_does_not_cost_digits": [
+        ("product rounded before m is subtracted", "tl.fma(logits, LOG2E, -m_new[None, :])", "logits * LOG2E - m_new[None, :]"),
+        ("log(d) added to a large m", "tl.log(d / tl.exp2(t))", "tl.log(d) + m * LN2 - target_logit"),
+    ],
+    "test_logits_of_any_magnitude": [
+        ("a huge maximum is rounded like any other", "if tl.abs(m_row) >= HUGE:", "if False:"),
+        ("maxima are counted from too high a number on", "tl.constexpr(torch.finfo(torch.float32).min)", "tl.constexpr(-1e38)"),
+        ("columns of one huge negative number overflow", "-HUGE, dtype", "LOWEST, dtype"),
+    ],
+    "test_loss_of_a_target_far_below_is_finite_as_long_as_pytorchs": [
+        ("loss in powers of 2", "tl.log(d) - t * to_log", "tl.log(d) - t"),
+        ("target times LOG2E overflows", 't == -float("inf")', "t != t"),
+    ],
+    "test_masked_vocabulary_is_not_nan": [
+        ("column of -inf is NaN", "-HUGE, dtype", '-float("inf"), dtype'),
+    ],
+    "test_ignored_rows_are_neither_counted_nor_trained": [
+        ("only -100 is ignored", "if target == ignore_index:", "if target == -100:", 4),
+        ("ignored rows counted", "(targets.long() != ignore_index).sum()", "(targets == targets).sum()"),
+    ],
+    "test_no_valid_row_is_as_in_pytorch": [
+        ("mean of no row is 0", "return row_loss.mean()", "return row_loss.sum()"),
+    ],
+    "test_target_outside_the_vocabulary_gives_nan_for_its_row_only": [
+        ("target outside the row is trained", 'tl.where(in_row, scale, float("nan"))', "scale"),
+    ],
+    "test_arbitrary_grad_output": [
+        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)", "1.0", 2),
+        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
+    ],
+    "test_layout[padded vocabulary]": [
+        ("V for the logits' stride", "row, logits_row_stride, n_cols)\n    target", "row, n_cols, n_cols)\n    target"),
+    ],
+    "test_layout[expanded]": [
+        ("logits' stride for dlogits", "_, _, _ = _cut_row(dlogits_ptr, row, dlogits_row_stride", "_, _, _ = _cut_row(dlogits_ptr, row, logits_row_stride"),
+    ],
+    "tests.properties_test::test_loss_of_rows_beyond_int32": [
+        ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
+    ],
+    "test_inputs_are_not_changed": [
+        ("overwrites unasked", "    if overwrite:\n        _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)\n", "    if True:\n"),
+    ],
+    "test_inplace_writes_the_gradient_over_the_logits": [
+        ("in place not divided by n_valid", "\n                m, d, unit, scale, tile", "\n                m, d, unit, 1.0, tile"),
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_inplace_gradient_is_multiplied_by_any_grad_output": [
+        ("grad_output ignored in place", "elif scale != 1.0:", "elif scale < -1e30:"),
+    ],
+    "test_inplace_use_saved_before_raises_even_if_the_loss_is_never_trained_on": [
+        ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(logits)", "pass"),
+    ],
+    "test_inplace_second_backward_raises": [
+        ("second backward scales again", "torch.autograd.graph.increment_version(dlogits)", "pass"),
+    ],
+    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory": [
+        ("a leaf is overwritten", " or (owner.is_leaf and owner.requires_grad)", ""),
+    ],
+    "test_inplace_without_a_gradient_to_compute_leaves_the_logits_alone": [
+        ("overwrites under no_grad", "self.inplace and torch.is_grad_enabled() and", "self.inplace and"),
+    ],
+    "test_inplace_in_fp16_waits_for_the_loss_scale": [
+        ("fp16 is overwritten", " and logits.dtype != torch.float16", ""),
+    ],
+    "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [
+        ("compiled, ignored rows are trained", ".masked_fill(ignored, 0)", ""),
+    ],
+    "test_torch_compile_of_any_layout[padded vocabulary]": [
+        ("operator promises other strides", "return _new_drows(rows).view(logits.shape)\n", "return logits.new_empty_strided(logits.shape, logits.stride())\n"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+}  # fmt: skip

@@ -1,0 +1,53 @@
+"""Faults in fused_layer.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.fused_layer"
+TESTS = "tests.fused_layer_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_outputs_and_gradients_match_float64": [
+        ("dw of x, not of the norm", "rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1])"),
+        ("dy of the last product alone", "dout @ weight if dy is None else dy.addmm_(dout, weight)", "dout @ weight"),
+        ("dy of the first product alone", "dout @ weight if dy is None else dy.addmm_(dout, weight)", "dout @ weight if dy is None else dy"),
+        ("residual's gradient dropped", "dx if dresidual is None else dx.add_(dresidual)", "dx"),
+        ("residual's gradient subtracted", "dx.add_(dresidual)", "dx.sub_(dresidual)"),
+        ("gradients exchanged", "return dgate, dup, dweight", "return dup, dgate, dweight"),
+        ("dw_down of dgate", "h.view(-1, h.shape[-1]) if need_weight", "dgate.view(-1, h.shape[-1]) if need_weight"),
+        ("gate and up exchanged", "linear(swiglu_forward(gate, up), weight)", "linear(swiglu_forward(up, gate), weight)"),
+    ],
+    "test_eps_is_used_where_it_shows": [
+        ("another eps in the forward", "rmsnorm_forward(x, norm_weight, eps)", "rmsnorm_forward(x, norm_weight, 1e-5)"),
+        ("another eps in the backward", "rmsnorm_forward(x, norm_weight, ctx.eps)", "rmsnorm_forward(x, norm_weight, 1e-5)"),
+    ],
+    "test_norm_linear_saves_x_rstd_and_parameters": [
+        ("y is saved", "ctx.save_for_backward(x, norm_weight, rstd, *weights)", "ctx.save_for_backward(x, norm_weight, rstd, *weights, y)"),
+        ("residual is copied", "return x.view_as(x), *", "return x.clone(), *"),
+    ],
+    "test_swiglu_linear_saves_gate_and_up_and_its_weight": [
+        ("silu(gate) * up is saved", "ctx.save_for_backward(gate, up, weight)", "ctx.save_for_backward(gate, up, weight, swiglu_forward(gate, up))"),
+    ],
+    "test_norm_linear_with_frozen_inputs": [
+        ("product for a frozen weight", "if used[i] and need:", "if used[i]:"),
+        ("products for a frozen norm", "if not (need_x or need_norm_weight) or not any(used):", "if not any(used):"),
+    ],
+    "test_frozen_products_need_no_second_norm": [
+        ("norm for frozen products", "if any(given and need for given, need in zip(used, need_weights)):", "if True:"),
+    ],
+    "test_gradient_of_the_residual_is_added": [
+        ("gradient of the residual alone is dropped", "return dresidual, None, None, *dweights", "return None, None, None, *dweights"),
+    ],
+    "test_outputs_that_nobody_uses": [
+        ("zeros for what nobody used", "        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used\n", ""),
+    ],
+    "test_backward_writes_over_gate_and_up_unless_the_graph_is_kept": [
+        ("overwrites a graph that is kept", "swiglu_kernel._begin_backward() and", "True and"),
+        ("does not overwrite", "inplace=inplace", "inplace=False"),
+    ],
+    "test_constants_are_not_overwritten": [("overwrites constants", " and all(need_both)", "")],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_functions_take_the_layers_modules": [
+        ("norm's eps ignored", "norm.variance_epsilon", "1e-5"),
+    ],
+}  # fmt: skip

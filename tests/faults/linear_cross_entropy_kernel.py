@@ -1,0 +1,76 @@
+"""Faults in linear_cross_entropy_kernel.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.linear_cross_entropy_kernel"
+TESTS = "tests.linear_cross_entropy_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_one_chunk_and_many_give_the_reference[4-dtype0]": [
+        ("dweight of the last chunk only", "beta=0 if number == 0 else 1", "beta=0"),
+        ("dweight begins with what the memory held", "beta=0 if number == 0 else 1", "beta=1"),
+        ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
+        ("mean of each chunk", "chunk_grads, n_valid,", "chunk_grads, n_valid and (chunk_targets != -100).sum(),"),
+        ("ignored rows' logits are multiplied", "        ce.launch_scale(row_grads, logits, targets, ignore_index)", "        pass"),
+    ],
+    "test_chunks_are_few_equal_and_of_whole_tiles": [
+        ("last chunk is small", "return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)", "return chunk_size"),
+        ("no default is large enough for 4 chunks", "(MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)", "(MAX_ROUNDINGS * 128)) * 128), MIN_CHUNK)"),
+    ],
+    "test_error_of_dweight_does_not_grow_with_the_number_of_chunks": [
+        ("dweight never summed in fp32", "dtype=torch.float32 if fp32_dweight else None", "dtype=None"),
+    ],
+    "test_error_of_dweight_is_bounded_by_default": [
+        ("rounded after any number of chunks", "chunk_rows) > MAX_ROUNDINGS", "chunk_rows) > 1000"),
+    ],
+    "test_arbitrary_grad_output[sum-dtype0]": [
+        ("grad_output ignored", "scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)", "pass"),
+    ],
+    "test_arbitrary_grad_output[none-dtype0]": [
+        ("one grad_output for all rows", "if overwrite else grad_output\n", "if overwrite else grad_output.flatten()[0]\n"),
+        ("dweight without the rows' factors", 'now = grad_enabled and reduction != "none"', "now = grad_enabled"),
+    ],
+    "test_scale_gradient_in_place": [
+        ("one block of columns only", "range(0, n_cols, BLOCK_SIZE)", "range(0, 1, BLOCK_SIZE)"),
+        ("wrong factor", ".to(tl.float32) * factor", ".to(tl.float32) * factor * factor"),
+    ],
+    "test_every_program_of_scale_gradient_loops_over_its_rows": [
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_gradient_is_not_touched_if_grad_output_is_one": [
+        ("multiplies by 1", "if factor != 1.0:", "if factor == factor:"),
+    ],
+    "test_fp16_gradient_waits_for_the_loss_scale": [
+        ("fp16 divided before it is scaled", " and hidden.dtype != torch.float16", ""),
+    ],
+    "test_ignored_rows_are_neither_counted_nor_trained": [
+        ("ignored rows counted", "(row_targets.long() != ignore_index).sum()", "(row_targets == row_targets).sum()"),
+    ],
+    "test_no_valid_row_is_as_in_pytorch": [
+        ("mean of no row is 0", 'row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()', "row_loss.sum()"),
+    ],
+    "test_frozen_head_gets_no_gradient_and_no_buffer": [
+        ("dweight of a frozen head", "for needed in ctx.needs_input_grad[:2])", "for needed in (True, True))"),
+    ],
+    "test_no_grad_and_frozen_inputs_compute_the_loss_only": [
+        ("gradients under no_grad", "now = grad_enabled and", "now ="),
+    ],
+    "test_logits_never_exist_as_a_whole": [
+        ("one chunk", "chunk_rows = _chunk_rows(n_rows, chunk_size)", "chunk_rows = max(n_rows, 1)"),
+        ("rows begin anywhere", "V + -V % 8", "V"),
+    ],
+    "test_second_backward_through_a_retained_graph": [
+        ("gradients handed out twice", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients"),
+    ],
+    "test_gradients_become_the_leaves_grad_without_a_copy": [
+        ("gradients are kept", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients"),
+    ],
+    "test_input_changed_before_the_backward_raises": [
+        ("changes go unseen", "ctx.save_for_backward(hidden, weight,", "ctx.save_for_backward(hidden.clone(), weight.clone(),"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_autocast_multiplies_in_its_dtype_and_returns_the_leaves_dtype": [
+        ("autocast ignored", "if torch.is_autocast_enabled(hidden.device.type):", "if False:"),
+    ],
+}  # fmt: skip

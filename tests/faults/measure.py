@@ -1,0 +1,20 @@
+"""Faults in measure.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "harness.measure"
+TESTS = "tests.files_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside": [
+        ("written in place", "with open(unfinished, \"xb\") as file:", "with open(target, \"wb\") as file:"),
+        ("half a file stays", "            os.unlink(unfinished)\n", "            pass\n"),
+    ],
+    "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)", "target = path")],
+    "test_a_pipe_gets_the_record": [("pipe replaced", "    if written_straight(path):\n", "    if False:\n")],
+    "test_permissions_stay_and_a_new_file_has_the_usual_ones": [
+        ("permissions lost", "os.chmod(unfinished, stat.S_IMODE(before.st_mode))", "pass"),
+    ],
+    "test_a_flag_counts_as_given_when_its_value_is_the_default": [
+        ("every flag counts as given", "for name, value in again.items() if value is not absent", "for name in again"),
+    ],
+}  # fmt: skip

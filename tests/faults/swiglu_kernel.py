@@ -1,0 +1,92 @@
+"""Faults in swiglu_kernel.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.swiglu_kernel"
+TESTS = "tests.swiglu_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_zero_to_four_dimensions": [
+        ("powers of 2, not of e", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.0)"),
+        ("sigmoid of -gate", "tl.exp2(gate * -LOG2E)", "tl.exp2(gate * LOG2E)"),
+        ("y without gate", "(gate * sigmoid).to(dtype)", "sigmoid.to(dtype)"),
+        ("dgate with sigmoid held constant", "(1.0 + gate * (1.0 - sigmoid))", "1.0"),
+        ("dgate with s for 1 - s", "gate * (1.0 - sigmoid)", "gate * sigmoid"),
+        ("dgate without up", "dy * up * sigmoid * (1.0", "dy * sigmoid * (1.0"),
+        ("dup of gate, not silu", "dup = dy * (gate * sigmoid)", "dup = dy * gate"),
+        ("dup without dy", "dup = dy * (gate * sigmoid)", "dup = gate * sigmoid"),
+    ],
+    "test_silu_is_rounded_before_up_multiplies_it": [
+        ("silu not rounded", "(gate * sigmoid).to(dtype).to(tl.float32) * up", "gate * sigmoid * up"),
+    ],
+    "test_steep_infinite_and_nan_gates_are_as_in_pytorch": [
+        ("overflow above 88", "1.0 / (1.0 + tl.exp2(gate * -LOG2E))", "tl.exp2(gate * LOG2E) / (1.0 + tl.exp2(gate * LOG2E))"),
+    ],
+    "test_no_element_is_lost_at_the_end_of_a_block": [
+        ("last element lost", "cols < length", "cols < length - 1"),
+        ("last block lost", "-(-n_rows * n_cols // BLOCK_SIZE) if line", "n_rows * n_cols // BLOCK_SIZE if line"),
+    ],
+    "test_rows_with_gaps_between_them": [
+        ("last block of each row lost", "n_rows * -(-n_cols // BLOCK_SIZE)", "n_rows * (n_cols // BLOCK_SIZE)"),
+    ],
+    "test_any_strides[half of each row-up]": [
+        ("rows taken for one line", "line = all(t is None or t.is_contiguous() for t in rows)", "line = True"),
+        ("gate's stride for up", "up_ptr + row * up_row_stride + cols, mask=mask).to", "up_ptr + row * gate_row_stride + cols, mask=mask).to", 2),
+    ],
+    "test_any_strides[half of each row-dy]": [("gate's stride for dy", "row * dy_row_stride", "row * gate_row_stride")],
+    "test_any_strides[one row repeated (stride 0)-gate]": [
+        ("gate's stride for dgate", "row * dgate_row_stride", "row * gate_row_stride"),
+    ],
+    "test_any_strides[one row repeated (stride 0)-up]": [("up's stride for dup", "row * dup_row_stride", "row * up_row_stride")],
+    "test_any_strides[every second column-gate]": [
+        ("columns taken for adjacent", "return rows if rows.stride(1) == 1 else rows.contiguous()", "return rows"),
+    ],
+    "test_rows_beyond_int32": [("32-bit offsets", "(pid // blocks_per_row).to(tl.int64)", "(pid // blocks_per_row)")],
+    "test_launchers_write_over_what_they_were_given": [
+        ("y made again is not rounded twice", "        y = _swiglu(gate, sigmoid, up, dtype)\n", "        y = gate * sigmoid * up\n"),
+        ("y made again is silu", "y = _swiglu(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
+    ],
+    "test_inputs_are_never_changed": [("overwrites unasked", "t.detach() if inplace else", "t.detach() if True else")],
+    "test_inplace_allocates_only_the_output": [
+        ("not in place", "inplace=_begin_backward() and ctx.inplace", "inplace=_begin_backward() and False"),
+    ],
+    "test_inplace_under_retain_graph_leaves_gate_and_up_alone": [
+        ("overwrites what is needed again", "not torch._C._autograd._get_current_graph_task_keep_graph()", "True"),
+    ],
+    "test_inplace_other_saved_use_raises": [
+        ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(t)", "pass"),
+    ],
+    "test_inplace_refusal_comes_in_the_forward": [("a leaf is overwritten", "if leaf or shared or", "if shared or")],
+    "test_inplace_refuses_memory_that_cannot_hold_both_gradients": [
+        ("one memory takes two gradients", "if leaf or shared or", "if leaf or"),
+        ("gaps are overwritten", " or not t.is_contiguous()", ""),
+    ],
+    "test_torch_compile_of_the_backward_alone[True-True]": [
+        ("compiled, does not overwrite", "[t.copy_(result) for t, result in zip(sources, results)]", "results"),
+    ],
+    "test_torch_compile_of_the_backward_alone[True-False]": [
+        ("compiled, overwrites unasked", "    if inplace:  # as the compiler", "    if True:  # as the compiler"),
+    ],
+    "test_one_input_without_a_gradient": [
+        ("overwrites an input without a gradient", "inplace and all(ctx.needs_input_grad[:2])", "inplace"),
+    ],
+    "test_second_derivative_is_refused_not_silently_zero": [
+        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+    ],
+    "test_mlp_of_unusual_strides": [
+        ("dx of gate alone", ".addmm_(dup, w_up)", ""),
+        ("dW_up of gate", "dw_up = dup.t()", "dw_up = dgate.t()"),
+        ("dW_down of dy", "dw_down = dout.t() @ y", "dw_down = dout.t() @ dy.sigmoid()"),
+        ("gate and up swapped", "swiglu_forward(gate, up) @", "swiglu_forward(up, gate) @"),
+    ],
+    "test_frozen_weights_get_no_gradient_and_no_matmul": [
+        ("matmul for a frozen weight", "dgate.t() @ rows if need_w_gate else None", "dgate.t() @ rows"),
+    ],
+    "test_mlp_of_another_activation_is_refused_with_a_sentence": [
+        ("any activation is silu", 'if given not in ("silu", "swish"):', "if False:"),
+    ],
+    "test_hooks_are_called_and_what_they_keep_is_not_overwritten": [
+        ("hooks are not called", "plain and not any(getattr(module, h) for h in hooks)", "plain"),
+    ],
+    "test_forward_that_a_library_replaced_is_called": [("forward is not called", ' and "forward" not in vars(module)', "")],
+    "test_global_hooks_are_called": [("global hooks are not called", "torch.nn.modules.module._has_any_global_hook() or ", "")],
+}  # fmt: skip
