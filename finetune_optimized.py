@@ -16,9 +16,10 @@ from harness import quiet_interrupt  # noqa: F401  # isort: skip
 import functools
 
 from harness import llama, measure
+from harness.kernel_facts import KERNELS
 from harness.measure import HAS_GPU, UserError
 from next_steps import distill, ladder
-from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 
 PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"

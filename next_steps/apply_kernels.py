@@ -22,6 +22,7 @@ import torch
 
 from cross_entropy_kernel import TritonCrossEntropyLoss
 from harness import llama
+from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
@@ -34,9 +35,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 from transformers.models.llama import modeling_llama  # isort: skip
 
-LOSS_KERNELS = ["cross_entropy", "linear_cross_entropy"]
-MODEL_KERNELS = ["rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "fused_layer"]
-KERNELS = [*MODEL_KERNELS, "adamw"]  # what --kernels knows; the last is an optimizer
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after an output_attentions=True, and do nothing
 ROTARY = modeling_llama.apply_rotary_pos_emb  # the rotary kernel stands for this function and no other

@@ -17,9 +17,10 @@ import torch
 
 import compare_runs
 from harness import llama, measure
-from harness.diagnose import RUNGS, sizes_of
+from harness.costs import sizes_of
+from harness.kernel_facts import KERNELS, RUNGS
 from harness.measure import HAS_GPU, RunError, UserError
-from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder

@@ -17,6 +17,7 @@ from harness import llama, measure
 from harness.checking import HAS_GPU, relative_error
 from next_steps import apply_kernels, distill, reverse_kl_kernel
 from tests.apply_kernels_test import CountedKernel, assert_equal, loss_and_gradients, make_batch, make_model
+from harness.kernel_facts import KERNELS
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
@@ -24,7 +25,7 @@ from tests.fixtures import needs_gpu, waiting_forbidden
 from transformers import AutoModelForCausalLM
 
 IGNORE = llama.IGNORE_INDEX
-ALL = apply_kernels.model_kernels(distill.replace_loss(apply_kernels.KERNELS))  # those that go into both models
+ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
@@ -272,7 +273,7 @@ def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
     assert eager["kernels"] == []
-    assert set(fused["kernels"]) == {*apply_kernels.KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
+    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
         assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)
