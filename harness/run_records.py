@@ -66,6 +66,17 @@ def environment_line(env: dict) -> str:
     )
 
 
+def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
+    """The speed of light of this machine, measured in this run."""
+    return "\n".join(
+        [
+            environment_line(env),
+            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
+        ]
+    )
+
+
 def write_record(path: str | None, record: dict) -> None:
     """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
 
