@@ -7,6 +7,9 @@ compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if no
 """
 
 # first: importing PyTorch takes seconds
+from harness import command_line, run_records, tables
+from harness.device import HAS_GPU
+
 from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import sys
@@ -20,7 +23,7 @@ try:
     from harness.checking import DEVICE, DTYPE_NAME, Check, compare
     from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
-    ENVIRONMENT = measure.environment()  # imports transformers
+    ENVIRONMENT = run_records.environment()  # imports transformers
 except (ImportError, OSError) as error:  # OSError: a library that PyTorch loads is missing
     if __name__ != "__main__":
         raise
@@ -42,7 +45,7 @@ REMEDIES = [
 
 def gpu_remedy() -> str | None:
     """Why no GPU was found and what to do; None if there is one."""
-    if measure.HAS_GPU:
+    if HAS_GPU:
         return None
     if torch.version.cuda is None and torch.version.hip is None:
         return "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build (https://pytorch.org)."
@@ -117,7 +120,7 @@ def inspect() -> dict:
         reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
     except Exception as error:  # whatever stops a launch is what this script is here to find
         reason = explain(error)
-    memory = torch.cuda.get_device_properties(0).total_memory if measure.HAS_GPU else None
+    memory = torch.cuda.get_device_properties(0).total_memory if HAS_GPU else None
     return {
         "environment": ENVIRONMENT, "gpu_memory_bytes": memory, "gpu_remedy": gpu_remedy(), "reason": reason,
     }  # fmt: skip
@@ -125,7 +128,7 @@ def inspect() -> dict:
 
 def render(found: dict) -> str:
     env, memory = found["environment"], found["gpu_memory_bytes"]
-    lines = [] if env["gpu"] else [measure.NO_GPU_NOTE, ""]
+    lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [
         f"{name + ':':<20} {value}"
         for name, value in (
@@ -148,11 +151,11 @@ def render(found: dict) -> str:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     found = inspect()
     print(render(found))
     return 1 if found["reason"] else 0
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -15,8 +15,8 @@ from harness import quiet_interrupt  # noqa: F401  # isort: skip
 import math
 from collections.abc import Callable
 
-from harness import measure
-from harness.measure import UserError
+from harness import command_line, output_files, pictures, run_records, tables
+from harness.command_line import UserError
 
 # what must be equal before two loss curves may be compared
 WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "steps", "seed", "lr"]
@@ -72,7 +72,7 @@ def read_run(path: str) -> dict:
     Raises:
         UserError: the file is no such record, or something in it is missing or damaged.
     """
-    record = measure.read_record(path, "finetune")
+    record = run_records.read_record(path, "finetune")
     damaged = [key for key, fits in KEYS.items() if key not in record or not fits(record[key])]
     if damaged:
         raise UserError(f"{path} is a damaged record, without a usable {', '.join(damaged)}; run its script again")
@@ -116,10 +116,10 @@ def drifted(records: list[dict]) -> bool:
 def render(names: list[str], records: list[dict]) -> str:
     """The whole report, from the records alone."""
     first = records[0]
-    parts = [measure.title("Comparison of fine-tuning runs")]
+    parts = [tables.title("Comparison of fine-tuning runs")]
     for name, record in zip(names, records):
         kernels = ", ".join(record["kernels"]) or "none"
-        parts.append(f"{name}: {measure.environment_line(record['environment'])}\n  custom kernels: {kernels}")
+        parts.append(f"{name}: {run_records.environment_line(record['environment'])}\n  custom kernels: {kernels}")
     parts.append(
         f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), data {first['data']}, "
         f"{first['batch_size']} x {first['seq_len']} tokens, {first['steps']} steps, seed {first['seed']}"
@@ -142,7 +142,7 @@ def render(names: list[str], records: list[dict]) -> str:
         ])  # fmt: skip
     headers = ["Run", "Median step (s)", "Tokens/sec", "Peak memory (GB)", "Speedup", "Throughput", "Memory"]
     headers.append("Validation loss")
-    parts.append(measure.table(headers, rows))
+    parts.append(tables.table(headers, rows))
 
     comparable = []
     for name, record in zip(names[1:], records[1:]):
@@ -178,14 +178,14 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
         for _, record in comparable:
             row += [f"{record['losses'][step]:.5f}", f"{relative_differences(first, record)[step]:.1e}"]
         rows.append(row)
-    return measure.table(headers, rows)
+    return tables.table(headers, rows)
 
 
 def plot(names: list[str], records: list[dict], path: str) -> None:
     """Loss curves, tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    plt = measure.pyplot()
+    plt = pictures.pyplot()
     figure, (losses, throughput, memory) = plt.subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
     for name, record in zip(names, records):
         style = "-" if record is records[0] else "--"
@@ -195,7 +195,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
     peaks = [record["peak_memory_bytes"] for record in records]
-    unit, size = measure.decimal_unit(peaks, "GB", "MB", 1e9)  # of a CPU's run the peak may be below 1 GB
+    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)  # of a CPU's run the peak may be below 1 GB
     for axis, title, values, spec in [
         (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
         (memory, f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f"),
@@ -210,7 +210,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    measure.save_plot(figure, path, dpi=130)
+    pictures.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:
@@ -223,7 +223,7 @@ def run_names(records: list[dict]) -> list[str]:
 
 
 def main() -> int:
-    parser = measure.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument(
         "records", nargs="+", metavar="RUN.json", help="records of the fine-tuning scripts; two or more"
     )
@@ -231,7 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     if len(args.records) < 2:
         raise UserError("give at least two records to compare")
-    measure.check_outputs(args)
+    output_files.check_outputs(args)
     records = [read_run(path) for path in args.records]
     names = run_names(records)
     print(render(names, records))
@@ -241,4 +241,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

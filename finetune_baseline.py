@@ -9,15 +9,16 @@ finetune_optimized.py runs the same loop with custom kernels; compare_runs.py la
 # first: importing PyTorch takes seconds
 from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
-from harness import llama, measure
+from harness import command_line, loading, output_files
+from harness.workload import finetune_parser
 
 
 def main() -> None:
-    args = llama.finetune_parser(__doc__).parse_args()
-    measure.check_outputs(args)
-    model = llama.load_model(args)
+    args = finetune_parser(__doc__).parse_args()
+    output_files.check_outputs(args)
+    model = loading.load_model(args)
     llama.finetune(model, args, title="Baseline", kernels=[])
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

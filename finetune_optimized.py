@@ -15,8 +15,10 @@ from harness import quiet_interrupt  # noqa: F401  # isort: skip
 
 import functools
 
-from harness import llama, measure
-from harness.measure import HAS_GPU, UserError
+from harness import command_line, loading, output_files, training_run
+from harness.command_line import UserError
+from harness.device import HAS_GPU
+from harness.workload import finetune_parser
 from next_steps import distill, ladder
 from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
@@ -25,28 +27,28 @@ PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"
 
 
 def parse_args():
-    parser = llama.finetune_parser(__doc__)
-    llama.add_kernels_flag(parser, KERNELS, default=PLAYBOOK_KERNELS)
+    parser = finetune_parser(__doc__)
+    command_line.add_kernels_flag(parser, KERNELS, default=PLAYBOOK_KERNELS)
     add = parser.add_argument
     add("--stochastic-rounding", action="store_true", help="of the adamw kernel's bf16 weights and moments")
     add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
     ladder.add_flags(parser)
     distill.add_flags(parser)
     args = distill.parse_args(parser)
-    measure.refuse_ignored(args, ladder.IGNORED)
+    command_line.refuse_ignored(args, ladder.IGNORED)
     for flag in ("stochastic_rounding", "cuda_graph"):
         if getattr(args, flag) and "adamw" not in args.kernels:
-            raise UserError(f"{measure.flag_name(flag)} needs the adamw kernel: --kernels all")
+            raise UserError(f"{command_line.flag_name(flag)} needs the adamw kernel: --kernels all")
     if args.stochastic_rounding and args.dtype != "bf16":
         raise UserError(f"--stochastic-rounding is for bf16 and does nothing in {args.dtype}: add --dtype bf16")
     if args.cuda_graph and not HAS_GPU:
         raise UserError("--cuda-graph needs a CUDA GPU and none was found")
-    if args.cuda_graph and args.steps <= llama.WARMUP_STEPS:
+    if args.cuda_graph and args.steps <= training_run.WARMUP_STEPS:
         raise UserError(
-            f"--cuda-graph starts after {llama.WARMUP_STEPS} steps, so with --steps {args.steps} it "
+            f"--cuda-graph starts after {training_run.WARMUP_STEPS} steps, so with --steps {args.steps} it "
             "does nothing: take more steps"
         )
-    measure.check_outputs(args)
+    output_files.check_outputs(args)
     return args
 
 
@@ -64,10 +66,10 @@ def main() -> None:
     args = parse_args()
     if ladder.takes_over(args) or distill.takes_over(args, train):
         return
-    model = llama.load_model(args, step_tryer(args.kernels))
+    model = loading.load_model(args, step_tryer(args.kernels))
     apply_kernels(model, model_kernels(args.kernels))
     train(model, args, "Optimized", args.kernels)
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -39,9 +39,22 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from harness import diagnose, llama, measure
+from harness import (
+    architecture,
+    command_line,
+    dataset,
+    diagnose,
+    loading,
+    output_files,
+    run_records,
+    stepping,
+    tables,
+    timing,
+)
+from harness.command_line import RunError, UserError
+from harness.device import DEVICE, HAS_GPU
 from harness.diagnose import NOTHING, OTHER, Cost, Sizes
-from harness.measure import HAS_GPU, RunError, UserError
+from harness.workload import add_workload_flags, workload_line
 from next_steps import memory_estimate, memory_profile
 from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from next_steps.apply_kernels import LlamaDecoderLayer as FusedDecoderLayer
@@ -60,7 +73,7 @@ CATEGORIES = [
 ]  # fmt: skip
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 
-# "forward", "backward" and "optimizer" are opened by llama.training_step, the others here
+# "forward", "backward" and "optimizer" are opened by stepping.training_step, the others here
 RANGE_OF_CLASS = {
     "LlamaRMSNorm": "normalization", "TritonRMSNorm": "normalization", "LlamaMLP": "mlp", "TritonLlamaMLP": "mlp",
     "LlamaAttention": "attention", "LlamaRotaryEmbedding": "rotary", "Embedding": "embedding",
@@ -387,14 +400,14 @@ def idle_times(events: list[FunctionEvent]) -> dict:
 # ---------------------------------------------------------------- the run
 
 
-def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: llama.Batch) -> float:
+def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dataset.Batch) -> float:
     """One training step, milliseconds."""
     with record_function("step"):
-        _, seconds = llama.timed_step(model, optimizer, batch)
+        _, seconds = stepping.timed_step(model, optimizer, batch)
     return 1e3 * seconds
 
 
-def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> tuple[profile, float]:
+def last_of(profiler: profile, model, optimizer, batches: list[dataset.Batch]) -> tuple[profile, float]:
     """A step on each of two batches; the second one's profile and milliseconds.
 
     The first is thrown away: it pays for attaching the profiler to the GPU.
@@ -408,7 +421,7 @@ def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> 
     return profiler, step_ms
 
 
-def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) -> tuple[profile, float]:
+def profiled_step(model, optimizer, batches: list[dataset.Batch], stacks: bool) -> tuple[profile, float]:
     """Which kernel was launched for what, with the shapes of all operations, at the host's expense: see `timeline`."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else [])
     profiler = profile(activities=activities, schedule=RECORD_SECOND, record_shapes=True, with_stack=stacks)
@@ -416,7 +429,7 @@ def profiled_step(model, optimizer, batches: list[llama.Batch], stacks: bool) ->
         return last_of(profiler, model, optimizer, batches)
 
 
-def timeline(model, optimizer, batches: list[llama.Batch]) -> dict:
+def timeline(model, optimizer, batches: list[dataset.Batch]) -> dict:
     """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
 
     Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a kernel takes as long
@@ -430,7 +443,7 @@ def timeline(model, optimizer, batches: list[llama.Batch]) -> dict:
 
 def measure_ceilings(dtype: torch.dtype) -> dict:
     """What this GPU can do at most; before the model is built, which needs the memory."""
-    ceilings = {"copy_gbs": measure.copy_bandwidth(), "matmul_tflops": measure.matmul_rate(dtype=dtype)}
+    ceilings = {"copy_gbs": timing.copy_bandwidth(), "matmul_tflops": timing.matmul_rate(dtype=dtype)}
     if HAS_GPU:
         torch.cuda.empty_cache()
     return ceilings
@@ -458,7 +471,7 @@ def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
             ) from error
     if path.endswith(".gz"):
         content = gzip.compress(content)
-    measure.write_output(path, content, "the trace")
+    output_files.write_output(path, content, "the trace")
     return trace, len(content)
 
 
@@ -467,13 +480,13 @@ def profile_training(args: argparse.Namespace) -> dict:
 
     Time and peak memory come from steps without the profiler, which slows the CPU down.
     """
-    ceilings = measure_ceilings(llama.DTYPES[args.dtype])
-    model = llama.load_model(args, memory_estimate.step_tryer(args.kernels))
+    ceilings = measure_ceilings(architecture.TORCH_DTYPES[args.dtype])
+    model = loading.load_model(args, memory_estimate.step_tryer(args.kernels))
     apply_kernels(model, model_kernels(args.kernels))
     sizes = diagnose.sizes_of(model.config, args)
-    data = llama.load_data(args, model.config, args.warmup + TIMED_STEPS + 4)
+    data = dataset.load_data(args, model.config, args.warmup + TIMED_STEPS + 4)
     optimizer = make_optimizer(model, 1e-5, args.kernels)
-    batches = [batch.to(llama.DEVICE) for batch in data.train]
+    batches = [batch.to(DEVICE) for batch in data.train]
     warmup, timed, profiled = batches[: args.warmup], batches[args.warmup : -4], batches[-4:]
 
     for batch in warmup:
@@ -482,14 +495,14 @@ def profile_training(args: argparse.Namespace) -> dict:
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
     step_ms = [timed_step(model, optimizer, batch) for batch in timed]
-    peak_memory = measure.peak_memory_bytes()
+    peak_memory = timing.peak_memory_bytes()
     idle = timeline(model, optimizer, profiled[:2]) if HAS_GPU else None
     profiler, profiled_ms = profiled_step(model, optimizer, profiled[2:], args.stacks)
     trace, trace_bytes = write_trace(profiler, args.trace)
     costs = diagnose.costs_of_trace(trace, sizes, args.seq_len, args.kernels)
     parts = attribute(profiler.events(), costs, sizes)
     return {
-        "kind": "profile", "environment": measure.environment(), "kernels": args.kernels,
+        "kind": "profile", "environment": run_records.environment(), "kernels": args.kernels,
         **llama.describe_workload(model, args), "warmup_steps": args.warmup,
         **parts, "ceilings": ceilings, "sizes": asdict(sizes), "timeline": idle,
         "step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "profiled_step_ms": profiled_ms,
@@ -505,7 +518,7 @@ def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
     """Rows of (name, microseconds, count) with each one's share, and their sum."""
     total = sum(us for _, us, _ in rows)
     rows = rows + [("Total", total, sum(count for _, _, count in rows))]
-    return measure.table(
+    return tables.table(
         headers,
         [[name, f"{us / 1e3:,.3f}ms", f"{100 * us / total:.1f}%", f"{count:,}"] for name, us, count in rows],
     )
@@ -533,7 +546,7 @@ def totals(record: dict) -> str:
     on_gpu = record["device"] == "CUDA"
     busy_ms, step_ms = record["busy_us"] / 1e3, record["median_step_ms"]
     idle = max(0.0, 1 - busy_ms / step_ms)
-    resting = measure.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
     profiled = [("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms")]
     if record.get("timeline"):
         slower = ("Kernels recorded:", record["timeline"]["step_ms"]), ("Shapes too:", record["profiled_step_ms"])
@@ -555,10 +568,10 @@ def render(record: dict) -> str:
     kind = "GPU" if device == "CUDA" else "CPU"
     return "\n".join(
         [
-            measure.environment_line(record["environment"]),
-            llama.workload_line(record),
+            run_records.environment_line(record["environment"]),
+            workload_line(record),
             "",
-            measure.title(f"Top {TOP} {device} Operations by Total {kind} Time"),
+            tables.title(f"Top {TOP} {device} Operations by Total {kind} Time"),
             operations_table(record),
             "",
             parts_table("Category", record["categories"], device),
@@ -575,13 +588,13 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = measure.Parser(__doc__)
-    llama.add_workload_flags(parser)
-    llama.add_kernels_flag(parser, KERNELS, default="none")
+    parser = command_line.Parser(__doc__)
+    add_workload_flags(parser)
+    command_line.add_kernels_flag(parser, KERNELS, default="none")
     add = parser.add_argument
     add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
     add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
-    add("--warmup", type=measure.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
+    add("--warmup", type=command_line.positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
     add("--trace", metavar="FILE[.gz]", help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)")
     add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
     add_mode = parser.add_mutually_exclusive_group().add_argument
@@ -594,7 +607,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.memory_snapshot and not args.memory:
         raise UserError("--memory-snapshot shows the memory of a step: add --memory")
     ignored = IGNORED | {"compare": sorted(vars(args).keys() - {"compare", "plot"})}
-    measure.refuse_ignored(args, ignored)
+    command_line.refuse_ignored(args, ignored)
     if args.plot and args.estimate:
         raise UserError("--plot draws the operations of a step, and --estimate runs none; give one of the two")
     if args.estimate and not HAS_GPU:  # it is of a run with one
@@ -610,7 +623,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    measure.check_outputs(args)
+    output_files.check_outputs(args)
     if args.compare:
         return diagnose.compare(*args.compare, args.plot)
     if args.estimate:
@@ -618,13 +631,13 @@ def main() -> None:
     if args.memory:
         return memory_profile.report(args)
     if not HAS_GPU:
-        print(measure.NO_GPU_NOTE + "\n")
+        print(tables.NO_GPU_NOTE + "\n")
     record = profile_training(args)
     print(render(record))
-    measure.write_record(args.json, record)
+    run_records.write_record(args.json, record)
     if args.plot:
         diagnose.plot([record], args.plot)
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -80,7 +80,7 @@ def refuse_ignored(args: argparse.Namespace, ignored: dict[str, Sequence[str]]) 
 
 
 def whole_number(text: str, least: int = 0) -> int:
-    """argparse type: an integer of at least `least` that fits 31 bits, as every size and seed does."""
+    """argparse type: an integer of at least `least` that fits 31 bits, as sizes and seeds do."""
     try:
         value = int(text)
     except ValueError:

@@ -36,8 +36,9 @@ from typing import NamedTuple
 
 import torch
 
-from harness import llama, measure
-from harness.measure import UserError
+from harness import architecture, pictures, run_records, tables
+from harness.command_line import UserError
+from harness.workload import model_line
 
 TARGET = 0.9  # of a ceiling
 IDLE_SHARE = 0.02  # of the step: below it, short kernels wait in the GPU's queue and not for the host
@@ -66,11 +67,11 @@ class Sizes:
 
 
 def sizes_of(config, args: argparse.Namespace) -> Sizes:
-    width = torch.finfo(llama.DTYPES[args.dtype]).bits // 8
+    width = torch.finfo(architecture.TORCH_DTYPES[args.dtype]).bits // 8
     per_layer = width * args.batch_size * args.seq_len * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return Sizes(
-        weights=width * llama.parameter_count(config),
+        weights=width * architecture.parameter_count(config),
         stream=per_layer * config.hidden_size,
         heads=per_layer * head_columns,
         inner=per_layer * config.intermediate_size,
@@ -418,8 +419,8 @@ def achieved(finding: Finding) -> str:
 
 
 def findings_table(header: str, findings: list[Finding]) -> str:
-    bytes_unit, byte = measure.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    flops_unit, flop = measure.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+    bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = tables.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
     rows = [
         [
             f.name[:60], f"{f.us / 1e3:,.3f}", short(f.n_bytes / byte), short(f.flops / flop),
@@ -430,12 +431,12 @@ def findings_table(header: str, findings: list[Finding]) -> str:
     headers = [
         header, "Time, ms", f"Moved, {bytes_unit}", flops_unit, "FLOP/byte", "Achieved", "% of ceiling", "Verdict",
     ]  # fmt: skip
-    return measure.table(headers, rows, ["left", *["right"] * 6, "left"])
+    return tables.table(headers, rows, ["left", *["right"] * 6, "left"])
 
 
 def gains_table(record: dict, findings: list[Finding]) -> str:
     """What each part would take at TARGET of its ceiling, and what the step would gain."""
-    unit, size = measure.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
     rows = [
         [
             f.name, f"{f.us / 1e3:,.3f}", short(f.needed / size), f"{f.target_us / 1e3:,.3f}",
@@ -445,7 +446,7 @@ def gains_table(record: dict, findings: list[Finding]) -> str:
     ]  # fmt: skip
     at_target = f"At {100 * TARGET:.0f} %, ms"
     headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", at_target, "Gain, ms", "Step", "What to do"]
-    return measure.table(headers, rows, ["left", *["right"] * 5, "left"])
+    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
 
 
 def percent_of_step(finding: Finding, record: dict) -> str:
@@ -459,7 +460,7 @@ def decision(record: dict, findings: list[Finding]) -> list[str]:
     first = findings[0]
     cost = f"{first.name}, {first.us / 1e3:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
     if first.necessary is not None:
-        unit, size = measure.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        unit, size = tables.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         cost += f": it moves {first.n_bytes / size:,.1f} {unit}, {first.necessary / size:,.1f} are necessary"
     roof = "matmul" if first.flops_us / TARGET == first.target_us else "copy"
     where = f"at {100 * TARGET:.0f} % of the {roof} rate " if first.target_us else ""
@@ -494,7 +495,7 @@ def render(record: dict) -> str:
     findings = ranking(record)
     return "\n".join(
         [
-            measure.title(f"Diagnosis{'' if record['device'] == 'CUDA' else measure.NOT_MEANINGFUL}"),
+            tables.title(f"Diagnosis{'' if record['device'] == 'CUDA' else tables.NOT_MEANINGFUL}"),
             ceilings_line(record),
             host_line(record),
             "",
@@ -533,7 +534,7 @@ def render_comparison(before: dict, after: dict) -> str:
         raise UserError(f"the profiles are not of one workload: {'; '.join(differences)}; give two that are")
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
-    unit, size = measure.decimal_unit([part["bytes"] for parts in moved for part in parts.values()], "GB", "MB", 1e9)
+    unit, size = tables.decimal_unit([part["bytes"] for parts in moved for part in parts.values()], "GB", "MB", 1e9)
     for name, old in before["categories"].items():
         new = after["categories"][name]
         if old["launches"] or new["launches"]:
@@ -552,13 +553,13 @@ def render_comparison(before: dict, after: dict) -> str:
     names = [{row["name"]: row for row in record["operations"]} for record in (before, after)]
     lines = [
         *(
-            f"{label} {measure.environment_line(r['environment'])}; custom kernels: {', '.join(r['kernels']) or 'none'}"
+            f"{label} {run_records.environment_line(r['environment'])}; custom kernels: {', '.join(r['kernels']) or 'none'}"
             for label, r in (("Before:", before), ("After: ", after))
         ),
-        f"{llama.model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
+        f"{model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
         "",
-        measure.title(f"What the kernels changed{'' if before['device'] == 'CUDA' else measure.NOT_MEANINGFUL}"),
-        measure.table(headers, rows),
+        tables.title(f"What the kernels changed{'' if before['device'] == 'CUDA' else tables.NOT_MEANINGFUL}"),
+        tables.table(headers, rows),
         "",
         only_in("Went away:", names[0], names[1]),
         only_in("Came:     ", names[1], names[0]),
@@ -572,7 +573,7 @@ def compare(before_path: str, after_path: str, picture: str | None) -> None:
     Raises:
         UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
     """
-    records = [measure.read_record(path, "profile") for path in (before_path, after_path)]
+    records = [run_records.read_record(path, "profile") for path in (before_path, after_path)]
     print(render_comparison(*records))
     if picture:
         for path, record in zip((before_path, after_path), records):
@@ -583,7 +584,7 @@ def compare(before_path: str, after_path: str, picture: str | None) -> None:
 
 def comparison_row(name: str, before_us: float, after_us: float, predicted_us: float | None) -> list[str]:
     gain = f"{(before_us - after_us) / 1e3:,.3f}"
-    predicted = measure.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    predicted = tables.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
@@ -605,7 +606,7 @@ def plot(records: list[dict], path: str) -> None:
     """
     from matplotlib.ticker import FuncFormatter
 
-    plt = measure.pyplot()
+    plt = pictures.pyplot()
     first = records[0]
     tbs, matmul = first["ceilings"]["copy_gbs"] / 1e3, first["ceilings"]["matmul_tflops"]
     judged = [judge_categories(record) for record in records]
@@ -659,6 +660,6 @@ def plot(records: list[dict], path: str) -> None:
     environment = first["environment"]
     axis.set_title(
         f"{first['model']}, {first['batch_size']} x {first['seq_len']} tokens, {environment['gpu'] or 'CPU'}, "
-        f"{environment['date']}{'' if environment['gpu'] else measure.NOT_MEANINGFUL}\ncustom kernels: {kernels}"
+        f"{environment['date']}{'' if environment['gpu'] else tables.NOT_MEANINGFUL}\ncustom kernels: {kernels}"
     )
-    measure.save_plot(figure, path)
+    pictures.save_plot(figure, path)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from harness import llama
+from harness import patching, stepping
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
@@ -79,9 +79,9 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
     if any(hasattr(module, "_hf_hook") for module in model.modules()):  # in their forward, which would be replaced
         raise ValueError("accelerate has spread the model over devices, expected one: load it without that device_map.")
     if "rmsnorm" in names:
-        llama.replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
+        patching.replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
-        llama.replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
+        patching.replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
     if modeling_llama.apply_rotary_pos_emb is ROTARY:
         if "rope" in names:
             change_class(model, LlamaAttention)
@@ -96,7 +96,7 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
 
 def triton_adamw(model: torch.nn.Module, lr: float, stochastic_rounding: bool = False) -> TritonAdamW:
     """AdamW in one kernel per parameter, which steps during the backward, so that gradients never all exist at once."""
-    return TritonAdamW(llama.trained(model), lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
+    return TritonAdamW(stepping.trained(model), lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
 
 
 def model_kernels(kernels: Sequence[str]) -> list[str]:
@@ -108,7 +108,7 @@ def make_optimizer(
     model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
 ) -> torch.optim.Optimizer:
     """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
-    return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else llama.make_optimizer(model, lr)
+    return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else stepping.make_optimizer(model, lr)
 
 
 # ---------------------------------------------------------------- putting them in
@@ -292,13 +292,13 @@ def cross_entropy_loss(
     Args:
         logits: (B, T, V).
         labels: (B, T) int64.
-        kwargs: those of `llama.causal_lm_loss`.
+        kwargs: those of `patching.causal_lm_loss`.
     """
 
     def cross_entropy(logits, targets, ignore_index):
         return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
+    return patching.causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
 
 
 def linear_cross_entropy_loss(
@@ -309,7 +309,7 @@ def linear_cross_entropy_loss(
     def cross_entropy(hidden_states, targets, ignore_index):
         return TritonLinearCrossEntropyLoss(ignore_index)(hidden_states, weight, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
+    return patching.causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from harness import llama
-from harness.measure import UserError, flag_name, positive_float, positive_int
+from harness import architecture, config_file, loading, patching
+from harness.command_line import UserError, flag_name, positive_float, positive_int
 from next_steps.apply_kernels import apply_kernels, model_kernels
 from next_steps.memory_estimate import step_tryer
 from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
@@ -126,7 +126,7 @@ def learn_from(
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
         logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
-        loss_function = llama.causal_lm_loss(
+        loss_function = patching.causal_lm_loss(
             lambda logits, targets, ignore_index: reverse_kl(logits, teacher_logits, targets != ignore_index)
         )
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
@@ -143,10 +143,10 @@ def load_student(args: argparse.Namespace, kernels: Sequence[str]) -> tuple[torc
         kernels: from `replace_loss`; those for a model go into both.
     """
     teacher_args = argparse.Namespace(**{**vars(args), "model": args.teacher})
-    n_layers = layers_to_keep(args, llama.load_config(args), llama.load_config(teacher_args))
+    n_layers = layers_to_keep(args, config_file.load_config(args), config_file.load_config(teacher_args))
     try_step = step_tryer(model_kernels(kernels))
-    teacher = llama.load_model(teacher_args, try_step).eval().requires_grad_(False)
-    student = llama.load_model(args, try_step)
+    teacher = loading.load_model(teacher_args, try_step).eval().requires_grad_(False)
+    student = loading.load_model(args, try_step)
     student.model.layers = student.model.layers[:n_layers]
     student.config.num_hidden_layers = n_layers
     for model in (teacher, student):
@@ -156,6 +156,6 @@ def load_student(args: argparse.Namespace, kernels: Sequence[str]) -> tuple[torc
     return learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels), {
         "teacher": args.teacher, "teacher_weights": described["weights"],
         "teacher_parameters": described["parameters"],
-        "teacher_flops_per_token": llama.flops_per_token(teacher.config, args.seq_len) / 3,  # the forward's third
+        "teacher_flops_per_token": architecture.flops_per_token(teacher.config, args.seq_len) / 3,  # the forward's third
         "student_layers": n_layers, "temperature": temperature,
     }  # fmt: skip

@@ -16,9 +16,22 @@ from pathlib import Path
 import torch
 
 import compare_runs
-from harness import llama, measure
+from harness import (
+    command_line,
+    config_file,
+    dataset,
+    loading,
+    pictures,
+    run_records,
+    stepping,
+    tables,
+    timing,
+    training_run,
+)
+from harness.command_line import RunError, UserError
+from harness.device import DEVICE, HAS_GPU
 from harness.diagnose import RUNGS, sizes_of
-from harness.measure import HAS_GPU, RunError, UserError
+from harness.workload import model_line
 from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 
@@ -72,7 +85,7 @@ def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool =
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command = [sys.executable, HERE / script, *workload, *flags, "--json", path]
-        run = measure.run_child([str(part) for part in command])
+        run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines() or [f"exit code {run.returncode}"]
             raise RunError(f"{' '.join([script, *flags])} failed: {said[-1]}")
@@ -81,10 +94,10 @@ def run_script(script: str, args: argparse.Namespace, *flags: str, steps: bool =
 
 def climb(args: argparse.Namespace) -> None:
     """Run the baseline, its profile and every rung; print the table, write the record."""
-    config = llama.load_config(args, step_tryer(KERNELS))
+    config = config_file.load_config(args, step_tryer(KERNELS))
     if not HAS_GPU:
-        print(measure.NO_GPU_NOTE + "\n")
-    record = {"kind": "ladder", "environment": measure.environment(), "rungs": [], "absent": []}
+        print(tables.NO_GPU_NOTE + "\n")
+    record = {"kind": "ladder", "environment": run_records.environment(), "rungs": [], "absent": []}
     with tempfile.TemporaryDirectory() as folder:
         profile = run_script("profile_baseline.py", args, "--trace", f"{folder}/trace.json", steps=False)
     record["copy_gbs"] = profile["ceilings"]["copy_gbs"]
@@ -108,7 +121,7 @@ def climb(args: argparse.Namespace) -> None:
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
         add(rung.name, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", ",".join(names)))
-    if HAS_GPU and args.steps > llama.WARMUP_STEPS:  # what is left of the step is the GPU's own time
+    if HAS_GPU and args.steps > training_run.WARMUP_STEPS:  # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
         add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", args, "--kernels", "all", "--cuda-graph"))
     try:
@@ -118,7 +131,7 @@ def climb(args: argparse.Namespace) -> None:
     print("\n" + render(record))
     if args.plot:
         plot([record], args.plot)
-    measure.write_record(args.json, record)
+    run_records.write_record(args.json, record)
 
 
 def render(record: dict) -> str:
@@ -131,7 +144,7 @@ def render(record: dict) -> str:
         predicted = None if saved is None else before["step_ms"] - rung["predicted_ms"]
         difference = max(compare_runs.relative_differences(baseline, rung))
         row = [rung["name"] if predicted is None else f"+ {rung['name']}"]
-        row += [measure.number(ms) for ms in (predicted, saved, rung["step_ms"])]
+        row += [tables.number(ms) for ms in (predicted, saved, rung["step_ms"])]
         for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
             row += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
         rows.append([*row, f"{difference:.1e}"])
@@ -142,13 +155,13 @@ def render(record: dict) -> str:
     ]  # fmt: skip
     workload = f"{record['batch_size']} x {record['seq_len']} tokens, {record['steps']} steps, data {record['data']}"
     lines = [
-        measure.environment_line(record["environment"]),
-        f"{llama.model_line(record)}; {workload}",
+        run_records.environment_line(record["environment"]),
+        f"{model_line(record)}; {workload}",
         f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
         f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
         "",
-        measure.title(f"The ladder{'' if on_gpu else measure.NOT_MEANINGFUL}"),
-        measure.table(headers, rows),
+        tables.title(f"The ladder{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        tables.table(headers, rows),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)
@@ -156,7 +169,7 @@ def render(record: dict) -> str:
 
 def plot(records: list[dict], path: str) -> None:
     """A step's time and peak memory, rung by rung, a row of two panels for each record, as one PNG."""
-    plt = measure.pyplot()
+    plt = pictures.pyplot()
     size = 12, 0.6 + 3.6 * len(records)
     figure, axes = plt.subplots(len(records), 2, figsize=size, squeeze=False, layout="constrained")
     for record, (times, memory) in zip(records, axes):
@@ -177,12 +190,12 @@ def plot(records: list[dict], path: str) -> None:
         memory.set_yticks([])
         times.set_title(f"{record['batch_size']} x {record['seq_len']} tokens", loc="left")
     first = records[0]
-    device = first["environment"]["gpu"] or f"CPU{measure.NOT_MEANINGFUL}"
+    device = first["environment"]["gpu"] or f"CPU{tables.NOT_MEANINGFUL}"
     figure.suptitle(
         f"{first['model']}, {first['dtype']}, {device}, {first['environment']['date']}\n"
         "bars: measured; black marks: what the baseline's profile predicted for the rung"
     )
-    measure.save_plot(figure, path)
+    pictures.save_plot(figure, path)
 
 
 def train_opponent(args: argparse.Namespace) -> None:
@@ -192,49 +205,49 @@ def train_opponent(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
     apply_liger_kernel_to_llama()
-    fused_adamw = functools.partial(llama.make_optimizer, fused=True)
-    model = llama.load_model(args)
+    fused_adamw = functools.partial(stepping.make_optimizer, fused=True)
+    model = loading.load_model(args)
     llama.finetune(model, args, title="Liger-Kernel", kernels=["Liger-Kernel"], make_optimizer=fused_adamw)
 
 
 def find_longest(args: argparse.Namespace) -> None:
     """Train on random sequences, from --seq-len on LONGEST_STEP tokens longer each time, until the memory is full."""
-    model = llama.load_model(args, step_tryer(args.kernels))
+    model = loading.load_model(args, step_tryer(args.kernels))
     apply_kernels(model, model_kernels(args.kernels))
     optimizer = make_optimizer(model, 1e-5, args.kernels, args.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     first = -(-args.seq_len // LONGEST_STEP) * LONGEST_STEP  # --seq-len or the next multiple
     record = {
-        "kind": "longest", "environment": measure.environment(), "kernels": args.kernels,
+        "kind": "longest", "environment": run_records.environment(), "kernels": args.kernels,
         **llama.describe_workload(model, args), "first_length": first, "length_step": LONGEST_STEP,
         "lengths": [], "peaks": [], "stopped_by": "the model's positions",
     }  # fmt: skip
     if not HAS_GPU:
-        print(measure.NO_GPU_NOTE + "\n")
+        print(tables.NO_GPU_NOTE + "\n")
     lengths = range(first, limit + 1, LONGEST_STEP)
     if not HAS_GPU and len(lengths) > CPU_LENGTHS:
         lengths = lengths[:CPU_LENGTHS]
         record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
     for length in lengths:
-        ids = torch.randint(vocabulary, (1, length), device=llama.DEVICE)
+        ids = torch.randint(vocabulary, (1, length), device=DEVICE)
         try:
             if HAS_GPU:
                 torch.cuda.reset_peak_memory_stats()
-            loss, seconds = llama.timed_step(model, optimizer, llama.Batch(ids, ids, length))
+            loss, seconds = stepping.timed_step(model, optimizer, dataset.Batch(ids, ids, length))
         except RuntimeError as error:
-            if not measure.ran_out_of_memory(error):
+            if not command_line.ran_out_of_memory(error):
                 raise
             record["stopped_by"] = "the GPU's memory"
             break
         record["lengths"].append(length)
-        record["peaks"].append(measure.peak_memory_bytes())
+        record["peaks"].append(timing.peak_memory_bytes())
         print(f"{length:>7,} tokens: {seconds:6.2f} s, peak {record['peaks'][-1] / 1e9:.1f} GB", flush=True)
         del loss
         if HAS_GPU:
             gc.collect()
             torch.cuda.empty_cache()  # blocks of the last length do not fit the next
     print("\n" + render_longest(record))
-    measure.write_record(args.json, record)
+    run_records.write_record(args.json, record)
 
 
 def render_longest(record: dict) -> str:
@@ -244,8 +257,8 @@ def render_longest(record: dict) -> str:
     limit = f"in steps of {record['length_step']:,}; stopped by {record['stopped_by']}"
     return "\n".join(
         [
-            measure.environment_line(record["environment"]),
-            f"{llama.model_line(record)}; custom kernels: {', '.join(record['kernels']) or 'none'}",
+            run_records.environment_line(record["environment"]),
+            f"{model_line(record)}; custom kernels: {', '.join(record['kernels']) or 'none'}",
             f"Longest sequence that fits, batch 1: {longest} tokens ({limit})",
         ]
     )

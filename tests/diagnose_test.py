@@ -15,8 +15,10 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import profile_baseline
-from harness import diagnose, llama, measure
+from harness import architecture, command_line, dataset, diagnose, loading, run_records, stepping, tables
+from harness.device import DEVICE
 from harness.diagnose import NOTHING, OTHER, RUNG_OF_CATEGORY, RUNGS, Cost, Sizes
+from harness.workload import finetune_parser
 from tests.fixtures import needs_gpu
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -26,7 +28,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def sizes_8b(batch_size: int, seq_len: int) -> Sizes:
     shape = argparse.Namespace(dtype="bf16", batch_size=batch_size, seq_len=seq_len)
-    return diagnose.sizes_of(llama.llama_3_1_8b_config(), shape)
+    return diagnose.sizes_of(architecture.llama_3_1_8b_config(), shape)
 
 
 # ---------------------------------------------------------------- bytes and FLOPs of an operation
@@ -172,15 +174,15 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
 
     rmsnorm_kernel.py counts 128 bytes; 12 of them add gradients where two paths meet, which no layer owns.
     """
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size = 512  # so that what there is one of per row does not count
-    monkeypatch.setattr(llama, "tiny_config", lambda: config)
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     flags = ["--model", "tiny", "--dtype", "bf16", "--seq-len", "32", "--warmup", "1"]
     args = profile_baseline.parse_args([*flags, "--trace", str(tmp_path / "trace.json")])
     record = profile_baseline.profile_training(args)
     parts, sizes = record["categories"], Sizes(**record["sizes"])
-    products = llama.flops_per_token(config, 32) - 6 * config.num_hidden_layers * 4 * config.head_dim * 32
+    products = architecture.flops_per_token(config, 32) - 6 * config.num_hidden_layers * 4 * config.head_dim * 32
     assert parts["matmul"]["flops"] == pytest.approx(32 * products, rel=1e-3)  # and the angles' small product
     numbers = 5 * 32 * 512
     assert parts["normalization"]["bytes"] == pytest.approx(116 * numbers, rel=0.03)
@@ -295,7 +297,7 @@ def test_every_kernel_is_known_to_replace_something():
 def test_every_advised_flag_exists():
     known = {rung.name for rung in RUNGS}
     assert known <= set(profile_baseline.KERNELS)
-    assert llama.finetune_parser("").parse_args([]).steps
+    assert finetune_parser("").parse_args([]).steps
     for category, rung in RUNG_OF_CATEGORY.items():
         advice = diagnose.advice_for(category, {"kernels": []})
         assert advice == f"--kernels {rung.name}"
@@ -458,7 +460,7 @@ def test_old_profiles_are_compared_without_a_prediction():
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 4), ("model", "other"), ("dtype", "fp32"), ("device", "CPU")])
 def test_profiles_of_different_workloads_are_not_compared(key, value):
     before, after = before_and_after()
-    with pytest.raises(measure.UserError, match=f"not of one workload: {key} {value}"):
+    with pytest.raises(command_line.UserError, match=f"not of one workload: {key} {value}"):
         diagnose.render_comparison(before, after | {key: value})
 
 
@@ -526,10 +528,10 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
     small = ["--model", "tiny", "--seq-len", "8", "--warmup", "1"]
     outcome = run_script(profile_baseline, *small, "--kernels", "rmsnorm", *outputs)
     assert outcome.code == 0, outcome.err
-    record = measure.read_record(str(tmp_path / "json"), "profile")
+    record = run_records.read_record(str(tmp_path / "json"), "profile")
     assert diagnose.render(record) in outcome.out and is_picture(tmp_path / "plot.png")
     if record["device"] == "CPU":
-        assert f"Diagnosis{measure.NOT_MEANINGFUL}" in outcome.out
+        assert f"Diagnosis{tables.NOT_MEANINGFUL}" in outcome.out
         assert "kernels of ours are interpreted, and not counted" in outcome.out
         assert "normalization" not in diagnose.judge_categories(record)
     assert len(diagnose.judge_categories(record)) >= 7
@@ -540,10 +542,10 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
 @pytest.mark.alone
 def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, monkeypatch):
     """A model large enough for the GPU to be the slower one; then a step with .item() in it."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers = 2048, 8192, 64, 8
     config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings = 32, 8, 2048
-    monkeypatch.setattr(llama, "tiny_config", lambda: config)
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     flags = ["--model", "tiny", "--batch-size", "16", "--seq-len", "2048", "--trace", str(tmp_path / "trace.json")]
     args = profile_baseline.parse_args(flags)
     record = profile_baseline.profile_training(args)
@@ -554,16 +556,16 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
         assert 0.4 < findings[name].share < 1.2, name
     assert findings["matmul"].verdict == "compute-bound" and findings["optimizer"].verdict == "bandwidth-bound"
 
-    real = llama.training_step
+    real = stepping.training_step
 
     def with_item(model, optimizer, batch):
         for _ in range(20):
             batch.input_ids.sum().item()
         return real(model, optimizer, batch)
 
-    model = llama.load_model(profile_baseline.parse_args(["--model", "tiny", "--random-init"]))
-    batches = [batch.to(llama.DEVICE) for batch in llama.load_data(args, config, 2).train]
-    monkeypatch.setattr(llama.timed_step, "__defaults__", (with_item,))
-    waited = profile_baseline.timeline(model, llama.make_optimizer(model, 1e-3), batches)
+    model = loading.load_model(profile_baseline.parse_args(["--model", "tiny", "--random-init"]))
+    batches = [batch.to(DEVICE) for batch in dataset.load_data(args, config, 2).train]
+    monkeypatch.setattr(stepping.timed_step, "__defaults__", (with_item,))
+    waited = profile_baseline.timeline(model, stepping.make_optimizer(model, 1e-3), batches)
     assert waited["synchronization_us"] > 20 * 2
     assert waited["idle_us"] >= waited["synchronization_us"] and waited["host_us"] > 0

@@ -23,7 +23,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import profile_baseline
-from harness import diagnose, llama, measure
+from harness import dataset, diagnose, loading, run_records, stepping, tables
+from harness.device import DEVICE, HAS_GPU
 from next_steps import apply_kernels
 from profile_baseline import OTHER, UNATTRIBUTED, attribute, modeling_llama
 from tests.fixtures import needs_gpu
@@ -538,7 +539,7 @@ def run(*flags: str) -> tuple[dict, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", ["profile_baseline.py", "--model", "tiny", *flags])
         profile_baseline.main()
-    return measure.read_record(json_path, "profile"), printed.getvalue()
+    return run_records.read_record(json_path, "profile"), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +561,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict, str]]:
 def test_a_run_leaves_a_trace_and_a_record_that_renders_to_what_was_printed(runs, name):
     record, printed = runs[name]
     assert profile_baseline.render(record) in printed
-    assert printed.startswith(measure.NO_GPU_NOTE) == (not measure.HAS_GPU)
+    assert printed.startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     assert_tables_add_up(printed)
     trace = json.loads(Path(record["trace"]).read_text())
     names = {event["name"] for event in trace["traceEvents"]}
@@ -600,7 +601,7 @@ def test_python_stacks_are_in_the_trace_but_not_in_the_tables(runs, tmp_path):
 
 
 def tiny_model() -> torch.nn.Module:
-    return llama.load_model(profile_baseline.parse_args(["--model", "tiny"]))
+    return loading.load_model(profile_baseline.parse_args(["--model", "tiny"]))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -634,7 +635,7 @@ def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
     calls, fused = [], apply_kernels.norm_linear
     with pytest.MonkeyPatch.context() as patch, profile_baseline.category_ranges(model):
         patch.setattr(apply_kernels, "norm_linear", lambda *args: (calls.append(1), fused(*args))[1])
-        ids = torch.zeros(1, 4, dtype=torch.int64, device=llama.DEVICE)
+        ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
         model(input_ids=ids, labels=ids)
     assert len(calls) == 4, "a layer was not fused under the profiler"
 
@@ -642,7 +643,7 @@ def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
     model = profile_baseline.apply_kernels(tiny_model(), [name])
-    ids = torch.zeros(1, 4, dtype=torch.int64, device=llama.DEVICE)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
     with profile_baseline.category_ranges(model), torch.profiler.profile() as profiler:
         output = model(input_ids=ids, labels=ids)
     assert output.logits is None
@@ -680,11 +681,11 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
 @pytest.mark.parametrize("kernels", ["none", "rmsnorm,cross_entropy", "all"])
 def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     args = profile_baseline.parse_args(["--model", "tiny", "--kernels", kernels])
-    model = llama.load_model(args)
+    model = loading.load_model(args)
     profile_baseline.apply_kernels(model, [name for name in apply_kernels.MODEL_KERNELS if name in args.kernels])
-    make_optimizer = apply_kernels.triton_adamw if "adamw" in args.kernels else llama.make_optimizer
+    make_optimizer = apply_kernels.triton_adamw if "adamw" in args.kernels else stepping.make_optimizer
     optimizer = make_optimizer(model, lr=1e-3)
-    batches = [batch.to(llama.DEVICE) for batch in llama.load_data(args, model.config, 4).train]
+    batches = [batch.to(DEVICE) for batch in dataset.load_data(args, model.config, 4).train]
     for batch in batches[:2]:
         profile_baseline.timed_step(model, optimizer, batch)
     profiler, _ = profile_baseline.profiled_step(model, optimizer, batches[2:], stacks=False)

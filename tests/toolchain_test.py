@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import check_toolchain
-from harness import measure
+from harness import command_line, device
 from harness.checking import HAS_GPU, Check
 from tools import compile_check
 
@@ -104,7 +104,7 @@ compile_check.CASES = [
     compile_check.Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
     compile_check.Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),
 ]
-measure.run_main(compile_check.main)
+command_line.run_main(compile_check.main)
 """
 
 
@@ -169,7 +169,7 @@ def test_wrong_result_is_no(monkeypatch):
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
-    monkeypatch.setattr(measure, "HAS_GPU", False)
+    monkeypatch.setattr(device, "HAS_GPU", False)
     monkeypatch.setattr(check_toolchain.torch.version, "cuda", cuda)
     monkeypatch.setattr(check_toolchain.torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
