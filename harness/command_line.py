@@ -2,14 +2,11 @@
 
 Every script has the same form, so that --help and a mistyped flag are answered at once:
 
-    from harness import command_line                # light: imports no PyTorch, which takes seconds
-
-    def parse_args() -> argparse.Namespace:         # flags, from light modules alone
-        ...
+    from harness import command_line    # light: imports no PyTorch, which takes seconds
 
     def main() -> None:
-        args = parse_args()
-        import torch                                # what the script runs, after its flags
+        args = parse_args()             # flags, from light modules alone
+        import torch                    # what the script runs, after its flags
         ...
 
     if __name__ == "__main__":

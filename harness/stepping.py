@@ -62,8 +62,8 @@ def captured_step(
 
     A graph repeats kernels with the addresses and numbers that it has seen.  So each batch is
     copied to where the recorded one was, all batches must have its shape, and the optimizer must
-    count its steps on the GPU.  Steps must have been taken before, on the same stream: kernels are compiled
-    and optimizer states made outside of a graph.
+    count its steps on the GPU.  Steps must have been taken before, on the same stream: kernels are
+    compiled and optimizer states made outside of a graph.
 
     Returns:
         A function to be called as `training_step` is.

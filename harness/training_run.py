@@ -1,6 +1,6 @@
 """A fine-tuning run around its steps: what is printed and recorded of each, validation, saving.
 
-    run = Run("Baseline", workload, model, json=args.json, save=args.save)
+    run = Run("Baseline", workload, model, record_to=args.json, save_to=args.save)
     for batch in run.batches():                 # the clock starts
         ...                                     # forward, backward, update
         run.end_step(loss)                      # the clock stops
@@ -24,9 +24,8 @@ from harness.run_records import environment, environment_line, write_record
 from harness.saving import save_model
 from harness.tables import NO_GPU_NOTE, number, title
 from harness.timing import datasheet_tflops, peak_memory_bytes
-from harness.workload import Workload, kernels_in_words, model_line, teacher_line
+from harness.workload import WARMUP_STEPS, Workload, kernels_in_words, model_line, teacher_line
 
-WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 
 
@@ -37,8 +36,8 @@ class Run:
         name: heads the result block, as in "Baseline Results".
         workload: with steps and lr.
         model: from `load_model`, patched or not.
-        json: the file for the record, if there is to be one.
-        save: the folder for the trained model, if there is to be one.
+        record_to: the file for the record, if there is to be one.
+        save_to: the folder for the trained model, if there is to be one.
         more: what else the record is to say, such as the size of a teacher.
     """
 
@@ -47,24 +46,19 @@ class Run:
         name: str,
         workload: Workload,
         model: torch.nn.Module,
-        json: str | None = None,
-        save: str | None = None,
+        record_to: str | None = None,
+        save_to: str | None = None,
         more: dict | None = None,
     ):
-        self.name, self.workload, self.model, self.json, self.save = (
-            name,
-            workload,
-            model,
-            json,
-            save,
-        )
+        self.name, self.workload, self.model = name, workload, model
+        self.record_to, self.save_to = record_to, save_to
         self.data = load_data(workload, model.config, workload.steps)
         self.environment = environment()
         n_parameters = sum(p.numel() for p in model.parameters())
         self.described = workload.as_record() | {"parameters": n_parameters} | (more or {})
         # one of each per step
         self.losses, self.seconds, self.tokens, self.peaks = [], [], [], []
-        if save:
+        if save_to:
             load_tokenizer(
                 workload
             )  # saved with the model: if it cannot be had, say so before training
@@ -149,10 +143,10 @@ class Run:
         }
         print("\n" + result_block(record))
         try:
-            if self.save:
-                save_model(self.model, workload, self.save)
+            if self.save_to:
+                save_model(self.model, workload, self.save_to)
         finally:  # a full disk must not cost the record too
-            write_record(self.json, record)
+            write_record(self.record_to, record)
         return record
 
     def utilization(self, tokens_per_second: float) -> float | None:

@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 import cross_entropy_kernel
 import rmsnorm_kernel
 from harness import architecture, config_file, dataset, device, run_records, stepping, tables
-from harness.workload import weights_in_words, workload_line
+from harness.workload import Workload, workload_line
 from next_steps import adamw_kernel, apply_kernels, fused_layer, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
 
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -335,20 +335,22 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
     }  # fmt: skip
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print the estimate for the flags of profile_baseline.py, that of the baseline beside it, and write the record."""
-    with mock.patch.object(device, "HAS_GPU", True):  # no model is too large
-        config = config_file.load_config(args, step_tryer(args.kernels))
-    shape = architecture.TORCH_DTYPES[args.dtype], args.batch_size, args.seq_len
+def report(workload: Workload, record_to: str | None = None) -> None:
+    """Print the estimate for a workload, the baseline's beside it, and write the record."""
+    kernels = list(workload.kernels)
+    config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
+    shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
+    sets = [[], kernels] if kernels else [[]]
     record = {
-        "kind": "estimate", "environment": run_records.environment(), "model": args.model,
-        "weights": weights_in_words(args),
-        "parameters": architecture.parameter_count(config), "layers": config.num_hidden_layers, "dtype": args.dtype,
-        "batch_size": args.batch_size, "seq_len": args.seq_len, "kernels": args.kernels,
-        "estimates": [estimate(config, *shape, names) for names in ([], args.kernels)[: 1 + bool(args.kernels)]],
-    }  # fmt: skip
+        "kind": "estimate",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": architecture.parameter_count(config),
+        "layers": config.num_hidden_layers,
+        "estimates": [estimate(config, *shape, names) for names in sets],
+    }
     print(render(record))
-    run_records.write_record(args.json, record)
+    run_records.write_record(record_to, record)
 
 
 # ---------------------------------------------------------------- output

@@ -160,31 +160,38 @@ def cublas_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def measure_memory(args: argparse.Namespace) -> dict:
+def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
-    model = loading.load_model(args, memory_estimate.step_tryer(args.kernels))
-    apply_kernels(model, model_kernels(args.kernels))
-    data = dataset.load_data(args, model.config, args.warmup + STEPS)
+    kernels, warmup = workload.kernels, workload.warmup
+    model = load_model(workload, memory_estimate.step_tryer(kernels))
+    apply_kernels(model, model_kernels(kernels))
+    data = load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, args.kernels)
+    optimizer = make_optimizer(model, 1e-5, kernels)
     batches = [batch.to(DEVICE) for batch in data.train]
-    for batch in batches[: args.warmup]:
+    for batch in batches[:warmup]:
         stepping.training_step(model, optimizer, batch)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
-    stepping.training_step(model, optimizer, batches[args.warmup])
+    stepping.training_step(model, optimizer, batches[warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
     snapshot_bytes = None
-    if args.memory_snapshot:
-        snapshot_bytes = write_snapshot(args.memory_snapshot, model, optimizer, batches[args.warmup + 1])
+    if snapshot_to:
+        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, batches[warmup + 1])
     observed_step(model, optimizer, batches, ledger)
     return {
-        "kind": "memory", "environment": run_records.environment(), "kernels": args.kernels,
-        **llama.describe_workload(model, args), "layers": model.config.num_hidden_layers, "warmup_steps": args.warmup,
-        "unobserved_peak_bytes": unobserved_peak, **account(ledger, cublas_workspaces()),
-        "snapshot": args.memory_snapshot, "snapshot_bytes": snapshot_bytes,
-    }  # fmt: skip
+        "kind": "memory",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": model.config.num_hidden_layers,
+        "warmup_steps": warmup,
+        "unobserved_peak_bytes": unobserved_peak,
+        **account(ledger, cublas_workspaces()),
+        "snapshot": snapshot_to,
+        "snapshot_bytes": snapshot_bytes,
+    }
 
 
 # ---------------------------------------------------------------- what was seen
@@ -419,17 +426,22 @@ def plot(record: dict, path: str) -> None:
     pictures.save_plot(figure, path, dpi=130)
 
 
-def report(args: argparse.Namespace) -> None:
-    """Measure the memory of a step for the flags of profile_baseline.py, print it and write what was asked for."""
-    if args.memory_snapshot and not HAS_GPU:
+def report(
+    workload: Workload,
+    record_to: str | None = None,
+    plot_to: str | None = None,
+    snapshot_to: str | None = None,
+) -> None:
+    """Measure the memory of a workload's step, print it and write what was asked for."""
+    if snapshot_to and not HAS_GPU:
         raise UserError(
             "--memory-snapshot is a record of the CUDA allocator, and no CUDA GPU was found; "
             "--memory --plot FILE.png works without one"
         )
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
-    record = measure_memory(args)
+    record = measure_memory(workload, snapshot_to)
     print(render(record))
-    run_records.write_record(args.json, record)
-    if args.plot:
-        plot(record, args.plot)
+    run_records.write_record(record_to, record)
+    if plot_to:
+        plot(record, plot_to)
