@@ -26,7 +26,16 @@ from cross_entropy_kernel import (
     cross_entropy_reference,
 )
 from harness import command_line
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from harness.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_loss,
+)
 from tests.fixtures import (
     COMPILED_DTYPE,
     captured,

@@ -1,6 +1,5 @@
 """What is printed of a diagnosis: each part beside its ceilings, what it could gain, what to do."""
 
-from harness import tables
 from harness.diagnose import (
     LEAST_SHARE,
     TARGET,
@@ -10,6 +9,7 @@ from harness.diagnose import (
     judge_operations,
     ranking,
 )
+from harness.tables import NOT_MEANINGFUL, decimal_unit, table, title
 
 
 def short(value: float) -> str:
@@ -29,8 +29,8 @@ def achieved(finding: Finding) -> str:
 
 
 def findings_table(header: str, findings: list[Finding]) -> str:
-    bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    flops_unit, flop = tables.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+    bytes_unit, byte = decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
     headers = [header, "Time, ms", f"Moved, {bytes_unit}", flops_unit]
     headers += ["FLOP/byte", "Achieved", "% of ceiling", "Verdict"]
     rows = []
@@ -38,12 +38,12 @@ def findings_table(header: str, findings: list[Finding]) -> str:
         work = [short(f.n_bytes / byte), short(f.flops / flop), short(f.flops / f.n_bytes)]
         judged = [achieved(f), f"{100 * f.share:.0f}", f.verdict]
         rows.append([f.name[:60], f"{f.us / 1e3:,.3f}", *work, *judged])
-    return tables.table(headers, rows, ["left", *["right"] * 6, "left"])
+    return table(headers, rows, ["left", *["right"] * 6, "left"])
 
 
 def gains_table(record: dict, findings: list[Finding]) -> str:
     """What each part would take at TARGET of its ceiling, and what the step would gain."""
-    unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    unit, size = decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
     headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", f"At {100 * TARGET:.0f} %, ms"]
     headers += ["Gain, ms", "Step", "What to do"]
     rows = []
@@ -51,7 +51,7 @@ def gains_table(record: dict, findings: list[Finding]) -> str:
         now, at_target, gain = (f"{us / 1e3:,.3f}" for us in (f.us, f.target_us, f.gain_us))
         gained = [gain, percent_of_step(f, record), f.advice]
         rows.append([f.name, now, short(f.needed / size), at_target, *gained])
-    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
+    return table(headers, rows, ["left", *["right"] * 5, "left"])
 
 
 def percent_of_step(finding: Finding, record: dict) -> str:
@@ -67,7 +67,7 @@ def decision(record: dict, findings: list[Finding]) -> list[str]:
     now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
     cost = f"{first.name}, {now_ms:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
     if first.necessary is not None:
-        unit, size = tables.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        unit, size = decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         moved, necessary = first.n_bytes / size, first.necessary / size
         cost += f": it moves {moved:,.1f} {unit}, {necessary:,.1f} are necessary"
     roof = "matmul" if first.flops_us / TARGET == first.target_us else "copy"
@@ -102,10 +102,10 @@ def host_line(record: dict) -> str:
 def render(record: dict) -> str:
     """The diagnosis of a profile, from its record."""
     findings = ranking(record)
-    mark = "" if record["device"] == "CUDA" else tables.NOT_MEANINGFUL
+    mark = "" if record["device"] == "CUDA" else NOT_MEANINGFUL
     return "\n".join(
         [
-            tables.title(f"Diagnosis{mark}"),
+            title(f"Diagnosis{mark}"),
             ceilings_line(record),
             host_line(record),
             "",

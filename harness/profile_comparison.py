@@ -1,11 +1,12 @@
 """What the kernels changed: two profiles of one workload, and what the first one predicted."""
 
-from harness import run_records, tables
 from harness.command_line import UserError
-from harness.workload import model_line
 from harness.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.diagnosis_tables import short
 from harness.roofline import plot
+from harness.run_records import environment_line, read_record
+from harness.tables import NOT_MEANINGFUL, decimal_unit, number, table, title
+from harness.workload import model_line
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "device"]
@@ -37,7 +38,7 @@ def categories_table(before: dict, after: dict) -> str:
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
-    unit, size = tables.decimal_unit(n_bytes, "GB", "MB", 1e9)
+    unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
     for name, old in before["categories"].items():
         new = after["categories"][name]
         if not old["launches"] and not new["launches"]:
@@ -54,14 +55,14 @@ def categories_table(before: dict, after: dict) -> str:
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     rows = [row + [""] * (len(headers) - len(row)) for row in rows]
-    return tables.table(headers, rows)
+    return table(headers, rows)
 
 
 def comparison_row(
     name: str, before_us: float, after_us: float, predicted_us: float | None
 ) -> list[str]:
     gain = f"{(before_us - after_us) / 1e3:,.3f}"
-    predicted = tables.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    predicted = number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
@@ -76,7 +77,7 @@ def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) ->
 
 def run_line(label: str, record: dict) -> str:
     kernels = ", ".join(record["kernels"]) or "none"
-    return f"{label} {run_records.environment_line(record['environment'])}; custom kernels: {kernels}"
+    return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
 
 
 def render_comparison(before: dict, after: dict) -> str:
@@ -87,13 +88,13 @@ def render_comparison(before: dict, after: dict) -> str:
     """
     refuse_other_workload(before, after)
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
-    mark = "" if before["device"] == "CUDA" else tables.NOT_MEANINGFUL
+    mark = "" if before["device"] == "CUDA" else NOT_MEANINGFUL
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
         f"{model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
         "",
-        tables.title(f"What the kernels changed{mark}"),
+        title(f"What the kernels changed{mark}"),
         categories_table(before, after),
         "",
         only_in("Went away:", old, new),
@@ -108,7 +109,7 @@ def compare(before_path: str, after_path: str, picture: str | None) -> None:
     Raises:
         UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
     """
-    records = [run_records.read_record(path, "profile") for path in (before_path, after_path)]
+    records = [read_record(path, "profile") for path in (before_path, after_path)]
     print(render_comparison(*records))
     if picture:
         for path, record in zip((before_path, after_path), records):

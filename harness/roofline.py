@@ -2,9 +2,10 @@
 
 import math
 
-from harness import pictures, tables
 from harness.diagnose import Finding, judge_categories
 from harness.diagnosis_tables import flop_rate
+from harness.pictures import pyplot, save_plot
+from harness.tables import NOT_MEANINGFUL
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
@@ -88,7 +89,7 @@ def plot(records: list[dict], path: str) -> None:
     """
     from matplotlib.ticker import FuncFormatter
 
-    plt = pictures.pyplot()
+    plt = pyplot()
     first = records[0]
     matmul = first["ceilings"]["matmul_tflops"]
     edge = matmul / (first["ceilings"]["copy_gbs"] / 1e3)
@@ -117,14 +118,14 @@ def plot(records: list[dict], path: str) -> None:
     legend = ["a point's area: its time", "ring: before", "disc: after"][: 2 * len(records) - 1]
     axis.text(0.98, 0.03, "; ".join(legend), transform=axis.transAxes, ha="right")
     axis.set_title(headline(records))
-    pictures.save_plot(figure, path)
+    save_plot(figure, path)
 
 
 def headline(records: list[dict]) -> str:
     first = records[0]
     env = first["environment"]
     size = f"{first['batch_size']} x {first['seq_len']} tokens"
-    mark = "" if env["gpu"] else tables.NOT_MEANINGFUL
+    mark = "" if env["gpu"] else NOT_MEANINGFUL
     kernels = " → ".join(", ".join(record["kernels"]) or "none" for record in records)
     return (
         f"{first['model']}, {size}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"

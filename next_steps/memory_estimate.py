@@ -29,11 +29,12 @@ The recorded runs of LLaMA 3.1 8B are met to 0.1 % (memory_estimate_test.py), al
 and on other GPUs no run has been compared; an older GPU's cuBLAS takes less.
 """
 
-import argparse
 import contextlib
 import functools
+import importlib
 import inspect
 import math
+import operator
 import sys
 import weakref
 from collections import defaultdict
@@ -45,11 +46,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cross_entropy_kernel
-import rmsnorm_kernel
-from harness import architecture, config_file, dataset, device, run_records, stepping, tables
+from harness import architecture, config_file, dataset, run_records, stepping, tables
+from harness.architecture import TORCH_DTYPES
+from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import adamw_kernel, apply_kernels, fused_layer, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps import apply_kernels, linear_cross_entropy_kernel
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
@@ -98,9 +99,7 @@ def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Op
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """What runs on a GPU takes meta tensors too, and launches nothing."""
-    kernel_files = (
-        rmsnorm_kernel, rope_kernel, swiglu_kernel, cross_entropy_kernel, linear_cross_entropy_kernel, adamw_kernel,
-    )  # fmt: skip
+    kernel_files = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
     replaced = [
         (torch.nn.functional, "scaled_dot_product_attention", attention),
         (KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **options: None),  # kernel[grid](...)
@@ -122,24 +121,27 @@ def pretended_gpu() -> Iterator[None]:
 # Who asked for a tensor in the forward: the innermost of these functions on Python's stack.
 KIND_OF_FUNCTION = {
     modeling_llama.LlamaRMSNorm.forward: "normalization",
-    rmsnorm_kernel.rmsnorm_forward: "normalization",
     modeling_llama.apply_rotary_pos_emb: "q and k, rotated",
-    rope_kernel.rope_forward: "q and k, rotated",
-    fused_layer.norm_linear: "v, gate, up (norm_linear)",
     modeling_llama.LlamaAttention.forward: "attention",
     apply_kernels.LlamaAttention.forward: "attention",
     sdpa_attention_forward: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
-    swiglu_kernel.SwiGLUMLPFunction.forward: "MLP",
-    fused_layer.swiglu_linear: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.forward: "residual stream",
     modeling_llama.LlamaModel.forward: "embedding",
     modeling_llama.LlamaForCausalLM.forward: LOSS,
     apply_kernels.LlamaForCausalLM.forward: LOSS,
+    **{
+        operator.attrgetter(function)(importlib.import_module(row.lesson)): kind
+        for row in ROWS
+        for function, kind in row.allocates.items()
+    },
 }
 KIND_OF_CODE = {inspect.unwrap(function).__code__: kind for function, kind in KIND_OF_FUNCTION.items()}
-KINDS = list(dict.fromkeys(KIND_OF_FUNCTION.values()))
+KINDS = [  # in the order of the tables
+    "normalization", "q and k, rotated", "v, gate, up (norm_linear)", "attention", "MLP",
+    "residual stream", "embedding", LOSS,
+]  # fmt: skip
 
 
 def kind_of_caller() -> str | None:

@@ -26,7 +26,6 @@ What the allocator has reserved, and not given away, is fragmentation: free piec
 what is reserved, and the CUDA context with it.
 """
 
-import argparse
 import gc
 import itertools
 import pickle
@@ -35,12 +34,14 @@ from dataclasses import dataclass
 
 import torch
 
-from harness import dataset, loading, output_files, pictures, run_records, stepping, tables
+from harness import dataset, output_files, pictures, run_records, stepping, tables
 from harness.command_line import UserError
 from harness.device import DEVICE, HAS_GPU
-from harness.workload import workload_line
+from harness.kernel_facts import KERNELS, ROWS
+from harness.loading import load_model
+from harness.workload import Workload, workload_line
 from next_steps import memory_estimate
-from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import (
     BATCH,
     GRADIENTS,
@@ -64,16 +65,12 @@ LAYERS_POINTS, STAGE_POINTS = 128, 24  # of the timeline: in all layers of a pha
 LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
-# What makes a part smaller: a kernel, and how.
+# What makes a part (in one phase: part, phase) smaller: a kernel, and how.
 ADVICE = {
     PARAMETERS: (None, "every weight once, in --dtype"),
     STATE: (None, "AdamW's two moments of every weight, in --dtype"),
-    GRADIENTS: ("adamw", "updates a weight as soon as its gradient is complete, which is then freed"),
-    KEPT: ("fused_layer", "computes the outputs of norms and SwiGLU again in the backward"),
-    LOSS: ("linear_cross_entropy", "takes the loss from the hidden states, a chunk of the logits at a time"),
-    (TEMPORARY, "optimizer"): ("adamw", "updates in one pass: no intermediate result as large as the weights"),
-    TEMPORARY: ("fused_layer", "writes gradients over activations, and sums as the products store"),
-}  # fmt: skip
+    **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
+}
 COLORS = {
     PARAMETERS: "#4c6a92", STATE: "#8fa9c9", GRADIENTS: "#e8923a", KEPT: "#5aa469", LOSS: "#c8443c",
     TEMPORARY: "#9467bd", "other": "#b5b5b5",
@@ -165,7 +162,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     kernels, warmup = workload.kernels, workload.warmup
     model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
-    data = load_data(workload, model.config, warmup + STEPS)
+    data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-5, kernels)

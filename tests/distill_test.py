@@ -14,10 +14,11 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 from harness import architecture, dataset, loading, run_records, stepping, tables, timing, training_run
-from harness.checking import HAS_GPU, relative_error
 from harness.workload import DEFAULT_MODEL, teacher_line
+from harness.checking import HAS_GPU, relative_error
 from next_steps import apply_kernels, distill, reverse_kl_kernel
 from tests.apply_kernels_test import CountedKernel, assert_equal, loss_and_gradients, make_batch, make_model
+from harness.kernel_facts import KERNELS
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
@@ -25,7 +26,7 @@ from tests.fixtures import needs_gpu, waiting_forbidden
 from transformers import AutoModelForCausalLM
 
 IGNORE = dataset.IGNORE_INDEX
-ALL = apply_kernels.model_kernels(distill.replace_loss(apply_kernels.KERNELS))  # those that go into both models
+ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
@@ -273,7 +274,7 @@ def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
     assert eager["kernels"] == []
-    assert set(fused["kernels"]) == {*apply_kernels.KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
+    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
         assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)

@@ -27,6 +27,7 @@ import finetune_optimized
 import profile_baseline
 from harness import command_line, config_file, loading, output_files, run_records, saving
 from harness.workload import add_workload_flags, finetune_parser
+from harness.profiler import write_trace
 from next_steps import distill, ladder
 from tests.compare_runs_test import run as made_up_run
 
@@ -544,7 +545,7 @@ def test_a_trace_that_has_no_room_is_one_sentence_and_no_old_one_is_read(profile
     profiler, trace = profiled
     trace["more"] = "x" * 70_000
     with pytest.raises(command_line.RunError, match=r"^the trace could not be written to .*: No space left"):
-        profile_baseline.write_trace(profiler, str(path))
+        write_trace(profiler, str(path))
     assert contents(small_disk) == before
 
 
@@ -557,14 +558,14 @@ def test_a_profiler_that_cannot_write_is_one_sentence(small_disk, tmp_path, monk
     path.write_text('{"traceEvents": []}')
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     with pytest.raises(command_line.RunError, match=rf"^the profiler could not write its trace in {small_disk}: .*TMPDIR"):
-        profile_baseline.write_trace(profiler, str(path))
+        write_trace(profiler, str(path))
     assert path.read_text() == '{"traceEvents": []}' and not os.listdir(small_disk)
 
 
 def test_a_trace_is_compressed_if_its_name_says_so(profiled, tmp_path):
     profiler, trace = profiled
     path = tmp_path / "trace.json.gz"
-    found, n_bytes = profile_baseline.write_trace(profiler, str(path))
+    found, n_bytes = write_trace(profiler, str(path))
     assert found == trace and n_bytes == path.stat().st_size
     assert json.loads(gzip.decompress(path.read_bytes())) == trace
 

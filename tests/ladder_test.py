@@ -13,8 +13,9 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness import architecture, command_line, dataset, loading, run_records, stepping, tables, training_run
-from harness.checking import DEVICE
 from harness.workload import finetune_parser
+from harness.checking import DEVICE
+from harness.kernel_facts import CATEGORIES, KERNELS
 from next_steps import apply_kernels, ladder
 from tests.fixtures import needs_gpu
 
@@ -139,16 +140,16 @@ def test_sizes_are_bytes_of_one_pass():
 
 
 def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
-    assert {rung.category for rung in ladder.RUNGS} - {None} <= set(profile_baseline.CATEGORIES)
+    assert {rung.category for rung in ladder.RUNGS} - {None} <= set(CATEGORIES)
     names = [rung.name for rung in ladder.RUNGS]
     assert len(set(names)) == len(names)
-    assert set(names) == set(apply_kernels.KERNELS) - {"cross_entropy"}  # linear_cross_entropy takes its place
+    assert set(names) == set(KERNELS) - {"cross_entropy"}  # linear_cross_entropy takes its place
 
 
 def climb_in_a_made_up_world(monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path) -> tuple:
     """(record, calls of run_script): each run takes the next of these times, and nothing is really run."""
     calls, times = [], iter(step_ms)
-    categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(profile_baseline.CATEGORIES)}
+    categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
     def run_script(script, args, *flags, steps=True):
         calls.append((script, *flags))
@@ -178,7 +179,7 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
     tokens, width = 8, 4
     stream, heads = 2 * tokens * 64 * width, 2 * tokens * (4 + 2) * 16 * width
     inner, logits, weights = 2 * tokens * 160 * width, tokens * 257 * width, 119_232 * width
-    taken = {name: float(i) for i, name in enumerate(profile_baseline.CATEGORIES)}
+    taken = {name: float(i) for i, name in enumerate(CATEGORIES)}
     gains = [
         taken["optimizer"] - 7 * weights / 5e5, taken["normalization"] - 10 * stream / 5e5,
         taken["rotary"] - 4 * heads / 5e5, taken["activation"] - 9 * inner / 5e5, taken["loss"] - 2 * logits / 5e5,

@@ -4,6 +4,7 @@ pytest memory_estimate_test.py
 """
 
 import functools
+import importlib
 import json
 import math
 import re
@@ -17,8 +18,9 @@ import profile_baseline
 from harness import architecture, run_records, stepping
 from harness.device import DEVICE, HAS_GPU
 from harness.workload import DEFAULT_MODEL
+from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
 from next_steps import memory_estimate
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels
+from next_steps.apply_kernels import apply_kernels
 from next_steps.memory_estimate import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -219,11 +221,9 @@ def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
 
 def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
     interpreted = tiny_estimate(*KERNELS)
-    for name in MODEL_KERNELS:
-        module = getattr(memory_estimate, f"{name}_kernel", None)
-        if module is not None:
-            monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(memory_estimate.adamw_kernel, "INTERPRETED", False)
+    for row in ROWS:
+        if row.launches:
+            monkeypatch.setattr(importlib.import_module(row.lesson), "INTERPRETED", False)
     assert tiny_estimate(*KERNELS) == interpreted
 
 

@@ -22,10 +22,11 @@ import torch
 
 import profile_baseline
 from harness import architecture, dataset, run_records, stepping, tables
-from harness.checking import HAS_GPU
 from harness.device import DEVICE
+from harness.checking import HAS_GPU
+from harness.kernel_facts import KERNELS, MODEL_KERNELS
 from next_steps import memory_estimate, memory_profile
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, make_optimizer
+from next_steps.apply_kernels import apply_kernels, make_optimizer
 from next_steps.memory_estimate import (
     BATCH,
     GRADIENTS,
