@@ -25,8 +25,17 @@ from cross_entropy_kernel import (
     cross_entropy_forward,
     cross_entropy_reference,
 )
-from harness import measure
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from harness import command_line
+from harness.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_loss,
+)
 from tests.fixtures import (
     COMPILED_DTYPE,
     captured,
@@ -1105,7 +1114,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Cross-Entropy Correctness Tests\n" + "=" * 60)
@@ -1126,4 +1135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -48,16 +48,20 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness import attribution, costs, llama, profiler, timing
+    from harness import attribution, costs, profiler, timing
+    from harness.architecture import TORCH_DTYPES
+    from harness.dataset import load_data
     from harness.device import DEVICE, HAS_GPU
+    from harness.loading import load_model
     from next_steps import apply_kernels, memory_estimate
 
     kernels = workload.kernels
-    ceilings = profiler.measure_ceilings(llama.DTYPES[workload.dtype])
-    model = llama.load_model(workload, memory_estimate.step_tryer(kernels))
+    ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
+    model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     sizes = costs.sizes_of(model.config, workload)
-    data = llama.load_data(workload, model.config, workload.warmup + TIMED_STEPS + PROFILED_STEPS)
+    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
+    data = load_data(workload, model.config, n_steps)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
     batches = [batch.to(DEVICE) for batch in data.train]
     warmup, batches = batches[: workload.warmup], batches[workload.warmup :]
@@ -79,8 +83,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     return {
         "kind": "profile",
         "environment": environment(),
-        "kernels": list(kernels),
-        **llama.describe_workload(model, workload),
+        **workload.as_record(),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes),
         "ceilings": ceilings,
@@ -202,18 +206,17 @@ def main() -> None:
 
     # an estimate is of a run with a GPU
     workload = Workload.from_flags(args, on_gpu=HAS_GPU or args.estimate)
-    args.seq_len, args.dtype = workload.seq_len, workload.dtype
     if args.trace is None and not (args.estimate or args.memory):
         args.trace = default_trace(workload)
     check_outputs(args)
     if args.estimate:
         from next_steps import memory_estimate
 
-        return memory_estimate.report(args)
+        return memory_estimate.report(workload, args.json)
     if args.memory:
         from next_steps import memory_profile
 
-        return memory_profile.report(args)
+        return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")
     record = profile_training(workload, args.trace, args.stacks)

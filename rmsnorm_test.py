@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rmsnorm_kernel
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -96,7 +96,7 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("RMSNorm Correctness Tests")
@@ -841,4 +841,4 @@ def test_new_row_counts_do_not_compile_new_kernels(monkeypatch):
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -2,14 +2,11 @@
 
 Every script has the same form, so that --help and a mistyped flag are answered at once:
 
-    from harness import command_line                # light: imports no PyTorch, which takes seconds
-
-    def parse_args() -> argparse.Namespace:         # flags, from light modules alone
-        ...
+    from harness import command_line    # light: imports no PyTorch, which takes seconds
 
     def main() -> None:
-        args = parse_args()
-        import torch                                # what the script runs, after its flags
+        args = parse_args()             # flags, from light modules alone
+        import torch                    # what the script runs, after its flags
         ...
 
     if __name__ == "__main__":
@@ -80,7 +77,7 @@ def refuse_ignored(args: argparse.Namespace, ignored: dict[str, Sequence[str]]) 
 
 
 def whole_number(text: str, least: int = 0) -> int:
-    """argparse type: an integer of at least `least` that fits 31 bits, as every size and seed does."""
+    """argparse type: an integer of at least `least` that fits 31 bits, as sizes and seeds do."""
     try:
         value = int(text)
     except ValueError:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness import llama
+from harness import architecture
 from harness.kernel_facts import Sizes, launch_of
 
 
@@ -51,11 +51,11 @@ PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
 
 def sizes_of(config, args: argparse.Namespace) -> Sizes:
     """Of a model of this configuration, at args' dtype, batch_size and seq_len."""
-    width = torch.finfo(llama.DTYPES[args.dtype]).bits // 8
+    width = torch.finfo(architecture.TORCH_DTYPES[args.dtype]).bits // 8
     per_layer = width * args.batch_size * args.seq_len * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return Sizes(
-        weights=width * llama.parameter_count(config),
+        weights=width * architecture.parameter_count(config),
         stream=per_layer * config.hidden_size,
         heads=per_layer * head_columns,
         inner=per_layer * config.intermediate_size,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from harness import llama, timing
+from harness import dataset, stepping, timing
 from harness.attribution import gpu_events, idle_times
 from harness.command_line import RunError
 from harness.device import HAS_GPU
@@ -100,15 +100,15 @@ def category_ranges(
 
 
 def timed_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: llama.Batch
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dataset.Batch
 ) -> float:
     """One training step, milliseconds."""
     with record_function("step"):
-        _, seconds = llama.timed_step(model, optimizer, batch)
+        _, seconds = stepping.timed_step(model, optimizer, batch)
     return 1e3 * seconds
 
 
-def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> float:
+def last_of(profiler: profile, model, optimizer, batches: list[dataset.Batch]) -> float:
     """A step on each of two batches; the second one's milliseconds.
 
     The first is thrown away: it pays for attaching the profiler to the GPU.
@@ -128,7 +128,7 @@ def last_of(profiler: profile, model, optimizer, batches: list[llama.Batch]) -> 
 
 
 def profiled_step(
-    model, optimizer, batches: list[llama.Batch], stacks: bool
+    model, optimizer, batches: list[dataset.Batch], stacks: bool
 ) -> tuple[profile, float]:
     """Which kernel was launched for what, with the shapes of all operations; and milliseconds.
 
@@ -143,7 +143,7 @@ def profiled_step(
     return profiler, last_of(profiler, model, optimizer, batches)
 
 
-def timeline(model, optimizer, batches: list[llama.Batch]) -> dict:
+def timeline(model, optimizer, batches: list[dataset.Batch]) -> dict:
     """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
 
     Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a

@@ -35,11 +35,12 @@ def commit() -> str:
 
 def environment() -> dict:
     """What a record must say about where it was made."""
+    from harness.device import HAS_GPU  # decides how Triton will run
+
+    # isort: split
     import torch
     import transformers
     import triton
-
-    from harness.device import HAS_GPU
 
     return {
         "gpu": torch.cuda.get_device_name() if HAS_GPU else None,

@@ -18,6 +18,7 @@ DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 TINY = "tiny"  # a small random LLaMA of bytes
 DTYPES = "bf16", "fp32"
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
+WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
 OPPONENTS = {"liger": "Liger-Kernel"}
 # of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
 SEQ_LEN = {True: 512, False: 64}
@@ -148,7 +149,7 @@ class Workload:
         said = {name: value for name, value in record.items() if name in known}
         models = {record["model"]: record["weights"]}
         if "teacher" in record:
-            models[record["teacher"]] = record["teacher_weights"]
+            models[record["teacher"]] = record.get("teacher_weights")
         drawn = any(words == RANDOM and name != TINY for name, words in models.items())
         return cls(**said | {"random_init": drawn, "kernels": tuple(record["kernels"])})
 

@@ -29,7 +29,6 @@ The recorded runs of LLaMA 3.1 8B are met to 0.1 % (memory_estimate_test.py), al
 and on other GPUs no run has been compared; an older GPU's cuBLAS takes less.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -47,8 +46,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness import llama, measure
+from harness import architecture, config_file, dataset, run_records, stepping, tables
+from harness.architecture import TORCH_DTYPES
 from harness.kernel_facts import ROWS
+from harness.workload import Workload, workload_line
 from next_steps import apply_kernels, linear_cross_entropy_kernel
 
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -109,7 +110,7 @@ def pretended_gpu() -> Iterator[None]:
         (torch, "is_autocast_enabled", lambda *device_type: False),  # does not know the device "meta"
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(llama.unpacked_sequences())  # transformers looks at positions; here they have no values
+        stack.enter_context(architecture.unpacked_sequences())  # transformers looks at positions; here they have no values
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -239,7 +240,7 @@ class Ledger(TorchDispatchMode):
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Know the parameters' gradients; to be called before the optimizer is made, whose hooks may free them."""
-        for p in llama.trained(model):
+        for p in stepping.trained(model):
             p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -281,7 +282,7 @@ class Ledger(TorchDispatchMode):
 def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
-        model = llama.build_model(config, dtype, "meta")
+        model = architecture.build_model(config, dtype, "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         with torch.device("meta"):
@@ -291,15 +292,15 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
         ledger.claim(BATCH, ids, labels)
-        batch = llama.Batch(ids, labels, n_tokens=ids.numel())
-        llama.training_step(model, optimizer, batch)
+        batch = dataset.Batch(ids, labels, n_tokens=ids.numel())
+        stepping.training_step(model, optimizer, batch)
         ledger.claim_state(optimizer)  # which the first step made
-        llama.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, batch)
     return ledger
 
 
 def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
-    """For `llama.load_config`: two steps with these kernels, which raise what the kernels refuse."""
+    """For `config_file.load_config`: two steps with these kernels, which raise what the kernels refuse."""
     return functools.partial(run_step, dtype=torch.float32, batch_size=1, seq_len=2, kernels=list(kernels))
 
 
@@ -336,20 +337,22 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
     }  # fmt: skip
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print the estimate for the flags of profile_baseline.py, that of the baseline beside it, and write the record."""
-    with mock.patch.object(llama, "HAS_GPU", True):  # no model is too large
-        config = llama.load_config(args, step_tryer(args.kernels))
-    shape = llama.DTYPES[args.dtype], args.batch_size, args.seq_len
+def report(workload: Workload, record_to: str | None = None) -> None:
+    """Print the estimate for a workload, the baseline's beside it, and write the record."""
+    kernels = list(workload.kernels)
+    config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
+    shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
+    sets = [[], kernels] if kernels else [[]]
     record = {
-        "kind": "estimate", "environment": measure.environment(), "model": args.model,
-        "weights": llama.weights_in_words(args),
-        "parameters": llama.parameter_count(config), "layers": config.num_hidden_layers, "dtype": args.dtype,
-        "batch_size": args.batch_size, "seq_len": args.seq_len, "kernels": args.kernels,
-        "estimates": [estimate(config, *shape, names) for names in ([], args.kernels)[: 1 + bool(args.kernels)]],
-    }  # fmt: skip
+        "kind": "estimate",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": architecture.parameter_count(config),
+        "layers": config.num_hidden_layers,
+        "estimates": [estimate(config, *shape, names) for names in sets],
+    }
     print(render(record))
-    measure.write_record(args.json, record)
+    run_records.write_record(record_to, record)
 
 
 # ---------------------------------------------------------------- output
@@ -376,7 +379,7 @@ def render(record: dict) -> str:
     """Everything that the script prints about an estimate, from its record."""
     estimates, n_layers = record["estimates"], record["layers"]
     names = ["none", "chosen"][: len(estimates)]
-    unit_name, unit = measure.decimal_unit([e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9)
+    unit_name, unit = tables.decimal_unit([e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9)
 
     def row(label: str, values: list[int], unit: float = unit) -> list[str]:
         return [label, *(f"{value / unit:,.2f}" for value in values)]
@@ -393,15 +396,15 @@ def render(record: dict) -> str:
     phase_rows = [row(phase, [e["phases"][phase] for e in estimates]) for phase in PHASES]
     return "\n".join(
         [
-            measure.environment_line(record["environment"]),
-            llama.workload_line(record),
+            run_records.environment_line(record["environment"]),
+            workload_line(record),
             "",
-            measure.title("Memory of a training step (estimate)"),
-            measure.table(["Kept for the backward, MB", *names], kept_rows),
+            tables.title("Memory of a training step (estimate)"),
+            tables.table(["Kept for the backward, MB", *names], kept_rows),
             "",
-            measure.table([f"At the peak, {unit_name}", *names], part_rows),
+            tables.table([f"At the peak, {unit_name}", *names], part_rows),
             "",
-            measure.table([f"Highest in each phase, {unit_name}", *names], phase_rows),
+            tables.table([f"Highest in each phase, {unit_name}", *names], phase_rows),
             "",
             *(moment_line(name, estimated, n_layers) for name, estimated in zip(names, estimates)),
         ]

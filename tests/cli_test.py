@@ -22,7 +22,9 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, command_line, config_file, device, run_records, stepping, tables, timing, training_run
+from harness.device import HAS_GPU
+from harness.workload import DEFAULT_MODEL
 from tests.conftest import Outcome
 
 # isort: split
@@ -47,7 +49,7 @@ def cli(run_script):
 def saved_tiny(tmp_path_factory) -> Path:
     """A good checkpoint; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("saved_tiny")
-    llama.AutoModelForCausalLM.from_config(llama.tiny_config()).save_pretrained(folder)
+    llama.AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(folder)
     return folder
 
 
@@ -130,14 +132,14 @@ def test_help_lists_the_flags(cli):
 @pytest.mark.parametrize("flags", [[], ["--random-init"]])
 @pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
 def test_the_8b_model_without_a_gpu_is_refused_before_any_download(cli, monkeypatch, script, flags):
-    monkeypatch.setattr(llama, "HAS_GPU", False)
-    monkeypatch.setattr(llama, "hf_hub_download", lambda *args: pytest.fail("a download was started"))
-    assert_refused(cli(*flags, script=script), llama.DEFAULT_MODEL, "CUDA GPU", "--model tiny")
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(config_file, "hf_hub_download", lambda *args: pytest.fail("a download was started"))
+    assert_refused(cli(*flags, script=script), DEFAULT_MODEL, "CUDA GPU", "--model tiny")
 
 
 def test_a_large_local_model_without_a_gpu_is_refused(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(llama, "HAS_GPU", False)
-    llama.llama_3_1_8b_config().save_pretrained(tmp_path)
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    architecture.llama_3_1_8b_config().save_pretrained(tmp_path)
     assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
 
 
@@ -171,7 +173,7 @@ def test_every_hub_error_has_its_sentence(cli, monkeypatch, error, words):
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(llama, "hf_hub_download", refuse)
+    monkeypatch.setattr(config_file, "hf_hub_download", refuse)
     assert_refused(cli("--model", "some/model"), *words)
 
 
@@ -218,14 +220,14 @@ def hub_address():
     ],
 )
 def test_the_hubs_answers_have_their_sentences(cli, monkeypatch, tmp_path, hub_address, model, words):
-    at_fake_hub = functools.partial(llama.hf_hub_download, endpoint=hub_address, cache_dir=tmp_path)
-    monkeypatch.setattr(llama, "hf_hub_download", at_fake_hub)
+    at_fake_hub = functools.partial(config_file.hf_hub_download, endpoint=hub_address, cache_dir=tmp_path)
+    monkeypatch.setattr(config_file, "hf_hub_download", at_fake_hub)
     assert_refused(cli("--model", f"org/{model}"), *words)
 
 
 def test_no_network_is_said_after_the_hub_client_gave_up(cli, monkeypatch, tmp_path):
-    closed_port = functools.partial(llama.hf_hub_download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
-    monkeypatch.setattr(llama, "hf_hub_download", closed_port)
+    closed_port = functools.partial(config_file.hf_hub_download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
+    monkeypatch.setattr(config_file, "hf_hub_download", closed_port)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's retries
     assert_refused(cli("--model", "org/model"), "org/model", "could not be reached", "--random-init")
 
@@ -297,7 +299,7 @@ def test_a_damaged_tokenizer_is_refused(cli, checkpoint, name):
 
 
 def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
-    words = Tokenizer(models.WordLevel({"import": 5, "[unknown]": llama.BYTE_VOCABULARY}, "[unknown]"))
+    words = Tokenizer(models.WordLevel({"import": 5, "[unknown]": architecture.BYTE_VOCABULARY}, "[unknown]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(checkpoint)
     outcome = cli(*TINY, "--model", str(checkpoint))
@@ -309,7 +311,7 @@ def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
 
 def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypatch):
     monkeypatch.setattr(llama.AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
-    monkeypatch.setattr(llama, "parameter_count", lambda config: 0)
+    monkeypatch.setattr(architecture, "parameter_count", lambda config: 0)
     assert_refused(cli(*TINY, "--data", "nowhere.jsonl"), "cannot read nowhere.jsonl", "No such file")
 
 
@@ -410,7 +412,7 @@ def test_a_model_directory_that_is_a_file_is_refused(cli, tmp_path):
 def test_a_missing_directory_of_the_record_is_created(cli, tmp_path):
     path = tmp_path / "new" / "deeper" / "run.json"
     assert cli(*TINY, "--json", str(path)).code == 0
-    assert measure.read_record(str(path), "finetune")["steps"] == 3
+    assert run_records.read_record(str(path), "finetune")["steps"] == 3
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "finetune"}'])
@@ -429,13 +431,13 @@ def test_a_refused_run_leaves_no_empty_record(cli, tmp_path):
 
 def test_a_record_that_became_unwritable_is_one_sentence(cli, monkeypatch, tmp_path):
     folder = tmp_path / "folder"
-    real = llama.validation_loss
+    real = training_run.validation_loss
 
     def put_a_file_in_its_place(model, batches):
         folder.write_text("in the way")
         return real(model, batches)
 
-    monkeypatch.setattr(llama, "validation_loss", put_a_file_in_its_place)
+    monkeypatch.setattr(training_run, "validation_loss", put_a_file_in_its_place)
     outcome = cli(*TINY, "--json", str(folder / "run.json"))
     assert outcome.code == 1
     assert outcome.err.startswith("error: the record could not be written") and outcome.err.count("\n") == 1
@@ -473,7 +475,7 @@ def test_out_of_memory_says_what_to_lower_in_order(cli, monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(llama, "training_step", fail)
+    monkeypatch.setattr(stepping, "training_step", fail)
     outcome = cli(*TINY)
     assert_refused(outcome, "ran out of memory", "nvidia-smi", code=1)
     lowered = [outcome.err.index(flag) for flag in ("--batch-size", "--seq-len", "--model")]
@@ -492,22 +494,22 @@ def test_a_bug_is_not_dressed_up_as_the_users_fault(monkeypatch):
     def fail(*args):
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(llama, "training_step", fail)
+    monkeypatch.setattr(stepping, "training_step", fail)
     monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *TINY])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        measure.run_main(finetune_baseline.main)
+        command_line.run_main(finetune_baseline.main)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_saves_nothing(cli, monkeypatch, checkpoint, tmp_path, loss):
     before = contents(checkpoint)
-    real, calls = llama.training_step, []
+    real, calls = stepping.training_step, []
 
     def third_step_fails(*args):
         calls.append(real(*args))
         return torch.full_like(calls[-1], loss) if len(calls) == 3 else calls[-1]
 
-    monkeypatch.setattr(llama, "training_step", third_step_fails)
+    monkeypatch.setattr(stepping, "training_step", third_step_fails)
     record = tmp_path / "run.json"
     outcome = cli(*TINY, "--steps", "5", "--save", str(checkpoint), "--json", str(record))
     assert_refused(outcome, f"the loss became {loss} at step 3", "nothing was saved", "--lr", code=1)
@@ -526,7 +528,7 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llama, "training_step", interrupt)
+    monkeypatch.setattr(stepping, "training_step", interrupt)
     outcome = cli(*TINY)
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
@@ -538,17 +540,17 @@ def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
     steps = ["--warmup", "1"] if script is profile_baseline else ["--steps", "1"]
     kernels = [] if script is finetune_baseline else ["--kernels", "none"]
     assert cli("--model", "tiny", *steps, *kernels, "--json", str(path), script=script).code == 0
-    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if measure.HAS_GPU else 64)
+    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if HAS_GPU else 64)
     assert f"(default here: {llama.SEQ_LEN})" in " ".join(cli("--help", script=script).out.split())
 
 
-@pytest.mark.skipif(measure.HAS_GPU, reason="a GPU's memory ends the search")
+@pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
 def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
     path = tmp_path / "longest.json"
     flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", str(path)
     outcome = cli(*flags, script=finetune_optimized)
     assert outcome.code == 0, outcome.err
-    assert measure.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
+    assert run_records.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
     assert "64 tokens (in steps of 16; stopped by the 4 lengths that are tried without a GPU)" in outcome.out
 
 
@@ -635,7 +637,7 @@ def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output():
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError):
-        measure.run_main(fail)
+        command_line.run_main(fail)
 
 
 def test_output_that_is_closed_is_no_fault(tmp_path):
@@ -682,7 +684,7 @@ def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
     child = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(999)"
     (tmp_path / "profile_baseline.py").write_text(child)
     code = "import pathlib, finetune_optimized; from harness import measure; from next_steps import ladder; "
-    code += f"ladder.HERE = pathlib.Path({str(tmp_path)!r}); measure.run_main(finetune_optimized.main)"
+    code += f"ladder.HERE = pathlib.Path({str(tmp_path)!r}); command_line.run_main(finetune_optimized.main)"
     command = [sys.executable, "-c", code, *TINY, "--ladder"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()) as run:
         deadline = time.monotonic() + 300
@@ -705,17 +707,17 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
     path = tmp_path / "run.json"
     outcome = cli(*TINY, "--json", str(path), script=script)
     assert outcome.code == 0, outcome.err
-    record = measure.read_record(str(path), "finetune")
-    if not measure.HAS_GPU:
-        assert outcome.out.startswith(measure.NO_GPU_NOTE)
+    record = run_records.read_record(str(path), "finetune")
+    if not HAS_GPU:
+        assert outcome.out.startswith(tables.NO_GPU_NOTE)
     line = r"^step (\d)/3  loss +([\d.]+) +[\d.]+ s +[\d,]+ tokens/sec  peak +[\d.]+ GB  ETA +\d+ s$"
     steps = re.findall(line, outcome.out, re.MULTILINE)
     assert [int(step) for step, _ in steps] == [1, 2, 3]
     assert [float(loss) for _, loss in steps] == pytest.approx(record["losses"], abs=1e-4)
 
-    block = llama.result_block(record)
+    block = training_run.result_block(record)
     assert block in outcome.out
-    memory = "Peak GPU memory:" if measure.HAS_GPU else "Peak process memory:"
+    memory = "Peak GPU memory:" if HAS_GPU else "Peak process memory:"
     for words in (
         f"{'=' * 70}\n{title}\n{'=' * 70}\n", "Average time per step: ", "Median time per step: ",
         "Average throughput: ", " tokens/sec", memory, "Model FLOPs utilization: ", "Validation loss: ",
@@ -728,8 +730,8 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
 def test_averages_leave_out_the_first_steps(cli, tmp_path):
     path = tmp_path / "run.json"
     cli(*TINY, "--steps", "5", "--batch-size", "2", "--json", str(path))
-    record = measure.read_record(str(path), "finetune")
-    timed = record["seconds"][llama.WARMUP_STEPS :]
+    record = run_records.read_record(str(path), "finetune")
+    timed = record["seconds"][training_run.WARMUP_STEPS :]
     assert record["average_seconds"] == pytest.approx(sum(timed) / 3)
     assert record["median_seconds"] == sorted(timed)[1]
     assert record["tokens_per_second"] == pytest.approx(3 * 2 * 16 / sum(timed))
@@ -737,14 +739,14 @@ def test_averages_leave_out_the_first_steps(cli, tmp_path):
 
 def test_utilization_is_throughput_over_the_data_sheets_rate(cli, monkeypatch, tmp_path):
     path = tmp_path / "run.json"
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: 2.0)
     outcome = cli(*TINY, "--dtype", "bf16", "--json", str(path))
-    record = measure.read_record(str(path), "finetune")
-    flops = llama.flops_per_token(llama.tiny_config(), 16) * record["tokens_per_second"]
+    record = run_records.read_record(str(path), "finetune")
+    flops = architecture.flops_per_token(architecture.tiny_config(), 16) * record["tokens_per_second"]
     assert record["model_flops_utilization"] == pytest.approx(flops / 2e12)
     assert f"{100 * flops / 2e12:.1f} % of" in outcome.out
 
 
 def test_utilization_is_unknown_where_the_gpu_is_not_listed(cli, monkeypatch):
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: None)
+    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: None)
     assert re.search(r"^Model FLOPs utilization: +n/a$", cli(*TINY).out, re.M)

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import profile_baseline
-from harness import costs, llama
+from harness import architecture, costs
 from harness.attribution import category_of_triton_kernel
 from harness.costs import NOTHING, Cost
 from harness.kernel_facts import OTHER, ROWS, RUNGS, Sizes
@@ -238,9 +238,9 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
     rmsnorm_kernel.py counts 128 bytes; 12 of them add gradients where two paths meet, which no
     layer owns.
     """
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size = 512  # so that what there is one of per row does not count
-    monkeypatch.setattr(llama, "tiny_config", lambda: config)
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     flags = ["--model", "tiny", "--dtype", "bf16", "--seq-len", "32", "--warmup", "1"]
     workload = Workload.from_flags(profile_baseline.parse_args(flags), on_gpu=False)
@@ -248,7 +248,7 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
     record = profile_baseline.profile_training(workload, trace, stacks=False)
     parts, sizes = record["categories"], Sizes(**record["sizes"])
     in_attention = 6 * config.num_hidden_layers * 4 * config.head_dim * 32
-    products = llama.flops_per_token(config, 32) - in_attention  # and the angles' small one
+    products = architecture.flops_per_token(config, 32) - in_attention  # and the angles' small one
     assert parts["matmul"]["flops"] == pytest.approx(32 * products, rel=1e-3)
     numbers = 5 * 32 * 512
     assert parts["normalization"]["bytes"] == pytest.approx(116 * numbers, rel=0.03)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import profile_baseline
-from harness import costs, diagnose, diagnosis_tables, llama, profile_comparison, profiler, roofline
+from harness import architecture, costs, dataset, diagnose, diagnosis_tables, loading, profile_comparison, profiler, roofline, stepping
 from harness.command_line import UserError
 from harness.device import DEVICE
 from harness.diagnose import RUNG_OF_CATEGORY
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def sizes_8b(batch_size: int, seq_len: int) -> Sizes:
     workload = Workload(dtype="bf16", batch_size=batch_size, seq_len=seq_len)
-    return costs.sizes_of(llama.llama_3_1_8b_config(), workload)
+    return costs.sizes_of(architecture.llama_3_1_8b_config(), workload)
 
 
 # ---------------------------------------------------------------- hand-made records
@@ -422,11 +422,11 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
 @pytest.mark.alone
 def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, monkeypatch):
     """A model large enough for the GPU to be the slower one; then a step with .item() in it."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 2048, 8192, 8
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 32, 8, 64
     config.max_position_embeddings = 2048
-    monkeypatch.setattr(llama, "tiny_config", lambda: config)
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     workload = Workload(model="tiny", batch_size=16, seq_len=2048, warmup=3)
     trace = str(tmp_path / "trace.json")
     record = profile_baseline.profile_training(workload, trace, stacks=False)
@@ -439,16 +439,16 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     assert findings["matmul"].verdict == "compute-bound"
     assert findings["optimizer"].verdict == "bandwidth-bound"
 
-    real = llama.training_step
+    real = stepping.training_step
 
     def with_item(model, optimizer, batch):
         for _ in range(20):
             batch.input_ids.sum().item()
         return real(model, optimizer, batch)
 
-    model = llama.load_model(Workload(model="tiny"))
-    batches = [batch.to(DEVICE) for batch in llama.load_data(workload, config, 2).train]
-    monkeypatch.setattr(llama.timed_step, "__defaults__", (with_item,))
-    waited = profiler.timeline(model, llama.make_optimizer(model, 1e-3), batches)
+    model = loading.load_model(Workload(model="tiny"))
+    batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, config, 2).train]
+    monkeypatch.setattr(stepping.timed_step, "__defaults__", (with_item,))
+    waited = profiler.timeline(model, stepping.make_optimizer(model, 1e-3), batches)
     assert waited["synchronization_us"] > 20 * 2
     assert waited["idle_us"] >= waited["synchronization_us"] and waited["host_us"] > 0

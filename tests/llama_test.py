@@ -9,8 +9,9 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import llama, measure
+from harness import architecture, command_line, dataset, loading, patching, saving, stepping, training_run
 from harness.checking import DEVICE, relative_error
+from harness.workload import finetune_parser
 from rmsnorm_kernel import TritonRMSNorm
 from tests.fixtures import needs_gpu
 
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-IGNORE = llama.IGNORE_INDEX
+IGNORE = dataset.IGNORE_INDEX
 END = 256  # the tiny model's end-of-text token
 PLAYBOOK = finetune_optimized.PLAYBOOK_KERNELS.split(",")
 # A few hundred rows are all that Triton's interpreter gets through in a second.
@@ -31,7 +32,7 @@ TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size",
 
 def arguments(*flags: str):
     """The scripts' own parsing; a later flag wins over TINY's."""
-    return llama.finetune_parser("").parse_args([*TINY, *flags])
+    return finetune_parser("").parse_args([*TINY, *flags])
 
 
 def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
@@ -48,13 +49,13 @@ def jsonl(path: Path, *examples: tuple[str, str]) -> Path:
     return path
 
 
-def tiny_batch(batch_size: int = 2, seq_len: int = 12) -> llama.Batch:
+def tiny_batch(batch_size: int = 2, seq_len: int = 12) -> dataset.Batch:
     """Random tokens, the first third of the labels masked as a prompt is."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(llama.BYTE_VOCABULARY, (batch_size, seq_len), generator=generator)
+    ids = torch.randint(architecture.BYTE_VOCABULARY, (batch_size, seq_len), generator=generator)
     labels = ids.clone()
     labels[:, : seq_len // 3] = IGNORE
-    return llama.Batch(ids, labels, ids.numel()).to(DEVICE)
+    return dataset.Batch(ids, labels, ids.numel()).to(DEVICE)
 
 
 def uneven_norms(model: torch.nn.Module) -> torch.nn.Module:
@@ -67,7 +68,7 @@ def uneven_norms(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def loss_and_gradients(model: torch.nn.Module, batch: llama.Batch) -> dict[str, torch.Tensor]:
+def loss_and_gradients(model: torch.nn.Module, batch: dataset.Batch) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
     loss.backward()
@@ -87,7 +88,7 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def test_the_8b_config_is_llama_3_1():
-    config = llama.llama_3_1_8b_config()
+    config = architecture.llama_3_1_8b_config()
     published = {
         "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
@@ -99,11 +100,11 @@ def test_the_8b_config_is_llama_3_1():
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    assert llama.parameter_count(config) == 8_030_261_248
+    assert architecture.parameter_count(config) == 8_030_261_248
 
 
 def test_rope_scaling_reaches_the_frequencies():
-    config = llama.llama_3_1_8b_config()
+    config = architecture.llama_3_1_8b_config()
     config.num_hidden_layers, config.intermediate_size, config.vocab_size = 1, 8, 8
     frequencies = AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq
     unscaled = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
@@ -116,7 +117,7 @@ def test_rope_scaling_reaches_the_frequencies():
 
 
 def test_weights_depend_on_the_seed_and_on_nothing_else():
-    first, again, other = (llama.load_model(arguments("--seed", seed)).state_dict() for seed in "778")
+    first, again, other = (loading.load_model(arguments("--seed", seed)).state_dict() for seed in "778")
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
@@ -140,15 +141,15 @@ def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
 def test_packing_loses_and_repeats_no_token():
     texts = ["first text", "second, longer text", "third"]
     tokens = [token for text in texts for token in [*text.encode(), END]]
-    rows = llama.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=100)
+    rows = dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=100)
     assert len(rows) == len(tokens) // 7
     assert all(ids.shape == (7,) and torch.equal(ids, labels) for ids, labels in rows)
     assert torch.cat([ids for ids, _ in rows]).tolist() == tokens[: 7 * len(rows)]
-    assert len(llama.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=2)) == 2
+    assert len(dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=2)) == 2
 
 
 def test_no_stdlib_file_is_both_trained_on_and_held_out():
-    train, validation = llama.read_texts("stdlib")
+    train, validation = dataset.read_texts("stdlib")
     assert len(train) > 50 and len(validation) > 5
     assert not {text for text in train if text} & {text for text in validation if text}
 
@@ -156,27 +157,27 @@ def test_no_stdlib_file_is_both_trained_on_and_held_out():
 def test_held_out_part_of_a_text_file_is_not_trained_on(tmp_path):
     path = tmp_path / "numbers.txt"
     path.write_text("".join(f"{i:07d}\n" for i in range(500)))  # every 8 bytes occur once
-    data = llama.load_data(
-        arguments("--data", str(path), "--seq-len", "8", "--steps", "1000"), llama.tiny_config(), 1000
+    data = dataset.load_data(
+        arguments("--data", str(path), "--seq-len", "8", "--steps", "1000"), architecture.tiny_config(), 1000
     )
     train = {tuple(batch.input_ids[0].tolist()) for batch in data.train}
     validation = {tuple(batch.input_ids[0].tolist()) for batch in data.validation}
-    assert len(train) == 450 and len(validation) == llama.VALIDATION_BATCHES
+    assert len(train) == 450 and len(validation) == dataset.VALIDATION_BATCHES
     assert not train & validation
 
 
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
 def test_no_batch_is_repeated_within_a_run(source):
     args = arguments("--data", source, "--batch-size", "2", "--steps", "20")
-    data = llama.load_data(args, llama.tiny_config(), 20)
-    assert len(data.train) == 20 and len(data.validation) == llama.VALIDATION_BATCHES
+    data = dataset.load_data(args, architecture.tiny_config(), 20)
+    assert len(data.train) == 20 and len(data.validation) == dataset.VALIDATION_BATCHES
     assert all(batch.input_ids.shape == (2, 16) and batch.n_tokens == 32 for batch in data.train)
     assert len({tuple(batch.input_ids.flatten().tolist()) for batch in data.train + data.validation}) == 24
 
 
 def test_data_depends_on_the_seed_and_on_nothing_else():
     def tokens(seed: str) -> list[list]:
-        data = llama.load_data(arguments("--seed", seed, "--steps", "8"), llama.tiny_config(), 8)
+        data = dataset.load_data(arguments("--seed", seed, "--steps", "8"), architecture.tiny_config(), 8)
         return [batch.input_ids.tolist() for batch in data.train]
 
     assert tokens("3") == tokens("3")
@@ -185,7 +186,7 @@ def test_data_depends_on_the_seed_and_on_nothing_else():
 
 
 def test_every_epoch_covers_every_sequence_once():
-    order = list(llama.epochs(n_sequences=7, n_wanted=24, seed=0))
+    order = list(dataset.epochs(n_sequences=7, n_wanted=24, seed=0))
     assert len(order) == 24
     for start in (0, 7, 14):
         assert sorted(order[start : start + 7]) == list(range(7))
@@ -195,7 +196,7 @@ def test_every_epoch_covers_every_sequence_once():
 
 def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdef"), ("x", "y"))
-    data = llama.load_data(arguments("--data", str(path), "--batch-size", "2"), llama.tiny_config(), 1)
+    data = dataset.load_data(arguments("--data", str(path), "--batch-size", "2"), architecture.tiny_config(), 1)
     (batch,) = data.train
     rows = sorted(zip(batch.input_ids.tolist(), batch.labels.tolist()), key=lambda row: row[0][1:])
     assert rows == [
@@ -210,7 +211,7 @@ def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
 
 def test_long_example_is_cut_at_its_end(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
-    examples, n_skipped = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=4)
+    examples, n_skipped = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=4)
     (ids, labels), _ = examples
     assert n_skipped == 0
     assert ids.tolist() == list(b"abcd")
@@ -220,12 +221,12 @@ def test_long_example_is_cut_at_its_end(tmp_path):
 @pytest.mark.parametrize("example", [("abcdefgh", "completion cut away"), ("", "")])
 def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
     path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example, ("c", "d"))
-    examples, n_skipped = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
+    examples, n_skipped = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
     assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
     assert n_skipped == 1
     jsonl(path, example, example)
-    with pytest.raises(measure.UserError, match="line 1: no completion token is left to train on"):
-        llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
+    with pytest.raises(command_line.UserError, match="line 1: no completion token is left to train on"):
+        dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
 
 
 def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_path):
@@ -233,16 +234,16 @@ def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_pa
     path.write_text(
         '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n{"prompt": "", "completion": "e\\u2029f"}'
     )
-    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
+    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
     assert [bytes(ids.tolist()).decode() for ids, _ in examples] == ["a\u2028bc\u0085d", "e\u2029f"]
 
 
 def test_padding_changes_no_loss(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdefghij"), ("x", "y"))
-    model = llama.load_model(arguments())
-    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
-    together = llama.validation_loss(model, llama.make_batches(examples, batch_size=3))
-    one_by_one = llama.validation_loss(model, llama.make_batches(examples, batch_size=1))
+    model = loading.load_model(arguments())
+    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
+    together = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=3))
+    one_by_one = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=1))
     assert together == pytest.approx(one_by_one, rel=1e-6)
 
 
@@ -266,13 +267,13 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 def test_loss_and_gradient_are_hugging_faces(items):
     logits, labels = logits_and_labels()
     results = []
-    for loss_function in (ForCausalLMLoss, llama.causal_lm_loss(shifted_cross_entropy)):
+    for loss_function in (ForCausalLMLoss, patching.causal_lm_loss(shifted_cross_entropy)):
         leaf = logits.clone().requires_grad_()
         loss = loss_function(logits=leaf, labels=labels, vocab_size=50, num_items_in_batch=items)
         loss.backward()
         results.append({"loss": loss.detach(), "gradient": leaf.grad})
     assert largest_error(results[1], results[0])[0] < 1e-6
-    off_by_one = llama.causal_lm_loss(shifted_cross_entropy)(logits, None, shift_labels=labels)
+    off_by_one = patching.causal_lm_loss(shifted_cross_entropy)(logits, None, shift_labels=labels)
     assert relative_error(off_by_one, results[0]["loss"]) > 1e-3, "this comparison cannot fail"
 
 
@@ -283,7 +284,7 @@ def test_a_single_micro_batch_is_scaled_by_exactly_one(n_targets):
     loss.register_hook(lambda gradient: scales.append(gradient.item()))
     labels = torch.full((1, 60), IGNORE)
     labels[0, 1 : 1 + n_targets] = 5
-    loss_function, logits = llama.causal_lm_loss(lambda *_: loss.clone()), torch.zeros(1, 60, 7)
+    loss_function, logits = patching.causal_lm_loss(lambda *_: loss.clone()), torch.zeros(1, 60, 7)
     for items in (n_targets, torch.tensor(n_targets)):
         scaled = loss_function(logits, labels, num_items_in_batch=items)
         scaled.backward()
@@ -294,8 +295,8 @@ def test_a_single_micro_batch_is_scaled_by_exactly_one(n_targets):
 
 def test_a_micro_batch_without_targets_adds_nothing():
     logits = torch.randn(1, 4, 50, requires_grad=True)
-    labels = torch.full((1, 4), llama.IGNORE_INDEX)
-    loss_function = llama.causal_lm_loss(shifted_cross_entropy)
+    labels = torch.full((1, 4), dataset.IGNORE_INDEX)
+    loss_function = patching.causal_lm_loss(shifted_cross_entropy)
     loss = loss_function(logits, labels, num_items_in_batch=torch.tensor(7))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
@@ -310,7 +311,7 @@ def test_another_ignore_index_is_hugging_faces(items, shifted):
     if shifted:
         options["shift_labels"] = labels.flip(1)
     results = []
-    for loss_function in (ForCausalLMLoss, llama.causal_lm_loss(shifted_cross_entropy)):
+    for loss_function in (ForCausalLMLoss, patching.causal_lm_loss(shifted_cross_entropy)):
         leaf = logits.clone().requires_grad_()
         loss = loss_function(leaf, labels, **options)
         loss.sum().backward()
@@ -325,7 +326,7 @@ def test_arguments_come_in_hugging_faces_order():
     logits, labels = logits_and_labels()
     labels = labels.clamp_min(0)
     arguments = logits, labels, 50, 17, 0, labels.flip(1)
-    found = llama.causal_lm_loss(shifted_cross_entropy)(*arguments)
+    found = patching.causal_lm_loss(shifted_cross_entropy)(*arguments)
     assert relative_error(found, ForCausalLMLoss(*arguments)) < 1e-6
 
 
@@ -333,21 +334,21 @@ def test_another_vocabulary_than_the_logits_is_refused():
     logits, labels = logits_and_labels()
     for vocab_size in (49, 100):
         with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}, expected 50, the logits' last size"):
-            llama.causal_lm_loss(shifted_cross_entropy)(logits, labels, vocab_size)
+            patching.causal_lm_loss(shifted_cross_entropy)(logits, labels, vocab_size)
 
 
 def test_a_subclass_and_what_make_gives_back_stay():
     class TheirNorm(LlamaRMSNorm):
         pass
 
-    model = llama.load_model(arguments())
+    model = loading.load_model(arguments())
     theirs, final = TheirNorm(128).to(DEVICE), model.model.norm
     model.model.layers[0].input_layernorm = theirs
 
     def make(norm):
         return norm if norm is final else torch.nn.Identity()
 
-    n_replaced = llama.replace_modules(model, LlamaRMSNorm, make)
+    n_replaced = patching.replace_modules(model, LlamaRMSNorm, make)
     assert n_replaced == 2 * model.config.num_hidden_layers - 1
     assert model.model.norm is final and model.model.layers[0].input_layernorm is theirs
 
@@ -355,12 +356,12 @@ def test_a_subclass_and_what_make_gives_back_stay():
 def test_labels_that_come_shifted_are_not_shifted_again():
     logits, labels = logits_and_labels()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    loss_function = llama.causal_lm_loss(shifted_cross_entropy)
+    loss_function = patching.causal_lm_loss(shifted_cross_entropy)
     assert torch.equal(loss_function(logits, labels), loss_function(logits, None, shift_labels=shifted))
 
 
 def test_the_shift_copies_no_logits():
-    model = llama.load_model(arguments())
+    model = loading.load_model(arguments())
     produced, received = [], []
     model.lm_head.register_forward_hook(lambda module, inputs, output: produced.append(output))
 
@@ -368,23 +369,23 @@ def test_the_shift_copies_no_logits():
         received.append(logits)
         return shifted_cross_entropy(logits, targets, ignore_index)
 
-    model.loss_function = llama.causal_lm_loss(cross_entropy)
+    model.loss_function = patching.causal_lm_loss(cross_entropy)
     batch = tiny_batch()
     model(input_ids=batch.input_ids, labels=batch.labels)
-    assert received[0].shape == produced[0].shape == (2, 12, llama.BYTE_VOCABULARY)
+    assert received[0].shape == produced[0].shape == (2, 12, architecture.BYTE_VOCABULARY)
     assert received[0].data_ptr() == produced[0].data_ptr()
 
 
 def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("", "abcdefghijkl"), ("abcdefgh", "i"))
-    model = llama.load_model(arguments())
-    examples, _ = llama.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
-    batches = llama.make_batches(examples, batch_size=1)
+    model = loading.load_model(arguments())
+    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
+    batches = dataset.make_batches(examples, batch_size=1)
     sums, counts = [], [11, 1]  # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     for batch in batches:
         logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[0, :-1].cpu()
         sums.append(torch.nn.functional.cross_entropy(logits, batch.labels[0, 1:], reduction="sum").item())
-    found = llama.validation_loss(model, batches)
+    found = training_run.validation_loss(model, batches)
     assert found == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
     wrong = sum(total / count for total, count in zip(sums, counts)) / 2
     assert found != pytest.approx(wrong, rel=1e-4), "this comparison cannot fail"
@@ -395,7 +396,7 @@ def test_validation_loss_weighs_tokens_not_batches(tmp_path):
 
 
 def test_flops_per_token_is_what_pytorch_counts():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config._attn_implementation = "eager"  # its matrix products are visible to the counter
     model = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(2, 64, dtype=torch.int64)
@@ -403,26 +404,26 @@ def test_flops_per_token_is_what_pytorch_counts():
         model(input_ids=ids, labels=ids).loss.backward()
     # eager attention also multiplies the half of the scores that the causal mask throws away
     masked_half = 6.0 * config.num_hidden_layers * config.hidden_size * 64
-    expected = ids.numel() * (llama.flops_per_token(config, 64) + masked_half)
+    expected = ids.numel() * (architecture.flops_per_token(config, 64) + masked_half)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # RoPE's angles are 3e-5 of it
 
 
 def test_flops_per_token_of_the_8b_model():
-    config = llama.llama_3_1_8b_config()
+    config = architecture.llama_3_1_8b_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
-    assert llama.flops_per_token(config, 2048) == 6 * matrices + 6 * 32 * 4096 * 2048
+    assert architecture.flops_per_token(config, 2048) == 6 * matrices + 6 * 32 * 4096 * 2048
 
 
 # ---------------------------------------------------------------- patching
 
 
 def test_every_norm_is_replaced_and_no_weight_copied():
-    model = uneven_norms(llama.load_model(arguments()))
+    model = uneven_norms(loading.load_model(arguments()))
     before, config = dict(model.named_parameters()), model.config
     values = {name: weight.clone() for name, weight in before.items()}
-    n_replaced = llama.replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
+    n_replaced = patching.replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
     norms = [module for module in model.modules() if type(module) is TritonRMSNorm]
     assert n_replaced == len(norms) == 2 * config.num_hidden_layers + 1
     assert not any(type(module) is LlamaRMSNorm for module in model.modules())
@@ -436,7 +437,7 @@ def test_every_norm_is_replaced_and_no_weight_copied():
 def test_each_named_kernel_is_patched_in_and_no_other(names):
     """Equal numbers prove nothing about a kernel that does not run."""
     batch = tiny_batch(batch_size=1, seq_len=6)
-    model = uneven_norms(llama.load_model(arguments()))
+    model = uneven_norms(loading.load_model(arguments()))
     expected = loss_and_gradients(model, batch)
     finetune_optimized.apply_kernels(model, names)
     n_norms = sum(type(module) is TritonRMSNorm for module in model.modules())
@@ -448,7 +449,7 @@ def test_each_named_kernel_is_patched_in_and_no_other(names):
 
 def test_patched_model_has_the_unpatched_loss_and_gradients():
     batch = tiny_batch()
-    model = uneven_norms(llama.load_model(arguments()))
+    model = uneven_norms(loading.load_model(arguments()))
     expected = loss_and_gradients(model, batch)
     finetune_optimized.apply_kernels(model, PLAYBOOK)
     error, name = largest_error(loss_and_gradients(model, batch), expected)
@@ -467,15 +468,15 @@ def test_a_wrong_kernel_changes_loss_or_gradients():
             logits.register_hook(lambda gradient: gradient * keep)
             return shifted_cross_entropy(logits, targets, ignore_index)
 
-        model.loss_function = llama.causal_lm_loss(cross_entropy)
+        model.loss_function = patching.causal_lm_loss(cross_entropy)
 
     batch = tiny_batch()
     for spoil in (
-        lambda model: llama.replace_modules(model, LlamaRMSNorm, wrong_eps),
-        lambda model: llama.replace_modules(model, LlamaRMSNorm, lambda m: TritonRMSNorm(64).to(DEVICE)),
+        lambda model: patching.replace_modules(model, LlamaRMSNorm, wrong_eps),
+        lambda model: patching.replace_modules(model, LlamaRMSNorm, lambda m: TritonRMSNorm(64).to(DEVICE)),
         only_the_target_entries,
     ):
-        model = uneven_norms(llama.load_model(arguments()))
+        model = uneven_norms(loading.load_model(arguments()))
         expected = loss_and_gradients(model, batch)
         spoil(model)
         norms = [m for m in model.modules() if type(m) is TritonRMSNorm]
@@ -484,7 +485,7 @@ def test_a_wrong_kernel_changes_loss_or_gradients():
 
 
 def test_gradient_accumulation_adds_up_to_one_large_batch():
-    model = uneven_norms(llama.load_model(arguments()))
+    model = uneven_norms(loading.load_model(arguments()))
     batch = tiny_batch(batch_size=2)
     batch.labels[1, :9] = IGNORE  # so that the two halves weigh differently
     expected = loss_and_gradients(model, batch)
@@ -508,12 +509,12 @@ def test_gradient_accumulation_adds_up_to_one_large_batch():
 
 def test_training_step_is_forward_backward_update_and_clean_gradients():
     args = arguments("--steps", "3")
-    model, plain = llama.load_model(args), llama.load_model(args)
-    optimizer = llama.make_optimizer(model, 1e-3)
+    model, plain = loading.load_model(args), loading.load_model(args)
+    optimizer = stepping.make_optimizer(model, 1e-3)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for batch in llama.load_data(args, model.config, 3).train:
+    for batch in dataset.load_data(args, model.config, 3).train:
         batch = batch.to(DEVICE)
-        loss = llama.training_step(model, optimizer, batch)
+        loss = stepping.training_step(model, optimizer, batch)
         plain_loss = plain(input_ids=batch.input_ids, labels=batch.labels).loss
         plain_loss.backward()
         plain_optimizer.step()
@@ -532,7 +533,7 @@ def test_finetune_trains_with_the_optimizer_that_it_is_given(monkeypatch, tmp_pa
         return made[-1][2]
 
     args = arguments("--steps", "2", "--lr", "0.25", "--json", str(tmp_path / "run.json"))
-    model = llama.load_model(args)
+    model = loading.load_model(args)
     record = llama.finetune(model, args, title="Mine", kernels=["mine"], make_optimizer=make_optimizer)
     ((its_model, lr, _),) = made
     assert its_model is model and lr == record["lr"] == 0.25 and record["kernels"] == ["mine"]
@@ -573,7 +574,7 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     folder = tmp_path / "saved"
     trained = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "2", "--save", str(folder))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    saved_config, config = AutoConfig.from_pretrained(folder).to_dict(), llama.tiny_config().to_dict()
+    saved_config, config = AutoConfig.from_pretrained(folder).to_dict(), architecture.tiny_config().to_dict()
     changed = {key for key in config if saved_config[key] != config[key]}
     assert changed <= {"_name_or_path", "architectures", "dtype", "transformers_version"}
     AutoModelForCausalLM.from_pretrained(folder)
@@ -592,8 +593,8 @@ def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-00001-of-00002.safetensors").write_text("older")
     (tmp_path / "notes.txt").write_text("the user's own")
-    model = llama.load_model(args)
-    llama.save_model(model, args)
+    model = loading.load_model(args)
+    saving.save_model(model, args)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "notes.txt",
     ]  # fmt: skip
@@ -603,12 +604,12 @@ def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
 
 def test_the_tokenizer_is_saved_with_the_model(monkeypatch, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    AutoModelForCausalLM.from_config(llama.tiny_config()).save_pretrained(first)
+    AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(first)
     words = Tokenizer(models.WordLevel({"[unknown]": 0, "import": 7, "def": 8}, "[unknown]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[unknown]").save_pretrained(first)
     run(finetune_baseline, monkeypatch, tmp_path, "--model", str(first), "--steps", "1", "--save", str(second))
     args = arguments("--model", str(second))
-    assert llama.load_tokenizer(args)("def f ( ) : import os")["input_ids"] == [8, 0, 0, 0, 0, 7, 0]
-    (ids, _), *_ = llama.pack(["import def"], *llama.text_encoder(llama.load_tokenizer(args), None), 2, 1)
+    assert dataset.load_tokenizer(args)("def f ( ) : import os")["input_ids"] == [8, 0, 0, 0, 0, 7, 0]
+    (ids, _), *_ = dataset.pack(["import def"], *dataset.text_encoder(dataset.load_tokenizer(args), None), 2, 1)
     assert ids.tolist() == [7, 8]

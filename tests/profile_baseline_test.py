@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import profile_baseline
-from harness import attribution, llama, profiler
+from harness import attribution, dataset, loading, profiler
 from harness.device import DEVICE, HAS_GPU
 from harness.kernel_facts import KERNELS, UNATTRIBUTED
 from harness.run_records import read_record
@@ -217,7 +217,7 @@ def tiny_flags(*flags: str):
 
 
 def tiny_model() -> torch.nn.Module:
-    return llama.load_model(Workload.from_flags(tiny_flags(), HAS_GPU))
+    return loading.load_model(Workload.from_flags(tiny_flags(), HAS_GPU))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -322,10 +322,10 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
 @pytest.mark.parametrize("kernels", ["none", "rmsnorm,cross_entropy", "all"])
 def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     workload = Workload.from_flags(tiny_flags("--kernels", kernels), HAS_GPU)
-    model = llama.load_model(workload)
+    model = loading.load_model(workload)
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(workload.kernels))
     optimizer = apply_kernels.make_optimizer(model, 1e-3, workload.kernels)
-    batches = [batch.to(DEVICE) for batch in llama.load_data(workload, model.config, 4).train]
+    batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, model.config, 4).train]
     for batch in batches[:2]:
         profiler.timed_step(model, optimizer, batch)
     with profile_baseline.category_ranges(model):

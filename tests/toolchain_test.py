@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import check_toolchain
-from harness import measure
+from harness import command_line, device
 from harness.checking import HAS_GPU, Check
 from tools import compile_check
 
@@ -76,7 +77,7 @@ BROKEN_KERNELS = """
 import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import torch, triton, triton.language as tl
-from harness import measure
+from harness import command_line
 from tools import compile_check
 
 @triton.jit
@@ -104,7 +105,7 @@ compile_check.CASES = [
     compile_check.Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
     compile_check.Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),
 ]
-measure.run_main(compile_check.main)
+command_line.run_main(compile_check.main)
 """
 
 
@@ -169,9 +170,9 @@ def test_wrong_result_is_no(monkeypatch):
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
-    monkeypatch.setattr(measure, "HAS_GPU", False)
-    monkeypatch.setattr(check_toolchain.torch.version, "cuda", cuda)
-    monkeypatch.setattr(check_toolchain.torch.version, "hip", None)
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
 
 
@@ -184,7 +185,7 @@ BROKEN_FIXTURE = "@pytest.fixture\ndef broken():\n    yield\n    assert False\n"
 ERRS_AFTERWARDS = "def test_after_which_an_error_comes(broken): pass\n"
 
 
-def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
+def make_test(folder: Path, tests: str, target: str = "test") -> subprocess.CompletedProcess:
     """`make test` in a folder with this project's Makefile and these tests in place of its own."""
     for name in ("tools", "tests"):
         (folder / name).mkdir()
@@ -193,7 +194,7 @@ def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
     (folder / "tools" / "compile_check.py").write_text("print('all kernels compile')")
     (folder / "tests" / "fixtures.py").touch()
     (folder / "tests" / "some_test.py").write_text(f"import pytest\n{tests}")
-    command = ["make", "test", "SETUP=", f"PY={sys.executable}"]
+    command = ["make", target, "SETUP=", f"PY={sys.executable}"]
     # what a `make test` above this one hands down would make this one a sub-make, which prints its folder last
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
@@ -217,6 +218,14 @@ def test_make_tests_last_line_counts_all_tests(tmp_path, tests, count, passes):
     assert (result.returncode == 0) == passes, result.stdout + result.stderr
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target, count", [("test", 1), ("test-all", 2)])
+def test_what_is_exhaustive_is_left_to_test_all(tmp_path, target, count):
+    tests = PASSES + "@pytest.mark.exhaustive\n" + PASSES.replace("passes", "passes_too")
+    result = make_test(tmp_path, tests, target)
+    assert result.stdout.splitlines()[-1] == f"{count} passed, 0 failed, 0 skipped"
+
+
 def test_check_of_a_new_machine_ends_on_the_count():
     commands = (HERE / ".ci" / "run").read_text().split("\n")
-    assert commands[-2:] == ["make test", ""] and "make demo" in commands
+    assert commands[-2:] == ["make test-all", ""] and "make demo" in commands
