@@ -10,8 +10,10 @@ A gradient is compared in two parts, the entry of each row's target and all the 
 the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others would look fine.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
+    command_line.answer_flags(__doc__)
 
 
 import pytest
@@ -1114,7 +1116,6 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Cross-Entropy Correctness Tests\n" + "=" * 60)

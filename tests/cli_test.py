@@ -1,7 +1,6 @@
 """Bad input gets one clear sentence and an exit code; good input gets the playbook's result block."""
 
 import functools
-import importlib
 import json
 import os
 import re
@@ -22,16 +21,16 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, command_line, config_file, device, run_records, stepping, tables, timing, training_run
+from harness import architecture, command_line, config_file, run_records, tables, training_run
 from harness.device import HAS_GPU
-from harness.workload import DEFAULT_MODEL
+from harness.workload import DEFAULT_MODEL, WARMUP_STEPS
 from tests.conftest import Outcome
 
 # isort: split
-# after `measure`, which decides how triton (imported by these) will run
+# after the harness, which decides how triton (imported by these) will run
 from huggingface_hub import errors as hub_errors
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
@@ -49,7 +48,7 @@ def cli(run_script):
 def saved_tiny(tmp_path_factory) -> Path:
     """A good checkpoint; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("saved_tiny")
-    llama.AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(folder)
     return folder
 
 
@@ -132,13 +131,13 @@ def test_help_lists_the_flags(cli):
 @pytest.mark.parametrize("flags", [[], ["--random-init"]])
 @pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
 def test_the_8b_model_without_a_gpu_is_refused_before_any_download(cli, monkeypatch, script, flags):
-    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(config_file, "HAS_GPU", False)
     monkeypatch.setattr(config_file, "hf_hub_download", lambda *args: pytest.fail("a download was started"))
     assert_refused(cli(*flags, script=script), DEFAULT_MODEL, "CUDA GPU", "--model tiny")
 
 
 def test_a_large_local_model_without_a_gpu_is_refused(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(config_file, "HAS_GPU", False)
     architecture.llama_3_1_8b_config().save_pretrained(tmp_path)
     assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
 
@@ -310,8 +309,8 @@ def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
 
 
 def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypatch):
-    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
-    monkeypatch.setattr(architecture, "parameter_count", lambda config: 0)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(config_file, "parameter_count", lambda config: 0)
     assert_refused(cli(*TINY, "--data", "nowhere.jsonl"), "cannot read nowhere.jsonl", "No such file")
 
 
@@ -475,7 +474,7 @@ def test_out_of_memory_says_what_to_lower_in_order(cli, monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(stepping, "training_step", fail)
+    monkeypatch.setattr(training_run.Run, "end_step", fail)
     outcome = cli(*TINY)
     assert_refused(outcome, "ran out of memory", "nvidia-smi", code=1)
     lowered = [outcome.err.index(flag) for flag in ("--batch-size", "--seq-len", "--model")]
@@ -486,7 +485,7 @@ def test_out_of_memory_while_loading_is_not_called_a_damaged_file(cli, monkeypat
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     assert_refused(cli(*TINY, "--model", str(checkpoint)), "ran out of memory", code=1)
 
 
@@ -494,7 +493,7 @@ def test_a_bug_is_not_dressed_up_as_the_users_fault(monkeypatch):
     def fail(*args):
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(stepping, "training_step", fail)
+    monkeypatch.setattr(training_run.Run, "end_step", fail)
     monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *TINY])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         command_line.run_main(finetune_baseline.main)
@@ -503,13 +502,13 @@ def test_a_bug_is_not_dressed_up_as_the_users_fault(monkeypatch):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_saves_nothing(cli, monkeypatch, checkpoint, tmp_path, loss):
     before = contents(checkpoint)
-    real, calls = stepping.training_step, []
+    real, calls = training_run.Run.end_step, []
 
-    def third_step_fails(*args):
-        calls.append(real(*args))
-        return torch.full_like(calls[-1], loss) if len(calls) == 3 else calls[-1]
+    def third_step_fails(run, found):
+        calls.append(found)
+        real(run, torch.full_like(found, loss) if len(calls) == 3 else found)
 
-    monkeypatch.setattr(stepping, "training_step", third_step_fails)
+    monkeypatch.setattr(training_run.Run, "end_step", third_step_fails)
     record = tmp_path / "run.json"
     outcome = cli(*TINY, "--steps", "5", "--save", str(checkpoint), "--json", str(record))
     assert_refused(outcome, f"the loss became {loss} at step 3", "nothing was saved", "--lr", code=1)
@@ -528,7 +527,7 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stepping, "training_step", interrupt)
+    monkeypatch.setattr(training_run.Run, "end_step", interrupt)
     outcome = cli(*TINY)
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
@@ -540,8 +539,9 @@ def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
     steps = ["--warmup", "1"] if script is profile_baseline else ["--steps", "1"]
     kernels = [] if script is finetune_baseline else ["--kernels", "none"]
     assert cli("--model", "tiny", *steps, *kernels, "--json", str(path), script=script).code == 0
-    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if HAS_GPU else 64)
-    assert f"(default here: {llama.SEQ_LEN})" in " ".join(cli("--help", script=script).out.split())
+    assert json.loads(path.read_text())["seq_len"] == (512 if HAS_GPU else 64)
+    printed = " ".join(cli("--help", script=script).out.split())
+    assert "tokens per sequence (default: 512; 64 without a GPU)" in printed
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
@@ -582,20 +582,8 @@ def test_process_with_libraries_that_would_warn(checkpoint):
     assert_refused(process(*TINY, "--model", str(checkpoint)), "do not fit its config.json")
 
 
-TESTS = sorted(p.name for p in HERE.glob("*_test.py") if re.search("^def main", p.read_text(), re.MULTILINE))
-
-
-@pytest.mark.parametrize("script", TESTS)
-def test_the_tests_that_are_scripts_have_help_and_refuse_other_flags(run_script, script):
-    """They ran, whatever was asked of them."""
-    module = importlib.import_module(script.removesuffix(".py"))
-    assert "measure.run_main(main)" in Path(module.__file__).read_text()
-    outcome = run_script(module, "--help")
-    assert outcome.code == 0 and outcome.out.startswith("usage: ") and "PASSED" not in outcome.out
-    assert_refused(run_script(module, "--frobnicate"), "--frobnicate", "--help lists the flags")
-
-
 # less than a buffer, which reaches the file when the script ends, and more, which reaches it at once
+SCRIPT = "from harness import command_line\ncommand_line.run_main(lambda: {})\n"
 PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
 
 
@@ -603,7 +591,7 @@ PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
 def printing(request, tmp_path) -> list[str]:
     """The command of a script that prints."""
     path = tmp_path / "script.py"
-    path.write_text(f"from harness import measure\nmeasure.run_main(lambda: {PRINTS[request.param]})\n")
+    path.write_text(SCRIPT.format(PRINTS[request.param]))
     return [sys.executable, str(path)]
 
 
@@ -641,16 +629,14 @@ def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output():
 
 
 def test_output_that_is_closed_is_no_fault(tmp_path):
-    (tmp_path / "script.py").write_text("from harness import measure\nmeasure.run_main(lambda: print('x'))\n")
+    (tmp_path / "script.py").write_text(SCRIPT.format("print('x')"))
     command = f"{sys.executable} {tmp_path / 'script.py'} >&-"
     run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=in_here())
     assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from harness import measure\nmeasure.run_main(lambda: print('2 × 3 — done'))\n"
-    )
+    (tmp_path / "script.py").write_text(SCRIPT.format("print('2 × 3 — done')"))
     environment = in_here() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     command = [sys.executable, str(tmp_path / "script.py")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -660,21 +646,55 @@ def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
 SCRIPTS = sorted(
     path.name
     for path in HERE.glob("*.py")
-    if "measure.run_main(main)" in path.read_text() and (not path.name.endswith("_test.py") or path.stem in LESSONS)
+    if "command_line.run_main(main)" in path.read_text()
+    and (not path.name.endswith("_test.py") or path.stem in LESSONS)
 )
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+MODULES = sorted(
+    f"tools.{path.stem}"
+    for path in (HERE / "tools").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
+HEAVY = "torch", "transformers", "triton"
+HELP = """
+import runpy, sys
+name = sys.argv.pop(1)
+run = runpy.run_path if name.endswith(".py") else runpy.run_module
+try:
+    run(name, run_name="__main__")
+except SystemExit as stop:
+    print(stop.code, *sys.modules.keys() & {heavy}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("flags, code", [(["--help"], 0), (["--frobnicate"], 2)], ids=["help", "wrong"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *MODULES])
+def test_flags_are_answered_before_pytorch_is_imported(script, flags, code):
+    """It takes seconds.  What is counted is what was imported: a clock would depend on the machine."""
+    name = str(HERE / script) if script.endswith(".py") else script
+    command = [sys.executable, "-c", HELP.replace("{heavy}", repr({*HEAVY})), name, *flags]
+    run = subprocess.run(command, capture_output=True, text=True, env=in_here(), cwd=HERE)
+    assert run.stdout.startswith("usage: ") == (code == 0)
+    assert run.stderr.splitlines()[-1] == str(code), run.stderr
+
+
+def interrupted(script: str, folder: Path) -> Outcome:
     """Importing PyTorch takes seconds; here it takes as long as Ctrl-C needs to come."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    outcome = process("--help", script=script, PYTHONPATH=str(tmp_path))
-    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "interrupted\n")
+    (folder / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    return process(script=script, PYTHONPATH=str(folder))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "compare_runs.py"])
+def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+    outcome = interrupted(script, tmp_path)
+    code = -signal.SIGINT if script.removesuffix(".py") in LESSONS else 130
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", "interrupted\n")
 
 
 def test_an_error_during_the_imports_is_still_shown(tmp_path):
     (tmp_path / "torch.py").write_text("1 / 0\n")
-    outcome = process("--help", PYTHONPATH=str(tmp_path))
+    outcome = process(PYTHONPATH=str(tmp_path))
     assert outcome.code == 1 and "Traceback" in outcome.err and "ZeroDivisionError" in outcome.err
 
 
@@ -683,8 +703,13 @@ def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
     told = tmp_path / "pid"
     child = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(999)"
     (tmp_path / "profile_baseline.py").write_text(child)
-    code = "import pathlib, finetune_optimized; from harness import measure; from next_steps import ladder; "
-    code += f"ladder.HERE = pathlib.Path({str(tmp_path)!r}); command_line.run_main(finetune_optimized.main)"
+    code = f"""
+import pathlib, finetune_optimized
+from harness import command_line
+from next_steps import ladder
+ladder.HERE = pathlib.Path({str(tmp_path)!r})
+command_line.run_main(finetune_optimized.main)
+"""
     command = [sys.executable, "-c", code, *TINY, "--ladder"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()) as run:
         deadline = time.monotonic() + 300
@@ -731,7 +756,7 @@ def test_averages_leave_out_the_first_steps(cli, tmp_path):
     path = tmp_path / "run.json"
     cli(*TINY, "--steps", "5", "--batch-size", "2", "--json", str(path))
     record = run_records.read_record(str(path), "finetune")
-    timed = record["seconds"][training_run.WARMUP_STEPS :]
+    timed = record["seconds"][WARMUP_STEPS :]
     assert record["average_seconds"] == pytest.approx(sum(timed) / 3)
     assert record["median_seconds"] == sorted(timed)[1]
     assert record["tokens_per_second"] == pytest.approx(3 * 2 * 16 / sum(timed))
@@ -739,7 +764,7 @@ def test_averages_leave_out_the_first_steps(cli, tmp_path):
 
 def test_utilization_is_throughput_over_the_data_sheets_rate(cli, monkeypatch, tmp_path):
     path = tmp_path / "run.json"
-    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
     outcome = cli(*TINY, "--dtype", "bf16", "--json", str(path))
     record = run_records.read_record(str(path), "finetune")
     flops = architecture.flops_per_token(architecture.tiny_config(), 16) * record["tokens_per_second"]
@@ -748,5 +773,5 @@ def test_utilization_is_throughput_over_the_data_sheets_rate(cli, monkeypatch, t
 
 
 def test_utilization_is_unknown_where_the_gpu_is_not_listed(cli, monkeypatch):
-    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: None)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: None)
     assert re.search(r"^Model FLOPs utilization: +n/a$", cli(*TINY).out, re.M)
