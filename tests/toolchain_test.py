@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import check_toolchain
-from harness import command_line, device
+from harness import device
 from harness.checking import HAS_GPU, Check
 from tools import compile_check
 
