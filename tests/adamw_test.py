@@ -25,7 +25,13 @@ from torch.optim import lr_scheduler
 from harness import command_line
 from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, print_checks
 from next_steps import adamw_kernel
-from next_steps.adamw_kernel import TritonAdamW, _one_minus_power, _store, adamw_reference, adamw_step
+from next_steps.adamw_kernel import (
+    TritonAdamW,
+    _one_minus_power,
+    _store,
+    adamw_reference,
+    adamw_step,
+)
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
 
 triton, tl = adamw_kernel.triton, adamw_kernel.tl

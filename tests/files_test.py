@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,11 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness import command_line, config_file, loading, output_files, run_records, saving
-from harness.workload import add_workload_flags, finetune_parser
+from harness.device import HAS_GPU
+from harness.kernel_facts import KERNELS
 from harness.profiler import write_trace
-from next_steps import distill, ladder
+from harness.workload import Workload, add_workload_flags, finetune_parser
+from next_steps import finetune_options, ladder
 from tests.compare_runs_test import run as made_up_run
 
 # after `measure`, which decides how triton (imported by transformers) will run
@@ -464,8 +467,7 @@ def test_stochastic_rounding_without_bf16_is_refused(run_script):
     assert_one_sentence(outcome, "--stochastic-rounding", "does nothing in fp32", "--dtype bf16")
 
 
-def test_a_graph_that_no_step_would_use_is_refused(run_script, monkeypatch):
-    monkeypatch.setattr(finetune_optimized, "HAS_GPU", True)
+def test_a_graph_that_no_step_would_use_is_refused(run_script):
     outcome = run_script(finetune_optimized, *TINY, "--kernels", "all", "--cuda-graph", "--steps", "2")
     assert_one_sentence(outcome, "--cuda-graph starts after 2 steps", "--steps 2")
 
@@ -481,11 +483,13 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     args = finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
-    ladder.run_script("finetune_optimized.py", args, "--opponent", "liger")
-    ladder.run_script("finetune_optimized.py", args, "--kernels", "all")
+    workload = Workload.from_flags(args, HAS_GPU)
+    graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+    for each in (replace(workload, opponent="liger"), graph):
+        ladder.run_script("finetune_optimized.py", each)
     for command in commands:
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
-        assert finetune_optimized.parse_args().lr == 0.25
+        assert finetune_options.parse_args("").lr == 0.25
 
 
 def test_a_flag_counts_as_given_when_its_value_is_the_default():
@@ -494,7 +498,7 @@ def test_a_flag_counts_as_given_when_its_value_is_the_default():
     args = parser.parse_args(["--seed", "0", "--data=stdlib", "--random-init"])
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
     parser = finetune_parser("")
-    distill.add_flags(parser)
+    finetune_options.add_flags(parser)
     assert parser.parse_args([]).given == set()
 
 
@@ -587,7 +591,7 @@ def make_model(n_layers: int, seed: int, shard_size: str | None) -> torch.nn.Mod
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
-    saving.save_model(model, argparse.Namespace(model="tiny", random_init=False, save=str(folder)))
+    saving.save_model(model, Workload(model="tiny"), str(folder))
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -674,7 +678,8 @@ def test_a_save_that_fails_late_leaves_a_model_from_which_training_goes_on(tmp_p
             save(new, folder)
     assert same(loaded(folder), new.state_dict()) and list(folder.glob(".unfinished-*"))
     flags = ["--model", str(folder), "--dtype", "fp32", "--seq-len", "8", "--steps", "1"]
-    again = loading.load_model(finetune_parser("").parse_args(flags)).cpu()
+    args = finetune_parser("").parse_args(flags)
+    again = loading.load_model(Workload.from_flags(args, HAS_GPU)).cpu()
     save(again, folder)
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} == names

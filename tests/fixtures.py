@@ -76,7 +76,9 @@ def captured(step: Callable[[], object], steps_before: int = 1) -> tuple[torch.c
 @pytest.fixture
 def compiled_kernels(monkeypatch) -> list[str]:
     """The kernels that Triton compiles from now on; clear it where those do not count."""
-    from triton import knobs  # whoever uses this has imported a kernel file, which decides how Triton runs
+    from triton import (
+        knobs,  # whoever uses this has imported a kernel file, which decides how Triton runs
+    )
 
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))

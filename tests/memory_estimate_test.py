@@ -15,13 +15,17 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import profile_baseline
-from harness import architecture, run_records, stepping
+from harness import architecture, config_file, device, run_records, stepping
 from harness.device import DEVICE, HAS_GPU
-from harness.workload import DEFAULT_MODEL
 from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
+from harness.workload import DEFAULT_MODEL
 from next_steps import memory_estimate
 from next_steps.apply_kernels import apply_kernels
 from next_steps.memory_estimate import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
@@ -95,7 +99,7 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = llama.AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
+    model = AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -262,7 +266,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
         assert config.hidden_size == 4096 and dtype == torch.bfloat16
         return estimate_8b("bf16", *shape[:2], tuple(shape[2]))
 
-    for module in (llama, profile_baseline):
+    for module in (device, config_file):
         monkeypatch.setattr(module, "HAS_GPU", False)
     monkeypatch.setattr(memory_estimate, "estimate", estimated_before)
     outcome = run_script(profile_baseline, *MODEL_8B)

@@ -22,9 +22,10 @@ import torch
 
 import profile_baseline
 from harness import architecture, dataset, run_records, stepping, tables
-from harness.device import DEVICE
 from harness.checking import HAS_GPU
+from harness.device import DEVICE
 from harness.kernel_facts import KERNELS, MODEL_KERNELS
+from harness.workload import Workload
 from next_steps import memory_estimate, memory_profile
 from next_steps.apply_kernels import apply_kernels, make_optimizer
 from next_steps.memory_estimate import (
@@ -42,6 +43,10 @@ from next_steps.memory_estimate import (
 from next_steps.memory_profile import UNSEEN, Observer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
@@ -73,7 +78,7 @@ class Observed:
 
 def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     """The second step of a tiny model in bf16."""
-    model = llama.AutoModelForCausalLM.from_config(config or architecture.tiny_config(), dtype=torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_config(config or architecture.tiny_config(), dtype=torch.bfloat16).to(device)
     model.config.use_cache = False
     apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
     ledger = Observer(device)
@@ -312,9 +317,9 @@ def assert_refused(outcome, *words: str) -> None:
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    args = profile_baseline.parse_args([*TINY, "--json", str(file)])
+    workload = Workload.from_flags(profile_baseline.parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        memory_profile.report(args)
+        memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
     assert memory_profile.render(record) in printed.getvalue()
     assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
@@ -412,17 +417,9 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     config.save_pretrained(tmp_path)
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
-    flags = [
-        "--memory",
-        "--model",
-        str(tmp_path),
-        "--random-init",
-        "--memory-snapshot",
-        str(snapshot),
-        "--json",
-        str(file),
-    ]
-    memory_profile.report(profile_baseline.parse_args([*flags, *shape]))
+    flags = ["--memory", "--model", str(tmp_path), "--random-init"]
+    workload = Workload.from_flags(profile_baseline.parse_args([*flags, *shape]), HAS_GPU)
+    memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]
     assert peak > 1e9 and record["parts"][WORKSPACES] > 0

@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from harness import command_line
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from harness.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_loss,
+)
 from next_steps import reverse_kl_kernel
 from next_steps.reverse_kl_kernel import (
     SHRINK,
