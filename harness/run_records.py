@@ -1,6 +1,7 @@
 """What a run writes down, as JSON: the machine and versions it ran on, and what it measured."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -106,3 +107,15 @@ def read_record(path: str, kind: str) -> dict:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
     return record
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
+def relative_differences(first: dict, other: dict) -> list[float]:
+    """|loss - loss of the first run| / loss of the first run, for each step."""
+    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]

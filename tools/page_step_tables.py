@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-import compare_runs
 import profile_baseline
 from harness import profile_comparison
 from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
+from harness.run_records import relative_differences
 from next_steps import ladder
 from tools.page_outputs import column_spans, position
 from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
@@ -148,7 +148,7 @@ def ladder_table(size: str) -> str:
             rung[key] / base[key] for key in ("tokens_per_second", "peak_memory_bytes")
         )
         gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
-        difference = f"{max(compare_runs.relative_differences(base, rung)):.1e}"
+        difference = f"{max(relative_differences(base, rung)):.1e}"
         step = f"{rung['step_ms']:,.1f}"
         body.append([name, *gain, step, times(speed), gb, times(memory), difference])
         before = rung["step_ms"]
