@@ -103,11 +103,11 @@ def learn_from(
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
         logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
-        loss_function = causal_lm_loss(
-            lambda logits, targets, ignore_index: reverse_kl(
-                logits, teacher_logits, targets != ignore_index
-            )
-        )
+
+        def of_targets(logits, targets, ignore_index):
+            return reverse_kl(logits, teacher_logits, targets != ignore_index)
+
+        loss_function = causal_lm_loss(of_targets)
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
 
     student.forward = types.MethodType(forward, student)
