@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import compare_runs
 from harness import command_line, pictures, run_records, tables
 from harness.command_line import RunError
 from harness.config_file import load_config
@@ -129,7 +128,7 @@ def render(record: dict) -> str:
             else before["step_ms"] - rung["step_ms"]
         )
         predicted = None if saved is None else before["step_ms"] - rung["predicted_ms"]
-        difference = max(compare_runs.relative_differences(baseline, rung))
+        difference = max(run_records.relative_differences(baseline, rung))
         row = [rung["name"] if predicted is None else f"+ {rung['name']}"]
         row += [tables.number(ms) for ms in (predicted, saved, rung["step_ms"])]
         for key, scale, spec in (

@@ -83,11 +83,10 @@ def test_a_kernel_that_is_not_ours_is_known_to_no_row():
 @of_every_row_with_kernels
 def test_a_kernel_has_a_benchmark_problem(row: Facts):
     from harness.benchmark_specs import SPECS
-
-    from next_steps import benchmark_opponents, benchmark_problems
+    from next_steps import benchmark_contenders, benchmark_problems
 
     assert row.name in SPECS
-    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_opponents.CONTENDERS
+    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_contenders.CONTENDERS
 
 
 @of_every_row_with_kernels
@@ -99,13 +98,12 @@ def test_a_kernel_has_a_compile_case(row: Facts):
 
 def test_no_other_place_knows_a_kernel_that_has_no_row():
     from harness.benchmark_specs import SPECS
+    from next_steps import benchmark_contenders, benchmark_problems
     from tools.compile_cases import CASES
-
-    from next_steps import benchmark_opponents, benchmark_problems
 
     names = [row.name for row in WITH_KERNELS]
     assert list(SPECS) == names
-    for table in (benchmark_problems.PROBLEMS, benchmark_opponents.CONTENDERS, CASES):
+    for table in (benchmark_problems.PROBLEMS, benchmark_contenders.CONTENDERS, CASES):
         assert set(table) == set(names)
 
 
