@@ -139,10 +139,18 @@ def render(record: dict) -> str:
         rows.append([*row, f"{difference:.1e}"])
         before = rung
     headers = [
-        "Rung", "Predicted gain, ms", "Measured gain, ms", "Step, ms", "Tokens/sec", "x baseline", "Peak, GB",
-        "x baseline", "Largest loss difference",
-    ]  # fmt: skip
-    workload = f"{record['batch_size']} x {record['seq_len']} tokens, {record['steps']} steps, data {record['data']}"
+        "Rung",
+        "Predicted gain, ms",
+        "Measured gain, ms",
+        "Step, ms",
+        "Tokens/sec",
+        "x baseline",
+        "Peak, GB",
+        "x baseline",
+        "Largest loss difference",
+    ]
+    size = f"{record['batch_size']} x {record['seq_len']} tokens"
+    workload = f"{size}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),
         f"{model_line(record)}; {workload}",
@@ -157,7 +165,7 @@ def render(record: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """A step's time and peak memory, rung by rung, a row of two panels for each record, as one PNG."""
+    """A step's time and peak memory, rung by rung, as one PNG: two panels for each record."""
     plt = pictures.pyplot()
     size = 12, 0.6 + 3.6 * len(records)
     figure, axes = plt.subplots(len(records), 2, figsize=size, squeeze=False, layout="constrained")

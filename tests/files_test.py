@@ -155,7 +155,7 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
     path = tmp_path / "run.json"
     path.write_text("old")
     written = in_child(
-        lambda: run_records.write_record(str(path), {"losses": [0.0] * 1000}),
+        lambda: output_files.write_output(str(path), bytes(5000), "the record"),
         before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)),
     )
     assert written == f"RunError: the record could not be written to {path}: File too large"
@@ -246,8 +246,8 @@ def test_a_link_is_followed_and_stays(tmp_path):
     target, link = tmp_path / "far" / "run.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    run_records.write_record(str(link), {"kind": "text"})
-    assert link.is_symlink() and json.loads(target.read_text()) == {"kind": "text"}
+    output_files.write_output(str(link), b"new", "the record")
+    assert link.is_symlink() and target.read_text() == "new"
     assert os.listdir(tmp_path / "far") == ["run.json"]
 
 
@@ -294,9 +294,9 @@ def test_a_pipe_gets_the_record(tmp_path):
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     output_files.require_writable(str(path))  # without a reader, for which opening it would wait
     reader.start()
-    run_records.write_record(str(path), {"kind": "text"})
+    output_files.write_output(str(path), b"new", "the record")
     reader.join(5)
-    assert path.is_fifo() and read and json.loads(read[0]) == {"kind": "text"}
+    assert path.is_fifo() and read == [b"new"]
 
 
 def test_a_file_that_stdout_goes_to_keeps_what_was_printed(tmp_path):

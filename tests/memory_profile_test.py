@@ -26,9 +26,9 @@ from harness.checking import HAS_GPU
 from harness.device import DEVICE
 from harness.kernel_facts import KERNELS, MODEL_KERNELS
 from harness.workload import Workload
-from next_steps import memory_estimate, memory_profile
+from next_steps import memory_estimate, memory_ledger, memory_profile, memory_tables
 from next_steps.apply_kernels import apply_kernels, make_optimizer
-from next_steps.memory_estimate import (
+from next_steps.memory_ledger import (
     BATCH,
     GRADIENTS,
     KEPT,
@@ -37,10 +37,11 @@ from next_steps.memory_estimate import (
     PHASES,
     STATE,
     TEMPORARY,
+    UNSEEN,
     WORKSPACES,
     Ledger,
 )
-from next_steps.memory_profile import UNSEEN, Observer
+from next_steps.memory_profile import Observer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
 
@@ -194,8 +195,8 @@ def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
 
 
 def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
-    known = {code: kind for code, kind in memory_estimate.KIND_OF_CODE.items() if kind != LOSS}
-    monkeypatch.setattr(memory_estimate, "KIND_OF_CODE", known)
+    known = {code: kind for code, kind in memory_ledger.KIND_OF_CODE.items() if kind != LOSS}
+    monkeypatch.setattr(memory_ledger, "KIND_OF_CODE", known)
     with pytest.raises(AssertionError):
         check_books(observe([]))
 
@@ -246,12 +247,12 @@ def test_every_part_is_there_at_some_time():
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
     shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
     estimated = memory_estimate.estimate(*shape)
-    monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
+    monkeypatch.setattr(memory_ledger, "Ledger", lambda: Observer("meta"))
     ledger = memory_estimate.run_step(*shape)
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
-    assert {part: found["parts"][part] for part in memory_estimate.PARTS} == estimated["parts"]
+    assert {part: found["parts"][part] for part in memory_ledger.PARTS} == estimated["parts"]
     heights = {phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE for phase in PHASES}
     assert heights == estimated["phases"]
 
@@ -321,7 +322,7 @@ def record(tmp_path_factory) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
-    assert memory_profile.render(record) in printed.getvalue()
+    assert memory_tables.render(record) in printed.getvalue()
     assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     return record
 
@@ -334,35 +335,35 @@ def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, mon
 
 
 def test_what_is_printed_adds_up(record):
-    printed = memory_profile.render(record)
+    printed = memory_tables.render(record)
     table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
-    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_profile.FRAGMENTATION not in line]
+    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_tables.FRAGMENTATION not in line]
     assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
     assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
 
 
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     large = {
-        "parts": dict.fromkeys(memory_profile.PARTS, 10),
+        "parts": dict.fromkeys(memory_ledger.MEASURED_PARTS, 10),
         "peak_memory_bytes": 90,
         "phase": "optimizer",
         "kernels": [],
     }
-    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
+    flags = {part: flag for part, flag, _ in memory_tables.advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
         LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
     }  # fmt: skip
-    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    in_use = memory_tables.advice(large | {"kernels": KERNELS, "phase": "backward"})
     assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
     assert not any("--kernels" in flag for _, flag, _ in in_use)
-    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
+    assert memory_tables.advice(large | {"peak_memory_bytes": 1000}) == []
 
 
 def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    memory_profile.plot(record, str(tmp_path / "memory.png"))
+    memory_tables.plot(record, str(tmp_path / "memory.png"))
     (axis,) = pyplot.gcf().axes
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     texts = [text.get_text() for text in axis.texts]
@@ -377,7 +378,7 @@ def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, m
 
 def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
     stages = record["timeline"]["stages"]
-    widths = [memory_profile.width(stage, record["layers"]) for stage in stages]
+    widths = [memory_tables.width(stage, record["layers"]) for stage in stages]
     assert all(wide > 0 for wide in widths)
     assert {wide for stage, wide in zip(stages, widths) if stage["layer"]} == {1.0}
 

@@ -64,12 +64,12 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     import compare_runs
     from harness import benchmark_picture, roofline
     from harness.benchmark_specs import SPECS
-    from next_steps import ladder, memory_profile
+    from next_steps import ladder, memory_tables
 
     for kernel in SPECS:
         yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
     for which in ("baseline_1x512", "baseline_4x2048", "all_4x2048"):
-        yield f"memory_{which}", memory_profile.plot, [load(f"memory_{which}")]
+        yield f"memory_{which}", memory_tables.plot, [load(f"memory_{which}")]
     before = load("profile_4x2048")
     for name, after in (("roofline_4x2048", "both"), ("roofline_all_4x2048", "all")):
         yield name, roofline.plot, [[before, load(f"profile_4x2048_{after}")]]

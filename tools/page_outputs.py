@@ -6,7 +6,7 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness import benchmark_tables, profile_comparison, training_run
-from next_steps import ladder, longest, memory_estimate, memory_profile
+from next_steps import ladder, longest, memory_estimate, memory_tables
 from tools import sweep_tables
 from tools.page_records import load
 
@@ -25,7 +25,7 @@ def render(names: list[str]) -> str:
     renderers = {
         "finetune": finetune_output,
         "profile": profile_baseline.render,
-        "memory": memory_profile.render,
+        "memory": memory_tables.render,
         "estimate": memory_estimate.render,
         "benchmark": benchmark_tables.render,
         "sweep": sweep_tables.render_sweep,
