@@ -43,6 +43,7 @@ from next_steps.benchmark_problems import (
     LLAMA_VOCAB,
     ONE_TILE,
     OURS,
+    PLAIN,
     STEPS_DONE,
     TWO_KERNELS,
     Implementation,
@@ -443,7 +444,7 @@ def line_style(name: str) -> dict:
     variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS
     return {
         "color": colour,
-        "marker": "^" if name in variants else "s" if name.endswith("in place") else "o",
+        "marker": "^" if name in variants else "v" if name == PLAIN else "s" if name.endswith("in place") else "o",
         "markersize": 6,
         "linewidth": 2.5 if name.startswith(OURS) else 1.5,
     }

@@ -30,7 +30,7 @@ to bf16.)  In place, the forward knows m and d, reads the logits again, now from
 and writes the gradient over them.
 
 The file goes from the maths to the hardware, twice: for the forward, and for the backward.  Each
-time the plain kernel comes first.  It is right, and the benchmark measures it, as `Triton, the
+time the plain kernel comes first.  It is right, and the benchmark measures it, as `ours, the
 plain form`.  Then comes what the hardware asks for beyond it, one small function for each thing,
 and then the kernel that is used.  The gradient in place, last, is made of the same functions.
 

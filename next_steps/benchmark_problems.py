@@ -7,19 +7,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+from cross_entropy_kernel import PlainCrossEntropyFunction, TritonCrossEntropyLoss, cross_entropy_reference
 from harness.checking import DEVICE
 from harness.measure import HAS_GPU, describe
 from next_steps.adamw_kernel import TritonAdamW, adamw_reference
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
-from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
+from next_steps.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss, reverse_kl_reference
 from next_steps.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU, swiglu_reference
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
-
-# after the kernels, which decide how Triton will run
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LLAMA_HIDDEN, LLAMA_INTERMEDIATE, LLAMA_VOCAB = 4096, 14_336, 128_256
@@ -40,6 +36,7 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # such a rate changes bf16 weights v
 EAGER = "PyTorch, as Hugging Face writes it"
 OURS = "ours"
 IN_PLACE = f"{OURS}, in place"
+PLAIN = f"{OURS}, the plain form"
 TWO_KERNELS = f"{OURS}, two kernels"
 ONE_TILE = "Triton, a row in one tile"
 COMPILED = "torch.compile"
@@ -116,50 +113,6 @@ class NothingRotated(torch.autograd.Function):
         return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
 
 
-@triton.jit
-def _one_tile_kernel(student_ptr, teacher_ptr, row_loss_ptr, dstudent_ptr, n_rows, V: tl.constexpr, TILE: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * V
-    m_s, m_t, d_s, d_t, a = -1e38, -1e38, 0.0, 0.0, 0.0
-    for first in tl.static_range(0, V, TILE):  # once, if the row is a tile
-        cols = first + tl.arange(0, TILE)
-        s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        m_s_new, m_t_new = tl.maximum(m_s, tl.max(s)), tl.maximum(m_t, tl.max(t))
-        w = tl.exp(s - m_s_new)
-        a = a * tl.exp(m_s - m_s_new) + tl.sum(tl.where(cols < V, w * (s - t), 0.0))
-        d_s = d_s * tl.exp(m_s - m_s_new) + tl.sum(w)
-        d_t = d_t * tl.exp(m_t - m_t_new) + tl.sum(tl.exp(t - m_t_new))
-        m_s, m_t = m_s_new, m_t_new
-    kl = a / d_s + (m_t + tl.log(d_t)) - (m_s + tl.log(d_s))
-    tl.store(row_loss_ptr + tl.program_id(0), kl / n_rows)
-    for first in tl.static_range((V - 1) // TILE * TILE, -1, -TILE):
-        cols = first + tl.arange(0, TILE)
-        if first != (V - 1) // TILE * TILE:  # the last tile is still there
-            s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-            t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        dstudent = tl.exp(s - m_s) / d_s * (s - t - a / d_s) / n_rows
-        tl.store(dstudent_ptr + start + cols, dstudent, mask=cols < V)
-
-
-class OneTile(torch.autograd.Function):
-    """The reverse KL that reverse_kl_kernel.py begins with: a tile of up to 32,768 columns, 512 threads for it.
-
-    For timing: contiguous (n_rows, V) without -inf, the gradient for a grad_output of 1.
-    """
-
-    @staticmethod
-    def forward(ctx, student, teacher):
-        n_rows, V = student.shape
-        row_loss, ctx.dstudent = student.new_empty(n_rows, dtype=torch.float32), torch.empty_like(student)
-        tile = min(triton.next_power_of_2(V), 32_768)
-        _one_tile_kernel[(n_rows,)](student, teacher, row_loss, ctx.dstudent, n_rows, V, tile, num_warps=16)
-        return row_loss.sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return ctx.dstudent, None
-
-
 def eager_reverse_kl(student: torch.Tensor, teacher: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     log_p, log_q = (F.log_softmax(logits.to(dtype), -1) for logits in (student, teacher))
     return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
@@ -199,6 +152,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
         [
             Implementation(OURS, TritonCrossEntropyLoss()),
             Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
+            Implementation(PLAIN, PlainCrossEntropyFunction.apply),
         ],
         NothingLoss.apply,
         compile_ours=True,
@@ -267,7 +221,8 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
         Implementation(OURS, TritonReverseKLLoss(), backward_again=False),  # again, it would compute the gradient anew
         Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
     ]
-    return Contenders([*eager, Implementation(ONE_TILE, OneTile.apply)], ours, NothingLoss.apply, donate=True)
+    obvious = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
+    return Contenders([*eager, obvious], ours, NothingLoss.apply, donate=True)
 
 
 def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> list[Implementation]:

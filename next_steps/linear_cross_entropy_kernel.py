@@ -172,15 +172,16 @@ def linear_cross_entropy_forward(
     buffer = hidden.new_empty((min(chunk_rows, n_rows), V + -V % 8))
 
     for first_row in range(0, max(n_rows, 1), chunk_rows):  # of no rows there is a chunk, too
-        chunk = slice(first_row, first_row + chunk_rows)
-        x = rows[chunk]  # (at most chunk_rows, H)
-        logits = buffer[: len(x), :V]
+        size = min(chunk_rows, n_rows - first_row)  # the last chunk may be shorter
+        chunk = 0, first_row, size  # for narrow: of the rows, from which on, how many
+        x = rows.narrow(*chunk)  # (size, H)
+        logits = buffer.narrow(0, 0, size).narrow(1, 0, V)
         torch.mm(x, weight.t(), out=logits)
-        chunk_grads = None if row_grads is None else row_grads[chunk]
+        chunk_grads = None if row_grads is None else row_grads.narrow(*chunk)
         _loss_and_dlogits(
             logits,
-            row_targets[chunk],
-            row_loss[chunk],
+            row_targets.narrow(*chunk),
+            row_loss.narrow(*chunk),
             chunk_grads,
             n_valid,
             ignore_index,
@@ -188,7 +189,7 @@ def linear_cross_entropy_forward(
         )
         dlogits = logits
         if need_dhidden:
-            torch.mm(dlogits, weight, out=dhidden.view(rows.shape)[chunk])
+            torch.mm(dlogits, weight, out=dhidden.view(rows.shape).narrow(*chunk))
         if need_dweight:
             _add_product(dweight, dlogits.t(), x, beta=0 if first_row == 0 else 1)
 

@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cross_entropy_kernel import FusedCrossEntropyFunction
+from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
 from harness import measure
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
@@ -77,6 +77,10 @@ def cross_entropy_arguments(
     reduction: str, vocab: int = V, inplace: bool = False
 ) -> Callable[[Callable[..., torch.Tensor]], tuple]:
     return lambda t: (t(B, T, vocab), torch.empty(B, T, dtype=torch.int64, device="cuda"), -100, reduction, inplace)
+
+
+def plain_cross_entropy_arguments(t: Callable[..., torch.Tensor]) -> tuple:
+    return t(B * T, V), torch.empty(B * T, dtype=torch.int64, device="cuda")
 
 
 def linear_cross_entropy_arguments(reduction: str, vocab: int = V) -> Callable[[Callable[..., torch.Tensor]], tuple]:
@@ -156,6 +160,7 @@ CASES = [
         Case(f"cross-entropy in place, V = {v:,}", FusedCrossEntropyFunction, cross_entropy_arguments("mean", v, True))
         for v in (V, 50_257, 32_000)
     ),
+    Case("cross-entropy, the plain form", PlainCrossEntropyFunction, plain_cross_entropy_arguments),
     Case("linear + cross-entropy, mean", LinearCrossEntropyFunction, linear_cross_entropy_arguments("mean")),
     Case("linear + cross-entropy, none", LinearCrossEntropyFunction, linear_cross_entropy_arguments("none")),
     Case("linear + CE, V = 50,257", LinearCrossEntropyFunction, linear_cross_entropy_arguments("mean", 50_257)),

@@ -9,7 +9,7 @@ FAULTS = {
         ("dweight of the last chunk only", "beta=0 if first_row == 0 else 1", "beta=0"),
         ("dweight begins with what the memory held", "beta=0 if first_row == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
-        ("mean of each chunk", "            n_valid,\n            ignore_index,", "            n_valid and (row_targets[chunk] != -100).sum(),\n            ignore_index,"),
+        ("mean of each chunk", "            n_valid,\n            ignore_index,", "            n_valid and (row_targets.narrow(*chunk) != -100).sum(),\n            ignore_index,"),
         ("ignored rows' logits are multiplied", "        ce.launch_scale(row_grads, logits, targets, ignore_index)", "        pass"),
     ],
     "test_chunks_are_few_equal_and_of_whole_tiles": [
