@@ -247,7 +247,7 @@ def test_every_part_is_there_at_some_time():
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
     shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
     estimated = memory_estimate.estimate(*shape)
-    monkeypatch.setattr(memory_ledger, "Ledger", lambda: Observer("meta"))
+    monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
     ledger = memory_estimate.run_step(*shape)
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
