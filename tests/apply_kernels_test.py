@@ -51,8 +51,17 @@ HERE = Path(__file__).parents[1]  # the project's folder
 IGNORE = dataset.IGNORE_INDEX
 LAYERS, VOCABULARY = 2, 67
 B, T = 2, 4
-ALONE_AND_TOGETHER = [[name] for name in MODEL_KERNELS] + [MODEL_KERNELS]
-LOSSES = [["cross_entropy"], ["linear_cross_entropy"], MODEL_KERNELS]
+EACH = [[name] for name in MODEL_KERNELS]
+
+
+def rarely(*kernel_sets: list[str]) -> list:
+    """Sets of kernels that a reader's run leaves out: that of all kernels has them in it."""
+    return [pytest.param(names, marks=pytest.mark.exhaustive) for names in kernel_sets]
+
+
+ALONE_AND_TOGETHER = [*EACH, MODEL_KERNELS]
+TOGETHER_AND_ALONE = [*rarely(*EACH), MODEL_KERNELS]
+LOSSES = [*rarely(["cross_entropy"], ["linear_cross_entropy"]), MODEL_KERNELS]
 
 
 def small_config(**values):
@@ -223,7 +232,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("names", [MODEL_KERNELS, ["rope"]], ids="+".join)
+@pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["rope"])], ids="+".join)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
     batch, plain = make_batch(**INPUTS[inputs]()), make_batch()
@@ -306,7 +315,7 @@ def test_the_gradient_takes_the_logits_memory_in_training_only(inplace):
     assert inplace == [True, False]
 
 
-@pytest.mark.parametrize("names", [["cross_entropy"], MODEL_KERNELS], ids="+".join)
+@pytest.mark.parametrize("names", [*rarely(["cross_entropy"]), MODEL_KERNELS], ids="+".join)
 def test_logits_that_somebody_else_holds_are_not_overwritten(names):
     batch, held = make_batch(), []
     models = make_model(), make_model(names)
@@ -358,7 +367,7 @@ def test_head_of_another_size_than_the_configuration_is_refused(names):
             model(**make_batch())
 
 
-@pytest.mark.parametrize("names", [MODEL_KERNELS, ["linear_cross_entropy"]], ids="+".join)
+@pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["linear_cross_entropy"])], ids="+".join)
 def test_tied_embeddings(names):
     """The head's gradient and the embedding's are added up in one tensor."""
     batch = make_batch()
@@ -372,7 +381,7 @@ def test_tied_embeddings(names):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu", "rope"]], ids="+".join)
+@pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["swiglu", "rope"])], ids="+".join)
 def test_gradient_checkpointing(names, reentrant, launches):
     batch = make_batch()
     expected = loss_and_gradients(make_model(), batch)
@@ -436,7 +445,7 @@ def test_two_backwards_through_one_graph():
 
 
 @pytest.mark.parametrize(
-    "names", [MODEL_KERNELS, ["fused_layer", "rmsnorm"], ["swiglu"]], ids="+".join
+    "names", [MODEL_KERNELS, *rarely(["fused_layer", "rmsnorm"], ["swiglu"])], ids="+".join
 )
 def test_autocast_is_as_wrong_as_without_the_kernels(names):
     """Judged against float64: bf16 products round, with and without kernels."""
@@ -464,7 +473,7 @@ def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
 # ---------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_logits_and_loss_in_evaluation(names, launches):
     batch = make_batch(attention_mask=padding_mask())
     with torch.no_grad():
@@ -569,7 +578,7 @@ def test_hidden_states_and_attentions_are_returned_on_request(training, launches
 # ---------------------------------------------------------------- it is still a Hugging Face model
 
 
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_parameters_and_keys_are_the_same(names):
     model = make_model()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -617,7 +626,7 @@ def saved_and_loaded(model):
 @pytest.mark.parametrize(
     "through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))]
 )
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_pickled(names, through, launches):
     original, batch = make_model(names), make_batch()
     loaded = through(original)
@@ -694,7 +703,7 @@ def replica(
     return twin
 
 
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_replica_for_another_gpu_computes_with_its_own_weights(names, launches):
     model, other, batch = make_model(names), make_model(), make_batch()
     with torch.no_grad():
@@ -1236,7 +1245,11 @@ def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[
 
 @pytest.mark.parametrize(
     "names, accumulate",
-    [(MODEL_KERNELS, 2), (["linear_cross_entropy"], 1), (["rmsnorm", "cross_entropy"], 2)],
+    [
+        (MODEL_KERNELS, 2),
+        pytest.param(["linear_cross_entropy"], 1, marks=pytest.mark.exhaustive),
+        pytest.param(["rmsnorm", "cross_entropy"], 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, launches):
     baseline, expected = trained(tmp_path, (), accumulate)
@@ -1266,7 +1279,7 @@ def test_trainer_takes_triton_adamw(tmp_path, launches):
 # ---------------------------------------------------------------- what only a GPU can show
 
 
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_bf16_is_as_wrong_as_without_the_kernels(names):
     batch = make_batch()
     ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double(), batch)

@@ -108,6 +108,7 @@ MUTATIONS = {  # name: (what config.json says, what the sentence says of it)
     ),
 }
 
+EVERY_DAY = "finetune_baseline"  # the script that a reader's run tries everything with
 ALL = "finetune_baseline", "finetune_optimized", "profile_baseline --estimate"  # see every mutation
 SOME = (
     "unknown activation",
@@ -115,6 +116,16 @@ SOME = (
     "no layers",
     "dropout of 2",
 )  # are seen by every script
+
+
+def rarely(is_rare: bool) -> list:
+    """Marks of what a reader's run leaves out: all scripts load a model by the same function."""
+    return [pytest.mark.exhaustive] * is_rare
+
+
+def mostly(often: str, scripts: list[str]) -> list:
+    """The scripts, of which a reader's run tries one."""
+    return [pytest.param(name, marks=rarely(name != often)) for name in scripts]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +157,7 @@ def run(run_script, checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "mutation"),
     [
-        (script, mutation)
+        pytest.param(script, mutation, marks=rarely(script != EVERY_DAY and mutation != SOME[0]))
         for script in SCRIPTS
         for mutation in MUTATIONS
         if script in ALL or mutation in SOME
@@ -160,7 +171,10 @@ def test_a_damaged_config_is_one_sentence_with_file_and_field(run, checkpoint, s
     assert "step 1" not in outcome.out
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "finetune_baseline"])
+@pytest.mark.parametrize(
+    "script",
+    mostly("finetune_optimized", [name for name in SCRIPTS if name != "finetune_baseline"]),
+)
 @pytest.mark.parametrize(
     ("values", "kernels", "words"),
     [
@@ -193,7 +207,8 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
 
 
 @pytest.mark.parametrize(
-    "script", [name for name in SCRIPTS if "--" not in name or "estimate" in name]
+    "script",
+    mostly(EVERY_DAY, [name for name in SCRIPTS if "--" not in name or "estimate" in name]),
 )
 @pytest.mark.parametrize(
     "values",
@@ -253,7 +268,9 @@ def change_weights(checkpoint: Path, change) -> None:
 BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
-@pytest.mark.parametrize("script", ["finetune_baseline", "finetune_optimized", "profile_baseline"])
+@pytest.mark.parametrize(
+    "script", mostly(EVERY_DAY, ["finetune_baseline", "finetune_optimized", "profile_baseline"])
+)
 @pytest.mark.parametrize(
     ("values", "change", "words"),
     [
@@ -349,7 +366,9 @@ def public_checkpoint(saved_tiny) -> Iterator[Path]:
 
 # profile_baseline without a flag asks first whether its trace can be written, which that user may
 # not
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "profile_baseline"])
+@pytest.mark.parametrize(
+    "script", mostly(EVERY_DAY, [name for name in SCRIPTS if name != "profile_baseline"])
+)
 @pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/config.json", "."])
 def test_a_model_that_may_not_be_read_is_one_sentence(
     run_script, public_checkpoint, script, closed
@@ -374,7 +393,7 @@ def test_a_folder_that_may_be_entered_but_not_listed_is_not_taken_to_hold_no_tok
     assert_refused(outcome, "cannot be read: Permission denied")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", mostly(EVERY_DAY, list(SCRIPTS)))
 @pytest.mark.parametrize(
     ("name", "words"),
     [("m" * 300, "File name too long"), (f"folder/{'m' * 300}", "neither a directory nor")],

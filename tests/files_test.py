@@ -724,7 +724,16 @@ MODELS = {  # old and new: layers and size of a shard
 }
 
 
-@pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
+OFTEN = "one file, the same shape", "shards become one file"  # a reader's run tries these
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(shapes, id=name, marks=[pytest.mark.exhaustive] * (name not in OFTEN))
+        for name, shapes in MODELS.items()
+    ],
+)
 def test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model(shapes, tmp_path):
     old, new = (make_model(n_layers, seed, size) for seed, (n_layers, size) in enumerate(shapes))
     start, alone, folder = (tmp_path / name for name in ("start", "alone", "folder"))
