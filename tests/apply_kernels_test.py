@@ -128,9 +128,8 @@ def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
     """The loss, and all gradients in one: of a model as small as this, a single one is off by
     chance.
     """
-    ref64 = {
-        name: value.double() for name, value in ref64.items()
-    }  # Hugging Face takes the loss in fp32
+    # Hugging Face takes the loss in fp32
+    ref64 = {name: value.double() for name, value in ref64.items()}
     assert all(found[name] is not None for name in ref64)
 
     def together(values):
@@ -827,9 +826,8 @@ PARTS = [
 REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning"
-)  # around the embedding's neighbours
+# around the embedding's neighbours
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("register", REGISTER)
 def test_hooks_on_parts_are_called(register):
     model, batch, called = make_model(MODEL_KERNELS), make_batch(), Counter()
@@ -1198,9 +1196,8 @@ def test_model_whose_parts_accelerate_moves_is_refused():
 # ---------------------------------------------------------------- transformers.Trainer
 
 
-N_REPLICAS = max(
-    torch.cuda.device_count(), 1
-)  # Trainer spreads each batch over all GPUs that it sees
+# Trainer spreads each batch over all GPUs that it sees
+N_REPLICAS = max(torch.cuda.device_count(), 1)
 
 
 def examples(n: int) -> list[dict]:

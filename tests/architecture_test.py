@@ -77,9 +77,8 @@ def test_flops_per_token_is_what_pytorch_counts():
     # eager attention also multiplies the half of the scores that the causal mask throws away
     masked_half = 6.0 * config.num_hidden_layers * config.hidden_size * 64
     expected = ids.numel() * (architecture.flops_per_token(config, 64) + masked_half)
-    assert counter.get_total_flops() == pytest.approx(
-        expected, rel=1e-4
-    )  # RoPE's angles are 3e-5 of it
+    # RoPE's angles are 3e-5 of it
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
 
 
 def test_flops_per_token_of_the_8b_model():

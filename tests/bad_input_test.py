@@ -110,12 +110,13 @@ MUTATIONS = {  # name: (what config.json says, what the sentence says of it)
 
 EVERY_DAY = "finetune_baseline"  # the script that a reader's run tries everything with
 ALL = "finetune_baseline", "finetune_optimized", "profile_baseline --estimate"  # see every mutation
+# are seen by every script
 SOME = (
     "unknown activation",
     "negative theta",
     "no layers",
     "dropout of 2",
-)  # are seen by every script
+)
 
 
 def rarely(is_rare: bool) -> list:
@@ -200,9 +201,8 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
         AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded")
     )
     change_config(checkpoint, intermediate_size=8, **values)
-    flags = (
-        [] if script.endswith("--ladder") else ["--kernels", kernels]
-    )  # the ladder runs them all
+    # the ladder runs them all
+    flags = [] if script.endswith("--ladder") else ["--kernels", kernels]
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
 
 

@@ -155,9 +155,8 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
 
 
 def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
-    student, teacher = pair(
-        ALL, fused=False
-    )  # the kernel would refuse a teacher's logits that are part of a graph
+    # the kernel would refuse a teacher's logits that are part of a graph
+    student, teacher = pair(ALL, fused=False)
     seen = []
     teacher.lm_head.register_forward_hook(
         lambda module, inputs, output: seen.append((*inputs, output))

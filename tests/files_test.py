@@ -510,11 +510,12 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
     [
         (["--ladder", "--longest"], "--longest", "--ladder"),
         (["--ladder", "--kernels", "rmsnorm"], "--kernels", "--ladder"),
+        # the default, but said
         (
             ["--ladder", "--kernels", "rmsnorm,cross_entropy"],
             "--kernels",
             "--ladder",
-        ),  # the default, but said
+        ),
         (["--ladder", "--save", "x"], "--save", "--ladder"),
         (["--ladder", "--opponent", "liger"], "--opponent", "--ladder"),
         (["--ladder", "--stochastic-rounding"], "--stochastic-rounding", "--ladder"),

@@ -123,9 +123,8 @@ def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):
     model = loading.load_model(small_workload())
     assert attention_masks(model, monkeypatch) == [None]
     find = architecture.masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr(
-        architecture.masking_utils, "is_tracing", lambda tensor=None: True
-    )  # as it finds in a capture
+    # as it finds in a capture
+    monkeypatch.setattr(architecture.masking_utils, "is_tracing", lambda tensor=None: True)
     assert attention_masks(model, monkeypatch) != [None], "transformers needs no help any more"
     with architecture.unpacked_sequences():
         assert attention_masks(model, monkeypatch) == [None]

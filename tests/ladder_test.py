@@ -210,9 +210,8 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
     predicted = [rung["predicted_ms"] for rung in record["rungs"]]
     assert predicted[0] is None and predicted[-1] is None
     assert predicted[1:7] == pytest.approx([before - gain for before, gain in zip(times, gains)])
-    assert predicted[7] == pytest.approx(
-        80.0 - sum(gains)
-    )  # a graph leaves the time in which the GPU is busy
+    # a graph leaves the time in which the GPU is busy
+    assert predicted[7] == pytest.approx(80.0 - sum(gains))
     assert record["busy_ms"] == 80.0 and record["categories_ms"] == taken
 
 

@@ -67,9 +67,8 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(
     )
     assert outcome.code == 0, outcome.err
     record = run_records.read_record(str(path), "longest")
-    assert (
-        record["lengths"] == [8, 12] and len(record["peaks"]) == 2
-    )  # from the next multiple of 4 on
+    # from the next multiple of 4 on
+    assert record["lengths"] == [8, 12] and len(record["peaks"]) == 2
     assert (
         record["kernels"] == ["rmsnorm", "adamw"]
         and record["stopped_by"] == "the model's positions"

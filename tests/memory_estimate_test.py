@@ -87,9 +87,8 @@ def test_the_recorded_memory_between_steps_is_met(name):
     record = recorded(name)
     parts = estimate_of(record)["parts"]
     resting = parts[memory_ledger.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
-    profiled = (
-        4 if record.get("timeline") else 2
-    )  # a newer record's kernels are also recorded in steps of their own
+    # a newer record's kernels are also recorded in steps of their own
+    profiled = 4 if record.get("timeline") else 2
     waiting = record["warmup_steps"] + len(record["step_ms"]) + profiled  # batches, ids and labels
     assert (
         record["resting_memory_bytes"]
@@ -105,9 +104,8 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
     denom, *rest = short["made_by"].values()  # of AdamW, as many bytes as the weights
     assert next(iter(short["made_by"])) == "_foreach_sqrt"
     assert denom["bytes"] == short["parts"][TEMPORARY] == short["parts"][GRADIENTS]
-    assert (
-        sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING
-    )  # one number
+    # one number
+    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
     # the log-softmax, its gradient and the logits'
@@ -145,9 +143,8 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
 
     def pack(t):
         storage = t.untyped_storage()
-        of_last_norm = (
-            last and storage.data_ptr() == last[0].data_ptr()
-        )  # it may keep what the last layer made
+        # it may keep what the last layer made
+        of_last_norm = last and storage.data_ptr() == last[0].data_ptr()
         if (inside or of_last_norm) and storage.data_ptr() not in not_theirs and t.numel() > 1:
             saved[storage.data_ptr()] = storage.nbytes()
         return t
@@ -237,9 +234,8 @@ def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_highest_phase(kernels)
 def test_a_step_in_the_backward_never_has_all_gradients():
     every, one = tiny_estimate(seq_len=4), tiny_estimate("adamw", seq_len=4)
     n_parameters = 2 + 1 + 2 * 9
-    assert (
-        one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512
-    )  # it counts its steps on the GPU
+    # it counts its steps on the GPU
+    assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512
     weights = every["parts"][memory_ledger.PARAMETERS]
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
@@ -297,11 +293,12 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
     assert outcome.code == 0
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
+    # a GPU's defaults
     assert (record["kind"], record["dtype"], record["seq_len"]) == (
         "estimate",
         "bf16",
         512,
-    )  # a GPU's defaults
+    )
     assert [e["kernels"] for e in record["estimates"]] == [[], KERNELS]
     assert "(estimate)" in outcome.out and "chosen: the peak is in the" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace

@@ -151,9 +151,8 @@ def check_books(observed: Observed) -> None:
     tokens, vocabulary = math.prod(SHAPE), model.config.vocab_size
     assert not any(parts[LOSS][: starts["loss"]])
     logits = tokens * vocabulary * (2 if "linear_cross_entropy" in observed.kernels else 3 * 4)
-    assert (
-        logits <= max(parts[LOSS]) < 2.5 * logits
-    )  # eager: the log-softmax and two gradients in fp32
+    # eager: the log-softmax and two gradients in fp32
+    assert logits <= max(parts[LOSS]) < 2.5 * logits
 
 
 def windows_of(observed: Observed) -> list[memory_profile.Window]:
@@ -350,9 +349,8 @@ def test_the_largest_tensors_are_named():
     (row,) = (row for row in eager if row["maker"] == "_log_softmax")
     logits = [math.prod(SHAPE), architecture.BYTE_VOCABULARY]
     assert (row["part"], row["tensors"], row["dtype"], row["shape"]) == (LOSS, 1, "float32", logits)
-    assert "linear_cross_entropy_forward" in {
-        row["maker"] for row in fused
-    }  # which called new_empty
+    # which called new_empty
+    assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}
     for rows in (eager, fused):
         assert [row["bytes"] for row in rows] == sorted(
             (row["bytes"] for row in rows), reverse=True

@@ -40,11 +40,12 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(3, 9, 50, generator=generator) + 1
     labels = torch.randint(50, (3, 9), generator=generator)
+    # prompt, padding, a whole row
     labels[0, :4], labels[1, -2:], labels[2] = (
         IGNORE,
         IGNORE,
         IGNORE,
-    )  # prompt, padding, a whole row
+    )
     return logits.to(DEVICE), labels.to(DEVICE)
 
 

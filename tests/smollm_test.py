@@ -118,9 +118,8 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, engl
     apply_kernels.apply_kernels(model)
     found = loss_and_gradients(model, batch)
     ref64 = loss_and_gradients(in_float64(loading.load_model(workload)), batch)
-    assert (
-        len(found) == 1 + 30 * 9 + 2
-    )  # the loss; 30 layers of 9 weights, the final norm, the embedding
+    # the loss; 30 layers of 9 weights, the final norm, the embedding
+    assert len(found) == 1 + 30 * 9 + 2
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
