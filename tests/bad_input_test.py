@@ -447,7 +447,13 @@ def test_brackets_without_end_in_a_config_are_one_sentence(run, checkpoint):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="with a GPU no interpreter is needed")
-@pytest.mark.parametrize("flags", [["--kernels", "all"], ["--kernels", "rmsnorm", "--longest"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kernels", "all"],
+        pytest.param(["--kernels", "rmsnorm", "--longest"], marks=rarely(True)),
+    ],
+)
 def test_kernels_without_gpu_and_interpreter_are_one_sentence(checkpoint, flags):
     """In a process of its own: what is imported while kernels are compiled stays so."""
     script = Path(finetune_optimized.__file__)
