@@ -1,6 +1,8 @@
 """Steps train, both scripts run the same loop, and what is saved goes on where it stopped."""
 
+import difflib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,32 @@ def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
     return json.loads(record.read_text())
 
 
+PAGES = [Path(script.__file__).read_text() for script in (finetune_baseline, finetune_optimized)]
+
+
+def test_the_difference_of_the_two_scripts_fits_on_a_screen():
+    lines = [page.splitlines() for page in PAGES]
+    differing = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
+    assert len(differing) <= 32
+
+
+def test_both_scripts_show_the_same_loop():
+    loops = [page[page.index("    for batch in run.batches():") :] for page in PAGES]
+    assert loops[0] == loops[1]
+    for step in ("model(input_ids", "loss.backward()", "optimizer.step()", "optimizer.zero_grad("):
+        assert loops[0].count(step) == 1
+
+
+def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
+    """To the bit: the loop of next_steps, which takes any kernels, with the same two."""
+    flags = ["--seq-len", "8", "--steps", "2"]
+    shown = run(finetune_optimized, monkeypatch, tmp_path, *flags)
+    workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
+    applied = kernel_training.train(workload)
+    keys = "losses", "validation_loss_before", "validation_loss_after", "kernels", "title"
+    assert {key: shown[key] for key in keys} == {key: applied[key] for key in keys}
+
+
 def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
     flags = ["--seq-len", "24", "--batch-size", "2", "--steps", "4"]
     baseline = run(finetune_baseline, monkeypatch, tmp_path, *flags)
@@ -60,10 +88,11 @@ def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     model = loading.load_model(tiny_workload())
     examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
     batches = dataset.make_batches(examples, batch_size=1)
+    # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     sums, counts = (
         [],
         [11, 1],
-    )  # nothing predicts a sequence's first token, which the empty prompt leaves to train on
+    )
     for batch in batches:
         logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[0, :-1].cpu()
         sums.append(
@@ -159,6 +188,7 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     assert changed <= {"_name_or_path", "architectures", "dtype", "transformers_version"}
     AutoModelForCausalLM.from_pretrained(folder)
 
+    # over the file it was read from
     again = [
         "--model",
         str(folder),
@@ -166,7 +196,7 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
         "2",
         "--save",
         str(folder),
-    ]  # over the file it was read from
+    ]
     resumed = run(finetune_baseline, monkeypatch, tmp_path, *again)
     assert resumed["weights"] == "pretrained weights"
     assert resumed["validation_loss_before"] == pytest.approx(
