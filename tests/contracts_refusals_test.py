@@ -11,7 +11,7 @@ from tests.subject import as_tuple
 def test_bad_input_is_refused_with_a_sentence(subject, mistake):
     bad = subject.bad_input()[mistake]
     with pytest.raises(bad.error, match=bad.sentence):
-        subject.function(*bad.inputs)
+        (subject.entry or subject.function)(*bad.inputs)
 
 
 @contract("name", lambda subject: list(subject.make((1,), subject.size, torch.float32)[0]))
@@ -20,7 +20,7 @@ def test_dtensor_is_refused_with_a_sentence(subject, name, as_dtensor):
     inputs[name] = as_dtensor(inputs[name])
     sentence = r"is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)"
     with pytest.raises(TypeError, match=sentence):
-        subject.function(*inputs.values())
+        (subject.entry or subject.function)(*inputs.values())
 
 
 @contract()

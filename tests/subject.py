@@ -41,6 +41,7 @@ class Subject:
     make: Callable  # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
     differentiable: tuple[str, ...]
     size: object
+    entry: Callable | None = None  # what a user calls, where `function` hands it copies that it may overwrite
     variant_of: str | None = None  # a subject that runs the same kernels
 
     # -- how it is compared
@@ -58,6 +59,7 @@ class Subject:
     more_layouts: dict[str, dict] = field(default_factory=dict)  # input: {name: function of a tensor}
     far: tuple[tuple[str, int], ...] = ()  # inputs or "d" + outputs, and the dimension that is laid beyond int32
     far_rows: tuple[int, ...] = (3,)
+    far_size: object = None  # `size` unless told
 
     # -- autograd
     saved: tuple[str, ...] = ()  # inputs that are kept for the backward, and so must not be changed

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from harness.checking import DEVICE
 from next_steps import swiglu_kernel
-from next_steps.swiglu_kernel import TritonSwiGLUFunction, swiglu_reference
+from next_steps.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
 from tests.subject import BadInput, Subject
 
 
@@ -113,6 +113,7 @@ SUBJECTS = (
         name="swiglu_inplace",
         variant_of="swiglu",
         function=swiglu_inplace,
+        entry=TritonSwiGLU(inplace=True),
         saved=(),
         exempt={
             "saved_tensors_are_what_the_record_says": "it is called with copies, which it may overwrite",
