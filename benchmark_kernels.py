@@ -29,9 +29,11 @@ from pathlib import Path
 
 import torch
 
-from harness import measure
+from harness import command_line, output_files, pictures, run_records, tables, timing
 from harness.checking import DEVICE, FLOOR, relative_error
-from harness.measure import HAS_GPU, NOT_MEANINGFUL, RunError, UserError, describe, number, positive_int
+from harness.command_line import RunError, UserError, positive_int
+from harness.device import HAS_GPU, synchronize
+from harness.tables import NOT_MEANINGFUL, describe, number
 from next_steps.benchmark_problems import (
     BANDWIDTH,
     COMPILED,
@@ -176,22 +178,22 @@ def measure_times(problem: Problem, implementation: Implementation) -> dict:
     call = prepare(problem, implementation)
     launches = implementation.name != HOST_FLOOR
     capturable = launches and not implementation.waits
-    extra = measure.peak_extra_bytes(call.both) if launches else None
-    total = measure.time_us(call.both)
+    extra = timing.peak_extra_bytes(call.both) if launches else None
+    total = timing.time_us(call.both)
     forward = backward = None
     if isinstance(call, Call):
-        forward = measure.time_us(call.forward).p50
+        forward = timing.time_us(call.forward).p50
     if isinstance(call, Call) and implementation.backward_again:
         output = call.forward()
-        backward = measure.time_us(lambda: call.backward(output, retain_graph=True)).p50
+        backward = timing.time_us(lambda: call.backward(output, retain_graph=True)).p50
         del output
     return {
         "forward_us": forward,
         "backward_us": backward,
         "total_us": [total.p20, total.p50, total.p80],
         # The host matters where calls are short; of long ones a batch would take seconds.
-        "host_us": measure.queued_time_us(call.both, calls=max(2, min(20, int(3e5 / total.p50)))),
-        "kernels_us": measure.graph_time_us(call.from_new_graph) if capturable else None,
+        "host_us": timing.queued_time_us(call.both, calls=max(2, min(20, int(3e5 / total.p50)))),
+        "kernels_us": timing.graph_time_us(call.from_new_graph) if capturable else None,
         "extra_bytes": extra,
     }
 
@@ -201,10 +203,10 @@ def first_call(kernel: str, size: Size, dtype_name: str) -> float:
     problem = KERNELS[kernel].problem(KERNELS[kernel].tokens[0], size, DTYPES[dtype_name])
     ours = next(each for each in implementations(kernel, dtype_name, []) if each.name == OURS)
     call = prepare(problem, ours)
-    measure.synchronize()  # the problem is made: PyTorch, autograd and the GPU are awake
+    synchronize()  # the problem is made: PyTorch, autograd and the GPU are awake
     start = time.perf_counter()
     call.both()
-    measure.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -317,7 +319,7 @@ def playbook_table(record: dict, section: dict) -> str:
     mark = "" if env["gpu"] else NOT_MEANINGFUL
     if section["kernel"] == "rmsnorm":
         heading = [
-            measure.title(f"RMSNorm Benchmark — Custom Triton vs. PyTorch Reference{mark}"),
+            tables.title(f"RMSNorm Benchmark — Custom Triton vs. PyTorch Reference{mark}"),
             gpu_line(env),
         ]
         if len(sections_of(record, "rmsnorm")) > 1:
@@ -326,7 +328,7 @@ def playbook_table(record: dict, section: dict) -> str:
     else:
         name = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
         heading = [
-            measure.title(f"Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch{mark}"),
+            tables.title(f"Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch{mark}"),
             gpu_line(env),
             f"Vocabulary size: {section['size']:,}{name}",
         ]
@@ -345,7 +347,7 @@ def playbook_table(record: dict, section: dict) -> str:
             extra, eager_extra = ours["extra_bytes"], eager["extra_bytes"]
             memory = [megabytes(extra), megabytes(eager_extra), ratio(eager_extra, extra, ".1f")]
             body.append([*times, speedup, *memory])
-    return "\n".join([*heading, "", measure.table(headers, body, ["right"] * len(headers))])
+    return "\n".join([*heading, "", tables.table(headers, body, ["right"] * len(headers))])
 
 
 def full_table(record: dict, section: dict) -> str:
@@ -360,7 +362,7 @@ def full_table(record: dict, section: dict) -> str:
         work = [f"{spec.work} FLOP", *work]
     compilation = section.get("first_call_seconds")  # a record may be older than a measurement
     heading = [
-        measure.title(f"{spec.title}: every implementation{mark}"),
+        tables.title(f"{spec.title}: every implementation{mark}"),
         "; ".join([record["dtype"], *shape, f"times in us; {spec.judged} against float64"]),
         f"{spec.rate.name}: {' x '.join(work)} / total p50",
         *spec.notes,
@@ -384,7 +386,7 @@ def full_table(record: dict, section: dict) -> str:
                 + [rate, share(record, section, row), megabytes(row["extra_bytes"]), *errors]
             )
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
-    return "\n".join([*heading, "", measure.table(headers, body, align)])
+    return "\n".join([*heading, "", tables.table(headers, body, align)])
 
 
 def summary_table(record: dict, kernel: str) -> str:
@@ -409,15 +411,15 @@ def summary_table(record: dict, kernel: str) -> str:
             alone = (rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS))
             cells += [microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f"), ratio(*alone, ".2f")]
             body.append(cells)
-    heading = measure.title(f"{spec.title}: all sizes, forward + backward, {record['dtype']}{mark}")
-    return "\n".join([heading, measure.table(headers, body, ["right"] * len(headers))])
+    heading = tables.title(f"{spec.title}: all sizes, forward + backward, {record['dtype']}{mark}")
+    return "\n".join([heading, tables.table(headers, body, ["right"] * len(headers))])
 
 
 def render(record: dict) -> str:
     """Everything the script prints about its measurements, from their record."""
     env = record["environment"]
-    blocks = [] if env["gpu"] else [measure.NO_GPU_NOTE]
-    blocks.append(measure.ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
+    blocks = [] if env["gpu"] else [tables.NO_GPU_NOTE]
+    blocks.append(timing.ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
         if section["kernel"] in PLAYBOOK:
             blocks.append(playbook_table(record, section))
@@ -539,7 +541,7 @@ def plot(record: dict, path: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    plt, digits = measure.pyplot(), FuncFormatter(lambda value, _: f"{value:,.10g}")
+    plt, digits = pictures.pyplot(), FuncFormatter(lambda value, _: f"{value:,.10g}")
     parts = list(panels(record))
     columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
     size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
@@ -585,7 +587,7 @@ def plot(record: dict, path: str) -> None:
         f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}"
         + ("\nfull bars: the kernels alone; frames: one call, host included" if bars else "")
     )
-    measure.save_plot(figure, path)
+    pictures.save_plot(figure, path)
 
 
 # ---------------------------------------------------------------- command line
@@ -617,7 +619,7 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = measure.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     add = parser.add_argument
     specs = KERNELS.items()
     sizes = "; ".join(f"{name} {','.join(map(str, spec.tokens))}" for name, spec in specs if spec.rows == "Tokens")
@@ -643,15 +645,15 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("--plot draws the benchmark; --sweep prints tables alone, so give one of the two")
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
-    measure.check_outputs(args)
+    output_files.check_outputs(args)
     return args
 
 
 def main() -> None:
     args = parse_arguments()
     record = {
-        "kind": "sweep" if args.sweep else "benchmark", "environment": measure.environment(), "dtype": args.dtype,
-        "copy_gbs": measure.copy_bandwidth(), "matmul_tflops": measure.matmul_rate(),
+        "kind": "sweep" if args.sweep else "benchmark", "environment": run_records.environment(), "dtype": args.dtype,
+        "copy_gbs": timing.copy_bandwidth(), "matmul_tflops": timing.matmul_rate(),
         "sections": [], "absent": [],
     }  # fmt: skip
     every = sweep_kernels.LAUNCHES if args.sweep else KERNELS
@@ -672,10 +674,10 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         raise RunError("the GPU ran out of memory; lower --tokens, or --hidden and --vocab") from error
     print(sweep_kernels.render_sweep(record) if args.sweep else render(record))
-    measure.write_record(args.json, record)
+    run_records.write_record(args.json, record)
     if args.plot:
         plot(record, args.plot)
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -10,8 +10,10 @@ A gradient is compared in two parts, the entry of each row's target and all the 
 the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others would look fine.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
+    command_line.answer_flags(__doc__)
 
 
 import pytest
@@ -25,8 +27,17 @@ from cross_entropy_kernel import (
     cross_entropy_forward,
     cross_entropy_reference,
 )
-from harness import measure
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from harness import command_line
+from harness.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_loss,
+)
 from tests.fixtures import (
     COMPILED_DTYPE,
     captured,
@@ -1105,7 +1116,6 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Cross-Entropy Correctness Tests\n" + "=" * 60)
@@ -1126,4 +1136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

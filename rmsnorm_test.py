@@ -5,8 +5,10 @@ all the others below.  Without a GPU the kernels run on the CPU, in Triton's int
 need a GPU are skipped.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
+from harness import command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
+    command_line.answer_flags(__doc__)
 
 import contextlib
 import math
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import rmsnorm_kernel
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -96,7 +98,6 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("RMSNorm Correctness Tests")
@@ -841,4 +842,4 @@ def test_new_row_counts_do_not_compile_new_kernels(monkeypatch):
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -1,6 +1,6 @@
 """Ctrl-C while a script still imports PyTorch, which takes seconds, prints one word and no traceback.
 
-Every script imports this file before anything else; later `measure.run_main` does the same.
+Every script imports this file before anything else; later `command_line.run_main` does the same.
 """
 
 import sys

@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from harness import llama
+from harness import stepping
+from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
+from harness.patching import causal_lm_loss, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
@@ -34,15 +36,16 @@ from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 from transformers.models.llama import modeling_llama  # isort: skip
 
-LOSS_KERNELS = ["cross_entropy", "linear_cross_entropy"]
-MODEL_KERNELS = ["rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "fused_layer"]
-KERNELS = [*MODEL_KERNELS, "adamw"]  # what --kernels knows; the last is an optimizer
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after an output_attentions=True, and do nothing
-ROTARY = modeling_llama.apply_rotary_pos_emb  # the rotary kernel stands for this function and no other
+ROTARY = (
+    modeling_llama.apply_rotary_pos_emb
+)  # the rotary kernel stands for this function and no other
 
 
-def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)) -> torch.nn.Module:
+def apply_kernels(
+    model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)
+) -> torch.nn.Module:
     """Replace parts of a LlamaForCausalLM by the kernels named; returns the model.
 
     Args:
@@ -65,23 +68,32 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
-        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts of it about.
+        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts
+        of it about.
     """
     if not isinstance(model, modeling_llama.LlamaForCausalLM):
-        raise TypeError(f"model is a {type(model).__name__}, expected a LlamaForCausalLM: unwrap it first.")
+        raise TypeError(
+            f"model is a {type(model).__name__}, expected a LlamaForCausalLM: unwrap it first."
+        )
     unknown = [name for name in names if name not in MODEL_KERNELS]
     if unknown:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
         raise ValueError(f"{given}, expected some of {', '.join(MODEL_KERNELS)}.")
     if {"swiglu", "fused_layer"} & set(names) and model.config.hidden_act not in ("silu", "swish"):
         given = f"hidden_act is {model.config.hidden_act!r}"
-        raise ValueError(f"{given}, expected 'silu': name the kernels without swiglu and fused_layer.")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # in their forward, which would be replaced
-        raise ValueError("accelerate has spread the model over devices, expected one: load it without that device_map.")
+        raise ValueError(
+            f"{given}, expected 'silu': name the kernels without swiglu and fused_layer."
+        )
+    if any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    ):  # in their forward, which would be replaced
+        raise ValueError(
+            "accelerate has spread the model over devices, expected one: load it without that device_map."
+        )
     if "rmsnorm" in names:
-        llama.replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
+        replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
-        llama.replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
+        replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
     if modeling_llama.apply_rotary_pos_emb is ROTARY:
         if "rope" in names:
             change_class(model, LlamaAttention)
@@ -94,9 +106,16 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
     return model
 
 
-def triton_adamw(model: torch.nn.Module, lr: float, stochastic_rounding: bool = False) -> TritonAdamW:
+def triton_adamw(
+    model: torch.nn.Module, lr: float, stochastic_rounding: bool = False
+) -> TritonAdamW:
     """AdamW in one kernel per parameter, which steps during the backward, so that gradients never all exist at once."""
-    return TritonAdamW(llama.trained(model), lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
+    return TritonAdamW(
+        stepping.trained(model),
+        lr=lr,
+        stochastic_rounding=stochastic_rounding,
+        step_in_backward=True,
+    )
 
 
 def model_kernels(kernels: Sequence[str]) -> list[str]:
@@ -108,7 +127,11 @@ def make_optimizer(
     model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
 ) -> torch.optim.Optimizer:
     """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
-    return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else llama.make_optimizer(model, lr)
+    return (
+        triton_adamw(model, lr, stochastic_rounding)
+        if "adamw" in kernels
+        else stepping.make_optimizer(model, lr)
+    )
 
 
 # ---------------------------------------------------------------- putting them in
@@ -139,7 +162,8 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
             module.__class__ = cls
 
 
-# ---------------------------------------------------------------- is it still what a kernel stands for?
+# ---------------------------------------------------------------- is it still what a kernel stands
+# for?
 
 
 def is_as_written(cls: type) -> bool:
@@ -292,13 +316,13 @@ def cross_entropy_loss(
     Args:
         logits: (B, T, V).
         labels: (B, T) int64.
-        kwargs: those of `llama.causal_lm_loss`.
+        kwargs: those of `causal_lm_loss`.
     """
 
     def cross_entropy(logits, targets, ignore_index):
         return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
+    return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
 
 
 def linear_cross_entropy_loss(
@@ -309,7 +333,7 @@ def linear_cross_entropy_loss(
     def cross_entropy(hidden_states, targets, ignore_index):
         return TritonLinearCrossEntropyLoss(ignore_index)(hidden_states, weight, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
+    return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
@@ -350,7 +374,9 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         if return_dict is None:
             return_dict = self.config.return_dict
         if without_logits and not return_dict:
-            raise ValueError("return_dict is False, expected True: a tuple has no place for logits that do not exist.")
+            raise ValueError(
+                "return_dict is False, expected True: a tuple has no place for logits that do not exist."
+            )
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.checking import DEVICE
-from harness.measure import HAS_GPU, describe
+from harness.device import HAS_GPU
+from harness.tables import describe
 from next_steps.adamw_kernel import TritonAdamW, adamw_reference
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference

@@ -29,11 +29,12 @@ The recorded runs of LLaMA 3.1 8B are met to 0.1 % (memory_estimate_test.py), al
 and on other GPUs no run has been compared; an older GPU's cuBLAS takes less.
 """
 
-import argparse
 import contextlib
 import functools
+import importlib
 import inspect
 import math
+import operator
 import sys
 import weakref
 from collections import defaultdict
@@ -45,10 +46,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cross_entropy_kernel
-import rmsnorm_kernel
-from harness import llama, measure
-from next_steps import adamw_kernel, apply_kernels, fused_layer, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from harness import architecture, config_file, dataset, run_records, stepping, tables
+from harness.architecture import TORCH_DTYPES
+from harness.kernel_facts import ROWS
+from harness.workload import Workload, workload_line
+from next_steps import apply_kernels, linear_cross_entropy_kernel
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
@@ -97,9 +99,7 @@ def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Op
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """What runs on a GPU takes meta tensors too, and launches nothing."""
-    kernel_files = (
-        rmsnorm_kernel, rope_kernel, swiglu_kernel, cross_entropy_kernel, linear_cross_entropy_kernel, adamw_kernel,
-    )  # fmt: skip
+    kernel_files = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
     replaced = [
         (torch.nn.functional, "scaled_dot_product_attention", attention),
         (KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **options: None),  # kernel[grid](...)
@@ -110,7 +110,7 @@ def pretended_gpu() -> Iterator[None]:
         (torch, "is_autocast_enabled", lambda *device_type: False),  # does not know the device "meta"
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(llama.unpacked_sequences())  # transformers looks at positions; here they have no values
+        stack.enter_context(architecture.unpacked_sequences())  # transformers looks at positions; here they have no values
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -121,24 +121,27 @@ def pretended_gpu() -> Iterator[None]:
 # Who asked for a tensor in the forward: the innermost of these functions on Python's stack.
 KIND_OF_FUNCTION = {
     modeling_llama.LlamaRMSNorm.forward: "normalization",
-    rmsnorm_kernel.rmsnorm_forward: "normalization",
     modeling_llama.apply_rotary_pos_emb: "q and k, rotated",
-    rope_kernel.rope_forward: "q and k, rotated",
-    fused_layer.norm_linear: "v, gate, up (norm_linear)",
     modeling_llama.LlamaAttention.forward: "attention",
     apply_kernels.LlamaAttention.forward: "attention",
     sdpa_attention_forward: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
-    swiglu_kernel.SwiGLUMLPFunction.forward: "MLP",
-    fused_layer.swiglu_linear: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.forward: "residual stream",
     modeling_llama.LlamaModel.forward: "embedding",
     modeling_llama.LlamaForCausalLM.forward: LOSS,
     apply_kernels.LlamaForCausalLM.forward: LOSS,
+    **{
+        operator.attrgetter(function)(importlib.import_module(row.lesson)): kind
+        for row in ROWS
+        for function, kind in row.allocates.items()
+    },
 }
 KIND_OF_CODE = {inspect.unwrap(function).__code__: kind for function, kind in KIND_OF_FUNCTION.items()}
-KINDS = list(dict.fromkeys(KIND_OF_FUNCTION.values()))
+KINDS = [  # in the order of the tables
+    "normalization", "q and k, rotated", "v, gate, up (norm_linear)", "attention", "MLP",
+    "residual stream", "embedding", LOSS,
+]  # fmt: skip
 
 
 def kind_of_caller() -> str | None:
@@ -237,7 +240,7 @@ class Ledger(TorchDispatchMode):
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Know the parameters' gradients; to be called before the optimizer is made, whose hooks may free them."""
-        for p in llama.trained(model):
+        for p in stepping.trained(model):
             p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -279,7 +282,7 @@ class Ledger(TorchDispatchMode):
 def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
-        model = llama.build_model(config, dtype, "meta")
+        model = architecture.build_model(config, dtype, "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         with torch.device("meta"):
@@ -289,15 +292,15 @@ def run_step(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
         ledger.claim(BATCH, ids, labels)
-        batch = llama.Batch(ids, labels, n_tokens=ids.numel())
-        llama.training_step(model, optimizer, batch)
+        batch = dataset.Batch(ids, labels, n_tokens=ids.numel())
+        stepping.training_step(model, optimizer, batch)
         ledger.claim_state(optimizer)  # which the first step made
-        llama.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, batch)
     return ledger
 
 
 def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
-    """For `llama.load_config`: two steps with these kernels, which raise what the kernels refuse."""
+    """For `config_file.load_config`: two steps with these kernels, which raise what the kernels refuse."""
     return functools.partial(run_step, dtype=torch.float32, batch_size=1, seq_len=2, kernels=list(kernels))
 
 
@@ -334,20 +337,22 @@ def estimate(config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: 
     }  # fmt: skip
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print the estimate for the flags of profile_baseline.py, that of the baseline beside it, and write the record."""
-    with mock.patch.object(llama, "HAS_GPU", True):  # no model is too large
-        config = llama.load_config(args, step_tryer(args.kernels))
-    shape = llama.DTYPES[args.dtype], args.batch_size, args.seq_len
+def report(workload: Workload, record_to: str | None = None) -> None:
+    """Print the estimate for a workload, the baseline's beside it, and write the record."""
+    kernels = list(workload.kernels)
+    config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
+    shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
+    sets = [[], kernels] if kernels else [[]]
     record = {
-        "kind": "estimate", "environment": measure.environment(), "model": args.model,
-        "weights": llama.weights_in_words(args),
-        "parameters": llama.parameter_count(config), "layers": config.num_hidden_layers, "dtype": args.dtype,
-        "batch_size": args.batch_size, "seq_len": args.seq_len, "kernels": args.kernels,
-        "estimates": [estimate(config, *shape, names) for names in ([], args.kernels)[: 1 + bool(args.kernels)]],
-    }  # fmt: skip
+        "kind": "estimate",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": architecture.parameter_count(config),
+        "layers": config.num_hidden_layers,
+        "estimates": [estimate(config, *shape, names) for names in sets],
+    }
     print(render(record))
-    measure.write_record(args.json, record)
+    run_records.write_record(record_to, record)
 
 
 # ---------------------------------------------------------------- output
@@ -374,7 +379,7 @@ def render(record: dict) -> str:
     """Everything that the script prints about an estimate, from its record."""
     estimates, n_layers = record["estimates"], record["layers"]
     names = ["none", "chosen"][: len(estimates)]
-    unit_name, unit = measure.decimal_unit([e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9)
+    unit_name, unit = tables.decimal_unit([e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9)
 
     def row(label: str, values: list[int], unit: float = unit) -> list[str]:
         return [label, *(f"{value / unit:,.2f}" for value in values)]
@@ -391,15 +396,15 @@ def render(record: dict) -> str:
     phase_rows = [row(phase, [e["phases"][phase] for e in estimates]) for phase in PHASES]
     return "\n".join(
         [
-            measure.environment_line(record["environment"]),
-            llama.workload_line(record),
+            run_records.environment_line(record["environment"]),
+            workload_line(record),
             "",
-            measure.title("Memory of a training step (estimate)"),
-            measure.table(["Kept for the backward, MB", *names], kept_rows),
+            tables.title("Memory of a training step (estimate)"),
+            tables.table(["Kept for the backward, MB", *names], kept_rows),
             "",
-            measure.table([f"At the peak, {unit_name}", *names], part_rows),
+            tables.table([f"At the peak, {unit_name}", *names], part_rows),
             "",
-            measure.table([f"Highest in each phase, {unit_name}", *names], phase_rows),
+            tables.table([f"Highest in each phase, {unit_name}", *names], phase_rows),
             "",
             *(moment_line(name, estimated, n_layers) for name, estimated in zip(names, estimates)),
         ]

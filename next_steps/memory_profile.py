@@ -26,7 +26,6 @@ What the allocator has reserved, and not given away, is fragmentation: free piec
 what is reserved, and the CUDA context with it.
 """
 
-import argparse
 import gc
 import itertools
 import pickle
@@ -35,10 +34,14 @@ from dataclasses import dataclass
 
 import torch
 
-from harness import llama, measure
-from harness.measure import HAS_GPU, UserError
+from harness import dataset, output_files, pictures, run_records, stepping, tables
+from harness.command_line import UserError
+from harness.device import DEVICE, HAS_GPU
+from harness.kernel_facts import KERNELS, ROWS
+from harness.loading import load_model
+from harness.workload import Workload, workload_line
 from next_steps import memory_estimate
-from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import (
     BATCH,
     GRADIENTS,
@@ -62,16 +65,12 @@ LAYERS_POINTS, STAGE_POINTS = 128, 24  # of the timeline: in all layers of a pha
 LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
-# What makes a part smaller: a kernel, and how.
+# What makes a part (in one phase: part, phase) smaller: a kernel, and how.
 ADVICE = {
     PARAMETERS: (None, "every weight once, in --dtype"),
     STATE: (None, "AdamW's two moments of every weight, in --dtype"),
-    GRADIENTS: ("adamw", "updates a weight as soon as its gradient is complete, which is then freed"),
-    KEPT: ("fused_layer", "computes the outputs of norms and SwiGLU again in the backward"),
-    LOSS: ("linear_cross_entropy", "takes the loss from the hidden states, a chunk of the logits at a time"),
-    (TEMPORARY, "optimizer"): ("adamw", "updates in one pass: no intermediate result as large as the weights"),
-    TEMPORARY: ("fused_layer", "writes gradients over activations, and sums as the products store"),
-}  # fmt: skip
+    **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
+}
 COLORS = {
     PARAMETERS: "#4c6a92", STATE: "#8fa9c9", GRADIENTS: "#e8923a", KEPT: "#5aa469", LOSS: "#c8443c",
     TEMPORARY: "#9467bd", "other": "#b5b5b5",
@@ -123,29 +122,29 @@ class Observer(Ledger):
         self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
 
 
-def observed_step(model, optimizer, batches: list[llama.Batch], ledger: Observer) -> None:
+def observed_step(model, optimizer, batches: list[dataset.Batch], ledger: Observer) -> None:
     """A training step with the last of the batches, in the ledger's books."""
     ledger.follow(model, optimizer)
     ledger.claim(BATCH, *(t for batch in batches for t in (batch.input_ids, batch.labels)))
     gc.collect()
     gc.freeze()  # what is there now is not looked at by the collections to come
     with ledger:
-        llama.training_step(model, optimizer, batches[-1])
+        stepping.training_step(model, optimizer, batches[-1])
     ledger.sample()
     gc.unfreeze()
 
 
-def write_snapshot(path: str, model, optimizer, batch: llama.Batch) -> int:
+def write_snapshot(path: str, model, optimizer, batch: dataset.Batch) -> int:
     """A training step in the allocator's own words: what it held before, and each block it gave away or got back.
 
     Returns its bytes.
     """
     torch.cuda.memory._record_memory_history(stacks="python")
-    llama.training_step(model, optimizer, batch)
+    stepping.training_step(model, optimizer, batch)
     torch.cuda.synchronize()
     snapshot = pickle.dumps(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
-    measure.write_output(path, snapshot, "the snapshot")
+    output_files.write_output(path, snapshot, "the snapshot")
     return len(snapshot)
 
 
@@ -158,31 +157,38 @@ def cublas_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def measure_memory(args: argparse.Namespace) -> dict:
+def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
-    model = llama.load_model(args, memory_estimate.step_tryer(args.kernels))
-    apply_kernels(model, model_kernels(args.kernels))
-    data = llama.load_data(args, model.config, args.warmup + STEPS)
-    ledger = Observer(measure.DEVICE)
+    kernels, warmup = workload.kernels, workload.warmup
+    model = load_model(workload, memory_estimate.step_tryer(kernels))
+    apply_kernels(model, model_kernels(kernels))
+    data = dataset.load_data(workload, model.config, warmup + STEPS)
+    ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, args.kernels)
-    batches = [batch.to(llama.DEVICE) for batch in data.train]
-    for batch in batches[: args.warmup]:
-        llama.training_step(model, optimizer, batch)
+    optimizer = make_optimizer(model, 1e-5, kernels)
+    batches = [batch.to(DEVICE) for batch in data.train]
+    for batch in batches[:warmup]:
+        stepping.training_step(model, optimizer, batch)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
-    llama.training_step(model, optimizer, batches[args.warmup])
+    stepping.training_step(model, optimizer, batches[warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
     snapshot_bytes = None
-    if args.memory_snapshot:
-        snapshot_bytes = write_snapshot(args.memory_snapshot, model, optimizer, batches[args.warmup + 1])
+    if snapshot_to:
+        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, batches[warmup + 1])
     observed_step(model, optimizer, batches, ledger)
     return {
-        "kind": "memory", "environment": measure.environment(), "kernels": args.kernels,
-        **llama.describe_workload(model, args), "layers": model.config.num_hidden_layers, "warmup_steps": args.warmup,
-        "unobserved_peak_bytes": unobserved_peak, **account(ledger, cublas_workspaces()),
-        "snapshot": args.memory_snapshot, "snapshot_bytes": snapshot_bytes,
-    }  # fmt: skip
+        "kind": "memory",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": model.config.num_hidden_layers,
+        "warmup_steps": warmup,
+        "unobserved_peak_bytes": unobserved_peak,
+        **account(ledger, cublas_workspaces()),
+        "snapshot": snapshot_to,
+        "snapshot_bytes": snapshot_bytes,
+    }
 
 
 # ---------------------------------------------------------------- what was seen
@@ -310,12 +316,12 @@ def advice(record: dict) -> list[list[str]]:
 def render(record: dict) -> str:
     """Everything that the script prints about a step's memory, from its record."""
     on_gpu, peak = record["device"] == "cuda", record["peak_memory_bytes"]
-    unit_name, unit = measure.decimal_unit([peak], "GB", "MB", 1e9)
+    unit_name, unit = tables.decimal_unit([peak], "GB", "MB", 1e9)
     phases = [record["phases"][phase] for phase in PHASES]
     shown = [part for part in PARTS if record["parts"][part] or any(phase["parts"][part] for phase in phases)]
 
     def size(n_bytes: int | None) -> str:
-        return measure.number(None if n_bytes is None else n_bytes / unit, ",.2f")
+        return tables.number(None if n_bytes is None else n_bytes / unit, ",.2f")
 
     def row(label: str, *values: int | None) -> list[str]:
         return [label, *map(size, values)]
@@ -337,21 +343,21 @@ def render(record: dict) -> str:
     ]  # fmt: skip
     where = memory_estimate.stage_in_words(record["phase"], record["layer"], record["layers"])
     lines = [
-        measure.environment_line(record["environment"]),
-        llama.workload_line(record),
+        run_records.environment_line(record["environment"]),
+        workload_line(record),
         "",
-        measure.title("Memory of a training step" + ("" if on_gpu else " (CPU: the tensors' own bytes)")),
+        tables.title("Memory of a training step" + ("" if on_gpu else " (CPU: the tensors' own bytes)")),
         f"The peak is in the {where}, at the operation {record['operation']}.",
         "",
-        measure.table([f"At the peak, {unit_name}", "", "Share"], peak_rows),
+        tables.table([f"At the peak, {unit_name}", "", "Share"], peak_rows),
         "",
-        measure.table([f"Highest in each phase, {unit_name}", *PHASES], phase_rows),
+        tables.table([f"Highest in each phase, {unit_name}", *PHASES], phase_rows),
         "",
-        measure.table(["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"], group_rows,
+        tables.table(["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"], group_rows,
                       ["left", "left", "right", "right", "left"]),
     ]  # fmt: skip
     if advised := advice(record):
-        lines += ["", measure.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
+        lines += ["", tables.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
     if on_gpu:
         lines += [
             "",
@@ -376,8 +382,8 @@ def width(stage: dict, n_layers: int) -> float:
 
 def plot(record: dict, path: str) -> None:
     """The parts over the step as stacked areas, the phases and the peak marked, as one PNG."""
-    plt = measure.pyplot()
-    line, (unit_name, unit) = record["timeline"], measure.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
+    plt = pictures.pyplot()
+    line, (unit_name, unit) = record["timeline"], tables.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
     others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
     areas = {part: values for part, values in line["parts"].items() if part in COLORS} | {"other": map(sum, others)}
     areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
@@ -414,20 +420,25 @@ def plot(record: dict, path: str) -> None:
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
     )
     figure.tight_layout()
-    measure.save_plot(figure, path, dpi=130)
+    pictures.save_plot(figure, path, dpi=130)
 
 
-def report(args: argparse.Namespace) -> None:
-    """Measure the memory of a step for the flags of profile_baseline.py, print it and write what was asked for."""
-    if args.memory_snapshot and not HAS_GPU:
+def report(
+    workload: Workload,
+    record_to: str | None = None,
+    plot_to: str | None = None,
+    snapshot_to: str | None = None,
+) -> None:
+    """Measure the memory of a workload's step, print it and write what was asked for."""
+    if snapshot_to and not HAS_GPU:
         raise UserError(
             "--memory-snapshot is a record of the CUDA allocator, and no CUDA GPU was found; "
             "--memory --plot FILE.png works without one"
         )
     if not HAS_GPU:
-        print(measure.NO_GPU_NOTE + "\n")
-    record = measure_memory(args)
+        print(tables.NO_GPU_NOTE + "\n")
+    record = measure_memory(workload, snapshot_to)
     print(render(record))
-    measure.write_record(args.json, record)
-    if args.plot:
-        plot(record, args.plot)
+    run_records.write_record(record_to, record)
+    if plot_to:
+        plot(record, plot_to)

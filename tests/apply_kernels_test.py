@@ -23,11 +23,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import llama
+from harness import architecture, dataset, stepping
 from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, relative_error
+from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from next_steps import adamw_kernel, apply_kernels, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
 from next_steps.adamw_kernel import TritonAdamW
-from next_steps.apply_kernels import LOSS_KERNELS, MODEL_KERNELS, modeling_llama, triton_adamw
+from next_steps.apply_kernels import modeling_llama, triton_adamw
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
@@ -35,7 +36,7 @@ from tests.fixtures import needs_gpu, waiting_forbidden
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 HERE = Path(__file__).parents[1]  # the project's folder
-IGNORE = llama.IGNORE_INDEX
+IGNORE = dataset.IGNORE_INDEX
 LAYERS, VOCABULARY = 2, 67
 B, T = 2, 4
 ALONE_AND_TOGETHER = [[name] for name in MODEL_KERNELS] + [MODEL_KERNELS]
@@ -44,7 +45,7 @@ LOSSES = [["cross_entropy"], ["linear_cross_entropy"], MODEL_KERNELS]
 
 def small_config(**values):
     """llama.tiny_config() at sizes that Triton's interpreter gets through quickly."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     for name, value in (sizes | values).items():
         setattr(config, name, value)
@@ -396,9 +397,9 @@ def test_autocast_is_as_wrong_as_without_the_kernels(names):
 
 def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     models = make_model(), make_model(["linear_cross_entropy"])
-    optimizers = llama.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
-    batch = llama.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T)
-    losses = [[llama.training_step(m, o, batch).item() for _ in range(3)] for m, o in zip(models, optimizers)]
+    optimizers = stepping.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
+    batch = dataset.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T)
+    losses = [[stepping.training_step(m, o, batch).item() for _ in range(3)] for m, o in zip(models, optimizers)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
     assert launches["adamw"] == 3 * len(list(models[1].parameters()))
     models[1](**make_batch()).loss.backward()
@@ -1087,9 +1088,9 @@ def test_bf16_is_as_wrong_as_without_the_kernels(names):
 def test_training_step_does_not_wait_for_the_gpu():
     model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
     optimizer = triton_adamw(model, 1e-5)
-    batch = llama.Batch(batch["input_ids"], batch["labels"], B * T)
+    batch = dataset.Batch(batch["input_ids"], batch["labels"], B * T)
     for _ in range(2):  # compiling may wait
-        llama.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, batch)
     torch.cuda.synchronize()
-    with waiting_forbidden(), llama.unpacked_sequences():  # for which transformers waits
-        llama.training_step(model, optimizer, batch)
+    with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
+        stepping.training_step(model, optimizer, batch)

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, config_file, device, loading
+from harness.device import DEVICE, HAS_GPU
+from harness.workload import finetune_parser
 from next_steps import memory_estimate
 from tests.cli_test import assert_refused, change_config, hub_error, hub_errors
 
@@ -74,7 +76,7 @@ SOME = "unknown activation", "negative theta", "no layers", "dropout of 2"  # ar
 @pytest.fixture(scope="module")
 def saved_tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved_tiny")
-    llama.build_model(llama.tiny_config(), torch.float32, "cpu").save_pretrained(folder)
+    architecture.build_model(architecture.tiny_config(), torch.float32, "cpu").save_pretrained(folder)
     return folder
 
 
@@ -86,7 +88,7 @@ def checkpoint(saved_tiny, tmp_path) -> Path:
 @pytest.fixture
 def run(run_script, checkpoint, monkeypatch):
     """run("profile_baseline --estimate") -> Outcome, of that script on the checkpoint."""
-    monkeypatch.setattr(llama, "HAS_GPU", False)  # where flash attention may be installed
+    monkeypatch.setattr(device, "HAS_GPU", False)  # where flash attention may be installed
 
     def run(name: str, *flags: str):
         script, its_flags = SCRIPTS[name]
@@ -156,16 +158,16 @@ def test_dynamic_rotary_scaling_changes_nothing_within_the_models_positions(chec
     losses = []
     for name in ("default", "dynamic"):
         change_config(checkpoint, rope_parameters=ROPE | {"rope_type": name, "factor": 2.0})
-        args = llama.finetune_parser("").parse_args(["--model", str(checkpoint), "--dtype", "fp32"])
-        model = llama.load_model(args)
-        ids = ids.to(llama.DEVICE)
+        args = finetune_parser("").parse_args(["--model", str(checkpoint), "--dtype", "fp32"])
+        model = loading.load_model(args)
+        ids = ids.to(DEVICE)
         losses.append(model(input_ids=ids, labels=ids).loss)
         assert model.config.rope_parameters["rope_type"] == name, "what is saved says so"
     assert torch.equal(*losses)
 
 
 def test_the_estimate_of_flash_attention_is_that_of_the_fused_one():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     shape = torch.bfloat16, 1, 64, []
     expected = memory_estimate.estimate(config, *shape)["peak_memory_bytes"]
     config._attn_implementation = "flex_attention"
@@ -284,7 +286,7 @@ def test_a_name_of_300_characters_is_one_sentence(run_script, tmp_path, script, 
 
 @pytest.mark.parametrize("name", ["./run1", "checkpoints/run1/", "a/b/run1", "/nowhere/run1", "~/run1"])
 def test_a_directory_that_is_not_there_is_called_that(run_script, monkeypatch, name):
-    monkeypatch.setattr(llama, "hf_hub_download", lambda *args: pytest.fail("the network was asked"))
+    monkeypatch.setattr(config_file, "hf_hub_download", lambda *args: pytest.fail("the network was asked"))
     outcome = run_script(finetune_baseline, "--model", name)
     assert_refused(outcome, f"the directory {name} does not exist")
 
@@ -301,7 +303,7 @@ def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(llama, "hf_hub_download", refuse)
+    monkeypatch.setattr(config_file, "hf_hub_download", refuse)
     outcome = run_script(finetune_baseline, "--model", "checkpoints/run1")
     assert_refused(outcome, "there is no directory checkpoints/run1", "Hugging Face")
 
@@ -316,7 +318,7 @@ def test_brackets_without_end_in_a_config_are_one_sentence(run, checkpoint):
     assert_refused(run("finetune_baseline"), f"the configuration of {checkpoint} could not be loaded")
 
 
-@pytest.mark.skipif(measure.HAS_GPU, reason="with a GPU no interpreter is needed")
+@pytest.mark.skipif(HAS_GPU, reason="with a GPU no interpreter is needed")
 @pytest.mark.parametrize("flags", [["--kernels", "all"], ["--kernels", "rmsnorm", "--longest"]])
 def test_kernels_without_gpu_and_interpreter_are_one_sentence(checkpoint, flags):
     """In a process of its own: what is imported while kernels are compiled stays so."""

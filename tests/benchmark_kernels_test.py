@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import benchmark_kernels as bench
-from harness import measure
+from harness import command_line, device, tables, timing
 from harness.checking import DEVICE, HAS_GPU
 from next_steps import benchmark_problems as problems
 from next_steps.rope_kernel import rope_backward, rope_forward
@@ -53,7 +53,7 @@ def columns(line: str) -> list[str]:
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_begins_with_the_warning_that_there_is_no_gpu(finished):
-    assert finished[0].startswith(measure.NO_GPU_NOTE)
+    assert finished[0].startswith(tables.NO_GPU_NOTE)
 
 
 ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch"
@@ -79,11 +79,11 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
 def test_table_has_its_title_and_columns_and_both_sizes(finished, title, lines_before_headers, headers):
     lines = finished[0].splitlines()
     at = lines.index(title + ("" if HAS_GPU else bench.NOT_MEANINGFUL))
-    assert lines[at - 1] == lines[at + 1] == measure.RULE
+    assert lines[at - 1] == lines[at + 1] == tables.RULE
     first = at + 2 + lines_before_headers
     assert columns(lines[first]) == headers
     body = lines[first + 2 :]
-    body = body[: next((i for i, line in enumerate(body) if line == measure.RULE), len(body))]
+    body = body[: next((i for i, line in enumerate(body) if line == tables.RULE), len(body))]
     assert {line.split()[0] for line in body if line[:8].strip().isdigit()} == {"2", "4"}
 
 
@@ -134,8 +134,8 @@ def test_rendering_changes_nothing(finished):
 
 def test_queued_calls_are_timed_together_and_divided(monkeypatch):
     clock, calls = [0.0], []
-    monkeypatch.setattr(measure, "HAS_GPU", True)
-    monkeypatch.setattr(measure, "synchronize", lambda: clock.__setitem__(0, clock[0] + 100e-6))
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "synchronize", lambda: clock.__setitem__(0, clock[0] + 100e-6))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
 
     def call():
@@ -143,7 +143,7 @@ def test_queued_calls_are_timed_together_and_divided(monkeypatch):
         clock[0] += 7e-6
 
     # 20 calls of 7 us; of the two waits of 100 us, only the one at the end counts
-    assert measure.queued_time_us(call) == pytest.approx(7 + 100 / 20)
+    assert timing.queued_time_us(call) == pytest.approx(7 + 100 / 20)
     assert len(calls) == 1 + 5 * 20
 
 
@@ -208,7 +208,7 @@ def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
 
 
 def test_several_sizes_end_in_one_summary(finished):
-    summary = bench.render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(measure.RULE)[-1]
+    summary = bench.render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
     compiled = "torch.compile (us)", "torch.compile / ours", "of kernels only"
     assert ["Hidden", "Tokens", "ours (us)", "% of copy", *compiled] in lines
@@ -217,7 +217,7 @@ def test_several_sizes_end_in_one_summary(finished):
 
 
 def test_summary_of_cross_entropy_has_in_place_too(finished):
-    summary = bench.render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(measure.RULE)[-1]
+    summary = bench.render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
     assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x", "1.50x"] in lines
 
@@ -271,8 +271,8 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
         return section | {"size": size}, ["QuACK: not installed"]
 
     monkeypatch.setattr(bench, "benchmark", measured)
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(timing, "matmul_rate", lambda: 1.0)
     flags = ["--hidden", "4096,64", "--vocab", "100,8", "--tokens", "4,2", "--dtype", "fp32"]
     outcome = run_script(bench, *flags, "--json", str(tmp_path / "run.json"))
     assert outcome.code == 0, outcome.err
@@ -301,8 +301,8 @@ def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, mon
     asked = []
     monkeypatch.setattr(bench, "benchmark", lambda kernel, *_: (asked.append(kernel) or {}, []))
     monkeypatch.setattr(bench, "render", lambda record: "; ".join(record["absent"]))
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(timing, "matmul_rate", lambda: 1.0)
     outcome = run_script(bench, "--dtype", "fp16")
     assert outcome.code == 0 and "adamw is not measured in fp16" in outcome.out
     assert list(dict.fromkeys(asked)) == [kernel for kernel in bench.KERNELS if kernel != "adamw"]  # each at some sizes
@@ -388,7 +388,7 @@ def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, run_script):
 @pytest.mark.parametrize("error", [0.1, math.nan, math.inf])
 def test_wrong_kernel_is_not_timed(error):
     errors = {bench.EAGER: {"dx": 1e-3}, bench.OURS: {"dx": error}}
-    with pytest.raises(measure.RunError, match=r"^ours.*dx"):
+    with pytest.raises(command_line.RunError, match=r"^ours.*dx"):
         bench.check_ours(errors, torch.bfloat16, tokens=8)
 
 
@@ -609,7 +609,7 @@ def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, mo
     def extra_bytes(fn):  # its calls find the logits as the call before left them, so no refill is counted
         measured.append([fn()[0].clone() for _ in range(2)])
 
-    monkeypatch.setattr(measure, "peak_extra_bytes", extra_bytes)
+    monkeypatch.setattr(timing, "peak_extra_bytes", extra_bytes)
     times = bench.measure_times(problem, destroyer)
     ((first, second),) = measured
     assert not torch.equal(first, second)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness import measure
+from harness import command_line
 from tests.fixtures import (  # noqa: F401
     as_dtensor,
     compiled_kernels,
@@ -30,7 +30,7 @@ def run_script(monkeypatch, capsys):
     def run(script, *flags: str) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags])
         with pytest.raises(SystemExit) as stop:
-            measure.run_main(script.main)
+            command_line.run_main(script.main)
         return Outcome(stop.value.code, *capsys.readouterr())
 
     return run

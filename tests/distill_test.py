@@ -13,18 +13,20 @@ import torch
 import compare_runs
 import finetune_baseline
 import finetune_optimized
-from harness import llama, measure
+from harness import architecture, dataset, loading, run_records, stepping, tables, timing, training_run
+from harness.workload import DEFAULT_MODEL, teacher_line
 from harness.checking import HAS_GPU, relative_error
 from next_steps import apply_kernels, distill, reverse_kl_kernel
 from tests.apply_kernels_test import CountedKernel, assert_equal, loss_and_gradients, make_batch, make_model
+from harness.kernel_facts import KERNELS
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import AutoModelForCausalLM
 
-IGNORE = llama.IGNORE_INDEX
-ALL = apply_kernels.model_kernels(distill.replace_loss(apply_kernels.KERNELS))  # those that go into both models
+IGNORE = dataset.IGNORE_INDEX
+ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
@@ -118,8 +120,8 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     alone = confident_model(num_hidden_layers=1)
     assert student.state_dict().keys() == alone.state_dict().keys()
     assert [name for name, _ in student.named_modules()] == [name for name, _ in alone.named_modules()]
-    batch = llama.Batch(*make_batch().values(), n_tokens=8)
-    llama.training_step(student, llama.make_optimizer(student, 1e-2), batch)
+    batch = dataset.Batch(*make_batch().values(), n_tokens=8)
+    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), batch)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not torch.equal(student.lm_head.weight, alone.lm_head.weight)
 
@@ -168,13 +170,13 @@ def test_reverse_kl_takes_the_place_of_the_kernels_for_labels(kernels, expected)
 def small_model(monkeypatch):
     """tiny, but smaller, with three layers that count beside the embedding."""
 
-    def config(real=llama.tiny_config):
+    def config(real=architecture.tiny_config):
         small = real()
         small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = 32, 48, 8, 3
         small.initializer_range = 0.1
         return small
 
-    monkeypatch.setattr(llama, "tiny_config", config)
+    monkeypatch.setattr(architecture, "tiny_config", config)
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def distilled(run_script, tmp_path, small_model):
         path = tmp_path / "run.json"
         outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path))
         assert outcome.code == 0, outcome.err
-        return measure.read_record(str(path), "finetune"), outcome.out
+        return run_records.read_record(str(path), "finetune"), outcome.out
 
     return run
 
@@ -207,13 +209,13 @@ def test_a_run_says_who_taught_whom(distilled):
         "student_layers": 2, "temperature": 2.0, "kernels": ["rmsnorm", "reverse_kl"],
     }  # fmt: skip
     assert {key: record[key] for key in expected} == expected
-    assert record["teacher_parameters"] == llama.parameter_count(llama.tiny_config()) > record["parameters"]
+    assert record["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config()) > record["parameters"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
-    assert printed.count(llama.teacher_line(record)) == 2 and llama.result_block(record) in printed
+    assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
     first, last = record["losses"]
     assert f"Distillation loss:        {first:.4f} in step 1, {last:.4f} in step 2" in printed
     if not HAS_GPU:
-        assert printed.startswith(measure.NO_GPU_NOTE)
+        assert printed.startswith(tables.NO_GPU_NOTE)
 
 
 @pytest.fixture
@@ -229,7 +231,7 @@ def arguments(monkeypatch):
 
 def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model):
     args = arguments("--teacher", "tiny", "--student-layers", "2")
-    student, teacher = distill.load_student(args, [])[0].state_dict(), llama.load_model(args).state_dict()
+    student, teacher = distill.load_student(args, [])[0].state_dict(), loading.load_model(args).state_dict()
     assert set(student) == {name for name in teacher if ".layers.2." not in name}
     assert all(torch.equal(student[name], teacher[name]) for name in student)
 
@@ -246,18 +248,18 @@ def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model)
     ids=str,
 )
 def test_which_student_and_how_many_layers(arguments, small_model, tmp_path, flags, model, n_layers):
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.num_hidden_layers = 2
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     args = arguments("--teacher", "tiny", *(str(tmp_path) if flag == "OTHER" else flag for flag in flags))
     assert args.model == (str(tmp_path) if model == "OTHER" else model)
     student, described = distill.load_student(args, [])
     assert len(student.model.layers) == student.config.num_hidden_layers == described["student_layers"] == n_layers
-    assert described["teacher_parameters"] == llama.parameter_count(llama.tiny_config())
+    assert described["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
 
 
 def test_without_a_teacher_the_model_is_the_default(arguments):
-    assert arguments().model == llama.DEFAULT_MODEL and arguments("--model", "tiny").model == "tiny"
+    assert arguments().model == DEFAULT_MODEL and arguments("--model", "tiny").model == "tiny"
 
 
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
@@ -272,7 +274,7 @@ def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
     assert eager["kernels"] == []
-    assert set(fused["kernels"]) == {*apply_kernels.KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
+    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
         assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)
@@ -289,17 +291,17 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
     outcome = run_script(finetune_baseline, *SMALL, "--model", str(folder), "--json", str(path))
     assert outcome.code == 0, outcome.err
-    again = measure.read_record(str(path), "finetune")
+    again = run_records.read_record(str(path), "finetune")
     assert again["validation_loss_before"] == pytest.approx(record["validation_loss_after"], rel=1e-5)
     assert again["parameters"] == record["parameters"] and "teacher" not in again
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: 2.0)
     record, _ = distilled("--dtype", "bf16", *EAGER)
-    teacher, student = llama.tiny_config(), llama.tiny_config()
+    teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
-    flops = llama.flops_per_token(student, 8) + llama.flops_per_token(teacher, 8) / 3
+    flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
     assert record["model_flops_utilization"] == pytest.approx(flops * record["tokens_per_second"] / 2e12)
 
 
@@ -329,7 +331,7 @@ def assert_refused(outcome, sentence: str) -> None:
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading a model fails the test: what is refused is refused before."""
-    monkeypatch.setattr(llama, "load_model", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda args: pytest.fail("loaded"))
 
 
 @pytest.mark.parametrize("flag", ["--student-layers", "--temperature"])
@@ -357,7 +359,7 @@ def test_a_student_as_deep_as_its_model_is_refused(run_script, no_weights, n_lay
 
 
 def saved_config(folder, **values) -> str:
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     for name, value in values.items():
         setattr(config, name, value)
     config.save_pretrained(folder)
@@ -403,7 +405,7 @@ def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", llama.DTYPES)
+@pytest.mark.parametrize("dtype", architecture.TORCH_DTYPES)
 def test_captured_steps_are_the_same_steps(distilled, dtype):
     flags = ["--dtype", dtype, "--batch-size", "2", "--seq-len", "64", "--steps", "6", "--kernels", "all"]
     plain, captured = (distilled(*flags, *more)[0]["losses"] for more in ([], ["--cuda-graph"]))
@@ -415,16 +417,16 @@ def test_captured_steps_are_the_same_steps(distilled, dtype):
 def test_a_step_does_not_wait_for_the_gpu():
     student, _ = pair(ALL, torch.bfloat16)
     optimizer = apply_kernels.triton_adamw(student, 1e-3)
-    batch = llama.Batch(*make_batch().values(), n_tokens=8)
-    llama.training_step(student, optimizer, batch)
-    with waiting_forbidden(), llama.unpacked_sequences():  # for which transformers waits
-        llama.training_step(student, optimizer, batch)
+    batch = dataset.Batch(*make_batch().values(), n_tokens=8)
+    stepping.training_step(student, optimizer, batch)
+    with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
+        stepping.training_step(student, optimizer, batch)
 
 
 @needs_gpu
 def test_teacher_and_student_logits_exist_once_each():
     """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to small layers."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.vocab_size = 65_536
     with torch.device("cuda"):
         models = [AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) for _ in range(2)]
@@ -437,4 +439,4 @@ def test_teacher_and_student_logits_exist_once_each():
         loss.backward()
         student.zero_grad(set_to_none=True)
 
-    assert 3 * logits <= measure.peak_extra_bytes(step) < 3.6 * logits
+    assert 3 * logits <= timing.peak_extra_bytes(step) < 3.6 * logits

@@ -25,7 +25,9 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import llama, measure
+from harness import command_line, config_file, loading, output_files, run_records, saving
+from harness.workload import add_workload_flags, finetune_parser
+from harness.profiler import write_trace
 from next_steps import distill, ladder
 from tests.compare_runs_test import run as made_up_run
 
@@ -139,10 +141,10 @@ def assert_one_sentence(outcome, *words: str, code: int = 2) -> None:
 
 def test_a_full_disk_leaves_the_record_that_was_there(small_disk):
     path = small_disk / "run.json"
-    measure.write_record(str(path), {"kind": "finetune", "losses": [1.0]})
+    run_records.write_record(str(path), {"kind": "finetune", "losses": [1.0]})
     before = contents(small_disk)
-    with pytest.raises(measure.RunError, match=r"^the record could not be written to .*run\.json: No space left"):
-        measure.write_record(str(path), {"kind": "finetune", "losses": [0.123456789] * 10_000})
+    with pytest.raises(command_line.RunError, match=r"^the record could not be written to .*run\.json: No space left"):
+        run_records.write_record(str(path), {"kind": "finetune", "losses": [0.123456789] * 10_000})
     assert contents(small_disk) == before
 
 
@@ -150,7 +152,7 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
     path = tmp_path / "run.json"
     path.write_text("old")
     written = in_child(
-        lambda: measure.write_record(str(path), {"losses": [0.0] * 1000}),
+        lambda: run_records.write_record(str(path), {"losses": [0.0] * 1000}),
         before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)),
     )
     assert written == f"RunError: the record could not be written to {path}: File too large"
@@ -176,7 +178,7 @@ def test_a_process_killed_at_any_moment_leaves_the_old_record_or_the_new_one(tmp
         path.unlink(missing_ok=True)
         if exists:
             path.write_bytes(old)
-        ended = killed_before_change(number, lambda: measure.write_whole(str(path), new))
+        ended = killed_before_change(number, lambda: output_files.write_whole(str(path), new))
         if ended == "done":
             break
         assert ended == "killed"
@@ -191,7 +193,7 @@ def test_an_interrupted_write_leaves_nothing_beside(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("old")
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure.write_record(str(tmp_path / "run.json"), {})
+        run_records.write_record(str(tmp_path / "run.json"), {})
     assert contents(tmp_path) == {"run.json": b"old"}
 
 
@@ -201,7 +203,7 @@ def test_of_two_processes_on_one_path_the_last_one_wins_whole(tmp_path):
 
     def write_often(whole):
         for _ in range(100):
-            measure.write_whole(str(path), whole)
+            output_files.write_whole(str(path), whole)
 
     children = [started(write_often, whole) for whole in wholes]
     running, seen = set(children), set()
@@ -218,7 +220,7 @@ def test_permissions_stay_and_a_new_file_has_the_usual_ones(tmp_path):
     private.chmod(0o640)
     plain.touch()
     for path in (private, new):
-        measure.write_whole(str(path), b"content")
+        output_files.write_whole(str(path), b"content")
     assert stat.S_IMODE(private.stat().st_mode) == 0o640 and private.read_bytes() == b"content"
     assert new.stat().st_mode == plain.stat().st_mode
 
@@ -229,7 +231,7 @@ def test_what_root_writes_anew_stays_its_owners(tmp_path):
     path = tmp_path / "run.json"
     path.touch()
     os.chown(path, NOBODY, NOBODY)
-    measure.write_record(str(path), {})
+    run_records.write_record(str(path), {})
     assert (path.stat().st_uid, path.stat().st_gid) == (NOBODY, NOBODY)
 
 
@@ -241,7 +243,7 @@ def test_a_link_is_followed_and_stays(tmp_path):
     target, link = tmp_path / "far" / "run.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    measure.write_record(str(link), {"kind": "text"})
+    run_records.write_record(str(link), {"kind": "text"})
     assert link.is_symlink() and json.loads(target.read_text()) == {"kind": "text"}
     assert os.listdir(tmp_path / "far") == ["run.json"]
 
@@ -249,9 +251,9 @@ def test_a_link_is_followed_and_stays(tmp_path):
 def test_a_dangling_link_creates_what_it_points_at(tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to("new/run.json")
-    measure.require_writable(str(link))
+    output_files.require_writable(str(link))
     assert sorted(os.listdir(tmp_path)) == ["link.json"]
-    measure.write_record(str(link), {})
+    run_records.write_record(str(link), {})
     assert link.is_symlink() and (tmp_path / "new" / "run.json").read_text() == "{}\n"
 
 
@@ -264,22 +266,22 @@ def test_a_link_to_itself_is_refused(tmp_path, run_script):
 
 def test_a_device_is_written_into_and_stays(device):
     node = device.stat()
-    measure.require_writable(str(device))
-    measure.write_record(str(device), {})
+    output_files.require_writable(str(device))
+    run_records.write_record(str(device), {})
     assert stat.S_ISCHR(device.stat().st_mode) and device.stat().st_ino == node.st_ino
     assert os.listdir(device.parent) == ["device"]
 
 
 def test_a_device_behind_a_link_is_written_into_and_stays(device, tmp_path):
     (tmp_path / "link").symlink_to(device)
-    measure.write_record(str(tmp_path / "link"), {})
+    run_records.write_record(str(tmp_path / "link"), {})
     assert stat.S_ISCHR(device.stat().st_mode) and (tmp_path / "link").is_symlink()
 
 
 def test_a_full_device_is_one_sentence():
-    measure.require_writable("/dev/full")
-    with pytest.raises(measure.RunError, match=r"^the record could not be written to /dev/full: No space left"):
-        measure.write_record("/dev/full", {})
+    output_files.require_writable("/dev/full")
+    with pytest.raises(command_line.RunError, match=r"^the record could not be written to /dev/full: No space left"):
+        run_records.write_record("/dev/full", {})
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
@@ -287,9 +289,9 @@ def test_a_pipe_gets_the_record(tmp_path):
     path, read = tmp_path / "pipe", []
     os.mkfifo(path)
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
-    measure.require_writable(str(path))  # without a reader, for which opening it would wait
+    output_files.require_writable(str(path))  # without a reader, for which opening it would wait
     reader.start()
-    measure.write_record(str(path), {"kind": "text"})
+    run_records.write_record(str(path), {"kind": "text"})
     reader.join(5)
     assert path.is_fifo() and read and json.loads(read[0]) == {"kind": "text"}
 
@@ -301,7 +303,7 @@ def test_a_file_that_stdout_goes_to_keeps_what_was_printed(tmp_path):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
         sys.stdout = os.fdopen(1, "w")
         print("before")
-        measure.write_output("/dev/stdout", b"the record\n", "the record")
+        output_files.write_output("/dev/stdout", b"the record\n", "the record")
         os.lseek(1, 0, os.SEEK_END)
         print("after", flush=True)
 
@@ -347,9 +349,9 @@ def test_a_folder_is_no_file_to_write(run_script, tmp_path, monkeypatch, flag, n
 def test_a_folder_without_permission_is_refused(open_folder, place):
     path = open_folder / place
     sentence = f"UserError: cannot write {path}: Permission denied"
-    assert without_rights(lambda: measure.require_writable(str(path))) == sentence
+    assert without_rights(lambda: output_files.require_writable(str(path))) == sentence
     sentence = f"UserError: cannot write to {path}: Permission denied"
-    assert without_rights(lambda: measure.require_folder(str(path))) == sentence
+    assert without_rights(lambda: output_files.require_folder(str(path))) == sentence
     assert not os.listdir(open_folder)
 
 
@@ -359,9 +361,9 @@ def test_a_file_without_permission_is_neither_accepted_nor_replaced(open_folder)
     path = open_folder / "run.json"
     path.write_text("kept")
     path.chmod(0o444)
-    refused = without_rights(lambda: measure.require_writable(str(path)))
+    refused = without_rights(lambda: output_files.require_writable(str(path)))
     assert refused == f"UserError: cannot write {path}: Permission denied"
-    failed = without_rights(lambda: measure.write_record(str(path), {}))
+    failed = without_rights(lambda: run_records.write_record(str(path), {}))
     assert failed == f"RunError: the record could not be written to {path}: Permission denied"
     assert contents(open_folder) == {"run.json": b"kept"}
 
@@ -414,7 +416,7 @@ def test_an_output_that_would_overwrite_something_is_refused(run_script, tmp_pat
 )
 def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs):
     monkeypatch.chdir(tmp_path)
-    measure.check_outputs(argparse.Namespace(**outputs))
+    output_files.check_outputs(argparse.Namespace(**outputs))
     assert not os.listdir(tmp_path)
 
 
@@ -451,7 +453,7 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_flag_that_would_be_ignored_is_refused(run_script, monkeypatch, flags, ignored, by):
-    monkeypatch.setattr(llama, "load_config", lambda args: pytest.fail("started"))
+    monkeypatch.setattr(config_file, "load_config", lambda args: pytest.fail("started"))
     script = profile_baseline if flags[0] in ("--compare", "--estimate", "--memory") else finetune_optimized
     outcome = run_script(script, *flags)
     assert_one_sentence(outcome, f"{ignored} does nothing with {by}: leave one of the two out")
@@ -478,7 +480,7 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    args = llama.finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
+    args = finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
     ladder.run_script("finetune_optimized.py", args, "--opponent", "liger")
     ladder.run_script("finetune_optimized.py", args, "--kernels", "all")
     for command in commands:
@@ -487,11 +489,11 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
 
 
 def test_a_flag_counts_as_given_when_its_value_is_the_default():
-    parser = measure.Parser("")
-    llama.add_workload_flags(parser)
+    parser = command_line.Parser("")
+    add_workload_flags(parser)
     args = parser.parse_args(["--seed", "0", "--data=stdlib", "--random-init"])
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
-    parser = llama.finetune_parser("")
+    parser = finetune_parser("")
     distill.add_flags(parser)
     assert parser.parse_args([]).given == set()
 
@@ -523,7 +525,7 @@ def test_a_trace_goes_through_a_device_that_stays(run_script, device, tmp_path, 
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert stat.S_ISCHR(device.stat().st_mode)
-    made = measure.read_record(str(record), "profile")
+    made = run_records.read_record(str(record), "profile")
     assert made["categories"]["matmul"]["flops"] > 0 and made["trace_bytes"] > 1000
 
 
@@ -542,8 +544,8 @@ def test_a_trace_that_has_no_room_is_one_sentence_and_no_old_one_is_read(profile
     before = contents(small_disk)
     profiler, trace = profiled
     trace["more"] = "x" * 70_000
-    with pytest.raises(measure.RunError, match=r"^the trace could not be written to .*: No space left"):
-        profile_baseline.write_trace(profiler, str(path))
+    with pytest.raises(command_line.RunError, match=r"^the trace could not be written to .*: No space left"):
+        write_trace(profiler, str(path))
     assert contents(small_disk) == before
 
 
@@ -555,15 +557,15 @@ def test_a_profiler_that_cannot_write_is_one_sentence(small_disk, tmp_path, monk
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": []}')
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
-    with pytest.raises(measure.RunError, match=rf"^the profiler could not write its trace in {small_disk}: .*TMPDIR"):
-        profile_baseline.write_trace(profiler, str(path))
+    with pytest.raises(command_line.RunError, match=rf"^the profiler could not write its trace in {small_disk}: .*TMPDIR"):
+        write_trace(profiler, str(path))
     assert path.read_text() == '{"traceEvents": []}' and not os.listdir(small_disk)
 
 
 def test_a_trace_is_compressed_if_its_name_says_so(profiled, tmp_path):
     profiler, trace = profiled
     path = tmp_path / "trace.json.gz"
-    found, n_bytes = profile_baseline.write_trace(profiler, str(path))
+    found, n_bytes = write_trace(profiler, str(path))
     assert found == trace and n_bytes == path.stat().st_size
     assert json.loads(gzip.decompress(path.read_bytes())) == trace
 
@@ -585,7 +587,7 @@ def make_model(n_layers: int, seed: int, shard_size: str | None) -> torch.nn.Mod
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
-    llama.save_model(model, argparse.Namespace(model="tiny", random_init=False, save=str(folder)))
+    saving.save_model(model, argparse.Namespace(model="tiny", random_init=False, save=str(folder)))
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -653,7 +655,7 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):
         raise OSError(28, "No space left on device")
 
     new.save_pretrained = disk_full
-    with pytest.raises(measure.RunError, match=r"the model could not be saved to .*No space left"):
+    with pytest.raises(command_line.RunError, match=r"the model could not be saved to .*No space left"):
         save(new, tmp_path)
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*"))
 
@@ -667,12 +669,12 @@ def test_a_save_that_fails_late_leaves_a_model_from_which_training_goes_on(tmp_p
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llama, "add_name", fail)
-        with pytest.raises(measure.RunError, match=r"the model could not be saved to .*Input/output error"):
+        patch.setattr(saving, "add_name", fail)
+        with pytest.raises(command_line.RunError, match=r"the model could not be saved to .*Input/output error"):
             save(new, folder)
     assert same(loaded(folder), new.state_dict()) and list(folder.glob(".unfinished-*"))
     flags = ["--model", str(folder), "--dtype", "fp32", "--seq-len", "8", "--steps", "1"]
-    again = llama.load_model(llama.finetune_parser("").parse_args(flags)).cpu()
+    again = loading.load_model(finetune_parser("").parse_args(flags)).cpu()
     save(again, folder)
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} == names
@@ -753,5 +755,5 @@ def test_a_model_that_cannot_be_saved_does_not_cost_the_record(run_script, small
     flags = ["--steps", "1", "--save", str(small_disk / "model"), "--json", str(record)]
     outcome = run_script(finetune_baseline, *TINY, *flags)
     assert outcome.code == 1 and "error: the model could not be saved" in outcome.err
-    assert "Traceback" not in outcome.err and measure.read_record(str(record), "finetune")["steps"] == 1
+    assert "Traceback" not in outcome.err and run_records.read_record(str(record), "finetune")["steps"] == 1
     assert not list((small_disk / "model").iterdir())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rmsnorm_kernel
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -182,7 +182,7 @@ def memory_rows() -> list[str]:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Fused Layer Correctness Tests")
@@ -811,4 +811,4 @@ def test_nothing_waits_for_the_gpu():
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

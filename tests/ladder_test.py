@@ -12,8 +12,10 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, command_line, dataset, loading, run_records, stepping, tables, training_run
+from harness.workload import finetune_parser
 from harness.checking import DEVICE
+from harness.kernel_facts import CATEGORIES, KERNELS
 from next_steps import apply_kernels, ladder
 from tests.fixtures import needs_gpu
 
@@ -27,15 +29,15 @@ SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized
 @pytest.fixture
 def small_model(monkeypatch):
     """tiny, but smaller."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.head_dim, config.num_hidden_layers = 32, 48, 8, 1
     config.max_position_embeddings = 12
-    monkeypatch.setattr(llama, "tiny_config", lambda: config)
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     return config
 
 
 def arguments(*flags: str) -> argparse.Namespace:
-    parser = llama.finetune_parser("")
+    parser = finetune_parser("")
     ladder.add_flags(parser)
     return parser.parse_args([*SMALL, *flags])
 
@@ -83,7 +85,7 @@ def test_the_table_from_a_record(gpu):
     assert "Not measured: somebody failed: a sentence" in text.splitlines()[-1]
     assert "Model: tiny, 1,234 parameters, random weights, bf16; 4 x 2 tokens, 2 steps, data stdlib" in text
     assert f"Copy rate measured in this run: 4,321 GB/s; the baseline keeps the {'GPU' if gpu else 'CPU'} busy" in text
-    assert (measure.NOT_MEANINGFUL in text) == (gpu is None)
+    assert (tables.NOT_MEANINGFUL in text) == (gpu is None)
 
 
 def test_the_picture_has_every_rung_and_what_was_predicted(tmp_path, monkeypatch):
@@ -125,7 +127,7 @@ def test_the_longest_sequence_from_a_record():
 
 
 def test_sizes_are_bytes_of_one_pass():
-    config = llama.llama_3_1_8b_config()
+    config = architecture.llama_3_1_8b_config()
     sizes = ladder.sizes_of(config, arguments("--dtype", "bf16", "--batch-size", "2", "--seq-len", "512"))
     tokens = 1024
     assert sizes.weights == 2 * 8_030_261_248
@@ -138,23 +140,23 @@ def test_sizes_are_bytes_of_one_pass():
 
 
 def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
-    assert {rung.category for rung in ladder.RUNGS} - {None} <= set(profile_baseline.CATEGORIES)
+    assert {rung.category for rung in ladder.RUNGS} - {None} <= set(CATEGORIES)
     names = [rung.name for rung in ladder.RUNGS]
     assert len(set(names)) == len(names)
-    assert set(names) == set(apply_kernels.KERNELS) - {"cross_entropy"}  # linear_cross_entropy takes its place
+    assert set(names) == set(KERNELS) - {"cross_entropy"}  # linear_cross_entropy takes its place
 
 
 def climb_in_a_made_up_world(monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path) -> tuple:
     """(record, calls of run_script): each run takes the next of these times, and nothing is really run."""
     calls, times = [], iter(step_ms)
-    categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(profile_baseline.CATEGORIES)}
+    categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
     def run_script(script, args, *flags, steps=True):
         calls.append((script, *flags))
         if script == "profile_baseline.py":
             return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
         if "--opponent" in flags and not liger:
-            raise measure.RunError("it is not installed")
+            raise command_line.RunError("it is not installed")
         workload = {key: getattr(args, key) for key in ("model", "dtype", "data", "batch_size", "seq_len", "seed")}
         seconds = next(times) / 1e3
         return workload | {
@@ -167,7 +169,7 @@ def climb_in_a_made_up_world(monkeypatch, step_ms: list[float], has_gpu: bool, l
     monkeypatch.setattr(ladder, "HAS_GPU", has_gpu)
     path = tmp_path / "ladder.json"
     ladder.climb(arguments("--json", str(path)))
-    return measure.read_record(str(path), "ladder"), calls
+    return run_records.read_record(str(path), "ladder"), calls
 
 
 def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp_path):
@@ -177,7 +179,7 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
     tokens, width = 8, 4
     stream, heads = 2 * tokens * 64 * width, 2 * tokens * (4 + 2) * 16 * width
     inner, logits, weights = 2 * tokens * 160 * width, tokens * 257 * width, 119_232 * width
-    taken = {name: float(i) for i, name in enumerate(profile_baseline.CATEGORIES)}
+    taken = {name: float(i) for i, name in enumerate(CATEGORIES)}
     gains = [
         taken["optimizer"] - 7 * weights / 5e5, taken["normalization"] - 10 * stream / 5e5,
         taken["rotary"] - 4 * heads / 5e5, taken["activation"] - 9 * inner / 5e5, taken["loss"] - 2 * logits / 5e5,
@@ -208,14 +210,14 @@ def test_each_rung_adds_one_kernel(monkeypatch, tmp_path, has_gpu, capsys):
     printed = capsys.readouterr().out
     assert record["absent"] == ["it is not installed"] and "Not measured: it is not installed" in printed
     assert ladder.render(record) in printed
-    assert printed.startswith(measure.NO_GPU_NOTE) == (not has_gpu)
+    assert printed.startswith(tables.NO_GPU_NOTE) == (not has_gpu)
 
 
 # ---------------------------------------------------------------- real runs
 
 
 def absent_opponent(args):
-    raise measure.RunError("not run here")
+    raise command_line.RunError("not run here")
 
 
 def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
@@ -234,7 +236,7 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
     path = tmp_path / "ladder.json"
     monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *SMALL, "--ladder", "--json", str(path)])
     finetune_optimized.main()
-    record = measure.read_record(str(path), "ladder")
+    record = run_records.read_record(str(path), "ladder")
     assert ladder.render(record) in capsys.readouterr().out
     names = ["baseline", *(rung.name for rung in ladder.RUNGS)]
     assert [rung["name"] for rung in record["rungs"]][: len(names)] == names
@@ -255,7 +257,7 @@ def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
 
 def test_a_script_that_fails_is_one_sentence_with_its_own_message():
     args = arguments("--model", "/nowhere/at/all")
-    with pytest.raises(measure.RunError) as caught:
+    with pytest.raises(command_line.RunError) as caught:
         ladder.run_script("finetune_optimized.py", args, "--kernels", "none")
     assert str(caught.value) == (
         "finetune_optimized.py --kernels none failed: error: the directory /nowhere/at/all does not exist"
@@ -264,8 +266,8 @@ def test_a_script_that_fails_is_one_sentence_with_its_own_message():
 
 def test_a_script_that_dies_without_a_word_is_one_sentence_too(monkeypatch):
     died = argparse.Namespace(returncode=-9, stdout="", stderr="\n")
-    monkeypatch.setattr(measure, "run_child", lambda command: died)
-    with pytest.raises(measure.RunError, match=r"^profile_baseline\.py failed: exit code -9$"):
+    monkeypatch.setattr(command_line, "run_child", lambda command: died)
+    with pytest.raises(command_line.RunError, match=r"^profile_baseline\.py failed: exit code -9$"):
         ladder.run_script("profile_baseline.py", arguments(), steps=False)
 
 
@@ -277,7 +279,7 @@ def test_a_flag_reaches_only_the_scripts_that_know_it(monkeypatch):
         Path(command[-1]).write_text("{}")
         return argparse.Namespace(returncode=0)
 
-    monkeypatch.setattr(measure, "run_child", run)
+    monkeypatch.setattr(command_line, "run_child", run)
     args = arguments("--random-init", "--lr", "0.25")
     ladder.run_script("profile_baseline.py", args, "--trace", "x", steps=False)
     ladder.run_script("finetune_baseline.py", args)
@@ -285,7 +287,7 @@ def test_a_flag_reaches_only_the_scripts_that_know_it(monkeypatch):
     assert "--random-init" in profile and "--random-init" in finetune
     assert "--steps" not in profile and "--lr" not in profile
     assert profile_baseline.parse_args([*profile, "FILE"]).trace == "x"
-    assert llama.finetune_parser("").parse_args([*finetune, "FILE"]).lr == 0.25
+    assert finetune_parser("").parse_args([*finetune, "FILE"]).lr == 0.25
 
 
 # ---------------------------------------------------------------- --longest
@@ -298,7 +300,7 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(monkeypatch, tm
         finetune_optimized, *TINY, "--seq-len", "6", "--longest", "--kernels", "rmsnorm,adamw", "--json", str(path)
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
-    record = measure.read_record(str(path), "longest")
+    record = run_records.read_record(str(path), "longest")
     assert record["lengths"] == [8, 12] and len(record["peaks"]) == 2  # from the next multiple of 4 on
     assert record["kernels"] == ["rmsnorm", "adamw"] and record["stopped_by"] == "the model's positions"
     assert "12 tokens (in steps of 4; stopped by the model's positions)" in outcome.out
@@ -314,14 +316,14 @@ OUT_OF_MEMORY = [
 
 def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *flags):
     monkeypatch.setattr(ladder, "LONGEST_STEP", 4)
-    real = llama.timed_step
+    real = stepping.timed_step
 
     def timed_step(model, optimizer, batch):
         if batch.input_ids.shape[1] == fails_at:
             raise error
         return real(model, optimizer, batch)
 
-    monkeypatch.setattr(llama, "timed_step", timed_step)
+    monkeypatch.setattr(stepping, "timed_step", timed_step)
     return run_script(finetune_optimized, *TINY, "--seq-len", "4", "--longest", "--kernels", "none", *flags)
 
 
@@ -330,7 +332,7 @@ def test_the_longest_sequence_is_limited_by_memory(error, monkeypatch, tmp_path,
     path = tmp_path / "longest.json"
     outcome = longest_until(error, 12, monkeypatch, run_script, "--json", str(path))
     assert outcome.code == 0 and "8 tokens (in steps of 4; stopped by the GPU's memory)" in outcome.out
-    assert measure.read_record(str(path), "longest")["lengths"] == [4, 8]
+    assert run_records.read_record(str(path), "longest")["lengths"] == [4, 8]
 
 
 def test_not_even_the_shortest_sequence_fits(monkeypatch, run_script, small_model):
@@ -362,7 +364,7 @@ def test_a_graph_without_a_gpu_is_refused(run_script, monkeypatch):
 
 def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded(run_script, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    monkeypatch.setattr(llama, "load_model", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda args: pytest.fail("loaded"))
     outcome = run_script(finetune_optimized, *SMALL, "--opponent", "liger")
     assert (outcome.code, outcome.err) == (2, "error: Liger-Kernel is not installed: pip install liger-kernel\n")
 
@@ -385,7 +387,7 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(monkeypatch, t
     outcome = run_script(finetune_optimized, *SMALL, *flags)
     assert outcome.code == 0, outcome.err
     assert made[0].param_groups[0]["stochastic_rounding"]
-    assert measure.read_record(str(path), "finetune")["kernels"] == ["adamw", "stochastic_rounding"]
+    assert run_records.read_record(str(path), "finetune")["kernels"] == ["adamw", "stochastic_rounding"]
 
 
 # ---------------------------------------------------------------- the captured step
@@ -408,25 +410,25 @@ def attention_masks(model, monkeypatch) -> list:
 
 def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):
     """Not by a mask, which transformers makes where it cannot look at the positions."""
-    model = llama.load_model(arguments())
+    model = loading.load_model(arguments())
     assert attention_masks(model, monkeypatch) == [None]
-    find = llama.masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr(llama.masking_utils, "is_tracing", lambda tensor=None: True)  # as it finds in a capture
+    find = architecture.masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(architecture.masking_utils, "is_tracing", lambda tensor=None: True)  # as it finds in a capture
     assert attention_masks(model, monkeypatch) != [None], "transformers needs no help any more"
-    with llama.unpacked_sequences():
+    with architecture.unpacked_sequences():
         assert attention_masks(model, monkeypatch) == [None]
-    assert llama.masking_utils.find_packed_sequence_indices is find
+    assert architecture.masking_utils.find_packed_sequence_indices is find
 
 
 def losses_of_six_steps(run_script, path, *flags) -> list[float]:
     workload = ["--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--steps", "6", "--kernels", "all"]
     outcome = run_script(finetune_optimized, *workload, *flags, "--json", str(path))
     assert outcome.code == 0, outcome.err
-    return measure.read_record(str(path), "finetune")["losses"]
+    return run_records.read_record(str(path), "finetune")["losses"]
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", llama.DTYPES)
+@pytest.mark.parametrize("dtype", architecture.TORCH_DTYPES)
 def test_captured_steps_are_the_same_steps(run_script, tmp_path, dtype):
     plain, captured = (
         losses_of_six_steps(run_script, tmp_path / "run.json", "--dtype", dtype, *flags)
@@ -438,21 +440,21 @@ def test_captured_steps_are_the_same_steps(run_script, tmp_path, dtype):
 
 @needs_gpu
 def test_batch_of_another_shape_is_refused_by_the_graph():
-    model = apply_kernels.apply_kernels(llama.load_model(arguments("--dtype", "bf16")))
+    model = apply_kernels.apply_kernels(loading.load_model(arguments("--dtype", "bf16")))
     optimizer, stream = apply_kernels.triton_adamw(model, 1e-3), torch.cuda.Stream()
 
     def batch(n_tokens):
-        ids = torch.randint(llama.BYTE_VOCABULARY, (1, n_tokens), device=DEVICE)
-        return llama.Batch(ids, ids, n_tokens)
+        ids = torch.randint(architecture.BYTE_VOCABULARY, (1, n_tokens), device=DEVICE)
+        return dataset.Batch(ids, ids, n_tokens)
 
     with torch.cuda.stream(stream):
-        for _ in range(llama.WARMUP_STEPS):
-            llama.training_step(model, optimizer, batch(16))
-        step = llama.captured_step(model, optimizer, batch(16), stream)
+        for _ in range(training_run.WARMUP_STEPS):
+            stepping.training_step(model, optimizer, batch(16))
+        step = stepping.captured_step(model, optimizer, batch(16), stream)
         before = model.lm_head.weight.clone()
         step(model, optimizer, batch(16))
         assert not torch.equal(model.lm_head.weight, before)
         with pytest.raises(
-            measure.UserError, match=r"the shape \(1, 8\), but the CUDA graph was recorded with \(1, 16"
+            command_line.UserError, match=r"the shape \(1, 8\), but the CUDA graph was recorded with \(1, 16"
         ):
             step(model, optimizer, batch(8))

@@ -19,7 +19,7 @@ import cross_entropy_kernel
 from cross_entropy_kernel import cross_entropy_reference
 from cross_entropy_test import MAGNITUDES, check_every_row, rows_of_magnitude
 from cross_entropy_test import reference_and_eager as row_reference_and_eager
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -875,7 +875,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("Linear + Cross-Entropy Correctness Tests\n" + "=" * 60)
@@ -893,4 +893,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -4,6 +4,7 @@ pytest memory_estimate_test.py
 """
 
 import functools
+import importlib
 import json
 import math
 import re
@@ -14,9 +15,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, run_records, stepping
+from harness.device import DEVICE, HAS_GPU
+from harness.workload import DEFAULT_MODEL
+from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
 from next_steps import memory_estimate
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels
+from next_steps.apply_kernels import apply_kernels
 from next_steps.memory_estimate import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -38,8 +42,8 @@ ESTIMATE = memory_estimate.estimate  # the real one, also where a test has put a
 
 @functools.cache
 def estimate_8b(dtype: str, batch_size: int, seq_len: int, kernels: tuple[str, ...]) -> dict:
-    shape = llama.DTYPES[dtype], batch_size, seq_len
-    return ESTIMATE(llama.llama_3_1_8b_config(), *shape, list(kernels))
+    shape = architecture.TORCH_DTYPES[dtype], batch_size, seq_len
+    return ESTIMATE(architecture.llama_3_1_8b_config(), *shape, list(kernels))
 
 
 def estimate_of(record: dict) -> dict:
@@ -48,7 +52,7 @@ def estimate_of(record: dict) -> dict:
 
 
 def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) -> dict:
-    return memory_estimate.estimate(config or llama.tiny_config(), dtype, 2, seq_len, list(kernels))
+    return memory_estimate.estimate(config or architecture.tiny_config(), dtype, 2, seq_len, list(kernels))
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -57,7 +61,7 @@ def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_the_recorded_peak_is_met(name):
     record = recorded(name)
-    assert record["model"] == llama.DEFAULT_MODEL
+    assert record["model"] == DEFAULT_MODEL
     assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(record["peak_memory_bytes"], rel=TOLERANCE)
 
 
@@ -91,7 +95,7 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = llama.AutoModelForCausalLM.from_config(llama.tiny_config(), dtype=torch.bfloat16).to(llama.DEVICE).train()
+    model = llama.AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -119,7 +123,7 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     layers[-1].register_forward_hook(leave)
     with saved_tensors_hooks(pack, lambda t: t):
         result = model.model(
-            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=llama.DEVICE), use_cache=False
+            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=DEVICE), use_cache=False
         )
     del result  # only now may memory be reused
     return sum(saved.values())
@@ -127,7 +131,7 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
 
 @pytest.mark.parametrize("kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join)
 def test_the_layers_keep_what_autograd_saves(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 2, 9, kernels)
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 9, kernels)
     kept = [block for block in ledger.kept() if block.stage[1] is not None]
     # attention also saves two numbers on a GPU, the state of dropout's generator: neither side counts them
     estimated = sum(math.prod(block.shape) * block.dtype.itemsize for block in kept if math.prod(block.shape) > 1)
@@ -136,13 +140,13 @@ def test_the_layers_keep_what_autograd_saves(kernels):
 
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 def test_every_kept_tensor_has_a_kind(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 2, 64, kernels)
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 64, kernels)
     assert {block.kind for block in ledger.kept()} <= set(memory_estimate.KINDS)
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_every_layer_keeps_the_same(kernels):
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     one_layer = [total / 2 for total in tiny_estimate(*kernels)["kept_in_layers"].values()]
     config.num_hidden_layers = 5
     five = tiny_estimate(*kernels, config=config)
@@ -198,7 +202,7 @@ def test_a_step_in_the_backward_never_has_all_gradients():
 
 
 def test_tied_embeddings_are_one_parameter():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     apart = tiny_estimate(config=config)
     config.tie_word_embeddings = True
     tied = tiny_estimate(config=config)
@@ -207,7 +211,7 @@ def test_tied_embeddings_are_one_parameter():
 
 
 def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     weights = 2 * 4 * 512 * 512 * 4  # (B, heads, T, T) fp32
     grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"]["attention"]
     config.num_key_value_heads = 4
@@ -217,20 +221,18 @@ def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
 
 def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
     interpreted = tiny_estimate(*KERNELS)
-    for name in MODEL_KERNELS:
-        module = getattr(memory_estimate, f"{name}_kernel", None)
-        if module is not None:
-            monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(memory_estimate.adamw_kernel, "INTERPRETED", False)
+    for row in ROWS:
+        if row.launches:
+            monkeypatch.setattr(importlib.import_module(row.lesson), "INTERPRETED", False)
     assert tiny_estimate(*KERNELS) == interpreted
 
 
 def test_nothing_stays_replaced(monkeypatch):
-    before = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, llama.HAS_GPU
-    monkeypatch.setattr(llama, "training_step", lambda *_: 1 / 0)
+    before = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
+    monkeypatch.setattr(stepping, "training_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_estimate()
-    after = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, llama.HAS_GPU
+    after = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
     assert before == after
 
 
@@ -269,7 +271,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
 
 
 def test_the_weights_are_not_needed(run_script, tmp_path):
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.save_pretrained(tmp_path)
     outcome = run_script(profile_baseline, "--estimate", "--model", str(tmp_path))
     assert outcome.code == 0 and "pretrained weights" in outcome.out
@@ -310,7 +312,7 @@ def test_the_moment_of_the_peak_in_words(phase, layer, expected):
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_stages_of_a_step_come_in_order(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 1, 8, kernels)
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 1, 8, kernels)
     backward = [("backward", layer) for layer in (None, 2, 1, memory_estimate.EMBEDDING)]
     forward = [("forward", layer) for layer in (None, 1, 2)]
     assert list(ledger.peaks) == [*forward, ("loss", None), *backward, ("optimizer", None)]
@@ -318,7 +320,7 @@ def test_the_stages_of_a_step_come_in_order(kernels):
 
 def test_a_small_model_is_printed_in_megabytes():
     record = {
-        "kind": "estimate", "environment": measure.environment(), "model": "tiny", "weights": "random weights",
+        "kind": "estimate", "environment": run_records.environment(), "model": "tiny", "weights": "random weights",
         "parameters": 1, "layers": 2, "dtype": "bf16", "batch_size": 2, "seq_len": 64, "kernels": [],
         "estimates": [tiny_estimate()],
     }  # fmt: skip

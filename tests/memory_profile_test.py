@@ -21,10 +21,12 @@ import pytest
 import torch
 
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, dataset, run_records, stepping, tables
+from harness.device import DEVICE
 from harness.checking import HAS_GPU
+from harness.kernel_facts import KERNELS, MODEL_KERNELS
 from next_steps import memory_estimate, memory_profile
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, make_optimizer
+from next_steps.apply_kernels import apply_kernels, make_optimizer
 from next_steps.memory_estimate import (
     BATCH,
     GRADIENTS,
@@ -57,7 +59,7 @@ class Observed:
     kernels: list[str]
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    batches: list[llama.Batch]
+    batches: list[dataset.Batch]
     ledger: Observer
 
     @property
@@ -69,16 +71,16 @@ class Observed:
         return [sum(values) for values in zip(*self.parts.values())]
 
 
-def observe(kernels: list[str], config=None, device=measure.DEVICE) -> Observed:
+def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     """The second step of a tiny model in bf16."""
-    model = llama.AutoModelForCausalLM.from_config(config or llama.tiny_config(), dtype=torch.bfloat16).to(device)
+    model = llama.AutoModelForCausalLM.from_config(config or architecture.tiny_config(), dtype=torch.bfloat16).to(device)
     model.config.use_cache = False
     apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
     ledger = Observer(device)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-3, kernels)
-    batches = [llama.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device) for _ in range(2)]
-    llama.training_step(model, optimizer, batches[0])
+    batches = [dataset.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device) for _ in range(2)]
+    stepping.training_step(model, optimizer, batches[0])
     memory_profile.observed_step(model, optimizer, batches, ledger)
     return Observed(kernels, model, optimizer, batches, ledger)
 
@@ -196,7 +198,7 @@ def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
 def peak_by_the_profiler(observed: Observed) -> int:
     """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the CPU, and their ends."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        llama.training_step(observed.model, observed.optimizer, observed.batches[-1])
+        stepping.training_step(observed.model, observed.optimizer, observed.batches[-1])
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(itertools.accumulate(n_bytes for _, n_bytes in changes))
@@ -204,7 +206,7 @@ def peak_by_the_profiler(observed: Observed) -> int:
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the allocator is asked instead")
 def test_the_sum_is_that_of_pytorchs_own_profiler():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size = 256, 640  # units of 512 bytes hardly show
     observed = observe([], config)
     heights = observed.heights
@@ -237,7 +239,7 @@ def test_every_part_is_there_at_some_time():
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
-    shape = llama.tiny_config(), torch.bfloat16, *SHAPE, kernels
+    shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
     estimated = memory_estimate.estimate(*shape)
     monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
     ledger = memory_estimate.run_step(*shape)
@@ -289,7 +291,7 @@ def largest_in_the_loss(kernels: list[str]) -> list[dict]:
 def test_the_largest_tensors_are_named():
     eager, fused = largest_in_the_loss([]), largest_in_the_loss(KERNELS)
     (row,) = (row for row in eager if row["maker"] == "_log_softmax")
-    logits = [math.prod(SHAPE), llama.BYTE_VOCABULARY]
+    logits = [math.prod(SHAPE), architecture.BYTE_VOCABULARY]
     assert (row["part"], row["tensors"], row["dtype"], row["shape"]) == (LOSS, 1, "float32", logits)
     assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}  # which called new_empty
     for rows in (eager, fused):
@@ -313,9 +315,9 @@ def record(tmp_path_factory) -> dict:
     args = profile_baseline.parse_args([*TINY, "--json", str(file)])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         memory_profile.report(args)
-    record = measure.read_record(str(file), "memory")
+    record = run_records.read_record(str(file), "memory")
     assert memory_profile.render(record) in printed.getvalue()
-    assert printed.getvalue().startswith(measure.NO_GPU_NOTE) == (not HAS_GPU)
+    assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     return record
 
 
@@ -404,7 +406,7 @@ def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kernels", ["none", "all"])
 def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     """A model of which each large tensor is a multiple of 2 MiB, the unit of the allocator's large blocks."""
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
     config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 32_768, 8, 2, 128
     config.save_pretrained(tmp_path)

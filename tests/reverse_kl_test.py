@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness import measure
+from harness import command_line
 from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
 from next_steps import reverse_kl_kernel
 from next_steps.reverse_kl_kernel import (
@@ -1056,7 +1056,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of the interpreter's inf - inf in masked lanes
         print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
@@ -1078,4 +1078,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

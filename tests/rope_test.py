@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -98,7 +98,7 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("RoPE Correctness Tests")
@@ -1020,4 +1020,4 @@ def test_new_batches_do_not_compile_new_kernels(monkeypatch):
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -14,8 +14,10 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import llama
+from harness import config_file, dataset, loading, patching
 from harness.checking import assert_all_passed, compare
+from harness.device import DEVICE
+from harness.workload import finetune_parser
 from next_steps import apply_kernels
 from tests.llama_test import loss_and_gradients
 
@@ -62,9 +64,9 @@ def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
 
 
 def test_text_is_tokenized_into_words(smollm, english):
-    args = llama.finetune_parser("").parse_args(flags(smollm, english, 128, "--steps", "4"))
-    data = llama.load_data(args, llama.load_config(args), args.steps)
-    tokenizer = llama.load_tokenizer(args)
+    args = finetune_parser("").parse_args(flags(smollm, english, 128, "--steps", "4"))
+    data = dataset.load_data(args, config_file.load_config(args), args.steps)
+    tokenizer = dataset.load_tokenizer(args)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
     text = english.read_text(encoding="utf-8")
     for batch in data.train + data.validation:
@@ -82,8 +84,8 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
         return replacement
 
     model = model.double()
-    llama.replace_modules(model, LlamaRMSNorm, norm)
-    model.loss_function = llama.causal_lm_loss(
+    patching.replace_modules(model, LlamaRMSNorm, norm)
+    model.loss_function = patching.causal_lm_loss(
         lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
         )
@@ -93,13 +95,13 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 
 def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
     """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these weights."""
-    args = llama.finetune_parser("").parse_args(flags(smollm, english, 16, "--steps", "1"))
-    model = llama.load_model(args)
-    batch = llama.load_data(args, model.config, 1).train[0].to(llama.DEVICE)
+    args = finetune_parser("").parse_args(flags(smollm, english, 16, "--steps", "1"))
+    model = loading.load_model(args)
+    batch = dataset.load_data(args, model.config, 1).train[0].to(DEVICE)
     eager = loss_and_gradients(model, batch)
     apply_kernels.apply_kernels(model)
     found = loss_and_gradients(model, batch)
-    ref64 = loss_and_gradients(in_float64(llama.load_model(args)), batch)
+    ref64 = loss_and_gradients(in_float64(loading.load_model(args)), batch)
     assert len(found) == 1 + 30 * 9 + 2  # the loss; 30 layers of 9 weights, the final norm, the embedding
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
@@ -117,7 +119,7 @@ def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tm
 
 
 def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypatch, tmp_path):
-    monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
     records = []
     for script in (finetune_baseline, finetune_optimized):
         path = tmp_path / f"{script.__name__}.json"
@@ -142,7 +144,7 @@ def half_distilled(smollm, english, monkeypatch, tmp_path):
         path = tmp_path / "run.json"
         settings = ["--temperature", "4", "--lr", "1e-4", "--steps", str(steps), "--kernels", kernels]
         command = [*flags(smollm, english, seq_len, *settings), "--teacher", str(smollm), "--json", str(path)]
-        monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)
+        monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
         finetune_optimized.main()
         return json.loads(path.read_text())

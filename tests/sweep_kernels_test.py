@@ -14,7 +14,7 @@ import torch
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import measure
+from harness import command_line, run_records, tables, timing
 from harness.checking import HAS_GPU
 from tools import sweep_kernels
 from tools.sweep_kernels import StandIn, carried, carrying, settings_to_try, sweep, try_setting
@@ -42,9 +42,9 @@ def stubbed_timer(monkeypatch):
 
     def time_us(fn):
         timed.append(fn)
-        return measure.Timing(0.0, 10.0 * len(timed), 0.0)
+        return timing.Timing(0.0, 10.0 * len(timed), 0.0)
 
-    monkeypatch.setattr(measure, "time_us", time_us)
+    monkeypatch.setattr(timing, "time_us", time_us)
     return timed
 
 
@@ -121,7 +121,7 @@ def advised(sections: list[dict]) -> str:
 def test_wrong_setting_does_not_win(monkeypatch):
     """It leaves out half of each row, and so would be the fastest."""
     monkeypatch.setitem(sweep_kernels.LAUNCHES, "rmsnorm", rmsnorm_forward_with([{"BLOCK_SIZE": 64}]))
-    monkeypatch.setattr(measure, "time_us", lambda fn: measure.Timing(0.0, 50.0, 0.0))
+    monkeypatch.setattr(timing, "time_us", lambda fn: timing.Timing(0.0, 50.0, 0.0))
     sections = sweep("rmsnorm", 5, 96, torch.float32)
     shipped, wrong = sections[0]["tried"]
     assert shipped["us"] == 50.0 and shipped["fault"] is None
@@ -200,7 +200,7 @@ def test_launcher_that_ignores_a_setting_is_an_error(monkeypatch):
     monkeypatch.setattr(
         sweep_kernels.mock.patch, "object", ignoring("_backward_options", sweep_kernels.mock.patch.object)
     )
-    with pytest.raises(measure.RunError, match=r"asked for.*n_programs = 1.*launched with"):
+    with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
         try_setting(launch, shipped | {"n_programs": 1}, expected)
 
 
@@ -214,7 +214,7 @@ def ignoring(name: str, patch_object):
 
 def test_setting_of_the_file_that_differs_from_itself_is_an_error(monkeypatch):
     monkeypatch.setattr(sweep_kernels, "difference", lambda found, shipped: float("nan"))
-    with pytest.raises(measure.RunError, match=r"RMSNorm forward.*second time.*WRONG.*nan"):
+    with pytest.raises(command_line.RunError, match=r"RMSNorm forward.*second time.*WRONG.*nan"):
         sweep("rmsnorm", 5, 96, torch.float32)
 
 
@@ -232,7 +232,7 @@ def test_in_place_is_compared_from_fresh_logits_and_timed_on_overwritten_ones(st
 
 
 RECORD = {
-    "kind": "sweep", "environment": measure.environment() | {"gpu": "NVIDIA Test"}, "dtype": "bf16",
+    "kind": "sweep", "environment": run_records.environment() | {"gpu": "NVIDIA Test"}, "dtype": "bf16",
     "copy_gbs": 4000.0, "matmul_tflops": 600.0, "sections": [], "absent": [],
 }  # fmt: skip
 
@@ -330,8 +330,8 @@ def test_printed_text_is_the_rendered_record(finished):
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_nothing_is_advised_from_times_of_the_interpreter(finished):
     stdout, _ = finished
-    assert stdout.startswith(measure.NO_GPU_NOTE)
-    assert stdout.count(measure.NOT_MEANINGFUL) == stdout.count("nothing follows from them for the file.") == 7
+    assert stdout.startswith(tables.NO_GPU_NOTE)
+    assert stdout.count(tables.NOT_MEANINGFUL) == stdout.count("nothing follows from them for the file.") == 7
     assert "The file carries" not in stdout
 
 

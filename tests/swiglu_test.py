@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness import measure
+from harness import command_line
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -1203,7 +1203,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("SwiGLU Correctness Tests")
@@ -1219,4 +1219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

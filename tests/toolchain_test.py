@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import check_toolchain
-from harness import measure
+from harness import command_line, device
 from harness.checking import HAS_GPU, Check
 from tools import compile_check
 
@@ -76,7 +77,7 @@ BROKEN_KERNELS = """
 import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import torch, triton, triton.language as tl
-from harness import measure
+from harness import command_line
 from tools import compile_check
 
 @triton.jit
@@ -104,7 +105,7 @@ compile_check.CASES = [
     compile_check.Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
     compile_check.Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),
 ]
-measure.run_main(compile_check.main)
+command_line.run_main(compile_check.main)
 """
 
 
@@ -169,9 +170,9 @@ def test_wrong_result_is_no(monkeypatch):
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
-    monkeypatch.setattr(measure, "HAS_GPU", False)
-    monkeypatch.setattr(check_toolchain.torch.version, "cuda", cuda)
-    monkeypatch.setattr(check_toolchain.torch.version, "hip", None)
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
 
 

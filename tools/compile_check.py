@@ -36,7 +36,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cross_entropy_kernel import FusedCrossEntropyFunction
-from harness import measure
+from harness import command_line, tables
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from next_steps.reverse_kl_kernel import TritonReverseKLFunction
@@ -377,7 +377,7 @@ def render(rows: list[Row]) -> str:
         + (["error"] * 3 if row.error else [row.registers, row.spills, f"{row.shared:,}"])
         for row in rows
     ]
-    return measure.table(headers, body, ["left"] * 3 + ["right"] * 3)
+    return tables.table(headers, body, ["left"] * 3 + ["right"] * 3)
 
 
 def parse_targets(text: str) -> list[str]:
@@ -392,7 +392,7 @@ def parse_targets(text: str) -> list[str]:
 
 
 def main() -> int:
-    parser = measure.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument(
         "--targets", type=parse_targets, default="all", metavar="NAME,NAME|all",
         help=f"of {', '.join(TARGETS)} (default: %(default)s)",
@@ -404,7 +404,7 @@ def main() -> int:
 
     rows = compile_all(names)
     found = failures(rows)
-    print(measure.title(f"Ahead-of-time compilation, Triton {triton.__version__}, {', '.join(names)}"))
+    print(tables.title(f"Ahead-of-time compilation, Triton {triton.__version__}, {', '.join(names)}"))
     print(render(rows))
     print()
     if missing:
@@ -419,4 +419,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

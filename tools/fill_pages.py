@@ -33,7 +33,7 @@ import benchmark_kernels
 import compare_runs
 import profile_baseline
 from benchmark_kernels import COMPILED, EAGER, HOST_FLOOR, IN_PLACE, KERNELS, ONE_TILE, OURS, TWO_KERNELS
-from harness import diagnose, llama, measure
+from harness import command_line, diagnose, run_records, tables, training_run
 from next_steps import ladder, memory_estimate, memory_profile
 from tools import sweep_kernels
 
@@ -83,8 +83,8 @@ def render(names: list[str]) -> str:
 def finetune_output(record: dict) -> str:
     """Every step and the result block."""
     columns = [record[key] for key in ("losses", "seconds", "tokens", "peaks")]
-    steps = [llama.step_line(step, record["steps"], *columns) for step in range(1, record["steps"] + 1)]
-    return "\n".join([*steps, "", llama.result_block(record)])
+    steps = [training_run.step_line(step, record["steps"], *columns) for step in range(1, record["steps"] + 1)]
+    return "\n".join([*steps, "", training_run.result_block(record)])
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
@@ -342,7 +342,7 @@ def errors(name: str, tokens: str) -> str:
     body = [
         [
             row["implementation"], f"{row['tokens']:,}", benchmark_kernels.megabytes(row["extra_bytes"]),
-            *(measure.number(row["errors"].get(part), ".1e") for part in parts),
+            *(tables.number(row["errors"].get(part), ".1e") for part in parts),
         ]
         for row in chosen(section["rows"], tokens) if row["implementation"] != HOST_FLOOR
     ]  # fmt: skip
@@ -587,13 +587,13 @@ def record_output(path: str, script: str) -> int:
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=HERE)
     print(run.stdout, run.stderr, sep="", end="")
     if run.returncode == 0:
-        record = {"kind": "text", "environment": measure.environment(), "script": script}
-        measure.write_record(path, record | {"lines": run.stdout.splitlines()})
+        record = {"kind": "text", "environment": run_records.environment(), "script": script}
+        run_records.write_record(path, record | {"lines": run.stdout.splitlines()})
     return run.returncode
 
 
 def main() -> int:
-    parser = measure.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where they differ")
     parser.add_argument("--pictures", action="store_true", help="draw the pictures of results/ again")
     parser.add_argument("--record", nargs=2, metavar=("FILE", "SCRIPT"), help="record what SCRIPT prints")
@@ -619,4 +619,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -22,9 +22,11 @@ import torch
 
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import measure
+from harness import tables, timing
 from harness.checking import DEVICE, FLOOR
-from harness.measure import HAS_GPU, NOT_MEANINGFUL, RunError, number
+from harness.command_line import RunError
+from harness.device import HAS_GPU, synchronize
+from harness.tables import NOT_MEANINGFUL, number
 
 # after the kernels, which decide how Triton will run
 from triton.errors import TritonError  # isort: skip
@@ -260,15 +262,15 @@ def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tens
         try:
             with poisoned_outputs():
                 found = launch.outputs()
-            measure.synchronize()
+            synchronize()
         except torch.OutOfMemoryError:
             raise
         except OutOfResources as error:
             fault = f"out of {error.name}: needs {error.required:,}, this GPU has {error.limit:,}"
             return row | {"fault": fault}
         except (TritonError, RuntimeError) as error:  # MLIR's own errors are RuntimeErrors
-            measure.synchronize()  # raises once more if the GPU itself failed, and not the compiler
-            return row | {"fault": f"does not compile: {measure.describe(error)}"}
+            synchronize()  # raises once more if the GPU itself failed, and not the compiler
+            return row | {"fault": f"does not compile: {tables.describe(error)}"}
         taken = {knob: kernel.launched[knob] for knob in setting}
         if taken != setting:
             raise RunError(f"{launch.name}: asked for {words(setting)}, it was launched with {words(taken)}")
@@ -280,7 +282,7 @@ def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tens
         if wrong:
             return row | {"fault": f"WRONG, relative difference of {', '.join(wrong)}"}
         del found
-        return row | {"us": measure.time_us(launch.run).p50}
+        return row | {"us": timing.time_us(launch.run).p50}
 
 
 def sweep(kernel: str, n_rows: int, size: int, dtype: torch.dtype) -> list[dict]:
@@ -350,11 +352,11 @@ def section_table(record: dict, section: dict) -> str:
     mb = f"{section['bytes'] / 1e6:,.0f} MB" if section["bytes"] >= 1e6 else f"{section['bytes']:,} bytes"
     return "\n".join(
         [
-            measure.title(title + ("" if gpu else NOT_MEANINGFUL)),
+            tables.title(title + ("" if gpu else NOT_MEANINGFUL)),
             *(f"{knob}: {KNOBS[knob]}" for knob in knobs),
             f"us: median of one launcher's call; % of copy: {mb} over that time, of the measured copy rate",
             "",
-            measure.table(headers, body, align),
+            tables.table(headers, body, align),
             "",
             advice(section) if gpu else "These are times of the interpreter: nothing follows from them for the file.",
         ]
@@ -364,7 +366,7 @@ def section_table(record: dict, section: dict) -> str:
 def render_sweep(record: dict) -> str:
     """Everything that a sweep prints about its measurements, from their record."""
     env = record["environment"]
-    blocks = [] if env["gpu"] else [measure.NO_GPU_NOTE]
-    blocks.append(measure.ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
+    blocks = [] if env["gpu"] else [tables.NO_GPU_NOTE]
+    blocks.append(timing.ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     blocks += [section_table(record, section) for section in record["sections"]]
     return "\n\n".join(blocks)
