@@ -1,4 +1,6 @@
-"""What the tests share: scripts run as from the command line, and the fixtures of tests/fixtures.py."""
+"""What the tests share: scripts run as from the command line, and the fixtures of
+tests/fixtures.py.
+"""
 
 from dataclasses import dataclass
 

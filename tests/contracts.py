@@ -1,10 +1,11 @@
-"""The matrix of contracts and subjects: a contract is a test that runs for every subject that is not exempt.
+"""The matrix of contracts and subjects: a contract is a test that runs for every subject that is
+not exempt.
 
     @contract("dtype", lambda subject: subject.dtypes)
     def test_outputs_and_gradients_match_float64(subject, dtype): ...
 
-Its name, without "test_", is what a subject's record gives a reason for in `exempt`.  tests/contracts_test.py
-asserts that there is no hole: that every pair either runs or has a reason.
+Its name, without "test_", is what a subject's record gives a reason for in `exempt`.
+tests/contracts_test.py asserts that there is no hole: that every pair either runs or has a reason.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,9 +42,13 @@ def contract(
                 marks = [pytest.mark.exhaustive] if exhaustive(subject, case) else []
                 values = [subject, case] if argument else [subject]
                 case_id = [case_name(case)] if argument else []
-                rows.append(pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks))
+                rows.append(
+                    pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks)
+                )
         RUNS[name] = {row.values[0].name for row in rows}
-        return pytest.mark.parametrize(["subject", argument] if argument else ["subject"], rows)(test)
+        return pytest.mark.parametrize(["subject", argument] if argument else ["subject"], rows)(
+            test
+        )
 
     return decorate
 

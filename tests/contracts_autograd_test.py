@@ -1,4 +1,6 @@
-"""Every function does with its tensors what autograd expects of one: no more, no less, and never silently wrong."""
+"""Every function does with its tensors what autograd expects of one: no more, no less, and never
+silently wrong.
+"""
 
 import itertools
 
@@ -49,7 +51,8 @@ def assert_grads(subject, leaves, expected, factor=1):
             assert relative_error(grad, right) <= FLOOR[grad.dtype], name
 
 
-# ---- More than one backward, more than one loss ------------------------------------------------------------
+# ---- More than one backward, more than one loss
+# ------------------------------------------------------------
 
 
 @contract()
@@ -72,7 +75,9 @@ def test_second_backward_adds_to_the_leaves_own_gradients(subject):
     leaves = leaves_of(subject, inputs)
     outputs = call(subject, leaves)
     backward(outputs, douts, retain_graph=True)
-    kept = [leaves[name].grad for name in subject.differentiable]  # autograd adds to these very tensors
+    kept = [
+        leaves[name].grad for name in subject.differentiable
+    ]  # autograd adds to these very tensors
     backward(outputs, {name: 2 * dout for name, dout in douts.items()})
     assert all(leaves[name].grad is grad for name, grad in zip(subject.differentiable, kept))
     for name in subject.differentiable:
@@ -99,7 +104,9 @@ def test_two_losses_on_one_result(subject):
     sum((out * dout).sum() for out, dout in pairs).backward(retain_graph=True)
     sum((out * -3.0 * dout).sum() for out, dout in pairs).backward()
     for name in subject.differentiable:
-        assert relative_error(leaves[name].grad, -2.0 * expected[f"d{name}"]) <= FLOOR[torch.float32]
+        assert (
+            relative_error(leaves[name].grad, -2.0 * expected[f"d{name}"]) <= FLOOR[torch.float32]
+        )
 
 
 @contract()
@@ -108,7 +115,10 @@ def test_two_calls_on_the_same_inputs(subject):
 
     def twice(function):
         def both(*tensors):
-            others = [t if name in subject.differentiable else t.flip(0) for name, t in zip(inputs, tensors)]
+            others = [
+                t if name in subject.differentiable else t.flip(0)
+                for name, t in zip(inputs, tensors)
+            ]
             pairs = zip(as_tuple(function(*tensors)), as_tuple(function(*others)))
             return tuple(a + 3 * b for a, b in pairs)
 
@@ -119,7 +129,8 @@ def test_two_calls_on_the_same_inputs(subject):
     assert_all_passed(checks(double, inputs, douts))
 
 
-# ---- Which gradients are computed --------------------------------------------------------------------------
+# ---- Which gradients are computed
+# --------------------------------------------------------------------------
 
 
 def some_of(names):
@@ -154,7 +165,7 @@ def test_outputs_that_nobody_uses_send_no_gradient(subject):
 
 @contract()
 def test_no_grad_and_inference_mode_give_the_same_numbers_and_keep_nothing(subject):
-    inputs, douts = make(subject)
+    inputs, _ = make(subject)
     leaves = leaves_of(subject, inputs)
     expected = call(subject, leaves)
     for mode in (torch.no_grad(), torch.inference_mode()):
@@ -175,7 +186,8 @@ def test_second_derivative_is_refused_not_silently_zero(subject, upstream_needs_
         gradients(call(subject, leaves), leaves, douts, create_graph=True)
 
 
-# ---- What is changed, and when that is noticed -------------------------------------------------------------
+# ---- What is changed, and when that is noticed
+# -------------------------------------------------------------
 
 
 @contract()
@@ -242,10 +254,13 @@ def test_saved_tensors_are_what_the_record_says(subject):
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     assert {places[place] for place in found if place in places} == set(subject.saved)
     known = {*places, *(out.untyped_storage().data_ptr() for out in outputs)}
-    assert sum(size for place, size in found.items() if place not in known) == subject.saved_bytes(inputs)
+    assert sum(size for place, size in found.items() if place not in known) == subject.saved_bytes(
+        inputs
+    )
 
 
-# ---- In the company of other parts of PyTorch --------------------------------------------------------------
+# ---- In the company of other parts of PyTorch
+# --------------------------------------------------------------
 
 
 def offloaded(function, *inputs):

@@ -1,7 +1,8 @@
-"""Every function inside of torch.compile: in one graph, in memory that the compiler lays out, without new compilations.
+"""Every function inside of torch.compile: in one graph, in memory that the compiler lays out,
+without new compilations.
 
-The first size of each graph has rows that the compiler pads: it leaves gaps only between long rows whose length it
-knows, and so a compiled graph shows strides that eager PyTorch never does.
+The first size of each graph has rows that the compiler pads: it leaves gaps only between long rows
+whose length it knows, and so a compiled graph shows strides that eager PyTorch never does.
 """
 
 import contextlib
@@ -14,7 +15,16 @@ from harness.checking import DEVICE, assert_all_passed
 from tests import tiles
 from tests.contracts import contract, is_variant
 from tests.fixtures import COMPILED_DTYPE, compiled_once
-from tests.subject import Subject, as_tuple, checks, in_float64, references, compare_parts, run, same_bits
+from tests.subject import (
+    Subject,
+    as_tuple,
+    checks,
+    compare_parts,
+    in_float64,
+    references,
+    run,
+    same_bits,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
@@ -27,10 +37,11 @@ def always(subject, case=None):
 
 
 def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = None) -> Subject:
-    """The subject between matrix products: a function of what its inputs are products of, and of the others.
+    """The subject between matrix products: a function of what its inputs are products of, and of
+    the others.
 
-    activations: the inputs that are products, and so neither inputs nor results of the graph; the subject's own unless
-    told.
+    activations: the inputs that are products, and so neither inputs nor results of the graph; the
+    subject's own unless told.
     """
     activations = subject.activations if activations is None else activations
     K = 24
@@ -70,13 +81,20 @@ def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = No
                 else:
                     inputs.append(given[name] * 1.0 if name in subject.results else given[name])
             results = zip(outputs, as_tuple(function(*inputs)))
-            return tuple(out @ given[f"from_{name}"] if f"from_{name}" in given else out * 0.5 for name, out in results)
+            return tuple(
+                out @ given[f"from_{name}"] if f"from_{name}" in given else out * 0.5
+                for name, out in results
+            )
 
         return call
 
     places = list(make((1,), subject.size, torch.float32)[0])
     constants = [name for name in names if name not in subject.differentiable]
-    leaves = tuple(place for place in places if place not in constants and place.removeprefix("to_") not in constants)
+    leaves = tuple(
+        place
+        for place in places
+        if place not in constants and place.removeprefix("to_") not in constants
+    )
     return replace(subject.called_as(graph), make=make, differentiable=leaves, split=None)
 
 
@@ -85,7 +103,9 @@ def graph_of(subject: Subject) -> Subject:
 
 
 @contract(
-    "dynamic", lambda subject: (True, None), exhaustive=lambda subject, dynamic: is_variant(subject) or not dynamic
+    "dynamic",
+    lambda subject: (True, None),
+    exhaustive=lambda subject, dynamic: is_variant(subject) or not dynamic,
 )
 def test_larger_graph(subject, dynamic):
     graph = graph_of(subject)
@@ -111,7 +131,9 @@ def test_other_numbers_of_rows_compile_at_most_once_more(subject):
 
 @contract(exhaustive=always)
 def test_inputs_of_the_graph_before_a_product(subject):
-    """They are leaves, which eager in-place functions refuse to overwrite; the compiler decides for itself."""
+    """They are leaves, which eager in-place functions refuse to overwrite; the compiler decides for
+    itself.
+    """
     graph = in_a_larger_graph(subject, activations=())
     compiled = torch.compile(graph.function, fullgraph=True)
     rows, size = subject.compiled_sizes[0]
@@ -133,7 +155,9 @@ def test_forward_alone(subject):
             return dict(zip(douts, as_tuple(function(*tensors.values()))))
 
     found, wide = outputs(compiled, inputs), outputs(graph.reference, in_float64(inputs))
-    assert_all_passed(compare_parts(graph, found, inputs, wide, [outputs(graph.eager or graph.reference, inputs)]))
+    assert_all_passed(
+        compare_parts(graph, found, inputs, wide, [outputs(graph.eager or graph.reference, inputs)])
+    )
 
 
 @contract(
@@ -149,7 +173,9 @@ def test_eagers_bits(subject, dynamic, monkeypatch):
     for rows in ((2, 6), (2, 5)):
         inputs, douts = subject.make(rows, subject.size, torch.bfloat16)
         for needed in (subject.differentiable, first):
-            found, expected = (run(subject, f, inputs, douts, needed) for f in (compiled, subject.function))
+            found, expected = (
+                run(subject, f, inputs, douts, needed) for f in (compiled, subject.function)
+            )
             assert same_bits(found, expected)
 
 
@@ -160,17 +186,25 @@ def test_any_number_of_dimensions(subject, rows, monkeypatch):
     inputs, douts = subject.make(rows, subject.size, torch.float32)
     if len(rows) > 2:
         inputs = {
-            name: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t for name, t in inputs.items()
+            name: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t
+            for name, t in inputs.items()
         }
-    assert same_bits(run(subject, compiled, inputs, douts), run(subject, subject.function, inputs, douts))
+    assert same_bits(
+        run(subject, compiled, inputs, douts), run(subject, subject.function, inputs, douts)
+    )
 
 
 @contract(exhaustive=always)
 def test_sum_sends_a_gradient_of_stride_zero(subject):
-    compiled = torch.compile(lambda *inputs: sum(t.sum() for t in as_tuple(subject.function(*inputs))), fullgraph=True)
+    compiled = torch.compile(
+        lambda *inputs: sum(t.sum() for t in as_tuple(subject.function(*inputs))), fullgraph=True
+    )
     inputs, douts = subject.make((3, 4), subject.size, torch.float32)
     douts = {name: torch.ones_like(dout) for name, dout in douts.items()}
-    leaves = {name: t.detach().requires_grad_(name in subject.differentiable) for name, t in inputs.items()}
+    leaves = {
+        name: t.detach().requires_grad_(name in subject.differentiable)
+        for name, t in inputs.items()
+    }
     compiled(*leaves.values()).backward()
     found = dict(zip(douts, as_tuple(subject.function(*inputs.values()))))
     found |= {f"d{name}": leaves[name].grad for name in subject.differentiable}

@@ -1,12 +1,14 @@
-"""What only a GPU can show of every function: large offsets, graphs, waiting, compiling, memory, a second GPU."""
+"""What only a GPU can show of every function: large offsets, graphs, waiting, compiling, memory, a
+second GPU.
+"""
 
 import gc
 
 import pytest
 import torch
-import triton
 
-from harness.checking import FLOOR, HAS_GPU, assert_all_passed, relative_error
+from harness.checking import FLOOR, assert_all_passed, relative_error
+from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
@@ -33,14 +35,19 @@ def test_sizes_of_real_models(subject, dtype, monkeypatch):
 
 @contract()
 def test_rows_beyond_int32_in_memory(subject, monkeypatch):
-    """The last rows begin beyond 2**31 elements; all others are zeros, which have nothing to say."""
+    """The last rows begin beyond 2**31 elements; all others are zeros, which have nothing to
+    say.
+    """
     tiles.shipped_tiles(monkeypatch)
     tail = 4
     inputs, douts = subject.make((tail,), subject.gpu_size, BF16)
     width = max(inputs[name].numel() // tail for name in subject.row_inputs)
     n_rows = 2**31 // width + 8
-    rows = {name: t for name, t in (inputs | {f"d{name}": t for name, t in douts.items()}).items()
-            if name in subject.row_inputs or name[1:] in douts}
+    rows = {
+        name: t
+        for name, t in (inputs | {f"d{name}": t for name, t in douts.items()}).items()
+        if name in subject.row_inputs or name[1:] in douts
+    }
     gc.collect()
     torch.cuda.empty_cache()
     needed = 3 * sum(n_rows * t.numel() // tail * t.element_size() for t in rows.values())
@@ -68,7 +75,9 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph(subject):
     inputs, douts = make(subject)
     graph, results = captured(lambda: run(subject, subject.function, inputs, douts), steps_before=3)
     new_inputs, new_douts = make(subject, seed=1)
-    for old, new in zip((*inputs.values(), *douts.values()), (*new_inputs.values(), *new_douts.values())):
+    for old, new in zip(
+        (*inputs.values(), *douts.values()), (*new_inputs.values(), *new_douts.values())
+    ):
         old.copy_(new)
     graph.replay()
     expected = run(subject, subject.function, inputs, douts)
@@ -93,7 +102,9 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one(subject):
     inputs, douts = make(subject)
     here = run(subject, subject.function, inputs, douts)
     assert torch.cuda.current_device() == 0
-    inputs, douts = ({name: t.to("cuda:1") for name, t in tensors.items()} for tensors in (inputs, douts))
+    inputs, douts = (
+        {name: t.to("cuda:1") for name, t in tensors.items()} for tensors in (inputs, douts)
+    )
     there = run(subject, subject.function, inputs, douts)
     assert torch.cuda.current_device() == 0
     for part, result in there.items():
@@ -111,11 +122,18 @@ def test_new_row_counts_compile_no_new_kernels(subject, compiled_kernels, monkey
     def step(n_rows):
         run(subject, subject.function, *subject.make((n_rows,), subject.gpu_size, BF16))
 
-    kernels = [k for module in subject.kernels for k in vars(module).values() if isinstance(k, triton.JITFunction)]
+    kernels = [
+        k
+        for module in subject.kernels
+        for k in vars(module).values()
+        if isinstance(k, triton.JITFunction)
+    ]
     for kernel in kernels:
         kernel.device_caches.clear()
     step(48)
-    assert compiled_kernels, "the hook must see the first compilation, or it proves nothing about the others"
+    assert compiled_kernels, (
+        "the hook must see the first compilation, or it proves nothing about the others"
+    )
     step(3)  # 1 and multiples of 16 may be known to the compiler, once
     step(1)
     compiled_kernels.clear()
@@ -137,5 +155,3 @@ def test_memory_is_bounded(subject, monkeypatch):
     outputs = run(subject, subject.function, inputs, douts)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= sum(t.nbytes for t in outputs.values()) + subject.workspace(inputs)
-
-

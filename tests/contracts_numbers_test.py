@@ -1,12 +1,14 @@
-"""Every function gives float64's outputs and gradients, whatever the size, the dtype and the place in memory."""
+"""Every function gives float64's outputs and gradients, whatever the size, the dtype and the place
+in memory.
+"""
 
 from unittest import mock
 
 import pytest
 import torch
-import triton
 
 from harness.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
+from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
 from tests.contracts import contract, is_variant
 from tests.layouts import layouts_of
@@ -14,7 +16,6 @@ from tests.subject import (
     as_tuple,
     checks,
     compare_parts,
-    gradients,
     in_float64,
     leaves_of,
     references,
@@ -40,7 +41,8 @@ def test_new_tensors_are_poisoned():
     assert t.isnan().all() and torch.empty_like(t).isnan().all() and t.new_empty(2).isnan().all()
 
 
-# ---- The numbers -------------------------------------------------------------------------------------------
+# ---- The numbers
+# -------------------------------------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: subject.dtypes)
@@ -63,7 +65,9 @@ def test_large_sizes_with_the_shipped_tiles(subject, case, monkeypatch):
     assert_all_passed(checks(subject, *subject.make((3,), *case)))
 
 
-@contract("n_rows", lambda subject: (1, 2, 7, 8, 9, 17, 40))  # on the CPU there are at most 8 programs
+@contract(
+    "n_rows", lambda subject: (1, 2, 7, 8, 9, 17, 40)
+)  # on the CPU there are at most 8 programs
 def test_no_row_is_lost_between_programs(subject, n_rows):
     assert_all_passed(checks(subject, *subject.make((n_rows,), subject.size, torch.float32)))
 
@@ -83,7 +87,8 @@ def test_no_rows_are_as_in_pytorch(subject, rows):
         torch.testing.assert_close(found[part], right, equal_nan=True, rtol=0, atol=0)
 
 
-# ---- The comparison can fail ----------------------------------------------------------------------------
+# ---- The comparison can fail
+# ----------------------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: (torch.float32, torch.bfloat16))
@@ -119,7 +124,8 @@ def test_comparator_rejects_what_no_kernel_wrote(subject):
     assert passed <= set(subject.made_by_pytorch)
 
 
-# ---- Where the tensors lie ---------------------------------------------------------------------------------
+# ---- Where the tensors lie
+# ---------------------------------------------------------------------------------
 
 
 def strided_cases(subject):
@@ -147,7 +153,9 @@ def test_any_strides(subject, case):
     name = name if name in inputs else name.removeprefix("d")
     values = tensors[name]
     more = subject.more_layouts.get(name, {})
-    tensors[name] = more[layout](values) if layout in more else layouts_of(values.ndim)[layout].place(values)
+    tensors[name] = (
+        more[layout](values) if layout in more else layouts_of(values.ndim)[layout].place(values)
+    )
     assert_all_passed(checks(subject, inputs, douts))
 
 
@@ -157,7 +165,7 @@ def test_sum_backward_sends_a_gradient_of_stride_zero(subject):
     leaves = leaves_of(subject, inputs)
     sum(out.sum() for out in as_tuple(subject.function(*leaves.values()))).backward()
     douts = {name: torch.ones_like(dout) for name, dout in douts.items()}
-    found = {name: dout for name, dout in zip(douts, as_tuple(subject.function(*inputs.values())))}
+    found = dict(zip(douts, as_tuple(subject.function(*inputs.values()))))
     found |= {f"d{name}": leaves[name].grad for name in subject.differentiable}
     assert_all_passed(compare_parts(subject, found, inputs, *references(subject, inputs, douts)))
 
@@ -167,12 +175,11 @@ def test_gradient_reaches_the_tensor_behind_a_view(subject, name):
     inputs, douts = subject.make(ROWS, subject.size, torch.float32)
     expected = run(subject, subject.function, inputs, douts)[f"d{name}"]
     leaves = leaves_of(subject, inputs)
-    behind = leaves[name].detach().mT.clone(memory_format=torch.contiguous_format).requires_grad_() \
-        if inputs[name].ndim > 1 else inputs[name].detach().clone().requires_grad_()
-    leaves[name] = behind.mT if inputs[name].ndim > 1 else behind.view(-1)
+    order = list(reversed(range(inputs[name].ndim)))
+    behind = inputs[name].detach().permute(order).contiguous().requires_grad_()
+    leaves[name] = behind.permute(order)
     torch.autograd.backward(as_tuple(subject.function(*leaves.values())), list(douts.values()))
-    grad = behind.grad.mT if inputs[name].ndim > 1 else behind.grad
-    assert relative_error(grad, expected) < FLOOR[torch.float32]
+    assert relative_error(behind.grad.permute(order), expected) < FLOOR[torch.float32]
 
 
 @contract("case", lambda subject: subject.far, exhaustive=is_variant)
@@ -186,7 +193,8 @@ def test_rows_beyond_int32(subject, case, far_apart):
     assert same_bits(run(subject, subject.function, inputs, douts), expected)
 
 
-# ---- The same numbers every time ---------------------------------------------------------------------------
+# ---- The same numbers every time
+# ---------------------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: (torch.float32, torch.bfloat16))

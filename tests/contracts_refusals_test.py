@@ -1,4 +1,6 @@
-"""Every function refuses what it cannot take, with a sentence that says what was given and what was expected."""
+"""Every function refuses what it cannot take, with a sentence that says what was given and what was
+expected.
+"""
 
 import pytest
 import torch

@@ -1,14 +1,15 @@
 """Do the kernels keep their promises on inputs that nobody chose?
 
-Hypothesis draws them: shapes, memory layouts, dtypes, magnitudes, targets, upstream gradients.  Where a property
-fails, it searches for the smallest input that still fails and prints it as the plain numbers from which the tensors
-are made.  The draws are the same on every run.
+Hypothesis draws them: shapes, memory layouts, dtypes, magnitudes, targets, upstream gradients.
+Where a property fails, it searches for the smallest input that still fails and prints it as the
+plain numbers from which the tensors are made.  The draws are the same on every run.
 
-The first properties compare with float64, as all other tests do.  The others need no reference: they say how two
-results of one kernel belong together, most of them to the bit.
+The first properties compare with float64, as all other tests do.  The others need no reference:
+they say how two results of one kernel belong together, most of them to the bit.
 
-One kind of draw is set aside: where the right answer is nearly all cancellation, eager PyTorch, which sets the
-allowance, is exact or 10 % wrong by luck.  It is recognised by its condition number, never by the kernel's error.
+One kind of draw is set aside: where the right answer is nearly all cancellation, eager PyTorch,
+which sets the allowance, is exact or 10 % wrong by luck.  It is recognised by its condition number,
+never by the kernel's error.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,12 @@ SINGLE, HALVES = torch.float32, [torch.float16, torch.bfloat16]
 DTYPES = st.sampled_from([SINGLE, *HALVES])
 NAN, INF = float("nan"), float("inf")
 
-# inf - inf and 0 * inf are the right answers to some draws; the interpreter's NumPy comments on them.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison_new_tensors")]
+# inf - inf and 0 * inf are the right answers to some draws; the interpreter's NumPy comments on
+# them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poison_new_tensors"),
+]
 
 
 def examples(number):
@@ -50,7 +55,9 @@ class Layout:
     """Where the elements of a tensor lie in memory."""
 
     order: tuple[int, ...]  # the dimensions, from the outermost in memory to the innermost
-    steps: tuple[int, ...]  # per dimension: 1 takes every element, 2 every other one, 0 repeats the first
+    steps: tuple[
+        int, ...
+    ]  # per dimension: 1 takes every element, 2 every other one, 0 repeats the first
     gap: int = 0  # unused elements behind each run of the innermost dimension
     offset: int = 0  # unused elements before the first one
 
@@ -58,13 +65,17 @@ class Layout:
         return values[tuple(slice(None if step > 0 else 1) for step in self.steps)]
 
     def place(self, values):
-        """The values, laid out so.  What lies between them is NaN, or no class: nothing may read it."""
+        """The values, laid out so.  What lies between them is NaN, or no class: nothing may read
+        it.
+        """
         strides, size = [0] * values.ndim, 1
         for dim in reversed(self.order):
             if self.steps[dim] > 0:
                 strides[dim] = size * self.steps[dim]
                 size = strides[dim] * values.shape[dim] + (self.gap if dim == self.order[-1] else 0)
-        memory = values.new_full((self.offset + size,), NAN if values.is_floating_point() else -12_345)
+        memory = values.new_full(
+            (self.offset + size,), NAN if values.is_floating_point() else -12_345
+        )
         once = self.first_of_repeated(values)
         memory.as_strided(once.shape, strides, self.offset).copy_(once)
         return memory.as_strided(values.shape, strides, self.offset)
@@ -80,9 +91,12 @@ def layouts(ndim):
     return st.one_of(st.builds(Layout, **kind, gap=gaps, offset=gaps) for kind in (rows, anything))
 
 
-# No row, one, more than the CPU has programs; columns next to powers of two, few of them multiples of 8.
+# No row, one, more than the CPU has programs; columns next to powers of two, few of them multiples
+# of 8.
 BATCHES = st.sampled_from([(3,), (), (1,), (2,), (9,), (2, 3), (3, 2), (2, 1, 2), (0,), (2, 0)])
-COLUMNS = st.sampled_from([5, 1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129]) | st.integers(1, 150)
+COLUMNS = st.sampled_from(
+    [5, 1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129]
+) | st.integers(1, 150)
 SHAPES = st.tuples(BATCHES, COLUMNS).map(lambda shape: (*shape[0], shape[1]))
 MATRICES = st.tuples(st.integers(2, 6), COLUMNS)
 SCALES = st.sampled_from(["1", "0", "tiny", "huge"])
@@ -95,7 +109,9 @@ def scale_of(word, *dtypes):
 
 
 def cases(shapes, choices, fixed):
-    """Namespaces of a shape, of what `fixed` says, and of one draw for each other name in `choices`."""
+    """Namespaces of a shape, of what `fixed` says, and of one draw for each other name in
+    `choices`.
+    """
 
     def of_shape(shape):
         decided = {name: st.just(value) for name, value in {"shape": shape, **fixed}.items()}
@@ -166,17 +182,22 @@ def loss_inputs(case):
     targets = torch.randint(vocab, batch, generator=generator)
     targets[torch.rand(batch, generator=generator) < case.ignored] = case.ignore_index
     targets = case.targets.first_of_repeated(targets).expand(batch)
-    # An ignored row too keeps a column that is not masked: without any, PyTorch's own gradient of it is NaN.
+    # An ignored row too keeps a column that is not masked: without any, PyTorch's own gradient of
+    # it is NaN.
     is_target = targets.clamp(0, vocab - 1).unsqueeze(-1) == torch.arange(vocab)
     if case.confident:
         logits.view(-1, vocab)[::2] += 10 * is_target.view(-1, vocab)[::2]
-    if 0 not in case.logits.steps:  # else the repeated logit would be -inf where it is the target's, too
+    if (
+        0 not in case.logits.steps
+    ):  # else the repeated logit would be -inf where it is the target's, too
         logits[(torch.rand(case.shape, generator=generator) < case.masked) & ~is_target] = -INF
     upstream = torch.randn(batch, generator=generator) * scale_of(case.upstream_scale, case.dtype)
     return (
         case.logits.place(logits.to(DEVICE, case.dtype)),
         case.targets.place(targets.to(DEVICE, case.target_dtype)),
-        case.upstream.place(upstream.to(DEVICE)) if case.reduction == "none" else upstream.to(DEVICE).sum(),
+        case.upstream.place(upstream.to(DEVICE))
+        if case.reduction == "none"
+        else upstream.to(DEVICE).sum(),
     )
 
 
@@ -187,18 +208,24 @@ def options(case):
 def run_loss(case, logits, targets, upstream):
     def kernel(logits, targets):
         if case.inplace:
-            logits = logits.clone(memory_format=torch.contiguous_format)  # a result, which may be overwritten
+            logits = logits.clone(
+                memory_format=torch.contiguous_format
+            )  # a result, which may be overwritten
         return TritonCrossEntropyLoss(**options(case), inplace=case.inplace)(logits, targets)
 
     return loss_and_gradient(kernel, logits, targets, upstream)
 
 
 def random_order(case):
-    return torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed)).to(DEVICE)
+    return torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed)).to(
+        DEVICE
+    )
 
 
 def place_rows_alike(tensor):
-    """Contiguous but for a gap, so that all rows begin alike: how a row is summed may depend on where it begins."""
+    """Contiguous but for a gap, so that all rows begin alike: how a row is summed may depend on
+    where it begins.
+    """
     return Layout((0, 1), (1, 1), gap=-tensor.shape[1] % 64).place(tensor)
 
 
@@ -206,7 +233,9 @@ def place_rows_alike(tensor):
 
 
 def norm_is_well_conditioned(x, weight, dy, eps):
-    """dx and dw are no less than a quarter of the terms they are made of, and fp16, where it is used, holds them."""
+    """dx and dw are no less than a quarter of the terms they are made of, and fp16, where it is
+    used, holds them.
+    """
     limit = 2.0**14 if torch.float16 in (x.dtype, weight.dtype) else INF
     x, dy, weight = (t.double().reshape(-1, t.shape[-1]) for t in (x, dy, weight))
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -226,11 +255,17 @@ def test_norm_is_as_exact_as_eager(case):
 
 
 def loss_is_well_conditioned(ref64, targets, upstream, case):
-    """No loss near 0, no softmax within 1/8 of one-hot, none of less than 2**-20 in all that is not the target."""
+    """No loss near 0, no softmax within 1/8 of one-hot, none of less than 2**-20 in all that is not
+    the target.
+    """
     valid = targets != case.ignore_index
-    row_upstream = (upstream.double() * valid).norm() / (valid.sum() if case.reduction == "mean" else 1)
+    row_upstream = (upstream.double() * valid).norm() / (
+        valid.sum() if case.reduction == "mean" else 1
+    )
     is_target = targets.unsqueeze(-1) == torch.arange(case.shape[-1], device=DEVICE)
-    loss, target, other = (t.norm() for t in (ref64[0], ref64[1] * is_target, ref64[1] * ~is_target))
+    loss, target, other = (
+        t.norm() for t in (ref64[0], ref64[1] * is_target, ref64[1] * ~is_target)
+    )
     least = ((loss, 0.1), (target, row_upstream / 8), (other, row_upstream * 2**-20))
     return all(size == 0 or size >= limit for size, limit in least)
 
@@ -240,7 +275,9 @@ def loss_is_well_conditioned(ref64, targets, upstream, case):
 def test_loss_is_as_exact_as_eager(case):
     logits, targets, upstream = loss_inputs(case)
     if case.inplace and case.dtype != SINGLE:
-        upstream = upstream.sign()  # another gradient than 1 or -1 rounds the one already stored a second time
+        upstream = (
+            upstream.sign()
+        )  # another gradient than 1 or -1 rounds the one already stored a second time
     ours = run_loss(case, logits, targets, upstream)
     if case.reduction == "mean" and (targets == case.ignore_index).all():
         assert ours[0].isnan() and (ours[1] == 0).all()
@@ -256,12 +293,16 @@ def test_number_added_to_a_rows_logits_changes_nothing(case):
     logits, targets, upstream = loss_inputs(case)
     assume((targets != case.ignore_index).any())
     logits = (logits * 2**8).round() / 2**8  # so that the sums below are exact
-    shift = torch.randint(-1000, 1000, (*case.shape[:-1], 1), generator=torch.Generator().manual_seed(case.seed))
+    shift = torch.randint(
+        -1000, 1000, (*case.shape[:-1], 1), generator=torch.Generator().manual_seed(case.seed)
+    )
     shifted = case.logits.place(logits + shift.to(DEVICE))
     ref64, _ = reference_and_eager(case.logits.place(logits), targets, upstream, **options(case))
     _, eager = reference_and_eager(shifted, targets, upstream, **options(case))
     assume(loss_is_well_conditioned(ref64, targets, upstream, case))
-    assert_all_passed(compare_both("shifted", run_loss(case, shifted, targets, upstream), ref64, eager, targets))
+    assert_all_passed(
+        compare_both("shifted", run_loss(case, shifted, targets, upstream), ref64, eager, targets)
+    )
 
 
 @examples(25)
@@ -272,7 +313,8 @@ def test_gradient_of_a_row_sums_to_zero(case):
     assert (gradient.double().sum(-1).abs() <= FLOOR[SINGLE] * upstream.abs()).all()
 
 
-# ---------------------------------------------------------------------------- fp16 and bf16 round, and only that
+# ---------------------------------------------------------------------------- fp16 and bf16 round,
+# and only that
 
 
 def assert_rounded_once(half, single):
@@ -280,7 +322,9 @@ def assert_rounded_once(half, single):
     limits = torch.finfo(half.dtype)
     ulp = torch.ldexp(torch.full_like(single, limits.eps / 2), torch.frexp(single).exponent)
     allowed = ulp.clamp(min=limits.tiny * limits.eps) / 2
-    allowed += FLOOR[SINGLE] * single.abs().amax()  # two fp32 sums, which a GPU may take in another order
+    allowed += (
+        FLOOR[SINGLE] * single.abs().amax()
+    )  # two fp32 sums, which a GPU may take in another order
     assert ((half.float() - single).abs() <= allowed).all()
 
 
@@ -288,7 +332,9 @@ def assert_rounded_once(half, single):
 @given(norm_cases(MATRICES, dtype=torch.float16, x_scale=1.0, eps=1e-5), st.sampled_from(HALVES))
 def test_half_precision_only_rounds_the_norm(case, dtype):
     x, weight, dy = (t.to(dtype) for t in norm_inputs(case))
-    weight = torch.exp2(weight.round()) * weight.sign()  # powers of two, so that y too is rounded once: as x_hat
+    weight = (
+        torch.exp2(weight.round()) * weight.sign()
+    )  # powers of two, so that y too is rounded once: as x_hat
     halves = run_norm(norm, x, weight, dy, case.eps)
     singles = run_norm(norm, x.float(), weight.float(), dy.float(), case.eps)
     for half, single in zip(halves, singles):
@@ -296,7 +342,9 @@ def test_half_precision_only_rounds_the_norm(case, dtype):
 
 
 @examples(25)
-@given(loss_cases(MATRICES, dtype=torch.float16, ignored=0.3, inplace=False), st.sampled_from(HALVES))
+@given(
+    loss_cases(MATRICES, dtype=torch.float16, ignored=0.3, inplace=False), st.sampled_from(HALVES)
+)
 def test_half_precision_only_rounds_the_gradient(case, dtype):
     logits, targets, upstream = loss_inputs(case)
     assume((targets != case.ignore_index).any())
@@ -306,7 +354,8 @@ def test_half_precision_only_rounds_the_gradient(case, dtype):
     assert_rounded_once(gradient, single_gradient)
 
 
-# ---------------------------------------------------------------------------- rows do not know of each other
+# ---------------------------------------------------------------------------- rows do not know of
+# each other
 
 GARBAGE = st.sampled_from([0.0, 1e4, INF, -INF, NAN])
 
@@ -329,7 +378,9 @@ def test_permuted_rows_permute_the_norm(case):
     x, weight, dy = norm_inputs(case)
     order = random_order(case)
     y, dx, _ = run_norm(norm, place_rows_alike(x), weight, place_rows_alike(dy), case.eps)
-    permuted = run_norm(norm, place_rows_alike(x[order]), weight, place_rows_alike(dy[order]), case.eps)
+    permuted = run_norm(
+        norm, place_rows_alike(x[order]), weight, place_rows_alike(dy[order]), case.eps
+    )
     assert torch.equal(permuted[0], y[order]) and torch.equal(permuted[1], dx[order])
 
 
@@ -347,7 +398,9 @@ def test_loss_of_a_row_does_not_depend_on_the_others(case, garbage, garbage_targ
 
 
 @examples(20)
-@given(loss_cases(MATRICES, reduction="none", inplace=False))  # in place rows are contiguous, and begin anywhere
+@given(
+    loss_cases(MATRICES, reduction="none", inplace=False)
+)  # in place rows are contiguous, and begin anywhere
 def test_permuted_rows_permute_the_loss(case):
     logits, targets, upstream = loss_inputs(case)
     order = random_order(case)
@@ -356,7 +409,8 @@ def test_permuted_rows_permute_the_loss(case):
     assert torch.equal(permuted[0], loss[order]) and torch.equal(permuted[1], gradient[order])
 
 
-# ---------------------------------------------------------------------------- powers of two pass through unrounded
+# ---------------------------------------------------------------------------- powers of two pass
+# through unrounded
 
 
 @examples(20)
@@ -374,11 +428,18 @@ def test_norm_is_linear_in_weight_and_upstream_gradient(case, weight_exponent, d
     x, weight, dy = norm_inputs(case)
     by_weight, by_dy = 2.0**weight_exponent, 2.0**dy_exponent
     y, dx, dw = run_norm(norm, x, weight, dy, case.eps)
-    scaled = run_norm(norm, x, case.weight.place(weight * by_weight), case.dy.place(dy * by_dy), case.eps)
-    assert all(torch.equal(a, b) for a, b in zip(scaled, (y * by_weight, dx * by_weight * by_dy, dw * by_dy)))
+    scaled = run_norm(
+        norm, x, case.weight.place(weight * by_weight), case.dy.place(dy * by_dy), case.eps
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(scaled, (y * by_weight, dx * by_weight * by_dy, dw * by_dy))
+    )
 
 
-@examples(20)  # with a scale of 30 there are subnormal probabilities, which are rounded to fewer digits
+@examples(
+    20
+)  # with a scale of 30 there are subnormal probabilities, which are rounded to fewer digits
 @given(loss_cases(dtype=SINGLE, scale=3.0, upstream_scale="1"), st.integers(-60, 60))
 def test_gradient_is_linear_in_the_upstream_gradient(case, exponent):
     logits, targets, upstream = loss_inputs(case)
@@ -387,14 +448,21 @@ def test_gradient_is_linear_in_the_upstream_gradient(case, exponent):
     assert torch.equal(scaled, gradient * 2.0**exponent)
 
 
-# ---------------------------------------------------------------------------- offsets beyond 32 bits, without a GPU
+# ---------------------------------------------------------------------------- offsets beyond 32
+# bits, without a GPU
 
 
 @pytest.mark.parametrize("far", ["x", "dy"])
 def test_norm_of_rows_beyond_int32(far_apart, far):
-    x, weight, dy = torch.randn(3, 64).bfloat16(), torch.randn(64).bfloat16(), torch.randn(3, 64).bfloat16()
+    x, weight, dy = (
+        torch.randn(3, 64).bfloat16(),
+        torch.randn(64).bfloat16(),
+        torch.randn(3, 64).bfloat16(),
+    )
     expected = run_norm(norm, x, weight, dy)
-    results = run_norm(norm, far_apart(x) if far == "x" else x, weight, far_apart(dy) if far == "dy" else dy)
+    results = run_norm(
+        norm, far_apart(x) if far == "x" else x, weight, far_apart(dy) if far == "dy" else dy
+    )
     assert all(torch.equal(a, b) for a, b in zip(expected, results))
 
 

@@ -1,4 +1,6 @@
-"""Cross-entropy: the mean's loss and every row's, with a gradient of its own and over the logits."""
+"""Cross-entropy: the mean's loss and every row's, with a gradient of its own and over the
+logits.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,9 @@ from tests.subject import BadInput, Subject
 
 
 def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
-    """Logits with a mean in each row; every third row is sure of its target, every fifth is ignored."""
+    """Logits with a mean in each row; every third row is sure of its target, every fifth is
+    ignored.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn((*rows, V), generator=generator)
     logits += torch.randn((*rows, 1), generator=generator) + offset
@@ -22,7 +26,9 @@ def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
     each[confident, row_targets[confident]] += 20
     row_targets[1::5] = ignore_index
     upstream = 0.5 + torch.rand((), generator=generator)
-    return {"logits": logits.to(DEVICE, dtype), "targets": targets.to(DEVICE)}, {"loss": upstream.to(DEVICE)}
+    return {"logits": logits.to(DEVICE, dtype), "targets": targets.to(DEVICE)}, {
+        "loss": upstream.to(DEVICE)
+    }
 
 
 def make_of_rows(rows, V, dtype, seed=0, **options):
@@ -50,12 +56,18 @@ def reference(reduction):
 
 
 def eager(reduction):
-    """As Hugging Face writes it, logits.float() first: the most exact form, the hardest to match."""
-    return lambda logits, targets: cross_entropy_reference(logits.float(), targets, reduction=reduction)
+    """As Hugging Face writes it, logits.float() first: the most exact form, the hardest to
+    match.
+    """
+    return lambda logits, targets: cross_entropy_reference(
+        logits.float(), targets, reduction=reduction
+    )
 
 
 def target_and_other_entries(inputs):
-    """In a norm over both, the target entries (softmax - 1) drown the others: 0 at the others would look fine."""
+    """In a norm over both, the target entries (softmax - 1) drown the others: 0 at the others would
+    look fine.
+    """
     V = inputs["logits"].shape[-1]
     is_target = inputs["targets"].unsqueeze(-1) == torch.arange(V, device=DEVICE)
     return {"dlogits": {"target entries": is_target, "other entries": ~is_target}}
@@ -89,28 +101,44 @@ def bad_input():
     logits, targets = f"{of}.float16", f"{of}.int64"
     return {
         "logits no tensor": BadInput(([[0.0]], t), TypeError, f"logits is a list, {logits}"),
-        "targets no tensor": BadInput((x, [0, 1]), TypeError, f"targets is a list, {targets} or torch.int32"),
-        "float64 logits": BadInput((x.double(), t), TypeError, f"logits is torch.float64, {logits}"),
+        "targets no tensor": BadInput(
+            (x, [0, 1]), TypeError, f"targets is a list, {targets} or torch.int32"
+        ),
+        "float64 logits": BadInput(
+            (x.double(), t), TypeError, f"logits is torch.float64, {logits}"
+        ),
         "integer logits": BadInput((x.long(), t), TypeError, f"logits is torch.int64, {logits}"),
         "class probabilities": BadInput((x, x), TypeError, f"targets is torch.float32, {targets}"),
-        "uint8 targets": BadInput((x, t.to(torch.uint8)), TypeError, f"targets is torch.uint8, {targets}"),
+        "uint8 targets": BadInput(
+            (x, t.to(torch.uint8)), TypeError, f"targets is torch.uint8, {targets}"
+        ),
         "boolean targets": BadInput((x, t.bool()), TypeError, f"targets is torch.bool, {targets}"),
         "no vocabulary": BadInput(
-            (x[:, :0], t), ValueError, r"\(2, 0\) and targets \(2,\), expected \(..., V\) with V >= 1"
+            (x[:, :0], t),
+            ValueError,
+            r"\(2, 0\) and targets \(2,\), expected \(..., V\) with V >= 1",
         ),
-        "0-D logits": BadInput((x[0, 0], t[0]), ValueError, r"logits has shape \(\) and targets \(\)"),
+        "0-D logits": BadInput(
+            (x[0, 0], t[0]), ValueError, r"logits has shape \(\) and targets \(\)"
+        ),
         "too few targets": BadInput(
             (x, t[:1]), ValueError, r"logits has shape \(2, 5\) and targets \(1,\), expected"
         ),
-        "vocabulary second": BadInput((x[..., None], t[:, None]), ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"),
+        "vocabulary second": BadInput(
+            (x[..., None], t[:, None]), ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"
+        ),
         "two devices": BadInput(
             (x, t.to("meta")), ValueError, "logits is on .*, targets on meta, expected one GPU"
         ),
         "without memory": BadInput(
-            (x.to("meta"), t.to("meta")), ValueError, "logits is on meta, targets on meta, expected one GPU"
+            (x.to("meta"), t.to("meta")),
+            ValueError,
+            "logits is on meta, targets on meta, expected one GPU",
         ),
         "sparse logits": BadInput(
-            (x.to_sparse(), t), TypeError, "logits is torch.sparse_coo, expected torch.strided: pass its to_de"
+            (x.to_sparse(), t),
+            TypeError,
+            "logits is torch.sparse_coo, expected torch.strided: pass its to_de",
         ),
         "sparse targets": BadInput(
             (x, t.to_sparse()), TypeError, "targets is torch.sparse_coo, expected torch.strided"
@@ -149,7 +177,7 @@ MEAN = Subject(
     refused_on_cpu="on cpu, expected one GPU: move them, or set TRITON_INTERPRET",
     exempt={
         "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient",
-        "rows_beyond_int32_in_memory": "the mean is over all rows; cross_entropy_rows has the same kernels",
+        "rows_beyond_int32_in_memory": "the mean is over all; cross_entropy_rows has every row's",
     },
 )
 
@@ -162,10 +190,12 @@ ROWS = replace(
     eager=eager("none"),
     make=make_of_rows,
     gpu_size=128_256,
-    exempt={"frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient"},
+    exempt={
+        "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient"
+    },
 )
 
-ONCE = "the gradient lies where the logits lay, so that a second backward is refused: cross_entropy_more_test"
+ONCE = "the gradient lies where the logits lay; a second backward is refused: its own test"
 COPIES = "it is called with a copy, which it may overwrite"
 OVERWRITES = {
     "second_backward_through_a_retained_graph": ONCE,

@@ -1,6 +1,5 @@
 """RMSNorm with matrix products, SwiGLU with its product, the MLP, and all of them together."""
 
-
 import torch
 import torch.nn.functional as F
 
@@ -51,7 +50,9 @@ def layer(norm, swiglu):
 
 
 def drawn(rows, size, dtype, seed):
-    """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in)."""
+    """By name, all that these functions take or get back: (..., H) or (..., I), weights (out,
+    in).
+    """
     H, I = size
     generator = torch.Generator().manual_seed(seed)
 
@@ -76,7 +77,9 @@ def make_norm(rows, size, dtype, seed=0):
     """The two products differ in width."""
     t = drawn(rows, size, dtype, seed)
     half = -(-size[1] // 2)
-    inputs = {name: t[name] for name in ("x", "norm_weight", "w_gate")} | {"w_up": t["w_up"][:half].clone()}
+    inputs = {name: t[name] for name in ("x", "norm_weight", "w_gate")} | {
+        "w_up": t["w_up"][:half].clone()
+    }
     return inputs, {"residual": t["dx"], "gate": t["dgate"], "up": t["dup"][..., :half].clone()}
 
 
@@ -92,7 +95,9 @@ def make_mlp(rows, size, dtype, seed=0):
 
 def make_layer(rows, size, dtype, seed=0):
     t = drawn(rows, size, dtype, seed)
-    return {name: t[name] for name in ("x", "norm_weight", "w_gate", "w_up", "w_down")}, {"out": t["dx"]}
+    return {name: t[name] for name in ("x", "norm_weight", "w_gate", "w_up", "w_down")}, {
+        "out": t["dx"]
+    }
 
 
 def wrong_norm_gradients(inputs, douts, right):
@@ -111,8 +116,12 @@ def wrong_norm_gradients(inputs, douts, right):
         "dx with the residual's gradient twice": {"dx": 2 * dx_residual + dx(both)},
         "dx of the first product alone": {"dx": dx_residual + dx(dgate @ w_gate)},
         "dx through the norm without its mean": {"dx": dx_residual + rstd * w * both},
-        "dnorm_weight of the first product alone": {"dnorm_weight": (dgate @ w_gate * x_hat).sum(0)},
-        "dnorm_weight with the residual's gradient": {"dnorm_weight": ((both + dx_residual) * x_hat).sum(0)},
+        "dnorm_weight of the first product alone": {
+            "dnorm_weight": (dgate @ w_gate * x_hat).sum(0)
+        },
+        "dnorm_weight with the residual's gradient": {
+            "dnorm_weight": ((both + dx_residual) * x_hat).sum(0)
+        },
         "dnorm_weight of x": {"dnorm_weight": (both * x).sum(0)},
         "dw_gate of x": {"dw_gate": dgate.t() @ x},
         "dw_gate without the norm's weight": {"dw_gate": dgate.t() @ x_hat},
@@ -163,28 +172,44 @@ def bad_norm_input():
     x, norm_weight, w_gate, w_up = make_norm((4,), SIZE, torch.float32)[0].values()
     return {
         "x of another H": BadInput(
-            (x[:, :-1], norm_weight, w_gate, w_up), ValueError, r"x has shape \(4, 23\), expected \(..., 24\)"
+            (x[:, :-1], norm_weight, w_gate, w_up),
+            ValueError,
+            r"x has shape \(4, 23\), expected \(..., 24\)",
         ),
-        "x is float64": BadInput((x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"),
+        "x is float64": BadInput(
+            (x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"
+        ),
     }
 
 
 def bad_swiglu_input():
     gate, up, w_down = make_swiglu((4,), SIZE, torch.float32)[0].values()
-    return {"two shapes": BadInput((gate, up[:-1], w_down), ValueError, r"up has shape .*, expected gate's")}
+    return {
+        "two shapes": BadInput(
+            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+        )
+    }
 
 
 def bad_mlp_input():
     x, w_gate, w_up, w_down = make_mlp((4,), SIZE, torch.float32)[0].values()
     return {
-        "two widths": BadInput((x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"),
-        "float64": BadInput([t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"),
+        "two widths": BadInput(
+            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+        ),
+        "float64": BadInput(
+            [t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"
+        ),
     }
 
 
 def bad_layer_input():
     x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
-    return {"x of another H": BadInput((x[:, :-1], norm_weight, *weights), ValueError, r"x has shape \(4, 23\)")}
+    return {
+        "x of another H": BadInput(
+            (x[:, :-1], norm_weight, *weights), ValueError, r"x has shape \(4, 23\)"
+        )
+    }
 
 
 def bytes_of_rstd(inputs):

@@ -1,4 +1,6 @@
-"""Reverse KL: the gradient in the forward (batchmean), and in the backward (every row's loss, a temperature)."""
+"""Reverse KL: the gradient in the forward (batchmean), and in the backward (every row's loss, a
+temperature).
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,9 @@ TEMPERATURE = 0.7
 
 
 def make(rows, V, dtype, seed=0, offset=0.0):
-    """Student, teacher and a mask: logits with a mean in each row, a related teacher, confident rows, one row off."""
+    """Student, teacher and a mask: logits with a mean in each row, a related teacher, confident
+    rows, one row off.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size):
@@ -29,7 +33,10 @@ def make(rows, V, dtype, seed=0, offset=0.0):
     mask = torch.ones(rows, dtype=torch.bool)
     mask.view(-1)[1::5] = False
     upstream = 0.5 + torch.rand((), generator=generator)
-    inputs = {"student_logits": student.to(DEVICE, dtype), "teacher_logits": teacher.to(DEVICE, dtype)}
+    inputs = {
+        "student_logits": student.to(DEVICE, dtype),
+        "teacher_logits": teacher.to(DEVICE, dtype),
+    }
     return inputs | {"mask": mask.to(DEVICE)}, {"loss": upstream.to(DEVICE)}
 
 
@@ -44,10 +51,14 @@ def reference(**options):
 
 
 def eager(**options):
-    return lambda student, teacher, mask: reverse_kl_reference(student.float(), teacher.float(), mask, **options)
+    return lambda student, teacher, mask: reverse_kl_reference(
+        student.float(), teacher.float(), mask, **options
+    )
 
 
-def closed_form(student, teacher, mask, grad_output, temperature=1.0, reduction="batchmean", ignore_index=-100):
+def closed_form(
+    student, teacher, mask, grad_output, temperature=1.0, reduction="batchmean", ignore_index=-100
+):
     """The gradient as p * (log p - log q - KL)."""
     counted = torch.ones_like(student[..., 0], dtype=torch.bool) if mask is None else mask
     counted = counted if counted.dtype == torch.bool else counted != ignore_index
@@ -63,8 +74,8 @@ def closed_form(student, teacher, mask, grad_output, temperature=1.0, reduction=
 def eight_times(**options):
     """Eager PyTorch in two formulas and with the columns in four orders.
 
-    At the most probable column two nearly equal numbers are subtracted, and what is left of their digits is luck,
-    eager's too.  So its worst error counts.
+    At the most probable column two nearly equal numbers are subtracted, and what is left of their
+    digits is luck, eager's too.  So its worst error counts.
     """
 
     def eagers(inputs, douts):
@@ -78,7 +89,9 @@ def eight_times(**options):
             loss = eager(**options)(leaf, t, mask)
             loss.backward(douts["loss"])
             for gradient in (leaf.grad, closed_form(s, t, mask, douts["loss"], **options)):
-                results.append({"loss": loss.detach(), "dstudent_logits": gradient[..., order.argsort()]})
+                results.append(
+                    {"loss": loss.detach(), "dstudent_logits": gradient[..., order.argsort()]}
+                )
         return results
 
     return eagers
@@ -86,7 +99,9 @@ def eight_times(**options):
 
 def most_probable_and_others(inputs):
     student = inputs["student_logits"]
-    best = student.argmax(-1, keepdim=True) == torch.arange(student.shape[-1], device=student.device)
+    best = student.argmax(-1, keepdim=True) == torch.arange(
+        student.shape[-1], device=student.device
+    )
     return {"dstudent_logits": {"most probable columns": best, "other columns": ~best}}
 
 
@@ -109,7 +124,8 @@ def wrong_answers_at(**options):
             "the KL not subtracted": g + p * of_row[:, None],
             "forward KL": (p - q) / T * of_row[:, None],
             "another temperature": gradient_for(mask, temperature=1.01 * T),
-            "other rows trained": gradient_for(None) * (1 if upstream.ndim else len(mask) / mask.sum()),
+            "other rows trained": gradient_for(None)
+            * (1 if upstream.ndim else len(mask) / mask.sum()),
         }
         if not upstream.ndim:
             wrong["mean over all rows"] = g * mask.sum() / len(mask)
@@ -122,26 +138,44 @@ def bad_input():
     x, m = torch.zeros(2, 5, device=DEVICE), torch.ones(2, dtype=torch.bool, device=DEVICE)
     of = "expected a tensor of torch.float16"
     return {
-        "student no tensor": BadInput(([[0.0]], x, m), TypeError, f"student_logits is a list, {of}"),
-        "teacher no tensor": BadInput((x, None, m), TypeError, f"teacher_logits is a NoneType, {of}"),
-        "float64": BadInput((x.double(), x, m), TypeError, f"student_logits is torch.float64, {of}"),
+        "student no tensor": BadInput(
+            ([[0.0]], x, m), TypeError, f"student_logits is a list, {of}"
+        ),
+        "teacher no tensor": BadInput(
+            (x, None, m), TypeError, f"teacher_logits is a NoneType, {of}"
+        ),
+        "float64": BadInput(
+            (x.double(), x, m), TypeError, f"student_logits is torch.float64, {of}"
+        ),
         "probabilities as mask": BadInput(
             (x, x, x), TypeError, "mask is torch.float32, expected a tensor of torch.bool"
         ),
         "no vocabulary": BadInput(
-            (x[:, :0], x[:, :0], m), ValueError, r"shape \(2, 0\) on .*expected \(..., V\) twice, V >= 1"
+            (x[:, :0], x[:, :0], m),
+            ValueError,
+            r"shape \(2, 0\) on .*expected \(..., V\) twice, V >= 1",
         ),
         "0-D": BadInput((x[0, 0], x[0, 0], None), ValueError, r"student_logits has shape \(\)"),
         "two vocabularies": BadInput(
-            (x, x[:, :4], m), ValueError, r"student_logits has shape \(2, 5\) .*, teacher_logits has shape \(2, 4\)"
+            (x, x[:, :4], m),
+            ValueError,
+            r"student_logits has shape \(2, 5\) .*, teacher_logits has shape \(2, 4\)",
         ),
         "too short a mask": BadInput(
-            (x, x, m[:1]), ValueError, r"mask has shape \(1,\) on .*; expected .*for a mask: reshape"
+            (x, x, m[:1]),
+            ValueError,
+            r"mask has shape \(1,\) on .*; expected .*for a mask: reshape",
         ),
-        "two devices": BadInput((x, x.to("meta"), m), ValueError, "on meta, mask .*; expected one GPU"),
-        "without memory": BadInput((x.to("meta"), x.to("meta"), None), ValueError, "on meta; expected one GPU"),
+        "two devices": BadInput(
+            (x, x.to("meta"), m), ValueError, "on meta, mask .*; expected one GPU"
+        ),
+        "without memory": BadInput(
+            (x.to("meta"), x.to("meta"), None), ValueError, "on meta; expected one GPU"
+        ),
         "sparse": BadInput(
-            (x, x.to_sparse(), m), TypeError, "teacher_logits is torch.sparse_coo, expected torch.strided: pass"
+            (x, x.to_sparse(), m),
+            TypeError,
+            "teacher_logits is torch.sparse_coo, expected torch.strided: pass",
         ),
     }
 
@@ -171,7 +205,8 @@ MEAN = Subject(
     bad_input=bad_input,
     bad_when_compiled="two vocabularies",
     refused_on_cpu="on cpu; expected one GPU: move them, or set TRITON_INTERPRET",
-    exempt=ALONE | {"rows_beyond_int32_in_memory": "the mean is over all rows; reverse_kl_rows has every row's"},
+    exempt=ALONE
+    | {"rows_beyond_int32_in_memory": "the mean is over all rows; reverse_kl_rows has every row's"},
 )
 
 HOT = {"temperature": TEMPERATURE, "reduction": "none"}

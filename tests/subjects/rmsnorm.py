@@ -13,7 +13,9 @@ EPS = 1e-5
 
 
 def make(rows, H, dtype, seed=0):
-    """x with a mean, weights of both signs and far from 1, and a gradient for y that is not constant."""
+    """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
+    constant.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = 0.5 + 1.5 * torch.randn((*rows, H), generator=generator)
     weight = 0.5 + torch.randn(H, generator=generator)
@@ -51,9 +53,7 @@ def wrong_answers(inputs, douts, right):
     dw, dw_rows = right["dweight"], (dy * x_hat).flatten(0, -2)
     return wrong | {
         "y without the weight": {"y": x_hat},
-        "dx without the weight": {
-            "dx": rstd * (dy - x_hat * (dy * x_hat).mean(-1, keepdim=True))
-        },
+        "dx without the weight": {"dx": rstd * (dy - x_hat * (dy * x_hat).mean(-1, keepdim=True))},
         "dw of x instead of x_hat": {"dweight": (dy * x).flatten(0, -2).sum(0)},
         "dw without its last row": {"dweight": dw_rows[:-1].sum(0)},
         "dw of one program lost": {"dweight": dw - dw_rows[3::8].sum(0)},

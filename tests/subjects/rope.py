@@ -15,15 +15,17 @@ SIZE = 4, 2, 16  # query heads, key heads, D
 
 def batch_and_tokens(rows):
     """(B, T) of any number of dimensions."""
-    return (1, *rows)[-2:] if len(rows) < 3 else (rows[0] * rows[1], rows[2])
+    return (1, 1, *rows)[-2:] if len(rows) < 3 else (rows[0] * rows[1], rows[2])
 
 
 def make(rows, size, dtype, seed=0, angle_dtype=None, shared=False):
-    """q, k, cos, sin and the gradients of both outputs, laid out as in Hugging Face: transposed (B, T, heads, D).
+    """q, k, cos, sin and the gradients of both outputs, laid out as in Hugging Face: transposed (B,
+    T, heads, D).
 
-    The angles are no angles but any numbers, with halves that differ: a kernel that mixes up two of them is found out.
+    The angles are no angles but any numbers, with halves that differ: a kernel that mixes up two of
+    them is found out.
     """
-    B, T = batch_and_tokens((1, *rows) if not rows else rows)
+    B, T = batch_and_tokens(rows)
     n_q_heads, n_k_heads, D = size
     generator = torch.Generator().manual_seed(seed)
 
@@ -32,9 +34,16 @@ def make(rows, size, dtype, seed=0, angle_dtype=None, shared=False):
         return x.to(DEVICE, dtype).transpose(1, 2)
 
     def angles():
-        return torch.randn((1 if shared else B, T, D), generator=generator).to(DEVICE, angle_dtype or dtype)
+        return torch.randn((1 if shared else B, T, D), generator=generator).to(
+            DEVICE, angle_dtype or dtype
+        )
 
-    inputs = {"q": heads(n_q_heads, 0.5), "k": heads(n_k_heads, -0.5), "cos": angles(), "sin": angles()}
+    inputs = {
+        "q": heads(n_q_heads, 0.5),
+        "k": heads(n_k_heads, -0.5),
+        "cos": angles(),
+        "sin": angles(),
+    }
     return inputs, {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
 
 
@@ -66,9 +75,15 @@ def wrong_answers(inputs, douts, right):
         "q_rot without sin": {"q_rot": q * cos},
         "q_rot the other way": {"q_rot": q * cos - rotate_half(q) * sin},
         "q_rot in pairs of neighbours": {"q_rot": q * cos + interleaved(q) * sin},
-        "q_rot with the first half of cos": {"q_rot": q * first_half_twice(cos) + rotate_half(q) * sin},
-        "q_rot with the first half of sin": {"q_rot": q * cos + rotate_half(q) * first_half_twice(sin)},
-        "q_rot with another token's angles": {"q_rot": q * cos.roll(1, 2) + rotate_half(q) * sin.roll(1, 2)},
+        "q_rot with the first half of cos": {
+            "q_rot": q * first_half_twice(cos) + rotate_half(q) * sin
+        },
+        "q_rot with the first half of sin": {
+            "q_rot": q * cos + rotate_half(q) * first_half_twice(sin)
+        },
+        "q_rot with another token's angles": {
+            "q_rot": q * cos.roll(1, 2) + rotate_half(q) * sin.roll(1, 2)
+        },
         "k_rot is another head's": {"k_rot": k_rot.roll(1, 1)},
         "k_rot lacks its last head": {"k_rot": torch.cat((k_rot[:, :-1], k[:, -1:]), 1)},
         "dq rotated forward": {"dq": dq_rot * cos + rotate_half(dq_rot) * sin},
@@ -95,9 +110,8 @@ def projection(n_heads_before, n_heads_after):
 
 def overlapping_windows(t):
     """Each token's columns begin one element after the token's before."""
-    B, heads, T, D = t.shape
     memory = torch.cat((t[:, :, 0], t[:, :, 1:, -1]), -1)  # (B, heads, D + T - 1)
-    return memory.unfold(2, D, 1)
+    return memory.unfold(2, t.shape[-1], 1)
 
 
 def part_of_a_table(t):
@@ -118,23 +132,43 @@ def bad_input():
     T, V = TypeError, ValueError
     expected = r"expected \(2, 3, 16\)"
     heads = r"expected \(2, heads, 3, 16\)"
-    table = r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): index it with position_ids first"
-    neighbours = (
-        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; if they are "
-        r"q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
+    table = (
+        r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): "
+        "index it with position_ids first"
     )
-    partial = r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, for which pass q\[..., :12\]"
+    neighbours = (
+        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
+        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
+    )
+    partial = (
+        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
+        r"for which pass q\[..., :12\]"
+    )
     rows = {
         "q is a list": ([1.0], x, a, a, T, "q is a list, expected a tensor"),
         "k is None": (x, None, a, a, T, "k is a NoneType, expected a tensor"),
         "cos is a number": (x, x, 1.0, a, T, "cos is a float, expected a tensor"),
-        "q is int64": (x.long(), x, a, a, T, "q is torch.int64, expected float16, bfloat16 or float32"),
+        "q is int64": (
+            x.long(),
+            x,
+            a,
+            a,
+            T,
+            "q is torch.int64, expected float16, bfloat16 or float32",
+        ),
         "k is float64": (x, x.double(), a, a, T, "k is torch.float64, expected float16"),
         "sin is float64": (x, x, a, a.double(), T, "sin is torch.float64, expected float16"),
         "k is elsewhere": (x, x.to("meta"), a, a, V, f"k is on meta, expected q's {DEVICE}"),
         "cos is elsewhere": (x, x, a.to("meta"), a, V, f"cos is on meta, expected q's {DEVICE}"),
         "q is 3-D": (x[0], x, a, a, V, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
-        "q of an odd D": (x[..., :15], x, a, a, V, r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096"),
+        "q of an odd D": (
+            x[..., :15],
+            x,
+            a,
+            a,
+            V,
+            r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096",
+        ),
         "q of no columns": (x[..., :0], x, a, a, V, "even D from 2 to 4,096"),
         "q of a large D": (x.repeat(1, 1, 1, 257), x, a, a, V, "even D from 2 to 4,096"),
         "k is 3-D": (x, x[0], a, a, V, rf"k has shape \(4, 3, 16\), {heads}"),
@@ -146,12 +180,37 @@ def bad_input():
         "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], V, neighbours),
         "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], V, partial),
         "q is sparse": (x.to_sparse(), x, a, a, T, "q is torch.sparse_coo, expected torch.strided"),
-        "cos is sparse": (x, x, a.to_sparse(), a, T, "cos is torch.sparse_coo, expected torch.strided"),
-        "without memory": (*(t.to("meta") for t in (x, x, a, a)), V, "q is on meta, expected a GPU"),
-        "cos is unsqueezed": (x, x, a[:, None], a, V, rf"cos has shape \(2, 1, 3, 16\), {expected}"),
+        "cos is sparse": (
+            x,
+            x,
+            a.to_sparse(),
+            a,
+            T,
+            "cos is torch.sparse_coo, expected torch.strided",
+        ),
+        "without memory": (
+            *(t.to("meta") for t in (x, x, a, a)),
+            V,
+            "q is on meta, expected a GPU",
+        ),
+        "cos is unsqueezed": (
+            x,
+            x,
+            a[:, None],
+            a,
+            V,
+            rf"cos has shape \(2, 1, 3, 16\), {expected}",
+        ),
         "cos of another T": (x, x, a[:, :1], a, V, rf"cos has shape \(2, 1, 16\), {expected}"),
         "sin of half of D": (x, x, a, a[..., :8], V, rf"sin has shape \(2, 3, 8\), {expected}"),
-        "sin of another batch": (x, x, a, a.repeat(2, 1, 1), V, rf"sin has shape \(4, 3, 16\), {expected}"),
+        "sin of another batch": (
+            x,
+            x,
+            a,
+            a.repeat(2, 1, 1),
+            V,
+            rf"sin has shape \(4, 3, 16\), {expected}",
+        ),
     }
     return {mistake: BadInput(row[:4], *row[4:]) for mistake, row in rows.items()}
 
@@ -164,7 +223,9 @@ def rotation(B, T, D, theta=10_000.0):
 
 
 def of_packed_heads(subject: Subject) -> Subject:
-    """Attention's projections: q, k and v are views of one product, and each is multiplied again."""
+    """Attention's projections: q, k and v are views of one product, and each is multiplied
+    again.
+    """
 
     def make(rows, size, dtype, seed=0):
         (B, T), (n_q_heads, n_k_heads, D) = batch_and_tokens(rows), size
@@ -182,7 +243,9 @@ def of_packed_heads(subject: Subject) -> Subject:
             "sin": sin,
             "heads": torch.empty(n_q_heads, n_k_heads, 0),  # their numbers, as a shape
         }
-        return inputs, {name: normal(B, T, n, 6) for name, n in zip("qkv", (n_q_heads, n_k_heads, n_k_heads))}
+        return inputs, {
+            name: normal(B, T, n, 6) for name, n in zip("qkv", (n_q_heads, n_k_heads, n_k_heads))
+        }
 
     def graph(function):
         def call(x, w_qkv, w_out, cos, sin, heads):
@@ -210,7 +273,14 @@ SUBJECTS = (
         size=SIZE,
         ragged_sizes=tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
         large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
-        more_layouts={"q": HEADS, "k": HEADS, "dq_rot": HEADS, "dk_rot": HEADS, "cos": ANGLES, "sin": ANGLES},
+        more_layouts={
+            "q": HEADS,
+            "k": HEADS,
+            "dq_rot": HEADS,
+            "dk_rot": HEADS,
+            "cos": ANGLES,
+            "sin": ANGLES,
+        },
         far=tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
         + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
         far_rows=(3, 3),
@@ -226,8 +296,8 @@ SUBJECTS = (
         bad_when_compiled="k of another D",
         refused_on_cpu="q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         exempt={
-            "one_to_four_dimensions": "q and k have four dimensions; those of the angles are rope_test's",
-            "rows_beyond_int32_in_memory": "tokens and heads are not rows; rope_test has both orders of them",
+            "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
+            "rows_beyond_int32_in_memory": "tokens are not rows; rope_test has both orders",
         },
     ),
 )

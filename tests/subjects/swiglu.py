@@ -116,7 +116,7 @@ SUBJECTS = (
         entry=TritonSwiGLU(inplace=True),
         saved=(),
         exempt={
-            "saved_tensors_are_what_the_record_says": "it is called with copies, which it may overwrite",
+            "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite",
             "memory_is_bounded": "the copies count; its own test measures it without them",
         },
     ),
