@@ -6,6 +6,7 @@ whose length it knows, and so a compiled graph shows strides that eager PyTorch 
 """
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -102,15 +103,27 @@ def graph_of(subject: Subject) -> Subject:
     return (subject.in_a_graph or in_a_larger_graph)(subject)
 
 
+def orders_of_sizes(subject):
+    """(dynamic, the number of the size that is compiled first)."""
+    return itertools.product((True, None), range(len(subject.compiled_first)))
+
+
+def sizes_of(subject, first=0):
+    """(rows, size) of one graph after another."""
+    rows, size = subject.compiled_first[first]
+    return [(rows, size), *((rows, other or size) for rows, other in subject.compiled_next)]
+
+
 @contract(
-    "dynamic",
-    lambda subject: (True, None),
-    exhaustive=lambda subject, dynamic: is_variant(subject) or not dynamic,
+    "case",
+    orders_of_sizes,
+    exhaustive=lambda subject, case: is_variant(subject) or case != (True, 0),
 )
-def test_larger_graph(subject, dynamic):
+def test_larger_graph(subject, case):
+    dynamic, first = case
     graph = graph_of(subject)
     compiled = torch.compile(graph.function, fullgraph=True, dynamic=dynamic)
-    for number, (rows, size) in enumerate(subject.compiled_sizes):
+    for number, (rows, size) in enumerate(sizes_of(subject, first)):
         # what was compiled for any size must do for the others
         with compiled_once() if dynamic and number > 0 else contextlib.nullcontext():
             found = checks(graph, *graph.make(rows, size, COMPILED_DTYPE), ours=compiled)
@@ -122,7 +135,7 @@ def test_other_numbers_of_rows_compile_at_most_once_more(subject):
     """Without a word about dynamic sizes."""
     graph = graph_of(subject)
     compiled = torch.compile(graph.function, fullgraph=True)
-    (first, *rest), size = subject.compiled_sizes[0]
+    (first, *rest), size = sizes_of(subject)[0]
     for number, n_rows in enumerate((first, first + 1, first + 4, first + 2)):
         with compiled_once() if number > 1 else contextlib.nullcontext():
             found = checks(graph, *graph.make((n_rows, *rest), size, COMPILED_DTYPE), ours=compiled)
@@ -136,7 +149,7 @@ def test_inputs_of_the_graph_before_a_product(subject):
     """
     graph = in_a_larger_graph(subject, activations=())
     compiled = torch.compile(graph.function, fullgraph=True)
-    rows, size = subject.compiled_sizes[0]
+    rows, size = sizes_of(subject)[0]
     inputs, douts = graph.make(rows, size, COMPILED_DTYPE)
     before = {name: t.clone() for name, t in inputs.items()}
     assert_all_passed(checks(graph, inputs, douts, ours=compiled))
@@ -146,7 +159,7 @@ def test_inputs_of_the_graph_before_a_product(subject):
 @contract(exhaustive=always)
 def test_forward_alone(subject):
     graph = graph_of(subject)
-    rows, size = subject.compiled_sizes[0]
+    rows, size = sizes_of(subject)[0]
     inputs, douts = graph.make(rows, size, COMPILED_DTYPE)
     compiled = torch.compile(graph.function, fullgraph=True)
 

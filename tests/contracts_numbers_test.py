@@ -11,7 +11,7 @@ from harness.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative
 from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
 from tests.contracts import contract, is_variant
-from tests.layouts import layouts_of
+from tests.layouts import Layout, layouts_of
 from tests.subject import (
     as_tuple,
     checks,
@@ -53,6 +53,21 @@ def test_outputs_and_gradients_match_float64(subject, dtype):
 @contract("size", lambda subject: subject.ragged_sizes)
 def test_ragged_sizes(subject, size):
     assert_all_passed(checks(subject, *subject.make((5,), size, torch.float32)))
+
+
+def with_gaps(tensors):
+    """Five unused elements between the rows."""
+    placed = {}
+    for name, t in tensors.items():
+        dims = tuple(range(t.ndim))
+        placed[name] = Layout(dims, (1,) * t.ndim, gap=5).place(t) if dims else t
+    return placed
+
+
+@contract("size", lambda subject: subject.ragged_sizes[-3:], exhaustive=is_variant)
+def test_ragged_rows_with_gaps_between_them(subject, size):
+    inputs, douts = subject.make((5,), size, torch.float32)
+    assert_all_passed(checks(subject, with_gaps(inputs), with_gaps(douts)))
 
 
 @contract(

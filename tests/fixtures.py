@@ -158,7 +158,14 @@ def compiler_pads_rows():
     torch._dynamo.reset()
 
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
+def pads_rows(test):
+    """A kernel's own test of compiled graphs.
+
+    A reader runs one graph of each function: tests/contracts_compile_test.py.
+    """
+    return pytest.mark.exhaustive(pytest.mark.usefixtures("compiler_pads_rows")(test))
+
+
 COMPILED_DTYPE = (
     torch.bfloat16 if HAS_GPU else torch.float32
 )  # a CPU multiplies matrices of bf16 in its own way

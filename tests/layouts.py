@@ -57,6 +57,8 @@ def layouts_of(ndim: int) -> dict[str, Layout]:
         "every second column": Layout(dims, (*ones[1:], 2)),
         "all repeated (strides 0)": Layout(dims, (0,) * ndim),
     }
+    if ndim > 2:
+        layouts["one row repeated (stride 0)"] = Layout(dims, (*(0,) * last, 1))
     for dim in dims[:-1]:
         layouts[f"every second of dimension {dim}"] = Layout(
             dims, tuple(2 if d == dim else 1 for d in dims)

@@ -13,12 +13,11 @@ from next_steps.fused_layer import (
     swiglu_linear_reference,
 )
 from next_steps.swiglu_kernel import SwiGLUMLPFunction, swiglu_reference
-from tests.subject import BadInput, Subject
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I
 RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
-COMPILED = ((5,), (24, 1289)), ((4,), (1289, 40)), ((16,), (48, 64))
 
 
 def norm_linear(x, norm_weight, *weights, eps=EPS):
@@ -227,7 +226,8 @@ COMMON = {
     "made_by_kernels_alone": False,
     "size": SIZE,
     "ragged_sizes": RAGGED,
-    "compiled_sizes": COMPILED,
+    "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
+    "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
     "gpu_size": (256, 512),
     "exempt": {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": TABLE},
 }

@@ -7,7 +7,7 @@ import torch
 import rmsnorm_kernel
 from harness.checking import DEVICE
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
-from tests.subject import BadInput, Subject
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 EPS = 1e-5
 
@@ -135,7 +135,8 @@ NORM = Subject(
     saved=("x", "weight"),
     saved_bytes=bytes_of_rstd,
     activations=("x",),
-    compiled_sizes=(((5,), 1289), ((4,), 2048), ((16,), 48)),
+    compiled_first=tuple(((5,), width) for width in PADDED_WIDTHS),
+    compiled_next=(((4,), 2048), ((16,), 48)),
     gpu_size=1024,
     workspace=lambda inputs: bytes_of_rstd(inputs) + 8 * 2**20,  # and the partial sums of dw
     row_inputs=("x",),

@@ -5,12 +5,16 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.checking import DEVICE
+from harness.checking import DEVICE, HAS_GPU
 from next_steps import rope_kernel
 from next_steps.rope_kernel import TritonRoPEFunction, rope_reference
 from tests.subject import BadInput, Subject, as_tuple
 
 SIZE = 4, 2, 16  # query heads, key heads, D
+# qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between rows of more than 1,024
+# elements whose
+# length it knows, unless they begin at multiples of 128 bytes.
+PACKED_HEADS = [(9, 2, 80)] + ([(17, 2, 64), (2, 2, 176)] if HAS_GPU else [])
 
 
 def batch_and_tokens(rows):
@@ -287,8 +291,8 @@ SUBJECTS = (
         far_size=(3, 3, 4),
         saved=("cos", "sin"),
         in_a_graph=of_packed_heads,
-        # qkv has 1,040 columns: the compiler pads rows of more than 1,024 elements
-        compiled_sizes=(((2, 3), (9, 2, 80)), ((2, 5), (9, 2, 80)), ((3, 7), (9, 2, 80))),
+        compiled_first=tuple(((2, 3), heads) for heads in PACKED_HEADS),
+        compiled_next=(((2, 5), None), ((3, 7), None)),  # with the same heads
         gpu_rows=(2, 96),
         gpu_size=(32, 8, 128),
         workspace=lambda inputs: 2**20,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.checking import DEVICE
 from next_steps import swiglu_kernel
 from next_steps.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
-from tests.subject import BadInput, Subject
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 
 def make(rows, width, dtype, seed=0):
@@ -97,7 +97,8 @@ SWIGLU = Subject(
     far=(("gate", 0), ("up", 0), ("dy", 0)),
     saved=("gate", "up"),
     activations=("gate", "up"),
-    compiled_sizes=(((5,), 1289), ((4,), 2048), ((16,), 48)),
+    compiled_first=tuple(((5,), width) for width in PADDED_WIDTHS),
+    compiled_next=(((4,), 2048), ((16,), 48)),
     gpu_size=1024,
     workspace=lambda inputs: 2**20,
     row_inputs=("gate", "up"),
