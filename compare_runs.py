@@ -82,21 +82,9 @@ def workload_differences(first: dict, other: dict) -> list[str]:
     return Workload.from_record(first).differences(Workload.from_record(other))
 
 
-def relative_difference(a: float, b: float) -> float:
-    """|b - a| / |a|; from 0, every other number is infinitely far."""
-    if a == b:
-        return 0.0
-    return abs(b - a) / abs(a) if a else math.inf
-
-
-def relative_differences(first: dict, other: dict) -> list[float]:
-    """|loss - loss of the first run| / loss of the first run, for each step."""
-    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]
-
-
 def same_training(first: dict, other: dict) -> bool:
     """True when no step's loss is further off than rounding explains."""
-    return max(relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
+    return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
 
 
 def drifted(records: list[dict]) -> bool:
@@ -163,7 +151,7 @@ def render(names: list[str], records: list[dict]) -> str:
         parts.append(loss_table(names[0], first, comparable))
         tolerance = LOSS_TOLERANCE[first["dtype"]]
         for name, record in comparable:
-            largest = max(relative_differences(first, record))
+            largest = max(run_records.relative_differences(first, record))
             verdict = f"{'' if same_training(first, record) else 'NOT '}the same training"
             parts.append(
                 f"{name}: largest relative loss difference over {first['steps']} steps "
@@ -186,7 +174,7 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
         for _, record in comparable:
             row += [
                 f"{record['losses'][step]:.5f}",
-                f"{relative_differences(first, record)[step]:.1e}",
+                f"{run_records.relative_differences(first, record)[step]:.1e}",
             ]
         rows.append(row)
     return tables.table(headers, rows)

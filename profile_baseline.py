@@ -132,7 +132,8 @@ def render(record: dict) -> str:
             "",
             # older records have none
             *([diagnosis_tables.render(record), ""] if "ceilings" in record else []),
-            f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); open it in https://ui.perfetto.dev",
+            f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
+            "open it in https://ui.perfetto.dev",
         ]
     )
 

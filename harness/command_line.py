@@ -135,9 +135,9 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory() -> str:
     """What to do about it."""
-    from harness.device import HAS_GPU
+    import torch  # what ran out of memory has imported it
 
-    where = "the GPU" if HAS_GPU else "this machine"
+    where = "the GPU" if torch.cuda.is_available() else "this machine"
     return (
         f"{where} ran out of memory. Lower, in this order: --batch-size, --seq-len; "
         "then use a smaller --model. On a GPU, also check with nvidia-smi that no other process "

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from harness import architecture
 from harness.architecture import (
     build_model,
     llama_3_1_8b_config,
     parameter_count,
-    tiny_config,
     unpacked_sequences,
     with_one_layer,
 )
@@ -51,7 +51,7 @@ def load_config(
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
     if model == TINY:
-        config = tiny_config()
+        config = architecture.tiny_config()
     elif workload.random_init and model == DEFAULT_MODEL:
         config = llama_3_1_8b_config()
     else:

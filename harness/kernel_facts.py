@@ -8,7 +8,7 @@ benchmark's list are all read from these rows.  What a new kernel costs:
     a patch              next_steps/apply_kernels.py, if --kernels is to know it
     a benchmark problem  its sizes in harness/benchmark_specs.py, its inputs and what is exact of
                          its results in next_steps/benchmark_problems.py, its opponents in
-                         next_steps/benchmark_opponents.py
+                         next_steps/benchmark_contenders.py
     a subject            in the tests, for the contracts that every kernel keeps; and a file of
                          tests for what is its own
     a compile case       tools/compile_cases.py

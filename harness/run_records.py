@@ -1,6 +1,7 @@
 """What a run writes down, as JSON: the machine and versions it ran on, and what it measured."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -67,6 +68,17 @@ def environment_line(env: dict) -> str:
     )
 
 
+def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
+    """The speed of light of this machine, measured in this run."""
+    return "\n".join(
+        [
+            environment_line(env),
+            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
+        ]
+    )
+
+
 def write_record(path: str | None, record: dict) -> None:
     """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
 
@@ -95,3 +107,15 @@ def read_record(path: str, kind: str) -> dict:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
     return record
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
+def relative_differences(first: dict, other: dict) -> list[float]:
+    """|loss - loss of the first run| / loss of the first run, for each step."""
+    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]

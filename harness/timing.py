@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from harness.device import DEVICE, HAS_GPU, synchronize
-from harness.run_records import environment_line
 
 # after `device`, which decides how Triton will run
 import triton  # isort: skip
@@ -114,17 +113,6 @@ def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
 def datasheet_tflops(gpu: str | None) -> float | None:
     """Dense bf16 TFLOP/s by the data sheet, None where the GPU is not listed."""
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
-
-
-def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
-    """The speed of light of this machine, measured in this run."""
-    return "\n".join(
-        [
-            environment_line(env),
-            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
-            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
-        ]
-    )
 
 
 # ---------------------------------------------------------------- memory

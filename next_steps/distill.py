@@ -6,11 +6,11 @@ A label says which token came next.  A teacher says how probable every token of 
 The student learns to agree: with p its own probabilities and q the teacher's, at the positions
 whose label counts,
 
-    loss = KL(student || teacher) = sum p * (log p - log q)       the reverse KL of reverse_kl_kernel.py, a mean
+    loss = KL(student || teacher) = sum p * (log p - log q)
 
-It is 0 where both agree.  Labels do no more than mark positions, as in any fine-tuning: token t
-predicts token t + 1, and prompts and padding do not count.  The validation loss stays the usual
-one, of the labels.
+the reverse KL of reverse_kl_kernel.py, a mean.  It is 0 where both agree.  Labels do no more than
+mark positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
+count.  The validation loss stays the usual one, of the labels.
 
 The teacher computes no gradient and keeps no activations, so of it the memory holds the weights
 and, once, the logits (B, T, V).  The student's logits exist once, beside their gradient.  The
@@ -103,11 +103,11 @@ def learn_from(
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
         logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
-        loss_function = causal_lm_loss(
-            lambda logits, targets, ignore_index: reverse_kl(
-                logits, teacher_logits, targets != ignore_index
-            )
-        )
+
+        def of_targets(logits, targets, ignore_index):
+            return reverse_kl(logits, teacher_logits, targets != ignore_index)
+
+        loss_function = causal_lm_loss(of_targets)
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
 
     student.forward = types.MethodType(forward, student)

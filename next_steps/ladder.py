@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import compare_runs
 from harness import command_line, pictures, run_records, tables
 from harness.command_line import RunError
 from harness.config_file import load_config
@@ -129,7 +128,7 @@ def render(record: dict) -> str:
             else before["step_ms"] - rung["step_ms"]
         )
         predicted = None if saved is None else before["step_ms"] - rung["predicted_ms"]
-        difference = max(compare_runs.relative_differences(baseline, rung))
+        difference = max(run_records.relative_differences(baseline, rung))
         row = [rung["name"] if predicted is None else f"+ {rung['name']}"]
         row += [tables.number(ms) for ms in (predicted, saved, rung["step_ms"])]
         for key, scale, spec in (
@@ -140,10 +139,18 @@ def render(record: dict) -> str:
         rows.append([*row, f"{difference:.1e}"])
         before = rung
     headers = [
-        "Rung", "Predicted gain, ms", "Measured gain, ms", "Step, ms", "Tokens/sec", "x baseline", "Peak, GB",
-        "x baseline", "Largest loss difference",
-    ]  # fmt: skip
-    workload = f"{record['batch_size']} x {record['seq_len']} tokens, {record['steps']} steps, data {record['data']}"
+        "Rung",
+        "Predicted gain, ms",
+        "Measured gain, ms",
+        "Step, ms",
+        "Tokens/sec",
+        "x baseline",
+        "Peak, GB",
+        "x baseline",
+        "Largest loss difference",
+    ]
+    size = f"{record['batch_size']} x {record['seq_len']} tokens"
+    workload = f"{size}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),
         f"{model_line(record)}; {workload}",
@@ -158,7 +165,7 @@ def render(record: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """A step's time and peak memory, rung by rung, a row of two panels for each record, as one PNG."""
+    """A step's time and peak memory, rung by rung, as one PNG: two panels for each record."""
     plt = pictures.pyplot()
     size = 12, 0.6 + 3.6 * len(records)
     figure, axes = plt.subplots(len(records), 2, figsize=size, squeeze=False, layout="constrained")

@@ -26,14 +26,26 @@ import rmsnorm_kernel
 from harness import architecture, dataset, stepping
 from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, relative_error
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from next_steps import adamw_kernel, apply_kernels, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps import (
+    adamw_kernel,
+    apply_kernels,
+    linear_cross_entropy_kernel,
+    rope_kernel,
+    swiglu_kernel,
+)
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.apply_kernels import modeling_llama, triton_adamw
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 HERE = Path(__file__).parents[1]  # the project's folder
 IGNORE = dataset.IGNORE_INDEX

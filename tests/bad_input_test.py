@@ -16,11 +16,15 @@ from safetensors.torch import load_file, save_file
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, config_file, device, loading
+from harness import architecture, config_file, loading
 from harness.device import DEVICE, HAS_GPU
-from harness.workload import finetune_parser
+from harness.workload import Workload
 from next_steps import memory_estimate
 from tests.cli_test import assert_refused, change_config, hub_error, hub_errors
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 STEPS = ["--seq-len", "8", "--steps", "1"]
@@ -88,7 +92,7 @@ def checkpoint(saved_tiny, tmp_path) -> Path:
 @pytest.fixture
 def run(run_script, checkpoint, monkeypatch):
     """run("profile_baseline --estimate") -> Outcome, of that script on the checkpoint."""
-    monkeypatch.setattr(device, "HAS_GPU", False)  # where flash attention may be installed
+    monkeypatch.setattr(config_file, "HAS_GPU", False)  # where flash attention may be installed
 
     def run(name: str, *flags: str):
         script, its_flags = SCRIPTS[name]
@@ -123,7 +127,7 @@ def test_a_damaged_config_is_one_sentence_with_file_and_field(run, checkpoint, s
 def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     run, checkpoint, monkeypatch, script, values, kernels, words
 ):
-    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
     change_config(checkpoint, intermediate_size=8, **values)
     flags = [] if script.endswith("--ladder") else ["--kernels", kernels]  # the ladder runs them all
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
@@ -158,8 +162,8 @@ def test_dynamic_rotary_scaling_changes_nothing_within_the_models_positions(chec
     losses = []
     for name in ("default", "dynamic"):
         change_config(checkpoint, rope_parameters=ROPE | {"rope_type": name, "factor": 2.0})
-        args = finetune_parser("").parse_args(["--model", str(checkpoint), "--dtype", "fp32"])
-        model = loading.load_model(args)
+        workload = Workload(model=str(checkpoint), dtype="fp32", seq_len=64)
+        model = loading.load_model(workload)
         ids = ids.to(DEVICE)
         losses.append(model(input_ids=ids, labels=ids).loss)
         assert model.config.rope_parameters["rope_type"] == name, "what is saved says so"

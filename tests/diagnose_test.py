@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 import profile_baseline
-from harness import architecture, costs, dataset, diagnose, diagnosis_tables, loading, profile_comparison, profiler, roofline, stepping
+from harness import (
+    architecture,
+    costs,
+    dataset,
+    diagnose,
+    diagnosis_tables,
+    loading,
+    profile_comparison,
+    profiler,
+    roofline,
+    stepping,
+)
 from harness.command_line import UserError
 from harness.device import DEVICE
 from harness.diagnose import RUNG_OF_CATEGORY
@@ -448,7 +459,7 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
 
     model = loading.load_model(Workload(model="tiny"))
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, config, 2).train]
-    monkeypatch.setattr(stepping.timed_step, "__defaults__", (with_item,))
+    monkeypatch.setattr(stepping, "training_step", with_item)
     waited = profiler.timeline(model, stepping.make_optimizer(model, 1e-3), batches)
     assert waited["synchronization_us"] > 20 * 2
     assert waited["idle_us"] >= waited["synchronization_us"] and waited["host_us"] > 0

@@ -13,12 +13,27 @@ import torch
 import compare_runs
 import finetune_baseline
 import finetune_optimized
-from harness import architecture, dataset, loading, run_records, stepping, tables, timing, training_run
-from harness.workload import DEFAULT_MODEL, teacher_line
+from harness import (
+    architecture,
+    dataset,
+    loading,
+    run_records,
+    stepping,
+    tables,
+    timing,
+    training_run,
+)
 from harness.checking import HAS_GPU, relative_error
-from next_steps import apply_kernels, distill, reverse_kl_kernel
-from tests.apply_kernels_test import CountedKernel, assert_equal, loss_and_gradients, make_batch, make_model
-from harness.kernel_facts import KERNELS
+from harness.kernel_facts import KERNELS, LOSS_KERNELS
+from harness.workload import DEFAULT_MODEL, Workload, teacher_line
+from next_steps import apply_kernels, distill, finetune_options, reverse_kl_kernel
+from tests.apply_kernels_test import (
+    CountedKernel,
+    assert_equal,
+    loss_and_gradients,
+    make_batch,
+    make_model,
+)
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
@@ -219,19 +234,21 @@ def test_a_run_says_who_taught_whom(distilled):
 
 
 @pytest.fixture
-def arguments(monkeypatch):
-    """arguments(*flags) -> finetune_optimized.py's arguments."""
+def workload_of(monkeypatch):
+    """workload_of(*flags) -> what finetune_optimized.py makes of these flags."""
 
     def parse(*flags: str):
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *SMALL, *flags])
-        return finetune_optimized.parse_args()
+        return Workload.from_flags(finetune_options.parse_args(""), HAS_GPU)
 
     return parse
 
 
-def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model):
-    args = arguments("--teacher", "tiny", "--student-layers", "2")
-    student, teacher = distill.load_student(args, [])[0].state_dict(), loading.load_model(args).state_dict()
+def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_model):
+    flags = "--teacher", "tiny", "--student-layers", "2", *EAGER
+    workload = workload_of(*flags)
+    student = distill.load_student(workload)[0].state_dict()
+    teacher = loading.load_model(workload).state_dict()
     assert set(student) == {name for name in teacher if ".layers.2." not in name}
     assert all(torch.equal(student[name], teacher[name]) for name in student)
 
@@ -247,19 +264,22 @@ def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model)
     ],
     ids=str,
 )
-def test_which_student_and_how_many_layers(arguments, small_model, tmp_path, flags, model, n_layers):
+def test_which_student_and_how_many_layers(workload_of, small_model, tmp_path, flags, model, n_layers):
     config = architecture.tiny_config()
     config.num_hidden_layers = 2
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    args = arguments("--teacher", "tiny", *(str(tmp_path) if flag == "OTHER" else flag for flag in flags))
-    assert args.model == (str(tmp_path) if model == "OTHER" else model)
-    student, described = distill.load_student(args, [])
-    assert len(student.model.layers) == student.config.num_hidden_layers == described["student_layers"] == n_layers
-    assert described["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
+    flags = [str(tmp_path) if flag == "OTHER" else flag for flag in flags]
+    workload = workload_of("--teacher", "tiny", *EAGER, *flags)
+    assert workload.model == (str(tmp_path) if model == "OTHER" else model)
+    student, workload, more = distill.load_student(workload)
+    layers = len(student.model.layers), student.config.num_hidden_layers, workload.student_layers
+    assert set(layers) == {n_layers}
+    assert more["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
 
 
-def test_without_a_teacher_the_model_is_the_default(arguments):
-    assert arguments().model == DEFAULT_MODEL and arguments("--model", "tiny").model == "tiny"
+def test_without_a_teacher_the_model_is_the_default(workload_of):
+    assert workload_of().model == DEFAULT_MODEL
+    assert workload_of("--model", "tiny").model == "tiny"
 
 
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
@@ -274,7 +294,7 @@ def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
     assert eager["kernels"] == []
-    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
+    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*LOSS_KERNELS}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
         assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)
@@ -282,7 +302,7 @@ def test_all_kernels_train_the_same_student(distilled):
 
 def test_stochastic_rounding_is_said(distilled):
     record, _ = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
-    assert record["kernels"] == ["adamw", "stochastic_rounding"]
+    assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
 
 
 def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path):
@@ -297,7 +317,7 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
-    monkeypatch.setattr(timing, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
     record, _ = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
@@ -311,11 +331,13 @@ def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tm
         {"temperature": 2.0},
         {"teacher": "other"},
         {"student_layers": 2},
-        {"teacher_weights": "pretrained"},
+        {"teacher_weights": "pretrained weights"},
     ):
         (key,) = change
-        assert compare_runs.workload_differences(first, first | change) == [f"{key} {change[key]} (not {first[key]})"]
-    labels = {key: value for key, value in first.items() if key not in compare_runs.DISTILLATION}
+        difference = f"{key} {change[key]} (not {first[key]})"
+        assert compare_runs.workload_differences(first, first | change) == [difference]
+    taught = "teacher", "teacher_weights", "student_layers", "temperature"
+    labels = {key: value for key, value in first.items() if key not in taught}
     assert compare_runs.workload_differences(labels, labels) == []
     assert compare_runs.workload_differences(labels, first)[0] == "teacher tiny (not None)"
     assert ", teacher tiny" in compare_runs.render(["a", "b"], [first, first])
@@ -331,7 +353,7 @@ def assert_refused(outcome, sentence: str) -> None:
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading a model fails the test: what is refused is refused before."""
-    monkeypatch.setattr(loading, "load_model", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(distill, "load_model", lambda workload: pytest.fail("loaded"))
 
 
 @pytest.mark.parametrize("flag", ["--student-layers", "--temperature"])

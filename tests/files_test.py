@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,11 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness import command_line, config_file, loading, output_files, run_records, saving
-from harness.workload import add_workload_flags, finetune_parser
+from harness.device import HAS_GPU
+from harness.kernel_facts import KERNELS
 from harness.profiler import write_trace
-from next_steps import distill, ladder
+from harness.workload import Workload, add_workload_flags, finetune_parser
+from next_steps import finetune_options, ladder
 from tests.compare_runs_test import run as made_up_run
 
 # after `measure`, which decides how triton (imported by transformers) will run
@@ -152,7 +155,7 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
     path = tmp_path / "run.json"
     path.write_text("old")
     written = in_child(
-        lambda: run_records.write_record(str(path), {"losses": [0.0] * 1000}),
+        lambda: output_files.write_output(str(path), bytes(5000), "the record"),
         before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)),
     )
     assert written == f"RunError: the record could not be written to {path}: File too large"
@@ -243,8 +246,8 @@ def test_a_link_is_followed_and_stays(tmp_path):
     target, link = tmp_path / "far" / "run.json", tmp_path / "link.json"
     target.write_text("old")
     link.symlink_to(target)
-    run_records.write_record(str(link), {"kind": "text"})
-    assert link.is_symlink() and json.loads(target.read_text()) == {"kind": "text"}
+    output_files.write_output(str(link), b"new", "the record")
+    assert link.is_symlink() and target.read_text() == "new"
     assert os.listdir(tmp_path / "far") == ["run.json"]
 
 
@@ -291,9 +294,9 @@ def test_a_pipe_gets_the_record(tmp_path):
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     output_files.require_writable(str(path))  # without a reader, for which opening it would wait
     reader.start()
-    run_records.write_record(str(path), {"kind": "text"})
+    output_files.write_output(str(path), b"new", "the record")
     reader.join(5)
-    assert path.is_fifo() and read and json.loads(read[0]) == {"kind": "text"}
+    assert path.is_fifo() and read == [b"new"]
 
 
 def test_a_file_that_stdout_goes_to_keeps_what_was_printed(tmp_path):
@@ -464,8 +467,7 @@ def test_stochastic_rounding_without_bf16_is_refused(run_script):
     assert_one_sentence(outcome, "--stochastic-rounding", "does nothing in fp32", "--dtype bf16")
 
 
-def test_a_graph_that_no_step_would_use_is_refused(run_script, monkeypatch):
-    monkeypatch.setattr(finetune_optimized, "HAS_GPU", True)
+def test_a_graph_that_no_step_would_use_is_refused(run_script):
     outcome = run_script(finetune_optimized, *TINY, "--kernels", "all", "--cuda-graph", "--steps", "2")
     assert_one_sentence(outcome, "--cuda-graph starts after 2 steps", "--steps 2")
 
@@ -481,11 +483,13 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     args = finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
-    ladder.run_script("finetune_optimized.py", args, "--opponent", "liger")
-    ladder.run_script("finetune_optimized.py", args, "--kernels", "all")
+    workload = Workload.from_flags(args, HAS_GPU)
+    graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+    for each in (replace(workload, opponent="liger"), graph):
+        ladder.run_script("finetune_optimized.py", each)
     for command in commands:
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
-        assert finetune_optimized.parse_args().lr == 0.25
+        assert finetune_options.parse_args("").lr == 0.25
 
 
 def test_a_flag_counts_as_given_when_its_value_is_the_default():
@@ -494,7 +498,7 @@ def test_a_flag_counts_as_given_when_its_value_is_the_default():
     args = parser.parse_args(["--seed", "0", "--data=stdlib", "--random-init"])
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
     parser = finetune_parser("")
-    distill.add_flags(parser)
+    finetune_options.add_flags(parser)
     assert parser.parse_args([]).given == set()
 
 
@@ -587,7 +591,7 @@ def make_model(n_layers: int, seed: int, shard_size: str | None) -> torch.nn.Mod
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
-    saving.save_model(model, argparse.Namespace(model="tiny", random_init=False, save=str(folder)))
+    saving.save_model(model, Workload(model="tiny"), str(folder))
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -674,7 +678,8 @@ def test_a_save_that_fails_late_leaves_a_model_from_which_training_goes_on(tmp_p
             save(new, folder)
     assert same(loaded(folder), new.state_dict()) and list(folder.glob(".unfinished-*"))
     flags = ["--model", str(folder), "--dtype", "fp32", "--seq-len", "8", "--steps", "1"]
-    again = loading.load_model(finetune_parser("").parse_args(flags)).cpu()
+    args = finetune_parser("").parse_args(flags)
+    again = loading.load_model(Workload.from_flags(args, HAS_GPU)).cpu()
     save(again, folder)
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in folder.iterdir()} == names

@@ -83,11 +83,10 @@ def test_a_kernel_that_is_not_ours_is_known_to_no_row():
 @of_every_row_with_kernels
 def test_a_kernel_has_a_benchmark_problem(row: Facts):
     from harness.benchmark_specs import SPECS
-
-    from next_steps import benchmark_opponents, benchmark_problems
+    from next_steps import benchmark_contenders, benchmark_problems
 
     assert row.name in SPECS
-    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_opponents.CONTENDERS
+    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_contenders.CONTENDERS
 
 
 @of_every_row_with_kernels
@@ -99,19 +98,18 @@ def test_a_kernel_has_a_compile_case(row: Facts):
 
 def test_no_other_place_knows_a_kernel_that_has_no_row():
     from harness.benchmark_specs import SPECS
+    from next_steps import benchmark_contenders, benchmark_problems
     from tools.compile_cases import CASES
-
-    from next_steps import benchmark_opponents, benchmark_problems
 
     names = [row.name for row in WITH_KERNELS]
     assert list(SPECS) == names
-    for table in (benchmark_problems.PROBLEMS, benchmark_opponents.CONTENDERS, CASES):
+    for table in (benchmark_problems.PROBLEMS, benchmark_contenders.CONTENDERS, CASES):
         assert set(table) == set(names)
 
 
 @of_every_row
 def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
-    from next_steps import memory_estimate
+    from next_steps import memory_ledger
 
     sizes = set(Sizes.__annotations__)
     assert row.replaces <= set(CATEGORIES) and set(row.advice) <= set(CATEGORIES)
@@ -121,8 +119,8 @@ def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
     assert bool(row.rung) == bool(row.floor), "the ladder predicts each of its rungs"
     for part in row.memory:
         name, phase = part if isinstance(part, tuple) else (part, None)
-        assert name in memory_estimate.PARTS and phase in [None, *memory_estimate.PHASES]
-    assert set(row.allocates.values()) <= set(memory_estimate.KINDS)
+        assert name in memory_ledger.PARTS and phase in [None, *memory_ledger.PHASES]
+    assert set(row.allocates.values()) <= set(memory_ledger.KINDS)
 
 
 @of_every_row

@@ -15,13 +15,17 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import profile_baseline
-from harness import architecture, run_records, stepping
+from harness import architecture, config_file, device, run_records, stepping
 from harness.device import DEVICE, HAS_GPU
-from harness.workload import DEFAULT_MODEL
 from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
-from next_steps import memory_estimate
+from harness.workload import DEFAULT_MODEL
+from next_steps import memory_estimate, memory_ledger
 from next_steps.apply_kernels import apply_kernels
-from next_steps.memory_estimate import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+from next_steps.memory_ledger import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
@@ -69,7 +73,7 @@ def test_the_recorded_peak_is_met(name):
 def test_the_recorded_memory_between_steps_is_met(name):
     record = recorded(name)
     parts = estimate_of(record)["parts"]
-    resting = parts[memory_estimate.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
+    resting = parts[memory_ledger.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
     profiled = 4 if record.get("timeline") else 2  # a newer record's kernels are also recorded in steps of their own
     waiting = record["warmup_steps"] + len(record["step_ms"]) + profiled  # batches, ids and labels
     assert record["resting_memory_bytes"] == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
@@ -81,7 +85,7 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
     denom, *rest = short["made_by"].values()  # of AdamW, as many bytes as the weights
     assert next(iter(short["made_by"])) == "_foreach_sqrt"
     assert denom["bytes"] == short["parts"][TEMPORARY] == short["parts"][GRADIENTS]
-    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_estimate.ROUNDING  # one number
+    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING  # one number
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
     # the log-softmax, its gradient and the logits'
@@ -95,7 +99,7 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = llama.AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
+    model = AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -141,7 +145,7 @@ def test_the_layers_keep_what_autograd_saves(kernels):
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 def test_every_kept_tensor_has_a_kind(kernels):
     ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 64, kernels)
-    assert {block.kind for block in ledger.kept()} <= set(memory_estimate.KINDS)
+    assert {block.kind for block in ledger.kept()} <= set(memory_ledger.KINDS)
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
@@ -157,7 +161,7 @@ def test_every_layer_keeps_the_same(kernels):
 
 
 def test_a_storage_counts_once_from_its_birth_to_its_death_in_units_of_the_allocator():
-    with memory_estimate.Ledger() as ledger:
+    with memory_ledger.Ledger() as ledger:
         x = torch.empty(100, dtype=torch.float32, device="meta")  # 400 bytes
         assert ledger.n_bytes == 512
         view = x.view(10, 10).t()
@@ -174,7 +178,7 @@ def test_a_storage_counts_once_from_its_birth_to_its_death_in_units_of_the_alloc
 
 
 def test_what_the_graph_holds_lives_until_the_backward():
-    with memory_estimate.Ledger() as ledger:
+    with memory_ledger.Ledger() as ledger:
         x = torch.empty(128, device="meta", requires_grad=True)
         y = (x * 2).exp().sum()  # exp keeps its result, the product with 2 nothing
         assert ledger.n_bytes == 3 * 512
@@ -195,7 +199,7 @@ def test_a_step_in_the_backward_never_has_all_gradients():
     every, one = tiny_estimate(seq_len=4), tiny_estimate("adamw", seq_len=4)
     n_parameters = 2 + 1 + 2 * 9
     assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512  # it counts its steps on the GPU
-    weights = every["parts"][memory_estimate.PARAMETERS]
+    weights = every["parts"][memory_ledger.PARAMETERS]
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
     assert one["phases"]["optimizer"] < one["peak_memory_bytes"]
@@ -206,7 +210,7 @@ def test_tied_embeddings_are_one_parameter():
     apart = tiny_estimate(config=config)
     config.tie_word_embeddings = True
     tied = tiny_estimate(config=config)
-    saved = apart["parts"][memory_estimate.PARAMETERS] - tied["parts"][memory_estimate.PARAMETERS]
+    saved = apart["parts"][memory_ledger.PARAMETERS] - tied["parts"][memory_ledger.PARAMETERS]
     assert saved == 2 * 257 * 64 + 384  # to a multiple of 512
 
 
@@ -262,7 +266,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
         assert config.hidden_size == 4096 and dtype == torch.bfloat16
         return estimate_8b("bf16", *shape[:2], tuple(shape[2]))
 
-    for module in (llama, profile_baseline):
+    for module in (device, config_file):
         monkeypatch.setattr(module, "HAS_GPU", False)
     monkeypatch.setattr(memory_estimate, "estimate", estimated_before)
     outcome = run_script(profile_baseline, *MODEL_8B)
@@ -313,7 +317,7 @@ def test_the_moment_of_the_peak_in_words(phase, layer, expected):
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_stages_of_a_step_come_in_order(kernels):
     ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 1, 8, kernels)
-    backward = [("backward", layer) for layer in (None, 2, 1, memory_estimate.EMBEDDING)]
+    backward = [("backward", layer) for layer in (None, 2, 1, memory_ledger.EMBEDDING)]
     forward = [("forward", layer) for layer in (None, 1, 2)]
     assert list(ledger.peaks) == [*forward, ("loss", None), *backward, ("optimizer", None)]
 

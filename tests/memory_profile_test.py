@@ -22,12 +22,13 @@ import torch
 
 import profile_baseline
 from harness import architecture, dataset, run_records, stepping, tables
-from harness.device import DEVICE
 from harness.checking import HAS_GPU
+from harness.device import DEVICE
 from harness.kernel_facts import KERNELS, MODEL_KERNELS
-from next_steps import memory_estimate, memory_profile
+from harness.workload import Workload
+from next_steps import memory_estimate, memory_ledger, memory_profile, memory_tables
 from next_steps.apply_kernels import apply_kernels, make_optimizer
-from next_steps.memory_estimate import (
+from next_steps.memory_ledger import (
     BATCH,
     GRADIENTS,
     KEPT,
@@ -36,12 +37,17 @@ from next_steps.memory_estimate import (
     PHASES,
     STATE,
     TEMPORARY,
+    UNSEEN,
     WORKSPACES,
     Ledger,
 )
-from next_steps.memory_profile import UNSEEN, Observer
+from next_steps.memory_profile import Observer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
@@ -73,7 +79,7 @@ class Observed:
 
 def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     """The second step of a tiny model in bf16."""
-    model = llama.AutoModelForCausalLM.from_config(config or architecture.tiny_config(), dtype=torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_config(config or architecture.tiny_config(), dtype=torch.bfloat16).to(device)
     model.config.use_cache = False
     apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
     ledger = Observer(device)
@@ -189,8 +195,8 @@ def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
 
 
 def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
-    known = {code: kind for code, kind in memory_estimate.KIND_OF_CODE.items() if kind != LOSS}
-    monkeypatch.setattr(memory_estimate, "KIND_OF_CODE", known)
+    known = {code: kind for code, kind in memory_ledger.KIND_OF_CODE.items() if kind != LOSS}
+    monkeypatch.setattr(memory_ledger, "KIND_OF_CODE", known)
     with pytest.raises(AssertionError):
         check_books(observe([]))
 
@@ -246,7 +252,7 @@ def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatc
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
-    assert {part: found["parts"][part] for part in memory_estimate.PARTS} == estimated["parts"]
+    assert {part: found["parts"][part] for part in memory_ledger.PARTS} == estimated["parts"]
     heights = {phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE for phase in PHASES}
     assert heights == estimated["phases"]
 
@@ -312,11 +318,11 @@ def assert_refused(outcome, *words: str) -> None:
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    args = profile_baseline.parse_args([*TINY, "--json", str(file)])
+    workload = Workload.from_flags(profile_baseline.parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        memory_profile.report(args)
+        memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
-    assert memory_profile.render(record) in printed.getvalue()
+    assert memory_tables.render(record) in printed.getvalue()
     assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     return record
 
@@ -329,35 +335,35 @@ def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, mon
 
 
 def test_what_is_printed_adds_up(record):
-    printed = memory_profile.render(record)
+    printed = memory_tables.render(record)
     table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
-    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_profile.FRAGMENTATION not in line]
+    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_tables.FRAGMENTATION not in line]
     assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
     assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
 
 
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     large = {
-        "parts": dict.fromkeys(memory_profile.PARTS, 10),
+        "parts": dict.fromkeys(memory_ledger.MEASURED_PARTS, 10),
         "peak_memory_bytes": 90,
         "phase": "optimizer",
         "kernels": [],
     }
-    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
+    flags = {part: flag for part, flag, _ in memory_tables.advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
         LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
     }  # fmt: skip
-    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    in_use = memory_tables.advice(large | {"kernels": KERNELS, "phase": "backward"})
     assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
     assert not any("--kernels" in flag for _, flag, _ in in_use)
-    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
+    assert memory_tables.advice(large | {"peak_memory_bytes": 1000}) == []
 
 
 def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    memory_profile.plot(record, str(tmp_path / "memory.png"))
+    memory_tables.plot(record, str(tmp_path / "memory.png"))
     (axis,) = pyplot.gcf().axes
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     texts = [text.get_text() for text in axis.texts]
@@ -372,7 +378,7 @@ def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, m
 
 def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
     stages = record["timeline"]["stages"]
-    widths = [memory_profile.width(stage, record["layers"]) for stage in stages]
+    widths = [memory_tables.width(stage, record["layers"]) for stage in stages]
     assert all(wide > 0 for wide in widths)
     assert {wide for stage, wide in zip(stages, widths) if stage["layer"]} == {1.0}
 
@@ -412,17 +418,9 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     config.save_pretrained(tmp_path)
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
-    flags = [
-        "--memory",
-        "--model",
-        str(tmp_path),
-        "--random-init",
-        "--memory-snapshot",
-        str(snapshot),
-        "--json",
-        str(file),
-    ]
-    memory_profile.report(profile_baseline.parse_args([*flags, *shape]))
+    flags = ["--memory", "--model", str(tmp_path), "--random-init"]
+    workload = Workload.from_flags(profile_baseline.parse_args([*flags, *shape]), HAS_GPU)
+    memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]
     assert peak > 1e9 and record["parts"][WORKSPACES] > 0

@@ -11,6 +11,10 @@ from harness.dataset import IGNORE_INDEX, Batch
 from harness.device import HAS_GPU
 from harness.workload import Workload, finetune_parser
 
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import LlamaConfig
+
 # A few hundred rows are all that Triton's interpreter gets through in a second.
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size", "1"]
 
@@ -63,3 +67,14 @@ def largest_error(
     """The largest relative error of any entry, and whose it is."""
     assert found.keys() == expected.keys()
     return max((relative_error(found[name], expected[name]), name) for name in expected)
+
+
+REAL_TINY_CONFIG = architecture.tiny_config
+
+
+def smaller_config() -> LlamaConfig:
+    """tiny, but smaller, and of 12 positions."""
+    config = REAL_TINY_CONFIG()
+    config.hidden_size, config.intermediate_size, config.head_dim = 32, 48, 8
+    config.num_hidden_layers, config.max_position_embeddings = 1, 12
+    return config

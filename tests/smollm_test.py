@@ -16,10 +16,10 @@ import finetune_baseline
 import finetune_optimized
 from harness import config_file, dataset, loading, patching
 from harness.checking import assert_all_passed, compare
-from harness.device import DEVICE
-from harness.workload import finetune_parser
+from harness.device import DEVICE, HAS_GPU
+from harness.workload import Workload, finetune_parser
 from next_steps import apply_kernels
-from tests.llama_test import loss_and_gradients
+from tests.small_workloads import loss_and_gradients
 
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
@@ -63,10 +63,14 @@ def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
     return ["--model", str(model), "--data", str(data), f"--seq-len={seq_len}", "--dtype=fp32", *others]
 
 
+def workload_of(flags: list[str]) -> Workload:
+    return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
+
+
 def test_text_is_tokenized_into_words(smollm, english):
-    args = finetune_parser("").parse_args(flags(smollm, english, 128, "--steps", "4"))
-    data = dataset.load_data(args, config_file.load_config(args), args.steps)
-    tokenizer = dataset.load_tokenizer(args)
+    workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
+    data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
+    tokenizer = dataset.load_tokenizer(workload)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
     text = english.read_text(encoding="utf-8")
     for batch in data.train + data.validation:
@@ -95,13 +99,13 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 
 def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
     """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these weights."""
-    args = finetune_parser("").parse_args(flags(smollm, english, 16, "--steps", "1"))
-    model = loading.load_model(args)
-    batch = dataset.load_data(args, model.config, 1).train[0].to(DEVICE)
+    workload = workload_of(flags(smollm, english, 16, "--steps", "1"))
+    model = loading.load_model(workload)
+    batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
     eager = loss_and_gradients(model, batch)
     apply_kernels.apply_kernels(model)
     found = loss_and_gradients(model, batch)
-    ref64 = loss_and_gradients(in_float64(loading.load_model(args)), batch)
+    ref64 = loss_and_gradients(in_float64(loading.load_model(workload)), batch)
     assert len(found) == 1 + 30 * 9 + 2  # the loss; 30 layers of 9 weights, the final norm, the embedding
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 

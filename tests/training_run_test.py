@@ -1,6 +1,8 @@
 """Steps train, both scripts run the same loop, and what is saved goes on where it stopped."""
 
+import difflib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,32 @@ def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
     monkeypatch.setattr("sys.argv", [script.__name__, *TINY, *flags, "--json", str(record)])
     script.main()
     return json.loads(record.read_text())
+
+
+PAGES = [Path(script.__file__).read_text() for script in (finetune_baseline, finetune_optimized)]
+
+
+def test_the_difference_of_the_two_scripts_fits_on_a_screen():
+    lines = [page.splitlines() for page in PAGES]
+    differing = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
+    assert len(differing) <= 32
+
+
+def test_both_scripts_show_the_same_loop():
+    loops = [page[page.index("    for batch in run.batches():") :] for page in PAGES]
+    assert loops[0] == loops[1]
+    for step in ("model(input_ids", "loss.backward()", "optimizer.step()", "optimizer.zero_grad("):
+        assert loops[0].count(step) == 1
+
+
+def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
+    """To the bit: the loop of next_steps, which takes any kernels, with the same two."""
+    flags = ["--seq-len", "8", "--steps", "2"]
+    shown = run(finetune_optimized, monkeypatch, tmp_path, *flags)
+    workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
+    applied = kernel_training.train(workload)
+    keys = "losses", "validation_loss_before", "validation_loss_after", "kernels", "title"
+    assert {key: shown[key] for key in keys} == {key: applied[key] for key in keys}
 
 
 def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
