@@ -57,12 +57,12 @@ def drawn(number, *strategies):
 
     def decorate(check):
         def test(examples, **parameters):
-            def of_drawn(*draws):
+            @settings(max_examples=examples, derandomize=True, deadline=None)
+            @given(st.tuples(*strategies))
+            def of_drawn(draws):
                 check(*parameters.values(), *draws)
 
-            settings(max_examples=examples, derandomize=True, deadline=None)(
-                given(*strategies)(of_drawn)
-            )()
+            of_drawn()
 
         names = list(inspect.signature(check).parameters)[: -len(strategies)]
         test.__signature__ = inspect.Signature(
