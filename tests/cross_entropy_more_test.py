@@ -18,7 +18,7 @@ from cross_entropy_kernel import (
 from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare
 from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
-from tests.subjects.cross_entropy import make
+from tests.subjects.cross_entropy import bad_input, make
 
 N_ROWS, V = (
     (512, 128_256) if HAS_GPU else (24, 1_000)
@@ -646,6 +646,13 @@ def test_agrees_with_hugging_face_on_shifted_labels(dtype, num_items_in_batch):
 # ---- bad input -----------------------------------------------------------------------------------
 
 X, T = torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize("mistake", bad_input())
+def test_launcher_of_the_backward_refuses_with_the_same_sentence(mistake):
+    bad = bad_input()[mistake]
+    with pytest.raises(bad.error, match=bad.sentence):
+        cross_entropy_backward(torch.ones(()), *bad.inputs, None, None)
 
 
 def test_unknown_reduction_is_refused():

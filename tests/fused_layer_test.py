@@ -268,6 +268,19 @@ def test_eps_is_used_where_it_shows(eps):
 # ---- The checks can fail -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_comparator_rejects_another_eps(dtype):
+    """Of small x, where eps shows; the other wrong answers are in the functions' records."""
+    (x, *others), douts = make_norm_inputs(dtype)
+    inputs = [0.02 * x, *others]
+    _, eager = run(reference_norm, inputs, douts)
+    wide = [t.double() for t in inputs], [t.double() for t in douts]
+    _, ref64 = run(reference_norm, *wide)
+    _, wrong = run(lambda *a: reference_norm(*a, eps=100 * EPS), *wide)
+    assert compare("right", ref64[0].to(dtype), ref64[0], eager[0]).passed
+    assert not compare("another eps", wrong[0].to(dtype), ref64[0], eager[0]).passed
+
+
 @pytest.mark.parametrize(
     "kernel", ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel", "_swiglu_fwd_kernel"]
 )

@@ -43,7 +43,7 @@ from next_steps.reverse_kl_kernel import (
 )
 from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
-from tests.subjects.reverse_kl import closed_form, make
+from tests.subjects.reverse_kl import bad_input, closed_form, make
 
 N_ROWS, V = (
     (512, 131_072) if HAS_GPU else (12, 1_000)
@@ -702,6 +702,13 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
 X, M = torch.zeros(2, 5), torch.ones(2, dtype=torch.bool)
 
 
+@pytest.mark.parametrize("mistake", bad_input())
+def test_launcher_of_the_backward_refuses_with_the_same_sentence(mistake):
+    bad = bad_input()[mistake]
+    with pytest.raises(bad.error, match=bad.sentence):
+        reverse_kl_backward(torch.ones(()), *bad.inputs, None, None, 1.0, "batchmean")
+
+
 def test_launchers_refuse_targets_for_a_mask():
     with pytest.raises(
         TypeError, match=r"mask is torch\.int64, expected a tensor of torch\.bool: convert it"
@@ -784,6 +791,31 @@ def test_operators_promise_torch_compile_what_they_return(layout, reduction, mas
 
 
 # ---- on a GPU only -------------------------------------------------------------------------------
+
+
+@needs_gpu
+def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
+    n_rows, vocab = 16_500, 131_072  # 2**31 elements end with row 16,383
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 15 * 2**30:
+        pytest.skip("needs 15 GiB of free GPU memory")
+    torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
+    tiles.shipped_tiles(monkeypatch)
+    student, teacher = (
+        torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3)
+        for _ in range(2)
+    )
+    loss, stats, _, dstudent = reverse_kl_forward(student, teacher, reduction="sum", gradient=True)
+    from_stats = reverse_kl_backward(
+        loss.new_ones(()), student, teacher, None, stats, None, 1.0, "sum"
+    )
+    for rows in (slice(0, 4), slice(16_382, 16_386), slice(-4, None)):
+        ref64, eagers = reference_and_eager(student[rows], teacher[rows], reduction="sum")
+        for gradient in (dstudent, from_stats):
+            ours = eagers[0][0], gradient[rows]
+            assert_all_passed(
+                compare_both(f"rows {rows.start} on", ours, ref64, eagers, student[rows])
+            )
 
 
 @needs_gpu
