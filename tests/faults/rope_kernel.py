@@ -22,11 +22,11 @@ FAULTS = {
         ("k's number of heads for q", "(q_heads < n_q_heads)", "(q_heads < n_k_heads)"),
         ("last head of k lost", "(k_heads < n_k_heads)", "(k_heads < n_k_heads - 1)"),
     ],
-    "test_any_even_head_dim[6]": [
+    "tests.contracts_numbers_test::test_ragged_sizes[rope-3-2-6]": [
         ("second half after the block", "q_ptr + q_tile + HALF", "q_ptr + q_tile + BLOCK_HALF"),
         ("last column lost", "cols < HALF", "cols < HALF - 1"),
     ],
-    "test_heads_are_shared_out_among_several_programs[17-5-512]": [
+    "tests.contracts_numbers_test::test_large_sizes_with_the_shipped_tiles[rope-17-5-512-fp32]": [
         ("first group's heads of q for all", "group * BLOCK_Q + tl.arange(0, BLOCK_Q)", "tl.arange(0, BLOCK_Q)"),
         ("first group's heads of k for all", "group * BLOCK_K + tl.arange(0, BLOCK_K)", "tl.arange(0, BLOCK_K)"),
         ("last group lost", "[(B * T, n_groups)]", "[(B * T, n_groups - 1)]"),
@@ -34,25 +34,25 @@ FAULTS = {
     "test_sum_is_rounded_once": [
         ("product rounded", "y1 = x1 * c1[None, :] -", "y1 = (x1 * c1[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32) -"),
     ],
-    "test_any_strides[one head repeated (stride 0)-q]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-q-dimension 1 repeated (stride 0)]": [
         ("q's stride of heads for its output", "q_heads[:, None] * q_out_head_stride", "q_heads[:, None] * q_head_stride"),
         ("q's stride of heads for k", "k_heads[:, None] * k_head_stride", "k_heads[:, None] * q_head_stride"),
     ],
-    "test_any_strides[one token repeated (stride 0)-dk_rot]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-dk_rot-dimension 2 repeated (stride 0)]": [
         ("k's stride of tokens for its output", "token * k_out_token_stride", "token * k_token_stride"),
     ],
-    "test_any_strides[one sample repeated (stride 0)-dq_rot]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-dq_rot-dimension 0 repeated (stride 0)]": [
         ("q's stride of samples for its output", "batch * q_out_batch_stride", "batch * q_batch_stride"),
     ],
-    "test_any_strides[every second column-q]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-q-every second column]": [
         ("columns taken for adjacent", "return x if x.stride(3) == 1 else out.copy_(x.detach()), out", "return x, out"),
     ],
-    "test_any_strides[columns before heads-k]": [("the output's taken for adjacent", "if out.stride(3) != 1:", "if False:")],
-    "test_any_strides_of_the_angles[tokens before samples-cos]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-k-columns outermost]": [("the output's taken for adjacent", "if out.stride(3) != 1:", "if False:")],
+    "tests.contracts_numbers_test::test_any_strides[rope-cos-dimensions 0 and 1 exchanged]": [
         ("cos's stride of samples for sin", "batch * sin_batch_stride", "batch * cos_batch_stride"),
         ("cos's stride of tokens for sin", "token * sin_token_stride", "token * cos_token_stride"),
     ],
-    "test_any_strides_of_the_angles[every second column-sin]": [
+    "tests.contracts_numbers_test::test_any_strides[rope-sin-every second column]": [
         ("columns of sin taken for adjacent", "(t if t.stride(-1) == 1 else t.contiguous())", "t"),
     ],
     "test_outputs_have_the_layout_of_the_inputs": [
@@ -77,14 +77,14 @@ FAULTS = {
     "test_inplace_refuses_what_autograd_watches": [
         ("overwrites what needs a gradient", "if t.requires_grad and torch.is_grad_enabled():", "if False:"),
     ],
-    "test_inputs_and_upstream_gradients_are_never_changed": [
+    "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[rope]": [
         ("upstream gradients overwritten", "*ctx.saved_tensors)", "*ctx.saved_tensors, inplace=True)"),
     ],
     "test_launchers_keep_out_of_autograd": [("the copy is autograd's", "out.copy_(x.detach())", "out.copy_(x)")],
     "test_gradient_of_the_angles_is_refused_not_silently_dropped": [
         ("gradient of sin is dropped", " or ctx.needs_input_grad[3]", ""),
     ],
-    "test_second_derivative_is_refused_not_silently_zero": [
+    "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rope-True]": [
         ("second derivative is zero", "if torch.is_grad_enabled():  #", "if False:  #"),
     ],
     "test_torch_compile_of_the_launchers_in_place": [
