@@ -134,11 +134,6 @@ def _cut_row(ptr, row, row_stride, n_cols):
     return ptr + start, ptr + (start + 7) // 8 * 8, n_body, edge, in_edge
 
 
-@triton.jit
-def _load_logits(ptr, cols, mask):
-    return tl.load(ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
-
-
 # 2. Any target.  One outside the row is not read.  It makes the row NaN, and the host need not wait
 # for the GPU to see it.
 
@@ -193,7 +188,7 @@ def _online_softmax(
     d = tl.zeros((TILE_COLS,), dtype=tl.float32)
     for first in range(0, n_body, TILE_ROWS * TILE_COLS):
         cols = first + tile
-        logits = _load_logits(body_ptr, cols, cols < n_body)
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
         m_new = tl.maximum(m, tl.max(logits, axis=0) * LOG2E)
         d = d * tl.exp2(m - m_new) + tl.sum(_exp(logits, LOG2E, m_new[None, :]), axis=0)
         m = m_new
@@ -215,11 +210,13 @@ def _count_maxima(body_ptr, n_body, edge_logits, BLOCK_SIZE: tl.constexpr):
     m = tl.maximum(tl.max(edge_logits), LOWEST)
     for first in range(0, n_body, BLOCK_SIZE):
         cols = first + tl.arange(0, BLOCK_SIZE)
-        m = tl.maximum(m, tl.max(_load_logits(body_ptr, cols, cols < n_body)))
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        m = tl.maximum(m, tl.max(logits))
     d = tl.sum(_is_maximum(edge_logits, m))
     for first in range(0, n_body, BLOCK_SIZE):
         cols = first + tl.arange(0, BLOCK_SIZE)
-        d += tl.sum(_is_maximum(_load_logits(body_ptr, cols, cols < n_body), m))
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        d += tl.sum(_is_maximum(logits, m))
     return m, d
 
 
@@ -284,7 +281,7 @@ def _cross_entropy_fwd_kernel(
         tl.store(row_loss_ptr + row, 0.0 * scale)  # 0 * inf = NaN if no row counts, as in PyTorch
     else:
         target_logit, _in_row = _load_target_logit(row_ptr, target, n_cols)
-        edge_logits = _load_logits(row_ptr, edge, in_edge)
+        edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
         m, d, unit = _softmax_of_row(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
         tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d, unit) * scale)
         tl.store(stats_ptr + 3 * row, m)
@@ -359,7 +356,8 @@ def _store_dlogits(
     """Store exp(x - m / unit) * factor for the logits x of a row's body."""
     for done in range(0, n_body, TILE_SIZE):
         cols = (n_body - 1) // TILE_SIZE * TILE_SIZE - done + tile
-        dlogits = _exp(_load_logits(body_ptr, cols, cols < n_body), unit, m) * factor
+        logits = tl.load(body_ptr + cols, mask=cols < n_body, other=-float("inf")).to(tl.float32)
+        dlogits = _exp(logits, unit, m) * factor
         tl.store(out_body_ptr + cols, dlogits, mask=cols < n_body, cache_modifier=".cs")
 
 
@@ -406,7 +404,7 @@ def _cross_entropy_bwd_kernel(
         _store_zeros(out_row_ptr, out_body_ptr, n_body, edge, in_edge, tile, TILE_SIZE)
     else:
         target_logit, in_row = _load_target_logit(row_ptr, target, n_cols)
-        edge_logits = _load_logits(row_ptr, edge, in_edge)
+        edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
         grad_output = tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride)
         scale = grad_output.to(tl.float32)
         if n_valid_ptr is not None:
@@ -451,7 +449,7 @@ def _cross_entropy_inplace_kernel(
             tl.store(row_loss_ptr + row, 0.0 * scale)
         else:
             target_logit, in_row = _load_target_logit(row_ptr, target, n_cols)
-            edge_logits = _load_logits(row_ptr, edge, in_edge)
+            edge_logits = tl.load(row_ptr + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
             m, d, unit = _softmax_of_row(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
             tl.store(row_loss_ptr + row, _loss_of_row(target_logit, m, d, unit) * scale)
             target_ptr = row_ptr + target
