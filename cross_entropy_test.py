@@ -160,8 +160,7 @@ def test_wrong_gradients_are_rejected(dtype):
         assert not all(check.passed for check in checks), name
 
 
-# ---- Memory: what the fused loss is for
-# --------------------------------------------------------------------
+# ---- Memory: what the fused loss is for ----------------------------------------------------------
 
 WAYS = {
     "PyTorch as Hugging Face writes it (logits.float())": lambda x, t: F.cross_entropy(

@@ -131,8 +131,7 @@ def kind_checks(kind) -> list[Check]:
     return check_against_float64(kind, start, gradients(start, 4), moments_dtype, stochastic)
 
 
-# ---- The numbers
-# -------------------------------------------------------------------------------------------
+# ---- The numbers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,8 +232,7 @@ def test_gradient_that_is_not_finite_does_what_it_does_in_torch_and_stays_in_its
         assert torch.equal(a[others], c[others])
 
 
-# ---- The checks can fail
-# -----------------------------------------------------------------------------------
+# ---- The checks can fail -------------------------------------------------------------------------
 
 
 def wrong_steps(p, grads, lr, betas, eps, weight_decay, mistake):
@@ -295,8 +293,7 @@ def test_comparator_rejects_known_wrong_answers(dtype):
     assert not compare("no step", 0 * ref64, ref64, theirs, dtype=dtype).passed
 
 
-# ---- Stochastic rounding
-# -----------------------------------------------------------------------------------
+# ---- Stochastic rounding -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -438,8 +435,7 @@ def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
     assert torch.equal(alone, b)
 
 
-# ---- What stochastic rounding is good for
-# ------------------------------------------------------------------
+# ---- What stochastic rounding is good for --------------------------------------------------------
 
 
 def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
@@ -523,8 +519,7 @@ def test_small_model_trains_as_in_fp32():
     assert lag["bf16, stochastic"] < 0.2 * lag["bf16, torch.optim.AdamW"], losses
 
 
-# ---- Shapes and layouts
-# ------------------------------------------------------------------------------------
+# ---- Shapes and layouts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 2047, 2048, 2049, 4095, 4097])
@@ -653,8 +648,7 @@ def test_empty_parameter_counts_its_steps(shape):
     assert optimizer.state[p]["step"] == 2
 
 
-# ---- The contract of an optimizer
-# --------------------------------------------------------------------------
+# ---- The contract of an optimizer ----------------------------------------------------------------
 
 SHAPES = ((13, 9), (40,), (), (6, 5))
 
@@ -922,8 +916,7 @@ def test_gradients_accumulate_before_a_step():
     assert torch.equal(p, q)
 
 
-# ---- Saving and loading
-# ------------------------------------------------------------------------------------
+# ---- Saving and loading --------------------------------------------------------------------------
 
 SAVED = {
     "fp32": (FP32, {}),
@@ -1195,8 +1188,7 @@ def test_names_of_parameters_are_saved_and_loaded():
     assert target.param_groups[0]["param_names"] == ["w"]
 
 
-# ---- Stepping inside the backward
-# --------------------------------------------------------------------------
+# ---- Stepping inside the backward ----------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
@@ -1481,8 +1473,7 @@ def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
     assert parameter() is None
 
 
-# ---- Bad input
-# ---------------------------------------------------------------------------------------------
+# ---- Bad input -----------------------------------------------------------------------------------
 
 
 def launch(
@@ -1747,8 +1738,7 @@ def test_sparse_gradient_of_an_embedding_is_refused():
         TritonAdamW(embedding.parameters()).step()
 
 
-# ---- What only a GPU can show
-# ------------------------------------------------------------------------------
+# ---- What only a GPU can show --------------------------------------------------------------------
 
 
 @needs_gpu
@@ -1937,8 +1927,7 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
         assert torch.equal(params_of(mixed)[0], params_of(mixed)[1].to("cuda:0"))
 
 
-# ---- The table
-# ---------------------------------------------------------------------------------------------
+# ---- The table -----------------------------------------------------------------------------------
 
 
 def main() -> int:

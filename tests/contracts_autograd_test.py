@@ -59,8 +59,7 @@ def assert_grads(subject, leaves, expected, factor=1):
         assert_same(subject, leaves[name].grad, factor * expected[f"d{name}"])
 
 
-# ---- More than one backward, more than one loss
-# ------------------------------------------------------------
+# ---- More than one backward, more than one loss --------------------------------------------------
 
 
 @contract()
@@ -137,8 +136,7 @@ def test_two_calls_on_the_same_inputs(subject):
     assert_all_passed(checks(double, inputs, douts))
 
 
-# ---- Which gradients are computed
-# --------------------------------------------------------------------------
+# ---- Which gradients are computed ----------------------------------------------------------------
 
 
 def some_of(names):
@@ -194,8 +192,7 @@ def test_second_derivative_is_refused_not_silently_zero(subject, upstream_needs_
         gradients(call(subject, leaves), leaves, douts, create_graph=True)
 
 
-# ---- What is changed, and when that is noticed
-# -------------------------------------------------------------
+# ---- What is changed, and when that is noticed ---------------------------------------------------
 
 
 @contract()
@@ -267,8 +264,7 @@ def test_saved_tensors_are_what_the_record_says(subject):
     )
 
 
-# ---- In the company of other parts of PyTorch
-# --------------------------------------------------------------
+# ---- In the company of other parts of PyTorch ----------------------------------------------------
 
 
 def offloaded(function, *inputs):

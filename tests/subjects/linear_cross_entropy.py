@@ -179,7 +179,8 @@ FORWARD = Subject(
     large_sizes=((64, 300),),
     far=(("hidden", 0),),
     saved=("hidden", "weight", "targets"),
-    exact_again=False,  # the first backward scales the forward's gradient, a second computes it anew
+    # the first backward scales the forward's gradient, a second computes it anew
+    exact_again=False,
     activations=("hidden",),
     results=("weight",),
     compiled_first=(((11,), (1289, 70)),),

@@ -203,7 +203,8 @@ MEAN = Subject(
     far=(("student_logits", 0), ("teacher_logits", 0)),
     saved=("student_logits", "teacher_logits", "mask"),
     saved_bytes=lambda inputs: bytes_of_statistics(inputs) + 8,  # the number of rows that count
-    exact_again=False,  # the first backward scales the forward's gradient, a second computes it anew
+    # the first backward scales the forward's gradient, a second computes it anew
+    exact_again=False,
     activations=("student_logits", "teacher_logits"),
     compiled_first=tuple(((5,), width) for width in sorted({*PADDED_WIDTHS, 5001})),
     compiled_next=(((9,), 2048), ((6,), 1100), ((7,), 1290)),
