@@ -196,9 +196,8 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
     peaks = [record["peak_memory_bytes"] for record in records]
-    unit, size = tables.decimal_unit(
-        peaks, "GB", "MB", 1e9
-    )  # of a CPU's run the peak may be below 1 GB
+    # of a CPU's run the peak may be below 1 GB
+    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
     for axis, title, values, spec in [
         (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
         (memory, f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f"),

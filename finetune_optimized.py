@@ -35,6 +35,7 @@ def main() -> None:
     def cross_entropy(logits, targets, ignore_index):
         return TritonCrossEntropyLoss(ignore_index, inplace=True)(logits, targets)
 
+    # loaded if the kernels can take it; then norms and loss are replaced by ours
     model = load_model(workload, step_tryer(workload.kernels))
     replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
     model.loss_function = causal_lm_loss(cross_entropy)

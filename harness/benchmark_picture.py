@@ -9,6 +9,7 @@ from harness.benchmark_specs import (
     HOST_FLOOR,
     ONE_TILE,
     OURS,
+    PLAIN,
     SPECS,
     TWO_KERNELS,
     Rate,
@@ -47,10 +48,11 @@ def digits():
 def line_style(name: str) -> dict:
     """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS
+    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, PLAIN
+    marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
     return {
         "color": colour,
-        "marker": "^" if name in variants else "s" if name.endswith("in place") else "o",
+        "marker": marker,
         "markersize": 6,
         "linewidth": 2.5 if name.startswith(OURS) else 1.5,
     }

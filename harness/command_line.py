@@ -183,7 +183,7 @@ def run_child(command: list[str]) -> subprocess.CompletedProcess:
     """Run a command to its end and catch what it prints.
 
     It ends with this process, whatever ends that.
-    ."""
+    """
 
     def end(number, frame):
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
@@ -249,10 +249,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 def output_failed(error: OutputError) -> int:
     """The exit code where stdout takes nothing more; a sentence, unless its reader is gone."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(
-        nowhere, sys.stdout.fileno()
-    )  # when the interpreter ends, it tries to write what is left
+    # when the interpreter ends, it tries to write what is left
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error.__cause__, BrokenPipeError):
         return 128 + signal.SIGPIPE
     print(f"error: cannot write to standard output: {error}", file=sys.stderr)

@@ -4,7 +4,6 @@ Bytes and FLOPs of PyTorch's operations are counted from the shapes that the pro
 our own kernels, whose launches have no shapes for it, from the passes in kernel_facts.py.
 """
 
-import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import torch
 
 from harness import architecture
 from harness.kernel_facts import Sizes, launch_of
+from harness.workload import Workload
 
 
 class Cost(NamedTuple):
@@ -49,17 +49,17 @@ ROW_PICKS = {"embedding_dense_backward", "index_select"}  # whole rows by their 
 PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
 
 
-def sizes_of(config, args: argparse.Namespace) -> Sizes:
-    """Of a model of this configuration, at args' dtype, batch_size and seq_len."""
-    width = torch.finfo(architecture.TORCH_DTYPES[args.dtype]).bits // 8
-    per_layer = width * args.batch_size * args.seq_len * config.num_hidden_layers
+def sizes_of(config, workload: Workload) -> Sizes:
+    """Of a model of this configuration, in the workload's dtype, on its batches."""
+    width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
+    per_layer = width * workload.batch_size * workload.seq_len * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return Sizes(
         weights=width * architecture.parameter_count(config),
         stream=per_layer * config.hidden_size,
         heads=per_layer * head_columns,
         inner=per_layer * config.intermediate_size,
-        logits=width * args.batch_size * args.seq_len * config.vocab_size,
+        logits=width * workload.batch_size * workload.seq_len * config.vocab_size,
         layers=config.num_hidden_layers,
         width=width,
     )

@@ -143,9 +143,8 @@ def read_file(path: str) -> str:
         expected = "stdlib, synthetic, a .txt file or a .jsonl file"
         raise UserError(f"--data {path}: expected {expected}")
     try:
-        text = Path(path).read_text(
-            encoding="utf-8-sig"
-        )  # without the mark that Windows editors put first
+        # without the mark that Windows editors put first
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ Two of the interpreter's operations (Triton 3.6 and 3.7) give other numbers than
 - `tl.fma(x, y, z)` rounds x * y, and then the sum; hardware rounds once.  For a logit of 10,000 the first rounding is
   already 5e-4, and exp turns it into a relative error.
 
-`measure` and every kernel file import this, so scripts, tests and whoever uses a kernel of this folder have it.  Not
+`device` and every kernel file import this, so scripts, tests and whoever uses a kernel of this folder have it.  Not
 covered:
 
 - a kernel file that was carried away without this one: on a CPU it runs with the interpreter's own rounding;

@@ -129,6 +129,8 @@ ROWS = [
             # logits in, their gradient out
             Launch("_cross_entropy_bwd", "logits", passes=2, flops=4, every_launch=False),
             Launch("_cross_entropy_scale"),  # by 1, and then it does nothing
+            Launch("_plain_fwd"),  # the lesson's first form: no step of training launches it
+            Launch("_plain_bwd"),
         ),
     ),
     Facts(
@@ -229,6 +231,7 @@ ROWS = [
         launches=(
             # student and teacher in, the student's gradient out
             Launch("_reverse_kl_fwd", "logits", passes=3, flops=25, every_launch=False),
+            Launch("_obvious"),  # the lesson's first form: no step of training launches it
             Launch("_reverse_kl_bwd"),  # for a grad_output of 1 it does nothing
         ),
     ),

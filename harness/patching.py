@@ -63,9 +63,8 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
         loss = cross_entropy(logits, shift_labels, ignore_index)
         if num_items_in_batch is not None:  # gradient accumulation: mean over all its micro-batches
             if isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.ndim > 0:
-                num_items_in_batch = num_items_in_batch.to(
-                    loss.device
-                )  # a single number may stay where it is
+                # a single number may stay where it is
+                num_items_in_batch = num_items_in_batch.to(loss.device)
             n_valid = (shift_labels != ignore_index).sum()
             # The mean over no target at all is NaN, and such a micro-batch must add nothing to the
             # others.  The quotient first: of a single micro-batch it is exactly 1, which spares a

@@ -59,9 +59,8 @@ class Run:
         # one of each per step
         self.losses, self.seconds, self.tokens, self.peaks = [], [], [], []
         if save_to:
-            load_tokenizer(
-                workload
-            )  # saved with the model: if it cannot be had, say so before training
+            # saved with the model: if it cannot be had, say so before training
+            load_tokenizer(workload)
         self.print_heading()
         self.validation_before = validation_loss(model, self.data.validation)
 

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+from cross_entropy_kernel import (
+    PlainCrossEntropyFunction,
+    TritonCrossEntropyLoss,
+    cross_entropy_reference,
+)
 from harness.benchmark_specs import (
     COMPILED,
     EAGER,
@@ -18,14 +22,15 @@ from harness.benchmark_specs import (
     IN_PLACE,
     ONE_TILE,
     OURS,
+    PLAIN,
     TWO_KERNELS,
 )
 from harness.benchmarking import Implementation
 from harness.device import HAS_GPU
 from next_steps.adamw_kernel import TritonAdamW
-from next_steps.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, OneTile, eager_rmsnorm
+from next_steps.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
-from next_steps.reverse_kl_kernel import TritonReverseKLLoss
+from next_steps.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU, swiglu_reference
 from rmsnorm_kernel import TritonRMSNormFunction
@@ -118,6 +123,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
         [
             Implementation(OURS, TritonCrossEntropyLoss()),
             Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
+            Implementation(PLAIN, PlainCrossEntropyFunction.apply),
         ],
         NothingLoss.apply,
         compile_ours=True,
@@ -191,7 +197,7 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
     if dtype != "fp32":
         in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
         eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
-    one_tile = Implementation(ONE_TILE, OneTile.apply)
+    one_tile = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
     # each row may have a grad_output of its own
     two_kernels = TritonReverseKLLoss(reduction="none")
     ours = [

@@ -14,10 +14,6 @@ from next_steps.rope_kernel import rope_reference
 from next_steps.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
 
-# after the kernels, which decide how Triton will run
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
-
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EPS = 1e-5  # LLaMA 3.1's rms_norm_eps
 CHECKED_ROWS = 64  # of each gradient; float64 of all rows would not fit beside the largest inputs
@@ -26,62 +22,6 @@ REFERENCE_CHUNK = 4096  # rows of RMSNorm differentiated in float64 at a time
 LOGITS_CHUNK = 512  # rows of logits in float64 at a time: 0.5 GB at V = 128,256
 Parts = dict[str, torch.Tensor]  # of results, by name
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # such a rate changes bf16 weights visibly, in one step
-
-
-@triton.jit
-def _one_tile_kernel(
-    student_ptr,
-    teacher_ptr,
-    row_loss_ptr,
-    dstudent_ptr,
-    n_rows,
-    V: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    start = tl.program_id(0).to(tl.int64) * V
-    m_s, m_t, d_s, d_t, a = -1e38, -1e38, 0.0, 0.0, 0.0
-    for first in tl.static_range(0, V, TILE):  # once, if the row is a tile
-        cols = first + tl.arange(0, TILE)
-        s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        m_s_new, m_t_new = tl.maximum(m_s, tl.max(s)), tl.maximum(m_t, tl.max(t))
-        w = tl.exp(s - m_s_new)
-        a = a * tl.exp(m_s - m_s_new) + tl.sum(tl.where(cols < V, w * (s - t), 0.0))
-        d_s = d_s * tl.exp(m_s - m_s_new) + tl.sum(w)
-        d_t = d_t * tl.exp(m_t - m_t_new) + tl.sum(tl.exp(t - m_t_new))
-        m_s, m_t = m_s_new, m_t_new
-    kl = a / d_s + (m_t + tl.log(d_t)) - (m_s + tl.log(d_s))
-    tl.store(row_loss_ptr + tl.program_id(0), kl / n_rows)
-    for first in tl.static_range((V - 1) // TILE * TILE, -1, -TILE):
-        cols = first + tl.arange(0, TILE)
-        if first != (V - 1) // TILE * TILE:  # the last tile is still there
-            s = tl.load(student_ptr + start + cols, mask=cols < V, other=-float("inf"))
-            t = tl.load(teacher_ptr + start + cols, mask=cols < V, other=-float("inf"))
-            s, t = s.to(tl.float32), t.to(tl.float32)
-        dstudent = tl.exp(s - m_s) / d_s * (s - t - a / d_s) / n_rows
-        tl.store(dstudent_ptr + start + cols, dstudent, mask=cols < V)
-
-
-class OneTile(torch.autograd.Function):
-    """The reverse KL that its lesson begins with: a tile of up to 32,768 columns, 512 threads.
-
-    For timing: contiguous (n_rows, V) without -inf, the gradient for a grad_output of 1.
-    """
-
-    @staticmethod
-    def forward(ctx, student, teacher):
-        n_rows, V = student.shape
-        row_loss = student.new_empty(n_rows, dtype=torch.float32)
-        ctx.dstudent = torch.empty_like(student)
-        tile = min(triton.next_power_of_2(V), 32_768)
-        _one_tile_kernel[(n_rows,)](
-            student, teacher, row_loss, ctx.dstudent, n_rows, V, tile, num_warps=16
-        )
-        return row_loss.sum()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return ctx.dstudent, None
 
 
 def eager_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

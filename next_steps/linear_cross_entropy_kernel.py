@@ -1,50 +1,55 @@
-"""Linear + cross-entropy: from hidden states to the loss and its gradients, without the logits in memory.
+"""Linear + cross-entropy: from hidden states to loss and gradients, without the logits in memory.
 
-    loss = F.cross_entropy(hidden @ weight.T, targets)          # hidden (..., H), weight (V, H), targets (...)
+    loss = F.cross_entropy(hidden @ weight.T, targets)   # (..., H), (V, H), (...)
 
-The maths: three matrix products, and between them the loss of cross_entropy_kernel.py.  For n tokens:
+The maths: three matrix products, between them the loss of cross_entropy_kernel.py.  For n tokens:
 
     logits  = hidden @ weight.T                      (n, V)
     dlogits = (softmax(logits) - one_hot) / n_valid  (n, V)     a mean's; over the logits, in place
     dhidden = dlogits @ weight                       (n, H)
     dweight = dlogits.T @ hidden                     (V, H)
 
-What the products cost, 2 H FLOP per logit each, and what the loss adds to them.  By its data sheet an H200 computes
-206 bf16 FLOP (989 TFLOP/s) in the time in which it moves one byte (4.8 TB/s), so both can be counted in bytes:
+What the products cost, 2 H FLOP per logit each, and what the loss adds to them.  By its data sheet
+an H200 computes 206 bf16 FLOP (989 TFLOP/s) in the time in which it moves one byte (4.8 TB/s), so
+both can be counted in bytes:
 
-    per logit, H = 4096                eager, logits.float()    eager, bf16 logits    here
-    products, 6 H = 24,576 FLOP        119                      119                   119
-    the loss, forward and backward      44                       12                     4
-    together                           163                      131                   123
-    memory beside both gradients        12                        6                     2, of one chunk
-    of 8,192 tokens, V = 128,256        12.6 GB                   6.3 GB                0.5 GB (2,048 tokens)
+    per logit, H = 4096              eager, logits.float()   eager, bf16 logits   here
+    products, 6 H = 24,576 FLOP      119                     119                  119
+    the loss, forward and backward    44                      12                    4
+    together                         163                     131                  123
+    memory beside both gradients      12                       6                    2, of one chunk
+    8,192 tokens, V = 128,256         12.6 GB                  6.3 GB               0.5 GB, of 2,048
 
-The prediction: at best 1.33 times as fast as logits.float() and 1.07 times as bf16 logits, whose memory is 12 times
-ours.  The ideas this time are mostly the host's, and the one new kernel does nothing as often as it can:
+The prediction: at best 1.33 times as fast as logits.float() and 1.07 times as bf16 logits, whose
+memory is 12 times ours.  The ideas this time are mostly the host's, and the one new kernel does
+nothing as often as it can:
 
-1. Know when NOT to write a kernel.  The products are 119 of 123, and cuBLAS runs them at the GPU's ceiling.  A kernel
-   that multiplies and takes the loss tile by tile never stores a logit, but its backward needs them again: a fourth
-   product, which takes the time of 40 bytes, to save 10.  So: library calls, and our own kernels between them.
-2. Chunks.  A token's loss needs no other token, so the logits exist for 2,048 to 8,192 tokens at a time, in one
-   buffer that every chunk overwrites; `out=` and `beta` make the products write where the result belongs.
-3. The gradients in the forward.  A chunk's logits are gone once the next chunk comes, so its share of dhidden and
-   dweight is computed at once, as if grad_output, which only the backward knows, were 1.
-4. A kernel that returns at once.  grad_output nearly always is 1, but the host must not wait for the GPU to tell.
-   It launches `_scale_kernel` regardless, and the GPU finds that there is nothing to do.  (`loss / 4`, for example,
-   does cost a pass over both gradients.)
+1. Know when NOT to write a kernel.  The products are 119 of 123, and cuBLAS runs them at the GPU's
+   ceiling.  A kernel that multiplies and takes the loss tile by tile never stores a logit, but its
+   backward needs them again: a fourth product, which takes the time of 40 bytes, to save 10.  So:
+   library calls, and our own kernels between them.
+2. Chunks.  A token's loss needs no other token, so the logits exist for 2,048 to 8,192 tokens at a
+   time, in one buffer that every chunk overwrites; `out=` and `beta` make the products write where
+   the result belongs.
+3. The gradients in the forward.  A chunk's logits are gone once the next chunk comes, so its share
+   of dhidden and dweight is computed at once, as if grad_output, which only the backward knows,
+   were 1.
+4. A kernel that returns at once.  grad_output nearly always is 1, but the host must not wait for
+   the GPU to tell.  It launches `_scale_kernel` regardless, and the GPU finds that there is nothing
+   to do.  (`loss / 4`, for example, does cost a pass over both gradients.)
 
-Where digits are lost, beyond what eager bf16 loses too (logits, dlogits and results are rounded to bf16): dweight is
-a sum over chunks.  In weight's dtype it is rounded once per chunk; the default does that for up to 4 chunks (V * H
-values of 2 bytes), and sums more of them in fp32 (4 bytes, 6 while it is rounded at the end), so that the error does
-not grow.  A grad_output that is no power of two rounds the gradients once more.
+Where digits are lost, beyond what eager bf16 loses too (logits, dlogits and results are rounded to
+bf16): dweight is a sum over chunks.  In weight's dtype it is rounded once per chunk; the default
+does that for up to 4 chunks (V * H values of 2 bytes), and sums more of them in fp32 (4 bytes, 6
+while it is rounded at the end), so that the error does not grow.  A grad_output that is no power of
+two rounds the gradients once more.
 
-Limits: those of cross_entropy_kernel.py; hidden and weight of one dtype; no bias.  With reduction="none" dweight
-needs each row's grad_output inside the product, and a mean's gradient in fp16 may vanish unless the loss scale comes
-first: there the backward computes the gradients, from logits computed anew (a fourth product); so it does when
-called a second time.  To sum a 16-bit dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
+Limits: those of cross_entropy_kernel.py; hidden and weight of one dtype; no bias.  With
+reduction="none" dweight needs each row's grad_output inside the product, and a mean's gradient in
+fp16 may vanish unless the loss scale comes first: there the backward computes the gradients, from
+logits computed anew (a fourth product); so it does when called a second time.  To sum a 16-bit
+dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
 """
-
-import itertools
 
 import torch
 
@@ -54,20 +59,35 @@ from cross_entropy_kernel import FLOATS, INTERPRETED, cross_entropy_reference
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-MIN_CHUNK, MAX_CHUNK = 2048, 8192  # rows, unless told.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size:
-# 512: 46 ms, 1,024: 41.7, 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
+# Rows, unless told.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms, 1,024: 41.7,
+# 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
+MIN_CHUNK = 2048
+MAX_CHUNK = 8192
 MAX_ROUNDINGS = 4  # of dweight in its own dtype; with more chunks it is summed in fp32
-MAX_PROGRAMS = 1024  # of the scale kernel: so few that they all run at once, enough to keep a GPU busy; not tuned
+# of the scale kernel: so few that they all run at once, enough to keep a GPU busy; not tuned
+MAX_PROGRAMS = 1024
 
 
 def linear_cross_entropy_reference(hidden, weight, targets, ignore_index=-100, reduction="mean"):
-    """Eager loss of hidden (..., H), weight (V, H) and targets (...), in their own dtype; float64 stays float64."""
+    """Eager loss of hidden (..., H), weight (V, H) and targets (...).
+
+    It is computed in their own dtype; float64 stays float64.
+    """
     logits = torch.nn.functional.linear(hidden, weight)  # (..., V)
     return cross_entropy_reference(logits, targets, ignore_index, reduction)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _scale_kernel(t_ptr, factor_ptr, n_rows, n_cols, BLOCK_SIZE: tl.constexpr):  # t (n_rows, n_cols), factor ()
+# ---------------------------------------------------------------- the one kernel
+
+
+@triton.jit(do_not_specialize=["n_rows"])  # changes with every batch, and must not compile anew
+def _scale_kernel(
+    t_ptr,  # (n_rows, n_cols), contiguous: multiplied in place
+    factor_ptr,  # ()
+    n_rows,
+    n_cols,
+    BLOCK_SIZE: tl.constexpr,
+):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:  # only the GPU knows: the host launches this without looking
         for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
@@ -75,45 +95,130 @@ def _scale_kernel(t_ptr, factor_ptr, n_rows, n_cols, BLOCK_SIZE: tl.constexpr): 
             for first in range(0, n_cols, BLOCK_SIZE):
                 cols = first + tl.arange(0, BLOCK_SIZE)
                 scaled = tl.load(row_ptr + cols, mask=cols < n_cols).to(tl.float32) * factor
-                tl.store(row_ptr + cols, scaled.to(t_ptr.dtype.element_ty), mask=cols < n_cols)
+                tl.store(row_ptr + cols, scaled, mask=cols < n_cols)
 
 
-def _check(hidden, weight, targets, reduction, chunk_size):
-    """Refuse what cannot be computed, before any pointer is handed to a kernel."""
-    expected = FLOATS, FLOATS, (torch.int64, torch.int32)
-    for name, tensor, dtypes in zip(("hidden", "weight", "targets"), (hidden, weight, targets), expected):
-        given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        if given not in dtypes:
-            raise TypeError(f"{name} is {given}, expected a tensor of {' or '.join(map(str, dtypes))}: convert it.")
-        ce.refuse_foreign_memory(name, tensor)
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one dtype: convert one of them.")
-    if weight.ndim != 2 or 0 in weight.shape or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        given = f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"{given}, expected (..., H) and (V, H) with V and H >= 1: transpose or reshape one of them.")
-    if hidden.shape[:-1] != targets.shape:
-        given = f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}"
-        raise ValueError(f"{given}, expected (..., H) and (...): reshape one of them.")
-    one_device = hidden.device == weight.device == targets.device
-    if not one_device or not (hidden.is_cuda or (INTERPRETED and hidden.is_cpu)):
-        given = f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}"
-        raise ValueError(f"{given}, expected one GPU: move them, or set TRITON_INTERPRET=1 first.")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}, expected 'mean', 'sum' or 'none': choose one.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected a number of rows, at least 1, or None: raise it.")
+def scale_gradient(t, factor):
+    """Multiply t (n_rows, H), contiguous, by factor () in place; a factor of 1 costs a launch.
+
+    t is fp16, bf16 or fp32, factor of any dtype, and both are on one device; nothing is checked.
+    """
+    n_rows, n_cols = t.shape
+    if t.numel() > 0:
+        n_programs = min(n_rows, MAX_PROGRAMS)
+        block_size = min(4096, triton.next_power_of_2(n_cols))
+        with ce.on_device_of(t):
+            _scale_kernel[(n_programs,)](t, factor, n_rows, n_cols, block_size, num_warps=4)
+
+
+# ---------------------------------------------------------------- without autograd
+
+
+@torch.no_grad()
+def linear_cross_entropy_forward(
+    hidden,
+    weight,
+    targets,
+    ignore_index=-100,
+    reduction="mean",
+    need_dhidden=True,
+    need_dweight=True,
+    chunk_size=None,
+    fp32_dweight=None,
+    grad_output=None,
+):
+    """Return [loss, dhidden, dweight], without the gradients that are not needed.
+
+    Args:
+        hidden: (..., H), fp16, bf16 or fp32, with any strides.
+        weight: (V, H), of the same dtype, with any strides.
+        targets: (...), int64 or int32.
+        chunk_size: rows of logits in memory at a time; None: 2,048 to 8,192.
+        fp32_dweight: sum dweight in fp32 (True), in its own dtype (False), or (None) the former
+            beyond 4 chunks.
+        grad_output: () or (...) fp32, for which the gradients are; None: for 1.
+
+    Returns:
+        loss: () fp32, or (...) with reduction "none".
+        dhidden, dweight: in their tensors' shapes and dtypes.
+
+    Raises:
+        TypeError, ValueError: a tensor's type, dtype, shape or device, the reduction or the
+            chunk_size is wrong.
+    """
+    _check(hidden, weight, targets, reduction, chunk_size)
+    rows = hidden.reshape(-1, hidden.shape[-1])  # (n_rows, H)
+    row_targets = targets.reshape(-1).contiguous()
+    n_rows, V = len(rows), len(weight)
+    chunk_rows = _chunk_rows(n_rows, chunk_size)
+    if fp32_dweight is None:
+        fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
+    n_valid = None
+    if reduction == "mean":
+        n_valid = (row_targets.long() != ignore_index).sum()  # of all chunks
+    row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
+
+    dhidden, dweight, row_grads = None, None, None
+    if need_dhidden:
+        dhidden = hidden.new_empty(hidden.shape)
+    if need_dweight:
+        dweight = weight.new_empty(weight.shape, dtype=torch.float32 if fp32_dweight else None)
+    overwrite = grad_output is None and (need_dhidden or need_dweight)
+    if need_dhidden or need_dweight:
+        grad_of_loss = hidden.new_ones((), dtype=torch.float32) if overwrite else grad_output
+        row_grads = grad_of_loss.expand(targets.shape).reshape(-1)  # a scalar: a view of stride 0
+    # For the products every row should begin at a multiple of 16 bytes, which it does not where V
+    # is 50,257.
+    buffer = hidden.new_empty((min(chunk_rows, n_rows), V + -V % 8))
+
+    for first_row in range(0, max(n_rows, 1), chunk_rows):  # of no rows there is a chunk, too
+        size = min(chunk_rows, n_rows - first_row)  # the last chunk may be shorter
+        chunk = 0, first_row, size  # for narrow: of the rows, from which on, how many
+        x = rows.narrow(*chunk)  # (size, H)
+        logits = buffer.narrow(0, 0, size).narrow(1, 0, V)
+        torch.mm(x, weight.t(), out=logits)
+        chunk_grads = None if row_grads is None else row_grads.narrow(*chunk)
+        _loss_and_dlogits(
+            logits,
+            row_targets.narrow(*chunk),
+            row_loss.narrow(*chunk),
+            chunk_grads,
+            n_valid,
+            ignore_index,
+            overwrite,
+        )
+        dlogits = logits
+        if need_dhidden:
+            torch.mm(dlogits, weight, out=dhidden.view(rows.shape).narrow(*chunk))
+        if need_dweight:
+            _add_product(dweight, dlogits.t(), x, beta=0 if first_row == 0 else 1)
+
+    if reduction == "none":
+        loss = row_loss.view(targets.shape)
+    elif reduction == "mean" and n_rows == 0:
+        loss = row_loss.mean()  # NaN, as in PyTorch
+    else:
+        loss = row_loss.sum()  # for a mean the kernels have divided already
+    del buffer, logits, dlogits  # their memory may become the rounded dweight's
+    gradients = [dhidden] if need_dhidden else []
+    if need_dweight:
+        gradients.append(dweight.to(weight.dtype))
+    return [loss, *gradients]
 
 
 def _chunk_rows(n_rows, chunk_size=None):
-    """Rows of all chunks but the last: as few chunks as chunk_size allows, and these about equally large."""
+    """Rows of all chunks but the last: as few chunks as chunk_size allows, about equally large."""
     if chunk_size is None:
         chunk_size = min(max(MIN_CHUNK, -(-n_rows // (MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)
     n_rows = max(n_rows, 1)
     n_chunks = -(-n_rows // chunk_size)  # rounded up
-    return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)  # 128: a product's tiles have as many rows
+    # 128: a product's tiles have as many rows
+    return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)
 
 
-def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite):
+def _loss_and_dlogits(
+    logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite
+):  # fmt: skip
     """Write the rows' losses to row_loss and, if there are row_grads, dlogits over the logits."""
     if overwrite:
         ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
@@ -135,134 +240,162 @@ def _add_product(total, a, b, beta):
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-@torch.no_grad()
-def linear_cross_entropy_forward(
-    hidden, weight, targets, ignore_index=-100, reduction="mean", need_dhidden=True, need_dweight=True,
-    chunk_size=None, fp32_dweight=None, grad_output=None,
-):  # fmt: skip
-    """Return [loss, dhidden, dweight], without the gradients that are not needed.
-
-    loss is () or (...) fp32; the gradients have their tensors' shapes and dtypes, and are those for the given
-    grad_output, () or (...), or for 1.  chunk_size: rows of logits in memory; fp32_dweight: sum dweight in fp32.
-    """
-    _check(hidden, weight, targets, reduction, chunk_size)
-    rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
-    n_rows, V = len(rows), len(weight)
-    chunk_rows = _chunk_rows(n_rows, chunk_size)
-    if fp32_dweight is None:
-        fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
-    n_valid = (row_targets.long() != ignore_index).sum() if reduction == "mean" else None  # of all chunks
-    row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
-    dhidden = hidden.new_empty(hidden.shape) if need_dhidden else None
-    dweight = weight.new_empty(weight.shape, dtype=torch.float32 if fp32_dweight else None) if need_dweight else None
-    overwrite, row_grads = grad_output is None and (need_dhidden or need_dweight), None
-    if need_dhidden or need_dweight:
-        row_grads = hidden.new_ones((), dtype=torch.float32) if overwrite else grad_output
-        row_grads = row_grads.expand(targets.shape).reshape(-1)  # of a scalar it is a view with stride 0
-    # For the products every row should begin at a multiple of 16 bytes, which it does not where V is 50,257.
-    buffer = hidden.new_empty((min(chunk_rows, n_rows), V + -V % 8))
-
-    tensors = rows, row_targets, row_loss, row_grads, None if dhidden is None else dhidden.view(rows.shape)
-    chunks = zip(*(itertools.repeat(None) if t is None else t.split(chunk_rows) for t in tensors))
-    for number, (x, chunk_targets, chunk_loss, chunk_grads, dx) in enumerate(chunks):
-        logits = buffer.narrow(0, 0, len(x)).narrow(1, 0, V)  # the last chunk may be shorter
-        torch.mm(x, weight.t(), out=logits)
-        _loss_and_dlogits(logits, chunk_targets, chunk_loss, chunk_grads, n_valid, ignore_index, overwrite)
-        dlogits = logits
-        if need_dhidden:
-            torch.mm(dlogits, weight, out=dx)
-        if need_dweight:
-            _add_product(dweight, dlogits.t(), x, beta=0 if number == 0 else 1)
-
-    if reduction == "none":
-        loss = row_loss.view(targets.shape)
-    else:
-        loss = row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()
-    del buffer, logits, dlogits  # their memory may become the rounded dweight's
-    return [loss, *([dhidden] if need_dhidden else []), *([dweight.to(weight.dtype)] if need_dweight else [])]
+# ---------------------------------------------------------------- checks
 
 
-# For torch.compile the loop over chunks is one operator.  Compiled itself it would be unrolled, and unrolled anew for
-# every other number of chunks; and the compiler, not `out=`, would decide how many chunks' logits there are at a time.
+def _check(hidden, weight, targets, reduction, chunk_size):
+    """Refuse what cannot be computed, before any pointer is handed to a kernel."""
+    integers = (torch.int64, torch.int32)
+    named = (("hidden", hidden, FLOATS), ("weight", weight, FLOATS), ("targets", targets, integers))
+    for name, tensor, dtypes in named:
+        given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        if given not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise TypeError(f"{name} is {given}, expected a tensor of {expected}: convert it.")
+        ce.refuse_foreign_memory(name, tensor)
+    if hidden.dtype != weight.dtype:
+        given = f"hidden is {hidden.dtype} and weight {weight.dtype}"
+        raise TypeError(f"{given}, expected one dtype: convert one of them.")
+    is_matrix = weight.ndim == 2 and 0 not in weight.shape
+    if not is_matrix or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        given = f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
+        expected = "(..., H) and (V, H) with V and H >= 1"
+        raise ValueError(f"{given}, expected {expected}: transpose or reshape one of them.")
+    if hidden.shape[:-1] != targets.shape:
+        given = f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}"
+        raise ValueError(f"{given}, expected (..., H) and (...): reshape one of them.")
+    one_device = hidden.device == weight.device == targets.device
+    if not one_device or not (hidden.is_cuda or (INTERPRETED and hidden.is_cpu)):
+        on = f"hidden is on {hidden.device}, weight on {weight.device}"
+        given = f"{on}, targets on {targets.device}"
+        advice = "move them, or set TRITON_INTERPRET=1 first."
+        raise ValueError(f"{given}, expected one GPU: {advice}")
+    if reduction not in ("mean", "sum", "none"):
+        given = f"reduction is {reduction!r}"
+        raise ValueError(f"{given}, expected 'mean', 'sum' or 'none': choose one.")
+    if chunk_size is not None and chunk_size < 1:
+        expected = "a number of rows, at least 1, or None"
+        raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
+
+
+# ---------------------------------------------------------------- an operator for torch.compile
+
+# The loop over chunks is one operator.  Compiled itself it would be unrolled, and unrolled anew for
+# every other number of chunks; and the compiler, not `out=`, would decide how many chunks' logits
+# there are at a time.
 _operator = torch.library.custom_op(
-    "tutorial::linear_cross_entropy", linear_cross_entropy_forward, mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, str reduction, bool need_dhidden, "
-    "bool need_dweight, int? chunk_size, bool? fp32_dweight, Tensor? grad_output) -> Tensor[]",
-)  # fmt: skip
+    "tutorial::linear_cross_entropy",
+    linear_cross_entropy_forward,
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, str reduction, "
+    "bool need_dhidden, bool need_dweight, int? chunk_size, bool? fp32_dweight, "
+    "Tensor? grad_output) -> Tensor[]",
+)
 
 
 @_operator.register_fake
 def _shapes(
-    hidden, weight, targets, ignore_index, reduction, need_dhidden, need_dweight, chunk_size,
-    fp32_dweight, grad_output,
-):  # fmt: skip
+    hidden,
+    weight,
+    targets,
+    ignore_index,
+    reduction,
+    need_dhidden,
+    need_dweight,
+    chunk_size,
+    fp32_dweight,
+    grad_output,
+):
     _check(hidden, weight, targets, reduction, chunk_size)
-    loss = hidden.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32)
-    needed = ((hidden, need_dhidden), (weight, need_dweight))
-    return [loss, *(tensor.new_empty(tensor.shape) for tensor, need in needed if need)]
+    shape = targets.shape if reduction == "none" else ()
+    loss = hidden.new_empty(shape, dtype=torch.float32)
+    leaves = ((hidden, need_dhidden), (weight, need_dweight))
+    return [loss, *(leaf.new_empty(leaf.shape) for leaf, need in leaves if need)]
 
 
-def scale_gradient(t, factor):
-    """Multiply t (n_rows, H), contiguous, by factor () in place; a factor of 1 costs a launch."""
-    n_rows, n_cols = t.shape
-    if t.numel() > 0:
-        block_size = min(4096, triton.next_power_of_2(n_cols))
-        with ce.on_device_of(t):
-            _scale_kernel[(min(n_rows, MAX_PROGRAMS),)](t, factor, n_rows, n_cols, BLOCK_SIZE=block_size, num_warps=4)
+# ---------------------------------------------------------------- autograd
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """`.apply(hidden, weight, targets, ignore_index, reduction, chunk_size, fp32_dweight, grad_enabled)`."""
+    """The loss, for autograd: `.apply` takes what `forward` does after ctx."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ignore_index, reduction, chunk_size, fp32_dweight, grad_enabled):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        targets,
+        ignore_index,
+        reduction,
+        chunk_size,
+        fp32_dweight,
+        grad_enabled,
+    ):
         ctx.options = ignore_index, reduction
         ctx.chunks = chunk_size, fp32_dweight
         now = grad_enabled and reduction != "none" and hidden.dtype != torch.float16
-        need_dhidden, need_dweight = (now and needed for needed in ctx.needs_input_grad[:2])
+        needed = [now and need for need in ctx.needs_input_grad[:2]]
         forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
-        loss, *gradients = forward(hidden, weight, targets, *ctx.options, need_dhidden, need_dweight, *ctx.chunks, None)
+        options = *ctx.options, *needed, *ctx.chunks
+        loss, *gradients = forward(hidden, weight, targets, *options, None)
         ctx.gradients = gradients if now else None
         ctx.save_for_backward(hidden, weight, targets)
         return loss
 
     @staticmethod
     def backward(ctx, grad_output):
-        if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
-            raise RuntimeError("The fused loss has no second derivative, which create_graph=True asks for.")
+        # create_graph=True; `once_differentiable` would let the derivative vanish silently
+        if torch.is_grad_enabled():
+            asked = "which create_graph=True asks for."
+            raise RuntimeError(f"The fused loss has no second derivative, {asked}")
         needed = ctx.needs_input_grad[:2]
         hidden, weight, targets = ctx.saved_tensors  # raises if one of them has been changed since
-        # Handed out once: autograd makes of a gradient that nobody else holds the parameter's .grad, without a copy.
+        # Handed out once: autograd makes of a gradient that nobody else holds the parameter's
+        # .grad, without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
-            _, *gradients = forward(hidden, weight, targets, *ctx.options, *needed, *ctx.chunks, grad_output)
+            options = *ctx.options, *needed, *ctx.chunks
+            _, *gradients = forward(hidden, weight, targets, *options, grad_output)
         elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
-            gradients = [(gradient.float() * grad_output).to(gradient.dtype) for gradient in gradients]
+            gradients = [(dx.float() * grad_output).to(dx.dtype) for dx in gradients]
         else:
             for gradient in gradients:
                 scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)
         gradients = iter(gradients)
-        return *(next(gradients) if need else None for need in needed), None, None, None, None, None, None
+        dhidden, dweight = (next(gradients) if need else None for need in needed)
+        return dhidden, dweight, None, None, None, None, None, None
 
 
 class TritonLinearCrossEntropyLoss(torch.nn.Module):
-    """`loss(hidden, weight, targets)` of hidden (..., H), weight (V, H), targets (...): a scalar, or (...) for "none".
+    """`loss(hidden, weight, targets)` of hidden (..., H), weight (V, H), targets (...).
 
-    Rows whose target is ignore_index have loss and gradient 0 and do not count in the mean.  chunk_size: rows of logits
-    in memory at a time, by default 2,048 to 8,192; fp32_dweight: sum the weight's gradient in fp32 (True), in its own
-    dtype (False), or the former beyond 4 chunks.  Under autocast the products are in autocast's dtype.  Where gradients
-    are needed, the loss holds them until the backward.
+    It is () fp32, or (...) with reduction "none".  Rows whose target is ignore_index have loss and
+    gradient 0 and do not count in the mean.  chunk_size: rows of logits in memory at a time, by
+    default 2,048 to 8,192; fp32_dweight: sum the weight's gradient in fp32 (True), in its own dtype
+    (False), or the former beyond 4 chunks.  Under autocast the products are in autocast's dtype.
+    Where gradients are needed, the loss holds them until the backward.
+
+    Raises:
+        TypeError, ValueError: as linear_cross_entropy_forward.
     """
 
     def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None, fp32_dweight=None):
         super().__init__()
-        self.ignore_index, self.reduction = ignore_index, reduction
-        self.chunk_size, self.fp32_dweight = chunk_size, fp32_dweight
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.chunk_size = chunk_size
+        self.fp32_dweight = fp32_dweight
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
         if torch.is_autocast_enabled(hidden.device.type):  # as F.linear does
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        options = self.ignore_index, self.reduction, self.chunk_size, self.fp32_dweight, torch.is_grad_enabled()
-        return LinearCrossEntropyFunction.apply(hidden, weight, targets, *options)
+        options = self.ignore_index, self.reduction, self.chunk_size, self.fp32_dweight
+        grad_enabled = torch.is_grad_enabled()  # in the Function it never is
+        return LinearCrossEntropyFunction.apply(hidden, weight, targets, *options, grad_enabled)

@@ -105,30 +105,32 @@ def pretended_gpu() -> Iterator[None]:
     kernel_files = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
     replaced = [
         (torch.nn.functional, "scaled_dot_product_attention", attention),
+        # kernel[grid](...)
         (
             KernelInterface,
             "__getitem__",
             lambda kernel, grid: lambda *args, **options: None,
-        ),  # kernel[grid](...)
+        ),
         # kernels write where their launchers allocated; "interpreted" ones take tensors that are
         # not on a GPU
         *((file, "INTERPRETED", True) for file in kernel_files),
         (torch.Tensor, "is_cpu", True),  # nor on a CPU
+        # a GPU needs no copy of a or b
         (
             linear_cross_entropy_kernel,
             "_add_product",
             lambda *args, **options: None,
-        ),  # a GPU needs no copy of a or b
+        ),
+        # does not know the device "meta"
         (
             torch,
             "is_autocast_enabled",
             lambda *device_type: False,
-        ),  # does not know the device "meta"
+        ),
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            architecture.unpacked_sequences()
-        )  # transformers looks at positions; here they have no values
+        # transformers looks at positions; here they have no values
+        stack.enter_context(architecture.unpacked_sequences())
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -174,9 +176,8 @@ def estimate(
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
-    made_by = defaultdict(
-        lambda: {"tensors": 0, "bytes": 0}
-    )  # what is neither the model's nor kept, by operation
+    # what is neither the model's nor kept, by operation
+    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for block in ledger.blocks:
         if block.born <= moment < block.died:
             part = ledger.part_of(block)

@@ -62,10 +62,11 @@ from next_steps.memory_ledger import (
 from next_steps.memory_tables import plot, render
 
 TOP = 6  # groups of tensors
+# of the timeline: in all layers of a phase, and in each other stage of the step
 LAYERS_POINTS, STAGE_POINTS = (
     128,
     24,
-)  # of the timeline: in all layers of a phase, and in each other stage of the step
+)
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
 # ---------------------------------------------------------------- looking on
@@ -100,10 +101,11 @@ class Observer(Ledger):
         if phase is not None:
             self.sample()  # a sample is of one stage
         super().enter(phase, layer)
+        # the step begins, with nothing but what was there before
         if (phase, layer) == (
             "forward",
             None,
-        ):  # the step begins, with nothing but what was there before
+        ):
             self.samples.clear()
             self.sample()
 

@@ -246,6 +246,10 @@ OUR_KERNELS = {
     "_adamw_kernel": "optimizer",
     "_reverse_kl_fwd_kernel": "loss",
     "_reverse_kl_bwd_kernel": "loss",
+    "_reverse_kl_bwd_again_kernel": "loss",
+    "_plain_fwd_kernel": "loss",
+    "_plain_bwd_kernel": "loss",
+    "_obvious_kernel": "loss",
 }
 
 

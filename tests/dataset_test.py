@@ -129,7 +129,8 @@ def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
 def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(
-        '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n{"prompt": "", "completion": "e\\u2029f"}'
+        '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n'
+        '{"prompt": "", "completion": "e\\u2029f"}'
     )
     examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
     assert [bytes(ids.tolist()).decode() for ids, _ in examples] == ["a\u2028bc\u0085d", "e\u2029f"]

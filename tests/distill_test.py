@@ -1,4 +1,5 @@
-"""Does the student learn what the teacher says, at the positions that count, and does nothing else change?
+"""Does the student learn what the teacher says, at the positions that count, and does nothing else
+change?
 
 The loss and its gradients are held against F.kl_div, which no code here shares.
 """
@@ -58,13 +59,17 @@ def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
 def pair(names=(), dtype=torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(student of one layer, its teacher of three)."""
     teacher = confident_model(names, dtype, num_hidden_layers=3).eval().requires_grad_(False)
-    return distill.learn_from(confident_model(names, dtype, num_hidden_layers=1), teacher, **options), teacher
+    return distill.learn_from(
+        confident_model(names, dtype, num_hidden_layers=1), teacher, **options
+    ), teacher
 
 
 def plain_loss(logits, teacher_logits, labels, temperature=1.0):
     """KL(student || teacher) by PyTorch alone: F.kl_div(input, target) is KL(target || input)."""
     counts = labels[:, 1:] != IGNORE
-    log_p, log_q = ((x[:, :-1][counts] / temperature).log_softmax(-1) for x in (logits, teacher_logits))
+    log_p, log_q = (
+        (x[:, :-1][counts] / temperature).log_softmax(-1) for x in (logits, teacher_logits)
+    )
     return torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
 
 
@@ -73,7 +78,9 @@ def plain_student(teacher, loss=plain_loss, **options):
 
     def forward(self, input_ids, labels):
         logits = type(self).forward(self, input_ids=input_ids).logits
-        return types.SimpleNamespace(loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options))
+        return types.SimpleNamespace(
+            loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options)
+        )
 
     student = confident_model(num_hidden_layers=1)
     student.forward = types.MethodType(forward, student)
@@ -84,7 +91,9 @@ def plain_student(teacher, loss=plain_loss, **options):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"])
+@pytest.mark.parametrize(
+    "names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"]
+)
 def test_loss_and_gradients_are_pytorchs(names, fused, temperature):
     expected = loss_and_gradients(plain_student(pair()[1], temperature=temperature), make_batch())
     student, teacher = pair(names, temperature=temperature, fused=fused)
@@ -126,7 +135,9 @@ def test_a_student_that_agrees_has_no_loss_and_no_gradient():
 def test_the_validation_loss_is_that_of_the_labels():
     student, batch = pair()[0].eval(), make_batch()
     with torch.no_grad():
-        assert torch.equal(student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss)
+        assert torch.equal(
+            student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss
+        )
 
 
 def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
@@ -134,7 +145,9 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     alone = confident_model(num_hidden_layers=1)
     assert student.state_dict().keys() == alone.state_dict().keys()
-    assert [name for name, _ in student.named_modules()] == [name for name, _ in alone.named_modules()]
+    assert [name for name, _ in student.named_modules()] == [
+        name for name, _ in alone.named_modules()
+    ]
     batch = dataset.Batch(*make_batch().values(), n_tokens=8)
     stepping.training_step(student, stepping.make_optimizer(student, 1e-2), batch)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
@@ -142,9 +155,12 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
 
 
 def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
-    student, teacher = pair(ALL, fused=False)  # the kernel would refuse a teacher's logits that are part of a graph
+    # the kernel would refuse a teacher's logits that are part of a graph
+    student, teacher = pair(ALL, fused=False)
     seen = []
-    teacher.lm_head.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
+    teacher.lm_head.register_forward_hook(
+        lambda module, inputs, output: seen.append((*inputs, output))
+    )
     teacher.requires_grad_(True)  # so that only no_grad stands between it and a graph
     loss_and_gradients(student, make_batch())
     ((hidden, logits),) = seen
@@ -187,7 +203,12 @@ def small_model(monkeypatch):
 
     def config(real=architecture.tiny_config):
         small = real()
-        small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = 32, 48, 8, 3
+        small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = (
+            32,
+            48,
+            8,
+            3,
+        )
         small.initializer_range = 0.1
         return small
 
@@ -200,7 +221,9 @@ def distilled(run_script, tmp_path, small_model):
 
     def run(*flags: str) -> tuple[dict, str]:
         path = tmp_path / "run.json"
-        outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path))
+        outcome = run_script(
+            finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path)
+        )
         assert outcome.code == 0, outcome.err
         return run_records.read_record(str(path), "finetune"), outcome.out
 
@@ -211,7 +234,18 @@ def distilled(run_script, tmp_path, small_model):
 def trained_teacher(run_script, tmp_path, small_model) -> str:
     """The directory of a teacher that has learned something."""
     folder = str(tmp_path / "teacher")
-    flags = ["--model", "tiny", "--dtype", "fp32", "--batch-size", "8", "--seq-len", "32", "--steps", "60"]
+    flags = [
+        "--model",
+        "tiny",
+        "--dtype",
+        "fp32",
+        "--batch-size",
+        "8",
+        "--seq-len",
+        "32",
+        "--steps",
+        "60",
+    ]
     outcome = run_script(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
     assert outcome.code == 0, outcome.err
     return folder
@@ -220,11 +254,20 @@ def trained_teacher(run_script, tmp_path, small_model) -> str:
 def test_a_run_says_who_taught_whom(distilled):
     record, printed = distilled("--temperature", "2", "--student-layers", "2")
     expected = {
-        "title": "Distillation", "model": "tiny", "teacher": "tiny", "teacher_weights": "random weights",
-        "student_layers": 2, "temperature": 2.0, "kernels": ["rmsnorm", "reverse_kl"],
-    }  # fmt: skip
+        "title": "Distillation",
+        "model": "tiny",
+        "teacher": "tiny",
+        "teacher_weights": "random weights",
+        "student_layers": 2,
+        "temperature": 2.0,
+        "kernels": ["rmsnorm", "reverse_kl"],
+    }
     assert {key: record[key] for key in expected} == expected
-    assert record["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config()) > record["parameters"]
+    assert (
+        record["teacher_parameters"]
+        == architecture.parameter_count(architecture.tiny_config())
+        > record["parameters"]
+    )
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
     assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
     first, last = record["losses"]
@@ -264,7 +307,9 @@ def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_mode
     ],
     ids=str,
 )
-def test_which_student_and_how_many_layers(workload_of, small_model, tmp_path, flags, model, n_layers):
+def test_which_student_and_how_many_layers(
+    workload_of, small_model, tmp_path, flags, model, n_layers
+):
     config = architecture.tiny_config()
     config.num_hidden_layers = 2
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -283,7 +328,9 @@ def test_without_a_teacher_the_model_is_the_default(workload_of):
 
 
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
-    record, _ = distilled("--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER)
+    record, _ = distilled(
+        "--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER
+    )
     losses = record["losses"]
     assert record["data"] == "stdlib" and record["teacher_weights"] == "pretrained weights"
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
@@ -297,7 +344,9 @@ def test_all_kernels_train_the_same_student(distilled):
     assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*LOSS_KERNELS}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
-        assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)
+        assert fused[f"validation_loss_{which}"] == pytest.approx(
+            eager[f"validation_loss_{which}"], rel=1e-5
+        )
 
 
 def test_stochastic_rounding_is_said(distilled):
@@ -312,7 +361,9 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
     outcome = run_script(finetune_baseline, *SMALL, "--model", str(folder), "--json", str(path))
     assert outcome.code == 0, outcome.err
     again = run_records.read_record(str(path), "finetune")
-    assert again["validation_loss_before"] == pytest.approx(record["validation_loss_after"], rel=1e-5)
+    assert again["validation_loss_before"] == pytest.approx(
+        record["validation_loss_after"], rel=1e-5
+    )
     assert again["parameters"] == record["parameters"] and "teacher" not in again
 
 
@@ -322,7 +373,9 @@ def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
     flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
-    assert record["model_flops_utilization"] == pytest.approx(flops * record["tokens_per_second"] / 2e12)
+    assert record["model_flops_utilization"] == pytest.approx(
+        flops * record["tokens_per_second"] / 2e12
+    )
 
 
 def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tmp_path):
@@ -362,21 +415,34 @@ def test_flags_of_a_teacher_are_refused_without_one(run_script, no_weights, flag
     assert_refused(outcome, f"{flag} needs --teacher, the model to distil")
 
 
-@pytest.mark.parametrize("flags", [["--ladder"], ["--longest"], ["--opponent", "liger"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [["--ladder"], ["--longest"], ["--opponent", "liger"]], ids=" ".join
+)
 def test_flags_that_train_on_labels_are_refused_with_a_teacher(run_script, no_weights, flags):
     outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags)
-    assert_refused(outcome, f"{flags[0]} trains on labels, --teacher does not: leave one of the two out")
+    assert_refused(
+        outcome, f"{flags[0]} trains on labels, --teacher does not: leave one of the two out"
+    )
 
 
-@pytest.mark.parametrize("flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")])
+@pytest.mark.parametrize(
+    "flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")]
+)
 def test_impossible_values_are_refused(run_script, no_weights, flag, value):
     outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, flag, value)
-    assert outcome.code == 2 and flag in outcome.err and repr(value) in outcome.err and outcome.err.count("\n") == 1
+    assert (
+        outcome.code == 2
+        and flag in outcome.err
+        and repr(value) in outcome.err
+        and outcome.err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("n_layers", ["2", "3"])
 def test_a_student_as_deep_as_its_model_is_refused(run_script, no_weights, n_layers):
-    outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, "--student-layers", n_layers)
+    outcome = run_script(
+        finetune_optimized, "--teacher", "tiny", *SMALL, "--student-layers", n_layers
+    )
     assert_refused(outcome, f"--student-layers {n_layers} is not fewer than the 2 of tiny")
 
 
@@ -389,14 +455,19 @@ def saved_config(folder, **values) -> str:
 
 
 def test_a_teacher_that_cannot_be_halved_is_refused(run_script, no_weights, tmp_path):
-    outcome = run_script(finetune_optimized, "--teacher", saved_config(tmp_path, num_hidden_layers=1), *SMALL)
-    assert_refused(outcome, f"{tmp_path} has a single layer, which cannot be halved; name a smaller --model")
+    outcome = run_script(
+        finetune_optimized, "--teacher", saved_config(tmp_path, num_hidden_layers=1), *SMALL
+    )
+    assert_refused(
+        outcome, f"{tmp_path} has a single layer, which cannot be halved; name a smaller --model"
+    )
 
 
 def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
     folder = saved_config(tmp_path, vocab_size=300)
     outcome = run_script(finetune_optimized, "--teacher", folder, "--model", "tiny", *SMALL)
-    sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300; name two models with the same"
+    sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300"
+    sentence += "; name two models with the same"
     assert_refused(outcome, sentence)
 
 
@@ -408,7 +479,9 @@ def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
     ],
     ids=["positions", "type"],
 )
-def test_an_unsuitable_teacher_is_refused_by_its_name(run_script, no_weights, tmp_path, values, sentence):
+def test_an_unsuitable_teacher_is_refused_by_its_name(
+    run_script, no_weights, tmp_path, values, sentence
+):
     folder = saved_config(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -416,8 +489,12 @@ def test_an_unsuitable_teacher_is_refused_by_its_name(run_script, no_weights, tm
     assert_refused(outcome, sentence.format(folder=folder))
 
 
-@pytest.mark.parametrize("flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str)
-def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize(
+    "flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str
+)
+def test_an_empty_name_is_not_taken_for_no_name(
+    run_script, no_weights, tmp_path, monkeypatch, flags
+):
     monkeypatch.chdir(tmp_path)
     outcome = run_script(finetune_optimized, *SMALL, *flags)
     assert_refused(outcome, "the directory  holds no config.json, so it is not a saved model")
@@ -429,7 +506,18 @@ def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path
 @needs_gpu
 @pytest.mark.parametrize("dtype", architecture.TORCH_DTYPES)
 def test_captured_steps_are_the_same_steps(distilled, dtype):
-    flags = ["--dtype", dtype, "--batch-size", "2", "--seq-len", "64", "--steps", "6", "--kernels", "all"]
+    flags = [
+        "--dtype",
+        dtype,
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "64",
+        "--steps",
+        "6",
+        "--kernels",
+        "all",
+    ]
     plain, captured = (distilled(*flags, *more)[0]["losses"] for more in ([], ["--cuda-graph"]))
     assert plain[5] != plain[2], "this comparison cannot fail"
     assert captured == pytest.approx(plain, rel=1e-4 if dtype == "fp32" else 2e-2)
@@ -447,7 +535,9 @@ def test_a_step_does_not_wait_for_the_gpu():
 
 @needs_gpu
 def test_teacher_and_student_logits_exist_once_each():
-    """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to small layers."""
+    """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to
+    small layers.
+    """
     config = architecture.tiny_config()
     config.vocab_size = 65_536
     with torch.device("cuda"):

@@ -18,7 +18,7 @@ from tests.small_workloads import smaller_config
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
 # the third step may be a CUDA graph
-SMALL = [*TINY, *"--batch-size 1 --seq-len 8 --steps 3".split()]
+SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
 
 
 @pytest.fixture
@@ -102,7 +102,9 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
 
 
 def attention_masks(model, monkeypatch) -> list:
-    """What attention is told about the mask in one forward: None where it is causal and nothing else."""
+    """What attention is told about the mask in one forward: None where it is causal and nothing
+    else.
+    """
     masks, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args, attn_mask=None, **options):
@@ -121,9 +123,8 @@ def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):
     model = loading.load_model(small_workload())
     assert attention_masks(model, monkeypatch) == [None]
     find = architecture.masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr(
-        architecture.masking_utils, "is_tracing", lambda tensor=None: True
-    )  # as it finds in a capture
+    # as it finds in a capture
+    monkeypatch.setattr(architecture.masking_utils, "is_tracing", lambda tensor=None: True)
     assert attention_masks(model, monkeypatch) != [None], "transformers needs no help any more"
     with architecture.unpacked_sequences():
         assert attention_masks(model, monkeypatch) == [None]

@@ -22,7 +22,7 @@ from tests.small_workloads import smaller_config
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
 # the third step may be a CUDA graph
-SMALL = [*TINY, *"--batch-size 1 --seq-len 8 --steps 3".split()]
+SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
 GPU = {
     "gpu": "Made Up",
     "torch": "0",
@@ -54,14 +54,29 @@ def made_up_rung(name, predicted_ms, step_ms, loss=2.0) -> dict:
 
 def made_up_record(gpu: str | None) -> dict:
     rungs = [
-        made_up_rung("baseline", None, 100.0), made_up_rung("adamw", 70.0, 80.0), made_up_rung("rmsnorm", 75.0, 60.0),
+        made_up_rung("baseline", None, 100.0),
+        made_up_rung("adamw", 70.0, 80.0),
+        made_up_rung("rmsnorm", 75.0, 60.0),
         made_up_rung("Liger-Kernel, fused AdamW", None, 90.0, loss=2.02),
-    ]  # fmt: skip
+    ]
     return {
-        "kind": "ladder", "environment": GPU | {"gpu": gpu}, "copy_gbs": 4321.0, "busy_ms": 95.5, "rungs": rungs,
-        "absent": ["somebody failed: a sentence"], "model": "tiny", "weights": "random weights", "parameters": 1234,
-        "dtype": "bf16", "data": "stdlib", "batch_size": 4, "seq_len": 2, "steps": 2, "seed": 0, "lr": 1e-5,
-    }  # fmt: skip
+        "kind": "ladder",
+        "environment": GPU | {"gpu": gpu},
+        "copy_gbs": 4321.0,
+        "busy_ms": 95.5,
+        "rungs": rungs,
+        "absent": ["somebody failed: a sentence"],
+        "model": "tiny",
+        "weights": "random weights",
+        "parameters": 1234,
+        "dtype": "bf16",
+        "data": "stdlib",
+        "batch_size": 4,
+        "seq_len": 2,
+        "steps": 2,
+        "seed": 0,
+        "lr": 1e-5,
+    }
 
 
 # ---------------------------------------------------------------- what is printed
@@ -94,8 +109,8 @@ def test_the_table_from_a_record(gpu):
         in text
     )
     assert (
-        f"Copy rate measured in this run: 4,321 GB/s; the baseline keeps the {'GPU' if gpu else 'CPU'} busy"
-        in text
+        "Copy rate measured in this run: 4,321 GB/s; the baseline keeps the "
+        f"{'GPU' if gpu else 'CPU'} busy" in text
     )
     assert (tables.NOT_MEANINGFUL in text) == (gpu is None)
 
@@ -147,7 +162,9 @@ def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
 def climb_in_a_made_up_world(
     monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path
 ) -> tuple:
-    """(record, calls of run_script): each run takes the next of these times, and nothing is really run."""
+    """(record, calls of run_script): each run takes the next of these times, and nothing is really
+    run.
+    """
     calls, times = [], iter(step_ms)
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
@@ -172,7 +189,9 @@ def climb_in_a_made_up_world(
 
 
 def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp_path):
-    """What a category takes, less the time that its remaining bytes need at 0.5 GB/s, that is 500,000 bytes/ms."""
+    """What a category takes, less the time that its remaining bytes need at 0.5 GB/s, that is
+    500,000 bytes/ms.
+    """
     times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 81.0, 60.0, 95.0]
     record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
     tokens, width = 8, 4
@@ -180,17 +199,19 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
     inner, logits, weights = 2 * tokens * 160 * width, tokens * 257 * width, 119_232 * width
     taken = {name: float(i) for i, name in enumerate(CATEGORIES)}
     gains = [
-        taken["optimizer"] - 7 * weights / 5e5, taken["normalization"] - 10 * stream / 5e5,
-        taken["rotary"] - 4 * heads / 5e5, taken["activation"] - 9 * inner / 5e5, taken["loss"] - 2 * logits / 5e5,
+        taken["optimizer"] - 7 * weights / 5e5,
+        taken["normalization"] - 10 * stream / 5e5,
+        taken["rotary"] - 4 * heads / 5e5,
+        taken["activation"] - 9 * inner / 5e5,
+        taken["loss"] - 2 * logits / 5e5,
         2 * stream / 5e5,
-    ]  # fmt: skip
+    ]
     assert [rung["step_ms"] for rung in record["rungs"]] == pytest.approx(times)
     predicted = [rung["predicted_ms"] for rung in record["rungs"]]
     assert predicted[0] is None and predicted[-1] is None
     assert predicted[1:7] == pytest.approx([before - gain for before, gain in zip(times, gains)])
-    assert predicted[7] == pytest.approx(
-        80.0 - sum(gains)
-    )  # a graph leaves the time in which the GPU is busy
+    # a graph leaves the time in which the GPU is busy
+    assert predicted[7] == pytest.approx(80.0 - sum(gains))
     assert record["busy_ms"] == 80.0 and record["categories_ms"] == taken
 
 
@@ -231,7 +252,9 @@ def absent_opponent(workload, **files):
 
 @pytest.mark.exhaustive
 def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
-    """All scripts as they are, but in this process: nine of their own would import PyTorch for most of a minute."""
+    """All scripts as they are, but in this process: nine of their own would import PyTorch for most
+    of a minute.
+    """
 
     def run_script(script, workload, *flags):
         path = tmp_path / "record.json"
@@ -281,7 +304,8 @@ def test_a_script_that_fails_is_one_sentence_with_its_own_message():
     with pytest.raises(command_line.RunError) as caught:
         ladder.run_script("finetune_optimized.py", workload)
     assert str(caught.value) == (
-        "finetune_optimized.py --kernels rmsnorm failed: error: the directory /nowhere/at/all does not exist"
+        "finetune_optimized.py --kernels rmsnorm failed: error: the directory /nowhere/at/all "
+        "does not exist"
     )
 
 

@@ -11,7 +11,7 @@ from tests.small_workloads import smaller_config
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
 # the third step may be a CUDA graph
-SMALL = [*TINY, *"--batch-size 1 --seq-len 8 --steps 3".split()]
+SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
 GPU = {
     "gpu": "Made Up",
     "torch": "0",
@@ -30,10 +30,18 @@ def small_model(monkeypatch):
 
 def test_the_longest_sequence_from_a_record():
     record = {
-        "kind": "longest", "environment": GPU, "model": "tiny", "weights": "random weights", "parameters": 1234,
-        "dtype": "bf16", "kernels": ["rmsnorm", "adamw"], "lengths": [1024, 2048], "peaks": [1, 2],
-        "length_step": 1024, "stopped_by": "the GPU's memory",
-    }  # fmt: skip
+        "kind": "longest",
+        "environment": GPU,
+        "model": "tiny",
+        "weights": "random weights",
+        "parameters": 1234,
+        "dtype": "bf16",
+        "kernels": ["rmsnorm", "adamw"],
+        "lengths": [1024, 2048],
+        "peaks": [1, 2],
+        "length_step": 1024,
+        "stopped_by": "the GPU's memory",
+    }
     text = longest.render(record)
     assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of 1,024" in text
     assert "stopped by the GPU's memory" in text and "custom kernels: rmsnorm, adamw" in text
@@ -47,13 +55,20 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(
     monkeypatch.setattr(longest, "LENGTH_STEP", 4)
     path = tmp_path / "longest.json"
     outcome = run_script(
-        finetune_optimized, *TINY, "--seq-len", "6", "--longest", "--kernels", "rmsnorm,adamw", "--json", str(path)
-    )  # fmt: skip
+        finetune_optimized,
+        *TINY,
+        "--seq-len",
+        "6",
+        "--longest",
+        "--kernels",
+        "rmsnorm,adamw",
+        "--json",
+        str(path),
+    )
     assert outcome.code == 0, outcome.err
     record = run_records.read_record(str(path), "longest")
-    assert (
-        record["lengths"] == [8, 12] and len(record["peaks"]) == 2
-    )  # from the next multiple of 4 on
+    # from the next multiple of 4 on
+    assert record["lengths"] == [8, 12] and len(record["peaks"]) == 2
     assert (
         record["kernels"] == ["rmsnorm", "adamw"]
         and record["stopped_by"] == "the model's positions"

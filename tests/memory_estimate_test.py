@@ -1,4 +1,5 @@
-"""The estimate meets every recorded run, keeps what autograd keeps, and needs neither a GPU nor weights.
+"""The estimate meets every recorded run, keeps what autograd keeps, and needs neither a GPU nor
+weights.
 
 pytest memory_estimate_test.py
 """
@@ -30,10 +31,18 @@ from transformers import AutoModelForCausalLM
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
 REQUIRED = [
-    "finetune_baseline_1x512", "finetune_baseline_4x2048", "finetune_optimized_1x512", "finetune_optimized_4x2048",
-    "finetune_all_1x512", "finetune_all_4x2048", "profile_1x512", "profile_1x512_rmsnorm", "profile_1x512_both",
-    "profile_4x2048", "profile_4x2048_both",
-]  # fmt: skip
+    "finetune_baseline_1x512",
+    "finetune_baseline_4x2048",
+    "finetune_optimized_1x512",
+    "finetune_optimized_4x2048",
+    "finetune_all_1x512",
+    "finetune_all_4x2048",
+    "profile_1x512",
+    "profile_1x512_rmsnorm",
+    "profile_1x512_both",
+    "profile_4x2048",
+    "profile_4x2048_both",
+]
 TOLERANCE = 1e-3  # the largest of these is off by 0.07 %, a CUDA graph's third cuBLAS workspace
 
 
@@ -56,7 +65,9 @@ def estimate_of(record: dict) -> dict:
 
 
 def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) -> dict:
-    return memory_estimate.estimate(config or architecture.tiny_config(), dtype, 2, seq_len, list(kernels))
+    return memory_estimate.estimate(
+        config or architecture.tiny_config(), dtype, 2, seq_len, list(kernels)
+    )
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -66,7 +77,9 @@ def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) 
 def test_the_recorded_peak_is_met(name):
     record = recorded(name)
     assert record["model"] == DEFAULT_MODEL
-    assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(record["peak_memory_bytes"], rel=TOLERANCE)
+    assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(
+        record["peak_memory_bytes"], rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in REQUIRED if name.startswith("profile")])
@@ -74,22 +87,31 @@ def test_the_recorded_memory_between_steps_is_met(name):
     record = recorded(name)
     parts = estimate_of(record)["parts"]
     resting = parts[memory_ledger.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
-    profiled = 4 if record.get("timeline") else 2  # a newer record's kernels are also recorded in steps of their own
+    # a newer record's kernels are also recorded in steps of their own
+    profiled = 4 if record.get("timeline") else 2
     waiting = record["warmup_steps"] + len(record["step_ms"]) + profiled  # batches, ids and labels
-    assert record["resting_memory_bytes"] == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
+    assert (
+        record["resting_memory_bytes"]
+        == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
+    )
 
 
 def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
-    short, long = (estimate_of(recorded(f"finetune_baseline_{size}")) for size in ("1x512", "4x2048"))
+    short, long = (
+        estimate_of(recorded(f"finetune_baseline_{size}")) for size in ("1x512", "4x2048")
+    )
     assert short["phase"] == "optimizer"
     denom, *rest = short["made_by"].values()  # of AdamW, as many bytes as the weights
     assert next(iter(short["made_by"])) == "_foreach_sqrt"
     assert denom["bytes"] == short["parts"][TEMPORARY] == short["parts"][GRADIENTS]
-    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING  # one number
+    # one number
+    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
     # the log-softmax, its gradient and the logits'
-    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx([logits] * 3, rel=1e-3)
+    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx(
+        [logits] * 3, rel=1e-3
+    )
     assert long["parts"][LOSS] == pytest.approx(3 * logits, rel=1e-3)
     assert long["parts"][TEMPORARY] == 0
 
@@ -99,7 +121,11 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16).to(DEVICE).train()
+    model = (
+        AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16)
+        .to(DEVICE)
+        .train()
+    )
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -117,7 +143,8 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
 
     def pack(t):
         storage = t.untyped_storage()
-        of_last_norm = last and storage.data_ptr() == last[0].data_ptr()  # it may keep what the last layer made
+        # it may keep what the last layer made
+        of_last_norm = last and storage.data_ptr() == last[0].data_ptr()
         if (inside or of_last_norm) and storage.data_ptr() not in not_theirs and t.numel() > 1:
             saved[storage.data_ptr()] = storage.nbytes()
         return t
@@ -133,12 +160,19 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join)
+@pytest.mark.parametrize(
+    "kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join
+)
 def test_the_layers_keep_what_autograd_saves(kernels):
     ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 9, kernels)
     kept = [block for block in ledger.kept() if block.stage[1] is not None]
-    # attention also saves two numbers on a GPU, the state of dropout's generator: neither side counts them
-    estimated = sum(math.prod(block.shape) * block.dtype.itemsize for block in kept if math.prod(block.shape) > 1)
+    # attention also saves two numbers on a GPU, the state of dropout's generator: neither side
+    # counts them
+    estimated = sum(
+        math.prod(block.shape) * block.dtype.itemsize
+        for block in kept
+        if math.prod(block.shape) > 1
+    )
     assert estimated == bytes_saved_by_a_real_step(kernels, 2, 9)
 
 
@@ -191,14 +225,17 @@ def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_highest_phase(kernels)
     estimated = tiny_estimate(*kernels)
     assert sum(estimated["parts"].values()) == estimated["peak_memory_bytes"]
     assert (
-        max(estimated["phases"].values()) == estimated["phases"][estimated["phase"]] == estimated["peak_memory_bytes"]
+        max(estimated["phases"].values())
+        == estimated["phases"][estimated["phase"]]
+        == estimated["peak_memory_bytes"]
     )
 
 
 def test_a_step_in_the_backward_never_has_all_gradients():
     every, one = tiny_estimate(seq_len=4), tiny_estimate("adamw", seq_len=4)
     n_parameters = 2 + 1 + 2 * 9
-    assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512  # it counts its steps on the GPU
+    # it counts its steps on the GPU
+    assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512
     weights = every["parts"][memory_ledger.PARAMETERS]
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
@@ -217,9 +254,13 @@ def test_tied_embeddings_are_one_parameter():
 def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
     config = architecture.tiny_config()
     weights = 2 * 4 * 512 * 512 * 4  # (B, heads, T, T) fp32
-    grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"]["attention"]
+    grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
+        "attention"
+    ]
     config.num_key_value_heads = 4
-    plain = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"]["attention"]
+    plain = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
+        "attention"
+    ]
     assert grouped > 2 * weights > plain
 
 
@@ -243,21 +284,30 @@ def test_nothing_stays_replaced(monkeypatch):
 # ---------------------------------------------------------------- the flag
 
 
-def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(run_script, tmp_path, monkeypatch):
+def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
+    run_script, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     flags = ["--estimate", "--model", "tiny", "--kernels", "all", "--json", "estimate.json"]
     outcome = run_script(profile_baseline, *flags)
     assert outcome.code == 0
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
-    assert (record["kind"], record["dtype"], record["seq_len"]) == ("estimate", "bf16", 512)  # a GPU's defaults
+    # a GPU's defaults
+    assert (record["kind"], record["dtype"], record["seq_len"]) == (
+        "estimate",
+        "bf16",
+        512,
+    )
     assert [e["kernels"] for e in record["estimates"]] == [[], KERNELS]
     assert "(estimate)" in outcome.out and "chosen: the peak is in the" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace
 
 
 def test_without_kernels_there_is_one_column(run_script):
-    outcome = run_script(profile_baseline, "--estimate", "--model", "tiny", "--dtype", "fp32", "--seq-len", "8")
+    outcome = run_script(
+        profile_baseline, "--estimate", "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
+    )
     assert outcome.code == 0 and "chosen" not in outcome.out
 
 
@@ -311,7 +361,9 @@ def test_a_model_that_is_no_llama_is_refused(run_script, tmp_path):
 )  # fmt: skip
 def test_the_moment_of_the_peak_in_words(phase, layer, expected):
     estimated = {"phase": phase, "layer": layer, "made_by": {}}
-    assert f"the peak is in the {expected} made" in memory_estimate.moment_line("none", estimated, n_layers=4)
+    assert f"the peak is in the {expected} made" in memory_estimate.moment_line(
+        "none", estimated, n_layers=4
+    )
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
@@ -324,9 +376,17 @@ def test_the_stages_of_a_step_come_in_order(kernels):
 
 def test_a_small_model_is_printed_in_megabytes():
     record = {
-        "kind": "estimate", "environment": run_records.environment(), "model": "tiny", "weights": "random weights",
-        "parameters": 1, "layers": 2, "dtype": "bf16", "batch_size": 2, "seq_len": 64, "kernels": [],
+        "kind": "estimate",
+        "environment": run_records.environment(),
+        "model": "tiny",
+        "weights": "random weights",
+        "parameters": 1,
+        "layers": 2,
+        "dtype": "bf16",
+        "batch_size": 2,
+        "seq_len": 64,
+        "kernels": [],
         "estimates": [tiny_estimate()],
-    }  # fmt: skip
+    }
     assert "At the peak, MB" in memory_estimate.render(record)
     assert KEPT in memory_estimate.render(record)

@@ -40,11 +40,12 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(3, 9, 50, generator=generator) + 1
     labels = torch.randint(50, (3, 9), generator=generator)
+    # prompt, padding, a whole row
     labels[0, :4], labels[1, -2:], labels[2] = (
         IGNORE,
         IGNORE,
         IGNORE,
-    )  # prompt, padding, a whole row
+    )
     return logits.to(DEVICE), labels.to(DEVICE)
 
 
@@ -64,7 +65,9 @@ def test_loss_and_gradient_are_hugging_faces(items):
 
 @pytest.mark.parametrize("n_targets", [1, 3, 7, 41, 49])
 def test_a_single_micro_batch_is_scaled_by_exactly_one(n_targets):
-    """n / n is 1, but loss * n / n is not always the loss; a fused loss scales its gradients by anything but 1."""
+    """n / n is 1, but loss * n / n is not always the loss; a fused loss scales its gradients by
+    anything but 1.
+    """
     loss, scales = torch.tensor(0.1, requires_grad=True), []
     loss.register_hook(lambda gradient: scales.append(gradient.item()))
     labels = torch.full((1, 60), IGNORE)

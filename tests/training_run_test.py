@@ -88,10 +88,11 @@ def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     model = loading.load_model(tiny_workload())
     examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
     batches = dataset.make_batches(examples, batch_size=1)
+    # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     sums, counts = (
         [],
         [11, 1],
-    )  # nothing predicts a sequence's first token, which the empty prompt leaves to train on
+    )
     for batch in batches:
         logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[0, :-1].cpu()
         sums.append(
@@ -187,6 +188,7 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     assert changed <= {"_name_or_path", "architectures", "dtype", "transformers_version"}
     AutoModelForCausalLM.from_pretrained(folder)
 
+    # over the file it was read from
     again = [
         "--model",
         str(folder),
@@ -194,7 +196,7 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
         "2",
         "--save",
         str(folder),
-    ]  # over the file it was read from
+    ]
     resumed = run(finetune_baseline, monkeypatch, tmp_path, *again)
     assert resumed["weights"] == "pretrained weights"
     assert resumed["validation_loss_before"] == pytest.approx(

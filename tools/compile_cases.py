@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cross_entropy_kernel import FusedCrossEntropyFunction
+from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from next_steps.reverse_kl_kernel import TritonReverseKLFunction
@@ -49,6 +49,10 @@ def cross_entropy_arguments(reduction: str, vocab: int = V, inplace: bool = Fals
         reduction,
         inplace,
     )
+
+
+def plain_cross_entropy_arguments(t: Make) -> tuple:
+    return t(B * T, V), torch.empty(B * T, dtype=torch.int64, device="cuda")
 
 
 def linear_cross_entropy_arguments(reduction: str, vocab: int = V) -> Arguments:
@@ -147,6 +151,11 @@ CASES = {  # by the names of kernel_facts.py's rows
                 cross_entropy_arguments("mean", v, inplace=True),
             )
             for v in (V, 50_257, 32_000)
+        ),
+        Case(
+            "cross-entropy, the plain form",
+            PlainCrossEntropyFunction,
+            plain_cross_entropy_arguments,
         ),
     ],
     "linear_cross_entropy": [

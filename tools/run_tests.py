@@ -1,10 +1,11 @@
-"""Run the tests: first those that time a GPU, with nothing beside them, then the others, several at a time.
+"""Run the tests: first those that time a GPU, alone, then the others, several at a time.
 
     python -m tools.run_tests           # what a reader runs: minutes on two cores
     python -m tools.run_tests --all     # also what is marked exhaustive
 
-Two calls of pytest, of which the first runs nothing where there is no GPU.  The last line counts the tests of both:
-"N passed, N failed, N skipped".  Exit code 1 if any failed, if a call broke off, or if none ran at all.
+Two calls of pytest, of which the first runs nothing where there is no GPU.  The last line counts
+the tests of both: "N passed, N failed, N skipped".  Exit code 1 if any failed, if a call broke off,
+or if none ran at all.
 """
 
 import argparse
@@ -29,7 +30,8 @@ class Count:
     skipped: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
+        passed, failed = self.passed + other.passed, self.failed + other.failed
+        return Count(passed, failed, self.skipped + other.skipped)
 
     def __str__(self) -> str:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
@@ -54,7 +56,8 @@ def calls(everything: bool) -> list[list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--all", action="store_true", help="also the tests marked exhaustive")
     everything = parser.parse_args().all
     total, broken = Count(), False

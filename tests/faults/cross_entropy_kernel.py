@@ -6,27 +6,27 @@ TESTS = "tests.cross_entropy_more_test"  # where a test is looked for whose file
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
     "test_one_tile_and_many_give_the_reference": [
-        ("powers of 2, not of e", "LOG2E, LN2 = tl.constexpr(1.4426950408889634)", "LOG2E, LN2 = tl.constexpr(1.0)"),
+        ("powers of 2, not of e", "LOG2E = tl.constexpr(1.4426950408889634)", "LOG2E = tl.constexpr(1.0)"),
         ("sum not rescaled from tile to tile", "d = d * tl.exp2(m - m_new)", "d = d"),
         ("sum not rescaled to the row", "tl.sum(d * tl.exp2(m - m_row))", "tl.sum(d)"),
-        ("edge of the row not summed", " + tl.sum(tl.exp2(tl.fma(edge_logits, LOG2E, -m_row)))", ""),
-        ("mask dropped", 'body_ptr + cols, mask=cols < n_body, other=-float("inf")', "body_ptr + cols", 4),
-        ("masked lanes are 0", 'mask=cols < n_body, other=-float("inf")', "mask=cols < n_body, other=0.0", 4),
-        ("next column's logit for the target's", "row_ptr + target, mask", "row_ptr + (target + 1) % n_cols, mask", 3),
-        ("target subtracted in the next column", "out_row_ptr + target\n", "out_row_ptr + (target ^ 1)\n"),
-        ("target not subtracted", "(tl.exp2(tl.fma(target_logit, unit, -m)) - d)", "tl.exp2(tl.fma(target_logit, unit, -m))"),
-        ("sign of the gradient", 'float("nan")) / d', 'float("nan")) / -d'),
-        ("gradient of the target only", "tl.exp2(tl.fma(logits, unit, -m)) * factor", "tl.zeros_like(logits)"),
+        ("edge of the row not summed", " + tl.sum(_exp(edge_logits, LOG2E, m_row))", ""),
+        ("mask dropped", "_load_logits(body_ptr, cols, cols < n_body)", "_load_logits(body_ptr, cols, cols == cols)", 4),
+        ("masked lanes are 0", 'tl.load(ptr + cols, mask=mask, other=-float("inf"))', "tl.load(ptr + cols, mask=mask, other=0.0)"),
+        ("next column's logit for the target's", "row_ptr + target, mask", "row_ptr + (target + 1) % n_cols, mask"),
+        ("target subtracted in the next column", "row_ptr + target\n", "row_ptr + (target ^ 1)\n", 2),
+        ("target not subtracted", "(_exp(target_logit, unit, m) - d)", "_exp(target_logit, unit, m)"),
+        ("sign of the gradient", 'float("nan")) / d', 'float("nan")) / -d', 2),
+        ("gradient of the target only", "_exp(_load_logits(body_ptr, cols, cols < n_body), unit, m) * factor", "tl.zeros_like(_load_logits(body_ptr, cols, cols < n_body))"),
         ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
         ("loss not divided by n_valid", "_loss_of_row(target_logit, m, d, unit) * scale", "_loss_of_row(target_logit, m, d, unit)", 2),
         ("gradient not divided by n_valid", "scale = scale / tl.load(n_valid_ptr)", "scale = scale"),
     ],
     "test_large_offset_does_not_cost_digits": [
-        ("product rounded before m is subtracted", "tl.fma(logits, LOG2E, -m_new[None, :])", "logits * LOG2E - m_new[None, :]"),
+        ("product rounded before m is subtracted", "tl.exp2(tl.fma(x, unit, -m))", "tl.exp2(x * unit - m)"),
         ("log(d) added to a large m", "tl.log(d / tl.exp2(t))", "tl.log(d) + m * LN2 - target_logit"),
     ],
     "test_logits_of_any_magnitude": [
-        ("a huge maximum is rounded like any other", "if tl.abs(m_row) >= HUGE:", "if False:"),
+        ("a huge maximum is rounded like any other", "if tl.abs(m) >= HUGE:", "if False:"),
         ("maxima are counted from too high a number on", "tl.constexpr(torch.finfo(torch.float32).min)", "tl.constexpr(-1e38)"),
         ("columns of one huge negative number overflow", "-HUGE, dtype", "LOWEST, dtype"),
     ],
@@ -42,17 +42,17 @@ FAULTS = {
         ("ignored rows counted", "(targets.long() != ignore_index).sum()", "(targets == targets).sum()"),
     ],
     "test_no_valid_row_is_as_in_pytorch": [
-        ("mean of no row is 0", "return row_loss.mean()", "return row_loss.sum()"),
+        ("mean of no row is 0", "return row_loss.mean()  # NaN", "return row_loss.sum()  # NaN"),
     ],
     "test_target_outside_the_vocabulary_gives_nan_for_its_row_only": [
-        ("target outside the row is trained", 'tl.where(in_row, scale, float("nan"))', "scale"),
+        ("target outside the row is trained", 'tl.where(in_row, scale, float("nan"))', "scale", 2),
     ],
     "test_arbitrary_grad_output": [
-        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride).to(tl.float32)", "1.0", 2),
+        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride)", "tl.full((), 1.0, tl.float32)", 2),
         ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-gaps and an odd offset]": [
-        ("V for the logits' stride", "row, logits_row_stride, n_cols)\n    target", "row, n_cols, n_cols)\n    target"),
+        ("V for the logits' stride", "row, logits_row_stride, n_cols)\n    row_ptr, body_ptr, n_body, edge, in_edge = cut\n    target", "row, n_cols, n_cols)\n    row_ptr, body_ptr, n_body, edge, in_edge = cut\n    target"),
     ],
     "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-one row repeated (stride 0)]": [
         ("logits' stride for dlogits", "_, _, _ = _cut_row(dlogits_ptr, row, dlogits_row_stride", "_, _, _ = _cut_row(dlogits_ptr, row, logits_row_stride"),
@@ -64,7 +64,7 @@ FAULTS = {
         ("overwrites unasked", "    if overwrite:\n        _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)\n", "    if True:\n"),
     ],
     "test_inplace_writes_the_gradient_over_the_logits": [
-        ("in place not divided by n_valid", "\n                m, d, unit, scale, tile", "\n                m, d, unit, 1.0, tile"),
+        ("in place not divided by n_valid", "\n            factor = tl.where(in_row, scale,", "\n            factor = tl.where(in_row, 1.0,"),
         ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
     ],
     "test_inplace_gradient_is_multiplied_by_any_grad_output": [

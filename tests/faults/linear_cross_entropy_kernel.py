@@ -6,10 +6,10 @@ TESTS = "tests.linear_cross_entropy_test"  # where a test is looked for whose fi
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
     "test_one_chunk_and_many_give_the_reference[4-dtype0]": [
-        ("dweight of the last chunk only", "beta=0 if number == 0 else 1", "beta=0"),
-        ("dweight begins with what the memory held", "beta=0 if number == 0 else 1", "beta=1"),
+        ("dweight of the last chunk only", "beta=0 if first_row == 0 else 1", "beta=0"),
+        ("dweight begins with what the memory held", "beta=0 if first_row == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
-        ("mean of each chunk", "chunk_grads, n_valid,", "chunk_grads, n_valid and (chunk_targets != -100).sum(),"),
+        ("mean of each chunk", "            n_valid,\n            ignore_index,", "            n_valid and (row_targets.narrow(*chunk) != -100).sum(),\n            ignore_index,"),
         ("ignored rows' logits are multiplied", "        ce.launch_scale(row_grads, logits, targets, ignore_index)", "        pass"),
     ],
     "test_chunks_are_few_equal_and_of_whole_tiles": [
@@ -46,10 +46,10 @@ FAULTS = {
         ("ignored rows counted", "(row_targets.long() != ignore_index).sum()", "(row_targets == row_targets).sum()"),
     ],
     "test_no_valid_row_is_as_in_pytorch": [
-        ("mean of no row is 0", 'row_loss.mean() if n_rows == 0 and reduction == "mean" else row_loss.sum()', "row_loss.sum()"),
+        ("mean of no row is 0", 'elif reduction == "mean" and n_rows == 0:', "elif False:"),
     ],
     "test_frozen_head_gets_no_gradient_and_no_buffer": [
-        ("dweight of a frozen head", "for needed in ctx.needs_input_grad[:2])", "for needed in (True, True))"),
+        ("dweight of a frozen head", "for need in ctx.needs_input_grad[:2]]", "for need in (True, True)]"),
     ],
     "test_no_grad_and_frozen_inputs_compute_the_loss_only": [
         ("gradients under no_grad", "now = grad_enabled and", "now ="),
