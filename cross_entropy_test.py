@@ -44,9 +44,7 @@ DTYPES = {
 
 
 def make_inputs(shape, dtype=torch.float32):
-    """Logits with a mean in each row; every third row is sure of its target, every fifth is
-    ignored.
-    """
+    """Logits with a mean in each row; every third is sure of its target, every fifth ignored."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     *batch, vocab = shape
     logits = 3 * torch.randn(shape, generator=generator, device=DEVICE)
@@ -60,9 +58,7 @@ def make_inputs(shape, dtype=torch.float32):
 
 
 def loss_and_gradient(loss_fn, logits, targets):
-    """The loss, and the gradient of the sum of all losses; `logits` is used as it is, strides
-    included.
-    """
+    """The loss, and the gradient of the sum of all losses; `logits` keeps its strides."""
     leaf = logits.detach().requires_grad_()
     loss = loss_fn(leaf, targets)
     loss.sum().backward()
@@ -72,15 +68,12 @@ def loss_and_gradient(loss_fn, logits, targets):
 def reference_and_eager(logits, targets, **options):
     """(loss, gradient) in float64, and in eager PyTorch as Hugging Face writes it."""
 
-    def eager(logits, targets):
-        return cross_entropy_reference(logits.float(), targets, **options)
-
-    def float64(logits, targets):
+    def reference(logits, targets):
         return cross_entropy_reference(logits, targets, **options)
 
-    return loss_and_gradient(float64, logits.double(), targets), loss_and_gradient(
-        eager, logits, targets
-    )
+    ref64 = loss_and_gradient(reference, logits.double(), targets)
+    eager = loss_and_gradient(lambda x, t: reference(x.float(), t), logits, targets)
+    return ref64, eager
 
 
 def compare_both(name, ours, ref64, eager, targets) -> list[Check]:
@@ -160,8 +153,7 @@ def test_wrong_gradients_are_rejected(dtype):
         assert not all(check.passed for check in checks), name
 
 
-# ---- Memory: what the fused loss is for
-# --------------------------------------------------------------------
+# ---- Memory: what the fused loss is for ----------------------------------------------------------
 
 WAYS = {
     "PyTorch as Hugging Face writes it (logits.float())": lambda x, t: F.cross_entropy(

@@ -41,8 +41,7 @@ def test_new_tensors_are_poisoned():
     assert t.isnan().all() and torch.empty_like(t).isnan().all() and t.new_empty(2).isnan().all()
 
 
-# ---- The numbers
-# -------------------------------------------------------------------------------------------
+# ---- The numbers ---------------------------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: subject.dtypes)
@@ -102,8 +101,7 @@ def test_no_rows_are_as_in_pytorch(subject, rows):
         torch.testing.assert_close(found[part], right, equal_nan=True, rtol=0, atol=0)
 
 
-# ---- The comparison can fail
-# ----------------------------------------------------------------------------
+# ---- The comparison can fail ---------------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: (torch.float32, torch.bfloat16))
@@ -139,8 +137,7 @@ def test_comparator_rejects_what_no_kernel_wrote(subject):
     assert passed <= set(subject.made_by_pytorch)
 
 
-# ---- Where the tensors lie
-# ---------------------------------------------------------------------------------
+# ---- Where the tensors lie -----------------------------------------------------------------------
 
 
 def strided_cases(subject):
@@ -164,13 +161,10 @@ def is_minor_layout(subject, case):
 def test_any_strides(subject, case):
     name, layout = case
     inputs, douts = subject.make(ROWS, subject.size, torch.float32)
-    tensors = douts if name not in inputs else inputs
-    name = name if name in inputs else name.removeprefix("d")
-    values = tensors[name]
-    more = subject.more_layouts.get(name, {})
-    tensors[name] = (
-        more[layout](values) if layout in more else layouts_of(values.ndim)[layout].place(values)
-    )
+    tensors, key = (inputs, name) if name in inputs else (douts, name.removeprefix("d"))
+    more, values = subject.more_layouts.get(name, {}), tensors[key]
+    place = more[layout] if layout in more else layouts_of(values.ndim)[layout].place
+    tensors[key] = place(values)
     assert_all_passed(checks(subject, inputs, douts))
 
 
@@ -208,8 +202,7 @@ def test_rows_beyond_int32(subject, case, far_apart):
     assert same_bits(run(subject, subject.function, inputs, douts), expected)
 
 
-# ---- The same numbers every time
-# ---------------------------------------------------------------------------
+# ---- The same numbers every time -----------------------------------------------------------------
 
 
 @contract("dtype", lambda subject: (torch.float32, torch.bfloat16))

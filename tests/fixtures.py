@@ -1,5 +1,6 @@
-"""Circumstances in which a test runs, as fixtures and context managers.  A plugin of pytest: see
-pyproject.toml.
+"""Circumstances in which a test runs, as fixtures and context managers.
+
+tests/conftest.py hands the fixtures to all tests; tests/mutation_test.py loads this file itself.
 """
 
 import contextlib

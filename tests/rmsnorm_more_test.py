@@ -77,8 +77,7 @@ def check_against_float64(name, x, weight, dy, eps=EPS) -> list[Check]:
     ]
 
 
-# ---- The numbers
-# -------------------------------------------------------------------------------------------
+# ---- The numbers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -191,8 +190,7 @@ def test_nan_stays_in_its_row():
     assert torch.equal(y[others], clean[0][others]) and torch.equal(dx[others], clean[1][others])
 
 
-# ---- The checks can fail
-# -----------------------------------------------------------------------------------
+# ---- The checks can fail -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,8 +213,7 @@ def test_comparator_rejects_outputs_that_were_never_written(monkeypatch):
         assert [i for i, check in enumerate(checks) if not check.passed] == unwritten
 
 
-# ---- The contract with autograd
-# ----------------------------------------------------------------------------
+# ---- The contract with autograd ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,8 +243,7 @@ def test_no_buffer_has_the_size_of_x_but_y_and_dx():
     assert [shape for shape in shapes if math.prod(shape) >= n_rows * 64] == 2 * [(n_rows, 64)]
 
 
-# ---- The module
-# --------------------------------------------------------------------------------------------
+# ---- The module ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -323,8 +319,7 @@ def test_module_starts_as_llama_rmsnorm_does():
     assert [name for name, _ in module.named_parameters()] == ["weight"]
 
 
-# ---- Bad input
-# ---------------------------------------------------------------------------------------------
+# ---- Bad input -----------------------------------------------------------------------------------
 
 ONES = torch.ones(4, 64, device=DEVICE)
 
@@ -377,8 +372,7 @@ def test_parameter_that_is_a_dtensor_is_refused_with_a_sentence(as_dtensor):
         module(ONES)
 
 
-# ---- torch.compile
-# -----------------------------------------------------------------------------------------
+# ---- torch.compile -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -65,9 +65,9 @@ def act(gate, up):
 
 
 def make_inputs(shape, dtype=torch.float32, seed=0):
-    """gate, up and dy of any shape."""
+    """gate, up and dy of any shape, each in memory of its own."""
     inputs, douts = make((), math.prod(shape), dtype, seed)
-    return tuple(t.view(shape) for t in (*inputs.values(), *douts.values()))
+    return tuple(t.view(shape).clone() for t in (*inputs.values(), *douts.values()))
 
 
 def run(function, *inputs):

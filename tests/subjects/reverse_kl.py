@@ -180,6 +180,11 @@ def bad_input():
     }
 
 
+def bytes_of_statistics(inputs):
+    """Of each row five numbers."""
+    return 5 * 4 * inputs["mask"].numel()
+
+
 ALONE = {"frozen_inputs_leave_the_others_their_gradients": "the student alone can have a gradient"}
 MEAN = Subject(
     name="reverse_kl",
@@ -197,6 +202,9 @@ MEAN = Subject(
     large_sizes=(5001,),
     far=(("student_logits", 0), ("teacher_logits", 0)),
     saved=("student_logits", "teacher_logits", "mask"),
+    saved_bytes=lambda inputs: bytes_of_statistics(inputs) + 8,  # the number of rows that count
+    # the first backward scales the forward's gradient, a second computes it anew
+    exact_again=False,
     activations=("student_logits", "teacher_logits"),
     compiled_first=tuple(((5,), width) for width in sorted({*PADDED_WIDTHS, 5001})),
     compiled_next=(((9,), 2048), ((6,), 1100), ((7,), 1290)),
@@ -221,6 +229,8 @@ SUBJECTS = (
         eager=eager(**HOT),
         eagers=eight_times(**HOT),
         make=make_of_rows,
+        saved_bytes=bytes_of_statistics,
+        exact_again=True,
         wrong_answers=wrong_answers_at(**HOT),
         exempt=ALONE,
     ),
