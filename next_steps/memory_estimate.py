@@ -48,7 +48,15 @@ from torch.utils._pytree import tree_leaves
 import cross_entropy_kernel
 import rmsnorm_kernel
 from harness import llama, measure
-from next_steps import adamw_kernel, apply_kernels, fused_layer, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps import (
+    adamw_kernel,
+    apply_kernels,
+    fused_layer,
+    linear_cross_entropy_kernel,
+    llama_mlp,
+    rope_kernel,
+    swiglu_kernel,
+)
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
@@ -129,7 +137,7 @@ KIND_OF_FUNCTION = {
     apply_kernels.LlamaAttention.forward: "attention",
     sdpa_attention_forward: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
-    swiglu_kernel.SwiGLUMLPFunction.forward: "MLP",
+    llama_mlp.SwiGLUMLPFunction.forward: "MLP",
     fused_layer.swiglu_linear: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.forward: "residual stream",

@@ -23,31 +23,31 @@ FAULTS = {
     ],
     "test_no_element_is_lost_at_the_end_of_a_block": [
         ("last element lost", "cols < length", "cols < length - 1"),
-        ("last block lost", "-(-n_rows * n_cols // BLOCK_SIZE) if line", "n_rows * n_cols // BLOCK_SIZE if line"),
+        ("last block lost", "-(-n_rows * n_cols // BLOCK_SIZE)", "n_rows * n_cols // BLOCK_SIZE"),
     ],
     "test_rows_with_gaps_between_them": [
         ("last block of each row lost", "n_rows * -(-n_cols // BLOCK_SIZE)", "n_rows * (n_cols // BLOCK_SIZE)"),
     ],
     "test_any_strides[half of each row-up]": [
-        ("rows taken for one line", "line = all(t is None or t.is_contiguous() for t in rows)", "line = True"),
+        ("rows taken for one line", "line = all(t.is_contiguous() for t in tensors)", "line = True"),
         ("gate's stride for up", "up_ptr + row * up_row_stride + cols, mask=mask).to", "up_ptr + row * gate_row_stride + cols, mask=mask).to", 2),
     ],
     "test_any_strides[half of each row-dy]": [("gate's stride for dy", "row * dy_row_stride", "row * gate_row_stride")],
     "test_any_strides[one row repeated (stride 0)-gate]": [
-        ("gate's stride for dgate", "row * dgate_row_stride", "row * gate_row_stride"),
+        ("gate's stride for dgate", "dgate_ptr + row * n_cols", "dgate_ptr + row * gate_row_stride"),
     ],
-    "test_any_strides[one row repeated (stride 0)-up]": [("up's stride for dup", "row * dup_row_stride", "row * up_row_stride")],
+    "test_any_strides[one row repeated (stride 0)-up]": [("up's stride for dup", "dup_ptr + row * n_cols", "dup_ptr + row * up_row_stride")],
     "test_any_strides[every second column-gate]": [
         ("columns taken for adjacent", "return rows if rows.stride(1) == 1 else rows.contiguous()", "return rows"),
     ],
-    "test_rows_beyond_int32": [("32-bit offsets", "(pid // blocks_per_row).to(tl.int64)", "(pid // blocks_per_row)")],
+    "test_rows_beyond_int32": [("32-bit offsets", "(program // blocks_per_row).to(tl.int64)", "(program // blocks_per_row)")],
     "test_launchers_write_over_what_they_were_given": [
         ("y made again is not rounded twice", "        y = _swiglu(gate, sigmoid, up, dtype)\n", "        y = gate * sigmoid * up\n"),
         ("y made again is silu", "y = _swiglu(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
     ],
     "test_inputs_are_never_changed": [("overwrites unasked", "t.detach() if inplace else", "t.detach() if True else")],
     "test_inplace_allocates_only_the_output": [
-        ("not in place", "inplace=_begin_backward() and ctx.inplace", "inplace=_begin_backward() and False"),
+        ("not in place", "inplace = ctx.inplace and may_overwrite_saved()", "inplace = False"),
     ],
     "test_inplace_under_retain_graph_leaves_gate_and_up_alone": [
         ("overwrites what is needed again", "not torch._C._autograd._get_current_graph_task_keep_graph()", "True"),
@@ -72,21 +72,4 @@ FAULTS = {
     "test_second_derivative_is_refused_not_silently_zero": [
         ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
     ],
-    "test_mlp_of_unusual_strides": [
-        ("dx of gate alone", ".addmm_(dup, w_up)", ""),
-        ("dW_up of gate", "dw_up = dup.t()", "dw_up = dgate.t()"),
-        ("dW_down of dy", "dw_down = dout.t() @ y", "dw_down = dout.t() @ dy.sigmoid()"),
-        ("gate and up swapped", "swiglu_forward(gate, up) @", "swiglu_forward(up, gate) @"),
-    ],
-    "test_frozen_weights_get_no_gradient_and_no_matmul": [
-        ("matmul for a frozen weight", "dgate.t() @ rows if need_w_gate else None", "dgate.t() @ rows"),
-    ],
-    "test_mlp_of_another_activation_is_refused_with_a_sentence": [
-        ("any activation is silu", 'if given not in ("silu", "swish"):', "if False:"),
-    ],
-    "test_hooks_are_called_and_what_they_keep_is_not_overwritten": [
-        ("hooks are not called", "plain and not any(getattr(module, h) for h in hooks)", "plain"),
-    ],
-    "test_forward_that_a_library_replaced_is_called": [("forward is not called", ' and "forward" not in vars(module)', "")],
-    "test_global_hooks_are_called": [("global hooks are not called", "torch.nn.modules.module._has_any_global_hook() or ", "")],
 }  # fmt: skip
