@@ -81,7 +81,7 @@ class Facts:
     floor: tuple[str, int] | None = None
     # A category that it makes smaller without taking it over -> what the diagnosis says of it.
     advice: dict[str, str] = field(default_factory=dict)
-    # A function of the lesson -> what the tables of memory call the tensors that it asks for.
+    # A function, "module:name" -> what the tables of memory call the tensors that it asks for.
     allocates: dict[str, str] = field(default_factory=dict)
     # A part of the memory (in one phase: part, phase) -> how the kernel makes it smaller.
     memory: dict[str | tuple[str, str], str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ ROWS = [
         module=("TritonRMSNorm", "LlamaRMSNorm"),
         rung=2,
         floor=("stream", 2 * 5),  # two norms: x, y; dy, x, dx
-        allocates={"rmsnorm_forward": "normalization"},
+        allocates={"rmsnorm_kernel:rmsnorm_forward": "normalization"},
     ),
     Facts(
         name="cross_entropy",
@@ -149,7 +149,7 @@ ROWS = [
         module=("TritonLlamaMLP", "LlamaMLP"),
         rung=4,
         floor=("inner", 9),  # gate, up, y; dy, gate, up, dgate, dup, y
-        allocates={"SwiGLUMLPFunction.forward": "MLP"},
+        allocates={"next_steps.llama_mlp:SwiGLUMLPFunction.forward": "MLP"},
     ),
     Facts(
         name="rope",
@@ -162,7 +162,7 @@ ROWS = [
         launches=(Launch("_rope", "heads", passes=2, flops=3),),
         rung=3,
         floor=("heads", 4),  # q, k in and out; their gradients
-        allocates={"rope_forward": "q and k, rotated"},
+        allocates={"next_steps.rope_kernel:rope_forward": "q and k, rotated"},
     ),
     Facts(
         name="adamw",
@@ -215,7 +215,10 @@ ROWS = [
         # more: for the memory.
         floor=("stream", 2 * 2 - 2 * 3),
         advice={OTHER: "--kernels all: its fused layer needs fewer of them"},
-        allocates={"norm_linear": "v, gate, up (norm_linear)", "swiglu_linear": "MLP"},
+        allocates={
+            "next_steps.fused_layer:norm_linear": "v, gate, up (norm_linear)",
+            "next_steps.fused_layer:swiglu_linear": "MLP",
+        },
         memory={
             "activations": "computes the outputs of norms and SwiGLU again in the backward",
             "temporaries": "writes gradients over activations, and sums as the products store",

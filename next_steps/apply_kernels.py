@@ -27,8 +27,9 @@ from harness.patching import causal_lm_loss, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.swiglu_kernel import TritonLlamaMLP, TritonSwiGLU
+from next_steps.swiglu_kernel import TritonSwiGLU
 from rmsnorm_kernel import TritonRMSNorm
 
 # after the kernels, which decide how triton (imported by transformers) will run

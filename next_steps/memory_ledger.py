@@ -10,10 +10,9 @@ forward and lives at its end is kept for the backward, and is called an activati
 memory_estimate.py keeps it of a step on meta tensors, memory_profile.py of one that really runs.
 """
 
-import importlib
 import inspect
 import math
-import operator
+import pkgutil
 import sys
 import weakref
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ KIND_OF_FUNCTION = {
     modeling_llama.LlamaForCausalLM.forward: LOSS,
     apply_kernels.LlamaForCausalLM.forward: LOSS,
     **{
-        operator.attrgetter(function)(importlib.import_module(row.lesson)): kind
+        pkgutil.resolve_name(function): kind
         for row in ROWS
         for function, kind in row.allocates.items()
     },

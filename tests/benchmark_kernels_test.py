@@ -791,11 +791,11 @@ def rotates_in_place(q, k, cos, sin):
     class InPlace(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k):
-            return rope_forward(q, k, cos, sin, inplace=True)
+            return tuple(t.copy_(y) for t, y in zip((q, k), rope_forward(q, k, cos, sin)))
 
         @staticmethod
         def backward(ctx, dq, dk):
-            return rope_backward(dq, dk, cos, sin, inplace=True)
+            return tuple(t.copy_(x) for t, x in zip((dq, dk), rope_backward(dq, dk, cos, sin)))
 
     return InPlace.apply(q, k)
 

@@ -12,9 +12,10 @@ import torch
 from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
+from next_steps.llama_mlp import SwiGLUMLPFunction
 from next_steps.reverse_kl_kernel import TritonReverseKLFunction
 from next_steps.rope_kernel import TritonRoPEFunction
-from next_steps.swiglu_kernel import SwiGLUMLPFunction, TritonSwiGLUFunction
+from next_steps.swiglu_kernel import TritonSwiGLUFunction
 from rmsnorm_kernel import TritonRMSNormFunction
 
 B, T, H, V, INTERMEDIATE = 2, 2048, 4096, 128_256, 14_336

@@ -12,7 +12,8 @@ from next_steps.fused_layer import (
     norm_linear_reference,
     swiglu_linear_reference,
 )
-from next_steps.swiglu_kernel import SwiGLUMLPFunction, swiglu_reference
+from next_steps.llama_mlp import SwiGLUMLPFunction
+from next_steps.swiglu_kernel import swiglu_reference
 from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 EPS = 1e-5
