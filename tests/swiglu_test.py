@@ -31,7 +31,6 @@ from harness.checking import (
     relative_error,
 )
 from next_steps import swiglu_kernel
-from next_steps.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
 from next_steps.swiglu_kernel import (
     TritonSwiGLU,
     TritonSwiGLUFunction,
