@@ -71,7 +71,7 @@ def test_any_fp32_number_becomes_the_bf16_that_pytorch_makes_of_it():
 
 @pytest.mark.parametrize("lower", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_bf16_number_and_what_lies_around_the_middle_to_the_next(lower):
-    """All upper halves: both zeros, subnormal and the last finite numbers, infinities, every NaN."""
+    """All upper halves: zeros, subnormal numbers, the last finite ones, infinities, every NaN."""
     x = from_bits([(upper << 16) + lower for upper in range(2**16)])
     assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
 
