@@ -259,6 +259,7 @@ SUBJECTS = (
         bad_input=bad_norm_input,
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_gate", "w_up"),
         **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
     ),
     Subject(
@@ -276,6 +277,7 @@ SUBJECTS = (
         bad_input=bad_swiglu_input,
         bad_when_compiled="two shapes",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_down",),
         **COMMON | {"exempt": COMMON["exempt"] | OVERWRITES},
     ),
     Subject(
@@ -294,6 +296,7 @@ SUBJECTS = (
         bad_input=bad_mlp_input,
         bad_when_compiled="two widths",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("x", "w_gate", "w_up", "w_down"),
         **COMMON,
     ),
     Subject(
@@ -312,6 +315,7 @@ SUBJECTS = (
         bad_input=bad_layer_input,
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_gate", "w_up", "w_down"),
         **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
     ),
 )
