@@ -39,82 +39,87 @@ class Subject:
     """
 
     name: str
-    kernels: tuple[ModuleType, ...]  # the files whose kernels are launched
-    function: Callable  # of the inputs, in the order in which `make` gives them
-    reference: Callable  # the same in eager PyTorch, in any dtype
-    make: (
-        Callable  # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
-    )
+    # the files whose kernels are launched
+    kernels: tuple[ModuleType, ...]
+    # of the inputs, in the order in which `make` gives them
+    function: Callable
+    # the same in eager PyTorch, in any dtype
+    reference: Callable
+    # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
+    make: Callable
     differentiable: tuple[str, ...]
     size: object
     # what a user calls, where `function` hands it copies to overwrite or looks at the inputs itself
     entry: Callable | None = None
-    variant_of: str | None = None  # a subject that runs the same kernels
+    # a subject that runs the same kernels
+    variant_of: str | None = None
 
-    # -- how it is compared
-    eager: Callable | None = (
-        None  # what decides the allowance, in the kernel's dtype; the reference unless told
-    )
-    eagers: Callable | None = (
-        None  # (inputs, douts) -> several such results, of which the most lenient decides
-    )
-    split: Callable | None = (
-        None  # (inputs) -> {part: {label: which elements are compared by themselves}}
-    )
-    wrong_answers: Callable | None = (
-        None  # (inputs, douts, right parts), in float64 -> {mistake: parts that differ}
-    )
+    # ---- How it is compared
+    # what decides the allowance, in the kernel's dtype; the reference unless told
+    eager: Callable | None = None
+    # (inputs, douts) -> several such results, of which the most lenient decides
+    eagers: Callable | None = None
+    # (inputs) -> {part: {label: which elements are compared by themselves}}
+    split: Callable | None = None
+    # (inputs, douts, right parts), all in float64 -> {mistake: the parts that differ}
+    wrong_answers: Callable | None = None
     dtypes: tuple[torch.dtype, ...] = HALF_AND_SINGLE
-    made_by_pytorch: tuple[str, ...] = ()  # parts that no kernel has a share in
-    made_by_kernels_alone: bool = (
-        True  # else by matrix products too, whose library may choose another order of sums
-    )
+    # parts that no kernel has a share in
+    made_by_pytorch: tuple[str, ...] = ()
+    # else by matrix products too, whose library may choose another order of sums
+    made_by_kernels_alone: bool = True
 
-    # -- sizes and layouts
-    ragged_sizes: tuple = ()  # next to powers of two and to ends of tiles
-    large_sizes: tuple = ()  # of real models, or where launch settings change
-    more_layouts: dict[str, dict] = field(
-        default_factory=dict
-    )  # input: {name: function of a tensor}
-    far: tuple[
-        tuple[str, int], ...
-    ] = ()  # inputs or "d" + outputs, and the dimension that is laid beyond int32
+    # ---- Sizes and layouts
+    # next to powers of two and to the ends of tiles
+    ragged_sizes: tuple = ()
+    # of real models, or where launch settings change
+    large_sizes: tuple = ()
+    # {input, or "d" + output: {name: what lays a tensor out so}}
+    more_layouts: dict[str, dict] = field(default_factory=dict)
+    # inputs, or "d" + outputs, and the dimension that is laid beyond int32
+    far: tuple[tuple[str, int], ...] = ()
     far_rows: tuple[int, ...] = (3,)
-    far_size: object = None  # `size` unless told
+    # `size` unless told
+    far_size: object = None
 
-    # -- autograd
-    saved: tuple[str, ...] = ()  # inputs that are kept for the backward, and so must not be changed
-    saved_bytes: Callable = lambda inputs: 0  # bytes kept beside inputs and outputs, in fp32
-    fixed_outputs: dict[str, str] = field(
-        default_factory=dict
-    )  # output: what autograd says if it is changed
-    exact_again: bool = (
-        True  # a second backward and accumulation give the same bits, not only the same numbers
-    )
+    # ---- Autograd
+    # inputs that are kept for the backward, and so must not be changed
+    saved: tuple[str, ...] = ()
+    # (inputs) -> bytes kept beside inputs and outputs, in fp32
+    saved_bytes: Callable = lambda inputs: 0
+    # {output: what autograd says where it is changed}
+    fixed_outputs: dict[str, str] = field(default_factory=dict)
+    # a second backward and accumulation give the same bits, not only the same numbers
+    exact_again: bool = True
 
-    # -- torch.compile
-    activations: tuple[str, ...] = ()  # inputs that are products inside of a larger graph
-    results: tuple[str, ...] = ()  # inputs that are other results inside of it
-    in_a_graph: Callable | None = (
-        None  # (subject) -> the subject inside of a larger graph, if not as others are
-    )
-    compiled_first: tuple = ()  # (rows, size): the first of each graph; the compiler pads its rows
-    compiled_next: tuple = ()  # (rows, size): the others
+    # ---- torch.compile
+    # inputs that are matrix products inside of a larger graph, or other results
+    activations: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    # (subject) -> the subject inside of a larger graph, if not as others are
+    in_a_graph: Callable | None = None
+    # (rows, size): the first of each graph, whose rows the compiler pads, and the others
+    compiled_first: tuple = ()
+    compiled_next: tuple = ()
 
-    # -- a GPU
+    # ---- A GPU
     gpu_rows: tuple[int, ...] = (64,)
     gpu_size: object = None
-    workspace: Callable | None = (
-        None  # (inputs) -> bytes that may be taken beyond outputs and gradients
-    )
-    row_inputs: tuple[str, ...] = ()  # inputs that have the rows, for rows that begin beyond int32
+    # (inputs) -> bytes that may be taken beyond outputs and gradients
+    workspace: Callable | None = None
+    # inputs that have the rows, for rows that begin beyond int32
+    row_inputs: tuple[str, ...] = ()
 
-    # -- refusals
-    bad_input: Callable = dict  # () -> {name: BadInput}
-    refused_on_cpu: str = ""  # a regular expression
-    multiplied: tuple[str, ...] = ()  # inputs that PyTorch's matrix product reads, and refuses
-    bad_when_compiled: str = ""  # which of bad_input is also tried inside of torch.compile
+    # ---- Refusals
+    # () -> {name: BadInput}, and which of them is also tried inside of torch.compile
+    bad_input: Callable = dict
+    bad_when_compiled: str = ""
+    # a regular expression
+    refused_on_cpu: str = ""
+    # inputs that PyTorch's matrix product reads, and refuses
+    multiplied: tuple[str, ...] = ()
 
+    # {contract: the sentence that says why it cannot apply}
     exempt: dict[str, str] = field(
         default_factory=dict
     )  # contract: the sentence that says why it cannot apply
