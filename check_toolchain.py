@@ -2,39 +2,28 @@
 
     python check_toolchain.py
 
-Prints the versions and the GPU, then launches both kernels, forward and backward, on small inputs and
-compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if not, with what to do about it.
+Prints the versions and the GPU, then launches both kernels, forward and backward, on small inputs
+and compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if not, with what to
+do about it.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
+from collections.abc import Callable, Sequence
 
-import sys
-from collections.abc import Callable
-
-try:
-    import torch
-
-    from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-    from harness import measure
-    from harness.checking import DEVICE, DTYPE_NAME, Check, compare
-    from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
-
-    ENVIRONMENT = measure.environment()  # imports transformers
-except (ImportError, OSError) as error:  # OSError: a library that PyTorch loads is missing
-    if __name__ != "__main__":
-        raise
-    sys.exit(
-        f"error: {getattr(error, 'name', None) or 'a package'} cannot be imported ({error}): install it with "
-        "`pip install -r requirements.txt`, or use the container of the README's step 1"
-    )
+from harness import command_line, run_records, tables
+from harness.command_line import RunError
 
 EPS = 1e-5
 # (what a failed launch says, what to do about it); the first match wins
 REMEDIES = [
     ("C compiler", "Triton needs one: `apt-get install gcc`, or set CC"),
-    ("non-zero exit status", "the C compiler failed, see above; often `apt-get install python3-dev` helps"),
-    ("ptxas", "this Triton does not know the GPU: use a newer one, or the NGC container 26.01 or later"),
+    (
+        "non-zero exit status",
+        "the C compiler failed, see above; often `apt-get install python3-dev` helps",
+    ),
+    (
+        "ptxas",
+        "this Triton does not know the GPU: use a newer one, or the NGC container 26.01 or later",
+    ),
     ("no kernel image", "this PyTorch was not built for the GPU: use a newer one"),
     ("out of memory", "nvidia-smi shows which process holds the GPU"),
 ]
@@ -42,33 +31,49 @@ REMEDIES = [
 
 def gpu_remedy() -> str | None:
     """Why no GPU was found and what to do; None if there is one."""
-    if measure.HAS_GPU:
+    import torch
+
+    from harness.device import HAS_GPU
+
+    if HAS_GPU:
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        return "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build (https://pytorch.org)."
+        return (
+            "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build "
+            "(https://pytorch.org)."
+        )
     return (
-        "No GPU is visible: start the container with `docker run --gpus all` (with nvidia-container-toolkit "
-        "installed); outside a container, see whether nvidia-smi lists a GPU."
+        "No GPU is visible: start the container with `docker run --gpus all` (with "
+        "nvidia-container-toolkit installed); outside a container, see whether nvidia-smi lists a "
+        "GPU."
     )
 
 
-def output_and_gradients(
-    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dy: torch.Tensor
-) -> list[torch.Tensor]:
-    """[function(*inputs), gradient of each input], for the upstream gradient dy."""
+def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
+    """[function(*inputs), gradient of each input], for the upstream gradient dy; all tensors."""
+    import torch
+
     inputs = [t.detach().requires_grad_() for t in inputs]
     output = function(*inputs)
     return [output, *torch.autograd.grad(output, inputs, dy.to(output.dtype))]
 
 
-def check_kernels() -> list[Check]:
-    """Launch every kernel; each result may be twice as far from float64 as eager PyTorch's."""
+def check_kernels() -> list:
+    """Launch every kernel; a `Check` of each result, twice as wrong as eager PyTorch's at most."""
+    import torch
+
+    from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+    from harness.checking import DEVICE, DTYPE_NAME, compare
+    from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+
     torch.manual_seed(0)
     x, weight, dy = (torch.randn(shape, device=DEVICE) for shape in ((8, 256), (256,), (8, 256)))
-    logits, targets = torch.randn(8, 1000, device=DEVICE), torch.randint(1000, (8,), device=DEVICE)
+    logits = torch.randn(8, 1000, device=DEVICE)
+    targets = torch.randint(1000, (8,), device=DEVICE)
 
-    def eager_loss(logits: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+    def eager_loss(logits):
+        at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
+        return cross_entropy_reference(logits.to(at_least_fp32), targets)
 
     cases = [
         (
@@ -107,25 +112,53 @@ def check_kernels() -> list[Check]:
 def explain(error: Exception) -> str:
     """One line about a failed launch: what it said and what to do."""
     text = f"{type(error).__name__}: {error}".strip()
-    advice = next((a for needle, a in REMEDIES if needle in text), "see the README's troubleshooting table")
+    advice = next(
+        (a for needle, a in REMEDIES if needle in text), "see the README's troubleshooting table"
+    )
     return f"{text.splitlines()[0]} ({advice})"
 
 
+def environment() -> dict:
+    """Versions and GPU.
+
+    Raises:
+        RunError: a package, or a library that it loads, is missing.
+    """
+    try:
+        return run_records.environment()  # imports PyTorch, Triton and transformers
+    except (ImportError, OSError) as error:
+        package = getattr(error, "name", None) or "a package"
+        raise RunError(
+            f"{package} cannot be imported ({error}): install it with "
+            "`pip install -r requirements.txt`, or use the container of the README's step 1"
+        ) from error
+
+
 def inspect() -> dict:
-    """What `render` prints: versions, GPU, and why the kernels do not run here (None if they do)."""
+    """What `render` prints: versions, GPU, and why the kernels do not run here (None if they do).
+
+    Raises:
+        RunError: see `environment`.
+    """
+    found = environment()
+    import torch
+
     try:
         reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
     except Exception as error:  # whatever stops a launch is what this script is here to find
         reason = explain(error)
-    memory = torch.cuda.get_device_properties(0).total_memory if measure.HAS_GPU else None
+    memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
     return {
-        "environment": ENVIRONMENT, "gpu_memory_bytes": memory, "gpu_remedy": gpu_remedy(), "reason": reason,
-    }  # fmt: skip
+        "environment": found,
+        "gpu_memory_bytes": memory,
+        "gpu_remedy": gpu_remedy(),
+        "reason": reason,
+    }
 
 
 def render(found: dict) -> str:
     env, memory = found["environment"], found["gpu_memory_bytes"]
-    lines = [] if env["gpu"] else [measure.NO_GPU_NOTE, ""]
+    lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [
         f"{name + ':':<20} {value}"
         for name, value in (
@@ -143,16 +176,18 @@ def render(found: dict) -> str:
     if found["reason"]:
         verdict = f"no: {found['reason']}"
     else:
-        verdict = "yes" if env["gpu"] else "yes, on the CPU through Triton's interpreter (no CUDA GPU found)"
+        verdict = "yes"
+        if not env["gpu"]:
+            verdict += ", on the CPU through Triton's interpreter (no CUDA GPU found)"
     return "\n".join([*lines, f"These kernels run here: {verdict}"])
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     found = inspect()
     print(render(found))
     return 1 if found["reason"] else 0
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

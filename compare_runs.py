@@ -9,18 +9,12 @@ the losses of two runs of the same workload drift apart: a kernel that is
 faster and trains something else is wrong.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
-
 import math
 from collections.abc import Callable
 
-from harness import measure
-from harness.measure import UserError
-
-# what must be equal before two loss curves may be compared
-WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "steps", "seed", "lr"]
-DISTILLATION = ["teacher", "teacher_weights", "student_layers", "temperature"]  # only in records of runs with a teacher
+from harness import command_line, output_files, pictures, run_records, tables
+from harness.command_line import UserError
+from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -48,7 +42,7 @@ KEYS = {
     "title": is_text,
     "kernels": is_list_of(is_text),
     "model": is_text,
-    "weights": is_text,
+    "weights": lambda words: words in (RANDOM, PRETRAINED),
     "dtype": lambda dtype: dtype in [*LOSS_TOLERANCE],
     "data": is_text,
     "batch_size": is_positive,
@@ -72,61 +66,54 @@ def read_run(path: str) -> dict:
     Raises:
         UserError: the file is no such record, or something in it is missing or damaged.
     """
-    record = measure.read_record(path, "finetune")
+    record = run_records.read_record(path, "finetune")
     damaged = [key for key, fits in KEYS.items() if key not in record or not fits(record[key])]
     if damaged:
-        raise UserError(f"{path} is a damaged record, without a usable {', '.join(damaged)}; run its script again")
+        missing = f"without a usable {', '.join(damaged)}"
+        raise UserError(f"{path} is a damaged record, {missing}; run its script again")
     if len(record["losses"]) != record["steps"]:
-        raise UserError(
-            f"{path} is a damaged record: {len(record['losses'])} losses of {record['steps']} steps; "
-            "run its script again"
-        )
+        found = f"{len(record['losses'])} losses of {record['steps']} steps"
+        raise UserError(f"{path} is a damaged record: {found}; run its script again")
     return record
 
 
 def workload_differences(first: dict, other: dict) -> list[str]:
-    """Sentences naming each setting in which two runs differ."""
-    keys = [*WORKLOAD, *DISTILLATION]
-    return [f"{key} {other.get(key)} (not {first.get(key)})" for key in keys if first.get(key) != other.get(key)]
-
-
-def relative_difference(a: float, b: float) -> float:
-    """|b - a| / |a|; from 0, every other number is infinitely far."""
-    if a == b:
-        return 0.0
-    return abs(b - a) / abs(a) if a else math.inf
-
-
-def relative_differences(first: dict, other: dict) -> list[float]:
-    """|loss - loss of the first run| / loss of the first run, for each step."""
-    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]
+    """Sentences naming each setting in which two runs' workloads differ."""
+    return Workload.from_record(first).differences(Workload.from_record(other))
 
 
 def same_training(first: dict, other: dict) -> bool:
     """True when no step's loss is further off than rounding explains."""
-    return max(relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
+    return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
 
 
 def drifted(records: list[dict]) -> bool:
     """True when a run of the first run's workload is not the same training."""
     first, *others = records
-    return any(not same_training(first, other) for other in others if not workload_differences(first, other))
+    return any(
+        not same_training(first, other)
+        for other in others
+        if not workload_differences(first, other)
+    )
 
 
 def render(names: list[str], records: list[dict]) -> str:
     """The whole report, from the records alone."""
     first = records[0]
-    parts = [measure.title("Comparison of fine-tuning runs")]
+    parts = [tables.title("Comparison of fine-tuning runs")]
     for name, record in zip(names, records):
-        kernels = ", ".join(record["kernels"]) or "none"
-        parts.append(f"{name}: {measure.environment_line(record['environment'])}\n  custom kernels: {kernels}")
+        where = run_records.environment_line(record["environment"])
+        parts.append(f"{name}: {where}\n  custom kernels: {kernels_in_words(record)}")
     parts.append(
-        f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), data {first['data']}, "
-        f"{first['batch_size']} x {first['seq_len']} tokens, {first['steps']} steps, seed {first['seed']}"
+        f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), "
+        f"data {first['data']}, {first['batch_size']} x {first['seq_len']} tokens, "
+        f"{first['steps']} steps, seed {first['seed']}"
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
     )
     if first["environment"]["gpu"] is None:
-        parts.append("Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful.")
+        parts.append(
+            "Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful."
+        )
 
     rows = []
     for name, record in zip(names, records):
@@ -140,26 +127,35 @@ def render(names: list[str], records: list[dict]) -> str:
             f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
             f"{record['validation_loss_after']:.4f}",
         ])  # fmt: skip
-    headers = ["Run", "Median step (s)", "Tokens/sec", "Peak memory (GB)", "Speedup", "Throughput", "Memory"]
+    headers = [
+        "Run",
+        "Median step (s)",
+        "Tokens/sec",
+        "Peak memory (GB)",
+        "Speedup",
+        "Throughput",
+        "Memory",
+    ]
     headers.append("Validation loss")
-    parts.append(measure.table(headers, rows))
+    parts.append(tables.table(headers, rows))
 
     comparable = []
     for name, record in zip(names[1:], records[1:]):
         differences = workload_differences(first, record)
         if differences:
-            parts.append(f"{name}: not the same workload, so losses are not compared: {'; '.join(differences)}")
+            why = f"not the same workload, so losses are not compared: {'; '.join(differences)}"
+            parts.append(f"{name}: {why}")
         else:
             comparable.append((name, record))
     if comparable:
         parts.append(loss_table(names[0], first, comparable))
         tolerance = LOSS_TOLERANCE[first["dtype"]]
         for name, record in comparable:
-            largest = max(relative_differences(first, record))
-            verdict = "the same training" if same_training(first, record) else "NOT the same training"
+            largest = max(run_records.relative_differences(first, record))
+            verdict = f"{'' if same_training(first, record) else 'NOT '}the same training"
             parts.append(
-                f"{name}: largest relative loss difference over {first['steps']} steps {largest:.1e} "
-                f"(allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
+                f"{name}: largest relative loss difference over {first['steps']} steps "
+                f"{largest:.1e} (allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
             )
     return "\n\n".join(parts)
 
@@ -176,17 +172,22 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
     for step in shown:
         row = [str(step + 1), f"{first['losses'][step]:.5f}"]
         for _, record in comparable:
-            row += [f"{record['losses'][step]:.5f}", f"{relative_differences(first, record)[step]:.1e}"]
+            row += [
+                f"{record['losses'][step]:.5f}",
+                f"{run_records.relative_differences(first, record)[step]:.1e}",
+            ]
         rows.append(row)
-    return measure.table(headers, rows)
+    return tables.table(headers, rows)
 
 
 def plot(names: list[str], records: list[dict], path: str) -> None:
     """Loss curves, tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    plt = measure.pyplot()
-    figure, (losses, throughput, memory) = plt.subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
+    plt = pictures.pyplot()
+    figure, (losses, throughput, memory) = plt.subplots(
+        1, 3, figsize=(12, 4), width_ratios=[2, 1, 1]
+    )
     for name, record in zip(names, records):
         style = "-" if record is records[0] else "--"
         losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)
@@ -195,7 +196,8 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
     peaks = [record["peak_memory_bytes"] for record in records]
-    unit, size = measure.decimal_unit(peaks, "GB", "MB", 1e9)  # of a CPU's run the peak may be below 1 GB
+    # of a CPU's run the peak may be below 1 GB
+    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
     for axis, title, values, spec in [
         (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
         (memory, f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f"),
@@ -210,28 +212,33 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    measure.save_plot(figure, path, dpi=130)
+    pictures.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:
     """Short, distinct names: the runs' titles; where they repeat, with the dtype, or numbered."""
     titles = [record["title"] for record in records]
-    with_dtype = [t if titles.count(t) == 1 else f"{t} {r['dtype']}" for t, r in zip(titles, records)]
+    with_dtype = [
+        t if titles.count(t) == 1 else f"{t} {r['dtype']}" for t, r in zip(titles, records)
+    ]
     if len(set(with_dtype)) == len(records):
         return with_dtype
     return [t if titles.count(t) == 1 else f"{t} {i}" for i, t in enumerate(titles, start=1)]
 
 
 def main() -> int:
-    parser = measure.Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument(
-        "records", nargs="+", metavar="RUN.json", help="records of the fine-tuning scripts; two or more"
+        "records",
+        nargs="+",
+        metavar="RUN.json",
+        help="records of the fine-tuning scripts; two or more",
     )
     parser.add_argument("--plot", metavar="FILE.png", help="loss curves and bars as a picture")
     args = parser.parse_args()
     if len(args.records) < 2:
         raise UserError("give at least two records to compare")
-    measure.check_outputs(args)
+    output_files.check_outputs(args)
     records = [read_run(path) for path in args.records]
     names = run_names(records)
     print(render(names, records))
@@ -241,4 +248,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

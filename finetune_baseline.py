@@ -3,21 +3,39 @@
     python finetune_baseline.py                  # 20 steps of 1 x 512 tokens
     python finetune_baseline.py --random-init    # the same without access to the weights
 
-finetune_optimized.py runs the same loop with custom kernels; compare_runs.py lays two runs side by side.
+What the kernels change, `diff finetune_baseline.py finetune_optimized.py` shows: not the loop.
+compare_runs.py lays two runs side by side.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
-
-from harness import llama, measure
+from harness import command_line
+from harness.output_files import check_outputs
+from harness.workload import Workload, finetune_parser
 
 
 def main() -> None:
-    args = llama.finetune_parser(__doc__).parse_args()
-    measure.check_outputs(args)
-    model = llama.load_model(args)
-    llama.finetune(model, args, title="Baseline", kernels=[])
+    args = finetune_parser(__doc__).parse_args()
+    check_outputs(args)
+    from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+
+    workload = Workload.from_flags(args, HAS_GPU)
+
+    import torch
+
+    from harness.loading import load_model
+    from harness.training_run import Run
+
+    model = load_model(workload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
+
+    run = Run("Baseline", workload, model, record_to=args.json, save_to=args.save)
+    for batch in run.batches():
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.end_step(loss)
+    run.finish()
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -1,73 +1,55 @@
 """Step 11, optimized: the same fine-tuning with the custom Triton kernels patched in.
 
-    python finetune_optimized.py                             # the playbook's two kernels
-    python finetune_optimized.py --kernels all               # and those that the profile asks for next
-    python finetune_optimized.py --kernels all --cuda-graph  # the whole step as one launch, for launch-bound sizes
-    python finetune_optimized.py --ladder                    # baseline and every rung, each in a process of its own
-    python finetune_optimized.py --kernels all --longest     # the longest sequence that fits
-    python finetune_optimized.py --teacher MODEL             # distil a model into the first half of its layers
+    python finetune_optimized.py                  # the playbook's two kernels
+    python finetune_optimized.py --kernels all    # the lessons after step 12: see --help
 
-Everything that differs from finetune_baseline.py is on this page and in apply_kernels.py (with a teacher, distill.py).
+What the kernels change, `diff finetune_baseline.py finetune_optimized.py` shows: not the loop.
+compare_runs.py lays two runs side by side.
 """
 
-# first: importing PyTorch takes seconds
-from harness import quiet_interrupt  # noqa: F401  # isort: skip
-
-import functools
-
-from harness import llama, measure
-from harness.measure import HAS_GPU, UserError
-from next_steps import distill, ladder
-from next_steps.apply_kernels import KERNELS, apply_kernels, make_optimizer, model_kernels
-from next_steps.memory_estimate import step_tryer
-
-PLAYBOOK_KERNELS = "rmsnorm,cross_entropy"
-
-
-def parse_args():
-    parser = llama.finetune_parser(__doc__)
-    llama.add_kernels_flag(parser, KERNELS, default=PLAYBOOK_KERNELS)
-    add = parser.add_argument
-    add("--stochastic-rounding", action="store_true", help="of the adamw kernel's bf16 weights and moments")
-    add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
-    ladder.add_flags(parser)
-    distill.add_flags(parser)
-    args = distill.parse_args(parser)
-    measure.refuse_ignored(args, ladder.IGNORED)
-    for flag in ("stochastic_rounding", "cuda_graph"):
-        if getattr(args, flag) and "adamw" not in args.kernels:
-            raise UserError(f"{measure.flag_name(flag)} needs the adamw kernel: --kernels all")
-    if args.stochastic_rounding and args.dtype != "bf16":
-        raise UserError(f"--stochastic-rounding is for bf16 and does nothing in {args.dtype}: add --dtype bf16")
-    if args.cuda_graph and not HAS_GPU:
-        raise UserError("--cuda-graph needs a CUDA GPU and none was found")
-    if args.cuda_graph and args.steps <= llama.WARMUP_STEPS:
-        raise UserError(
-            f"--cuda-graph starts after {llama.WARMUP_STEPS} steps, so with --steps {args.steps} it "
-            "does nothing: take more steps"
-        )
-    measure.check_outputs(args)
-    return args
-
-
-def train(model, args, title: str, kernels: list[str], **teacher) -> None:
-    options = [name for name in ("stochastic_rounding", "cuda_graph") if getattr(args, name)]
-    llama.finetune(
-        model, args, title=title, kernels=kernels + options, cuda_graph=args.cuda_graph, **teacher,
-        make_optimizer=functools.partial(
-            make_optimizer, kernels=kernels, stochastic_rounding=args.stochastic_rounding
-        ),
-    )  # fmt: skip
+from harness import command_line
+from harness.output_files import check_outputs
+from harness.workload import Workload
+from next_steps import finetune_options
 
 
 def main() -> None:
-    args = parse_args()
-    if ladder.takes_over(args) or distill.takes_over(args, train):
+    args = finetune_options.parse_args(__doc__)
+    check_outputs(args)
+    from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+
+    workload = Workload.from_flags(args, HAS_GPU)
+    if finetune_options.takes_over(args, workload):  # anything but the playbook's two kernels
         return
-    model = llama.load_model(args, step_tryer(args.kernels))
-    apply_kernels(model, model_kernels(args.kernels))
-    train(model, args, "Optimized", args.kernels)
+
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from cross_entropy_kernel import TritonCrossEntropyLoss
+    from harness.loading import load_model
+    from harness.patching import causal_lm_loss, replace_modules
+    from harness.training_run import Run
+    from next_steps.memory_estimate import step_tryer
+    from rmsnorm_kernel import TritonRMSNorm
+
+    def cross_entropy(logits, targets, ignore_index):
+        return TritonCrossEntropyLoss(ignore_index, inplace=True)(logits, targets)
+
+    # loaded if the kernels can take it; then norms and loss are replaced by ours
+    model = load_model(workload, step_tryer(workload.kernels))
+    replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
+    model.loss_function = causal_lm_loss(cross_entropy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
+
+    run = Run("Optimized", workload, model, record_to=args.json, save_to=args.save)
+    for batch in run.batches():
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.end_step(loss)
+    run.finish()
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -1,46 +1,54 @@
 """RMSNorm in Triton: read each row once, do everything else in registers.
 
-    y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))       # x (..., H), weight (H,)
+    y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))  # x (..., H), weight (H,)
 
 The maths for one row; mean() runs over its H columns:
 
-    rstd  = 1 / sqrt(mean(x * x) + eps)         forward; the one number per row that the backward needs again
+    rstd  = 1 / sqrt(mean(x * x) + eps)     forward; the one number per row that the backward needs
     x_hat = x * rstd
     y     = x_hat * w
 
-    c1    = mean(w * dy * x_hat)                backward; derived above its kernel
+    c1    = mean(w * dy * x_hat)            backward; derived above its kernel
     dx    = rstd * (w * dy - x_hat * c1)
     dw    = dy * x_hat, summed over all rows
 
-That is a handful of multiplications per element, so a GPU spends the time moving bytes, not computing.  Eager
-PyTorch runs it as 8 kernels forward and 16 backward; each reads its inputs from memory and writes its result
-back.  Bytes read and written per element of a bf16 x (in between, the eager formula works in fp32, 4 bytes):
+That is a handful of multiplications per element, so a GPU spends the time moving bytes, not
+computing.  Eager PyTorch runs it as 8 kernels forward and 16 backward; each reads its inputs from
+memory and writes its result back.  Bytes read and written per element of a bf16 x (in between, the
+eager formula works in fp32, 4 bytes):
 
-                eager                                                            fused              ratio
-    forward     to fp32 6, pow 8, mean 4, * rstd 8, to bf16 6, * weight 4    36  x, y       2+2    4    9.0
-    backward    weight, dw 12, to fp32 6, * rstd 24, mean and pow 32,
-                add both paths 12, to bf16 6                                 92  dy, x, dx  2+2+2  6   15.3
-    both                                                                    128                   10   12.8
+                eager                                              fused              ratio
+    forward     to fp32 6, pow 8, mean 4, * rstd 8, to bf16 6,
+                * weight 4                                    36   x, y       2+2     4    9.0
+    backward    weight, dw 12, to fp32 6, * rstd 24,
+                mean and pow 32, add both paths 12, to bf16 6 92   dy, x, dx  2+2+2   6   15.3
+    both                                                     128                     10   12.8
 
-The prediction: on tensors much larger than the GPU's cache, forward + backward is about 12.8 times as fast.
+The prediction: on tensors much larger than the GPU's cache, forward + backward is about 12.8 times
+as fast.
 
 Four ideas of Triton, in the order in which the kernels need them:
 
-1. A kernel is written as one *program*.  `kernel[(n_rows,)](...)` starts n_rows copies of it, in parallel and
-   in no particular order; `tl.program_id(0)` tells a copy which one it is, and so which row is its own.
-2. A program works on *blocks*.  `tl.arange(0, BLOCK_SIZE)` is BLOCK_SIZE numbers at once, so `tl.load` of a
-   pointer plus that block is a whole row in one statement.  The values then stay in registers, the fastest
-   memory there is, until `tl.store`.  Nothing in between touches memory: that is all "fused" means.
-3. The length of a block is a power of two and a `tl.constexpr`: known when the kernel is compiled, once for
-   each value.  Where H is no power of two the block is longer than the row, and a *mask* switches the surplus
-   lanes off: they load `other` (0, which adds nothing to a sum) and store nothing.
-4. A *persistent* grid has only as many programs as the GPU runs at once; each takes row after row in a loop.
-   What outlives a row (in the backward the weight, and the sum that becomes dw) stays in registers meanwhile.
+1. A kernel is written as one *program*.  `kernel[(n_rows,)](...)` starts n_rows copies of it, in
+   parallel and in no particular order; `tl.program_id(0)` tells a copy which one it is, and so
+   which row is its own.
+2. A program works on *blocks*.  `tl.arange(0, BLOCK_SIZE)` is BLOCK_SIZE numbers at once, so
+   `tl.load` of a pointer plus that block is a whole row in one statement.  The values then stay in
+   registers, the fastest memory there is, until `tl.store`.  Nothing in between touches memory:
+   that is all "fused" means.
+3. The length of a block is a power of two and a `tl.constexpr`: known when the kernel is compiled,
+   once for each value.  Where H is no power of two the block is longer than the row, and a *mask*
+   switches the surplus lanes off: they load `other` (0, which adds nothing to a sum) and store
+   nothing.
+4. A *persistent* grid has only as many programs as the GPU runs at once; each takes row after row
+   in a loop.  What outlives a row (in the backward the weight, and the sum that becomes dw) stays
+   in registers meanwhile.
 
 Without a weight (elementwise_affine=False) y is x_hat, and there is no dw.
 
-Limits: fp16, bf16, fp32; no second derivative; H up to 32,768, because one program holds a whole row in its
-registers.  Above H = 16,384 (8,192 in fp32) the backward runs out of them and spills: correct, but slower.
+Limits: fp16, bf16, fp32; no second derivative; H up to 32,768, because one program holds a whole
+row in its registers.  Above H = 16,384 (8,192 in fp32) the backward runs out of them and spills:
+correct, but slower.
 """
 
 import contextlib
@@ -50,22 +58,24 @@ import os
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-if not torch.cuda.is_available():  # no GPU: run the kernels on the CPU, slowly; must precede `import triton`
+# No GPU: run the kernels on the CPU, slowly; must precede `import triton`.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
 
-with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+# Beside this file; without it bf16 is truncated on a CPU.
+with contextlib.suppress(ModuleNotFoundError):
     import harness.interpreter_rounding  # noqa: F401
 
-INTERPRETED = triton.knobs.runtime.interpret  # True: Triton's interpreter runs the kernels below, on the CPU
+INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 MAX_HIDDEN_SIZE = 32_768
-MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer never outgrows this, however many rows
+MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer, however many rows there are
 
 
 def rmsnorm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Eager RMSNorm, operation for operation what Hugging Face's LlamaRMSNorm does; float64 stays float64."""
+    """Eager RMSNorm, operation for operation Hugging Face's LlamaRMSNorm; float64 stays float64."""
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (..., H) fp32
     variance = x_wide.pow(2).mean(-1, keepdim=True)  # (..., 1) fp32
     x_hat = x_wide * torch.rsqrt(variance + eps)  # (..., H) fp32
@@ -73,206 +83,166 @@ def rmsnorm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) 
     return x_hat if weight is None else weight * x_hat  # (..., H)
 
 
+# ---- The forward: a program for each row -----------------------------------------------------
+
+
 @triton.jit
 def _rmsnorm_fwd_kernel(
-    x_ptr,  # (n_rows, n_cols)
-    x_row_stride,
+    x_ptr, x_row_stride,  # (n_rows, n_cols)
     w_ptr,  # (n_cols,); None: no weight
-    y_ptr,  # (n_rows, n_cols)
-    y_row_stride,
+    y_ptr, y_row_stride,  # (n_rows, n_cols)
     rstd_ptr,  # (n_rows,) fp32
     n_cols,
     eps,
     BLOCK_SIZE: tl.constexpr,  # the first power of two >= n_cols
-):
-    row = tl.program_id(0).to(tl.int64)  # row * stride outgrows 32 bits, at H = 4096 from row 524,288 on
+):  # fmt: skip
+    # int64, because row * stride outgrows 32 bits, at H = 4096 from row 524,288 on.
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    # A pointer may be None.  Triton knows when it compiles, and leaves out what only a weight needs.
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    w = _load_weight(w_ptr, cols, mask)
 
-    # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count in the mean.
+    # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count.
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
     tl.store(rstd_ptr + row, rstd)
 
-    # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.  The
-    # product is formed in fp32 and rounded once, as PyTorch does with two bf16 factors.
+    # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.
+    # The product is formed in fp32 and rounded once, as PyTorch does with two bf16 factors.
     x_hat = (x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)
-    y = x_hat
-    if w_ptr is not None:
-        y = x_hat * w
+    y = x_hat * w
     tl.store(y_ptr + row * y_row_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# The backward.  Given dy = dL/dy, find dx = dL/dx and dw = dL/dw.  For column j of a row:
+@triton.jit
+def _load_weight(w_ptr, cols, mask):
+    # A pointer may be None.  Triton knows when it compiles, and leaves out what a weight needs.
+    return 1.0 if w_ptr is None else tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+
+
+# ---- The backward: as many programs as run at once, each in a loop over rows -----------------
+#
+# Given dy = dL/dy, find dx = dL/dx and dw = dL/dw.  For column j of a row:
 #
 #   y_j = x_hat_j * w_j    so     wdy_j = dL/dx_hat_j = w_j * dy_j
 #                          and    dw_j  = dy_j * x_hat_j, summed over the rows
 #
-#   x_hat_j = x_j * rstd depends on x_i twice: directly if i = j, and through rstd for every i, where
+#   x_hat_j = x_j * rstd depends on x_i twice: directly if i = j, and through rstd for every i:
 #
 #       d rstd / d x_i = -1/2 * (mean(x * x) + eps)^(-3/2) * 2 * x_i / H = -rstd^3 * x_i / H
 #
 #   dx_i = sum_j wdy_j * (d x_hat_j / d x_i)
-#        = wdy_i * rstd - sum_j wdy_j * x_j * rstd^3 * x_i / H          now x * rstd = x_hat, twice
-#        = rstd * (wdy_i - x_hat_i * c1)                                c1 = sum_j wdy_j * x_hat_j / H
+#        = wdy_i * rstd - sum_j wdy_j * x_j * rstd^3 * x_i / H       now x * rstd = x_hat, twice
+#        = rstd * (wdy_i - x_hat_i * c1)                             c1 = sum_j wdy_j * x_hat_j / H
 #
-# The forward rounds x_hat to x's dtype.  Here that counts as the identity, as it does in autograd, where
-# `.to(dtype)` passes the gradient straight through: x_hat below is the unrounded one.
+# The forward rounds x_hat to x's dtype.  Here that counts as the identity, as it does in autograd,
+# where `.to(dtype)` passes the gradient straight through: x_hat below is the unrounded one.
 #
-# dw needs every row, but a program sees one row at a time.  Writing dy * x_hat out to sum it later would cost
-# more bytes than dx itself.  Instead each program adds up its rows in registers and writes one row of partial
-# sums at its end.  Which rows it adds, and in which order, is fixed: a GPU gives the same bits every time.
-# Beside a long row's dw there are no registers for w: it is read again, from the cache, wherever it is needed.
-# H = 16,384, 16,384 rows on an H200: 415 us, with w held 587.  Shorter rows are up to 6 % faster with w held.
+# dw needs every row, but a program sees one row at a time.  Writing dy * x_hat out to sum it later
+# would cost more bytes than dx itself.  Instead each program adds up its rows in registers and
+# writes one row of partial sums at its end; a second kernel adds those.  Which rows a program adds,
+# and in which order, is fixed: a GPU gives the same bits every time.
 #
-# n_rows changes from batch to batch.  Triton compiles anew when an integer argument becomes 1, or becomes or
-# stops being a multiple of 16, except for arguments named in do_not_specialize.
+# n_rows changes from batch to batch.  Triton compiles anew when an integer argument becomes 1, or
+# becomes or stops being a multiple of 16, except for arguments named in do_not_specialize.
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _rmsnorm_bwd_kernel(
-    dy_ptr,  # (n_rows, n_cols)
-    dy_row_stride,
-    x_ptr,  # (n_rows, n_cols)
-    x_row_stride,
+    dy_ptr, dy_row_stride,  # (n_rows, n_cols)
+    x_ptr, x_row_stride,  # (n_rows, n_cols)
     w_ptr,  # (n_cols,); None: no weight
     rstd_ptr,  # (n_rows,) fp32
-    dx_ptr,  # (n_rows, n_cols)
-    dx_row_stride,
+    dx_ptr, dx_row_stride,  # (n_rows, n_cols)
     dw_partial_ptr,  # (n_programs, n_cols) fp32; None if there is no weight, or it is frozen
     n_rows,
     n_cols,
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-):
-    pid = tl.program_id(0)
+):  # fmt: skip
+    program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     mask = cols < n_cols
-    w = 1.0
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    held = _load_weight(w_ptr, cols, mask)
     dw = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
 
     # num_stages: while one row is computed, the loads of the next ones are already on their way.
-    for row in tl.range(pid, n_rows, tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(row, tl.int64)
-        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0)
-        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0)
+    for row_number in tl.range(program, n_rows, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(row_number, tl.int64)
+        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
 
-        if w_ptr is not None and BLOCK_SIZE > 8192:
-            w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        c1 = tl.sum(w * dy.to(tl.float32) * x.to(tl.float32), axis=0) * rstd / n_cols
-        x_hat = x.to(tl.float32) * rstd
-        # Nor is the next line compiled for a frozen weight.
-        if dw_partial_ptr is not None:
-            dw += dy.to(tl.float32) * x_hat
+        w = _held_or_loaded(held, w_ptr, cols, mask, "", BLOCK_SIZE)
+        c1 = tl.sum(w * dy * x, axis=0) * rstd / n_cols
+        x_hat = x * rstd
+        if dw_partial_ptr is not None:  # nor is the next line compiled for a frozen weight
+            dw += dy * x_hat
         # The hint also tells Triton that this is not the load above.
-        if w_ptr is not None and BLOCK_SIZE > 8192:
-            w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
-            w = w.to(tl.float32)
-        dx = rstd * (w * dy.to(tl.float32) - x_hat * c1)
+        w = _held_or_loaded(held, w_ptr, cols, mask, "evict_last", BLOCK_SIZE)
+        dx = rstd * (w * dy - x_hat * c1)
         tl.store(dx_ptr + row * dx_row_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
     if dw_partial_ptr is not None:
-        tl.store(dw_partial_ptr + pid * n_cols + cols, dw, mask=mask)
+        tl.store(dw_partial_ptr + program * n_cols + cols, dw, mask=mask)
 
 
+# Beside a long row's dw there are no registers for w: it is loaded again, from the cache, wherever
+# it is needed.  H = 16,384, 16,384 rows on an H200: 415 us, with w held 587.  Shorter rows are up
+# to 6 % faster with w held.
+@triton.jit
+def _held_or_loaded(
+    held,
+    w_ptr,
+    cols,
+    mask,
+    hint: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    w = held
+    if w_ptr is not None and BLOCK_SIZE > 8192:
+        w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy=hint).to(tl.float32)
+    return w
+
+
+# Columns in parallel, partial sums in a loop: a fixed order, unlike atomics.
 @triton.jit(do_not_specialize=["n_programs"])
-def _rmsnorm_dw_kernel(dw_partial_ptr, dw_ptr, n_programs, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    # Columns in parallel, partial sums in a loop: a fixed order, unlike atomics.  Block sizes not tuned.
+def _rmsnorm_dw_kernel(
+    dw_partial_ptr,  # (n_programs, n_cols) fp32
+    dw_ptr,  # (n_cols,)
+    n_programs,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    dw = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     for start in tl.range(0, n_programs, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
+        tile = dw_partial_ptr + rows[:, None] * n_cols + cols[None, :]
         mask = (rows < n_programs)[:, None] & (cols < n_cols)[None, :]
-        dw += tl.load(dw_partial_ptr + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
-    tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
+        sums += tl.load(tile, mask=mask, other=0.0)
+    dw = tl.sum(sums, axis=0)
+    tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+# ---- Launchers -------------------------------------------------------------------------------
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None = None) -> None:
-    """Refuse what the kernels cannot compute, before any pointer is handed to them."""
-    for name, t in (("x", x), ("weight", weight), ("dy", dy)):
-        if t is None and name != "x":
-            continue
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            _refuse_wrapper(name, t)
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise TypeError(f"{name} is {t.dtype}, expected float16, bfloat16 or float32: convert it first.")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
-        if t.device != x.device:
-            raise ValueError(f"{name} is on {t.device}, expected x's {x.device}: move it with .to(x.device).")
-    if not x.is_cuda and not (INTERPRETED and x.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"x is on {x.device}, expected {expected}")
-    if weight is None:
-        if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
-            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
-    elif weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
-        allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference for longer rows."
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {allowed}")
-    elif x.ndim == 0 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.shape[0]}): fit the weight.")
-    if dy is not None and dy.shape != x.shape:
-        raise ValueError(f"dy has shape {tuple(dy.shape)}, expected x's {tuple(x.shape)}: pass y's gradient.")
+def rmsnorm_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
+
+    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
+    """
+    launch = _forward_operator if torch.compiler.is_compiling() else _launch_forward
+    return launch(x, weight, eps)
 
 
-def _check_rstd(rstd: torch.Tensor, n_rows: int, device: torch.device) -> None:
-    if type(rstd) is not torch.Tensor:
-        _refuse_wrapper("rstd", rstd)
-    if rstd.dtype != torch.float32 or rstd.device != device or rstd.shape != (n_rows,):
-        given = f"rstd has shape {tuple(rstd.shape)} and dtype {rstd.dtype}, on {rstd.device}"
-        expected = f"({n_rows},) and torch.float32, on {device}"
-        raise ValueError(f"{given}, expected {expected}: pass rmsnorm_forward's.")
-
-
-def _as_rows(t: torch.Tensor) -> torch.Tensor:
-    """View t (..., H) as (n_rows, H) with adjacent columns; copy only where no such view exists."""
-    rows = t.reshape(-1, t.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
-
-
-def _options(H: int) -> dict[str, int]:
-    """Of both kernels.  A warp is 32 threads, so from H = 4,096 on each thread holds 32 values of a row."""
-    return {"BLOCK_SIZE": triton.next_power_of_2(H), "num_warps": 4 if H <= 4096 else 8 if H <= 8192 else 16}
-
-
-def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
-    """Number of programs and stages: 64 KiB of rows are on their way to a multiprocessor, in up to 3 rows a program."""
-    if device.type != "cuda":
-        return 4, 1  # few enough to make the programs loop on a CPU too
-    per_processor = 4 if H <= 2048 else 2 if H <= 4096 else 1
-    n_programs = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
-    row_share = per_processor * row_bytes / 2**16
-    stages = 1 if H > 8192 else 4 if 3 * row_share <= 1 else 3 if 2 * row_share <= 1 else 2
-    return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
-
-
-def _y_and_rstd(x: torch.Tensor, weight: torch.Tensor | None, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward's results, not yet written."""
-    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    y = x.new_empty(x.shape, dtype=dtype)  # (..., H)
-    return y, x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
-
-
-def _rmsnorm_forward(x, weight, eps):
+def _launch_forward(x, weight, eps):
     _check(x, weight)
     rows = _as_rows(x)
     n_rows, H = rows.shape
@@ -280,80 +250,16 @@ def _rmsnorm_forward(x, weight, eps):
     weight = None if weight is None else weight.contiguous()
     if n_rows > 0:
         with _on_device_of(x):
-            _rmsnorm_fwd_kernel[(n_rows,)](rows, rows.stride(0), weight, y, H, rstd, H, eps, **_options(H))
+            _rmsnorm_fwd_kernel[(n_rows,)](
+                rows, rows.stride(0),
+                weight,
+                y, H,
+                rstd,
+                H,
+                eps,
+                **_options(H),
+            )  # fmt: skip
     return y, rstd
-
-
-def _rmsnorm_backward(dy, x, weight, rstd, need_dweight):
-    _check(x, weight, dy)
-    dx = x.new_empty(x.shape)  # (..., H)
-    dy, x = _as_rows(dy), _as_rows(x)
-    n_rows, H = x.shape
-    _check_rstd(rstd, n_rows, x.device)
-    rstd = rstd.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    need_dweight = need_dweight and weight is not None
-    if n_rows == 0:
-        return dx, torch.zeros_like(weight) if need_dweight else None
-    n_programs, stages = _backward_options(H, H * (dy.element_size() + x.element_size()), x.device)
-    n_programs = min(n_rows, n_programs)
-    dw_partial = x.new_empty((n_programs, H), dtype=torch.float32) if need_dweight else None
-    dweight = weight.new_empty(H) if need_dweight else None  # (H,)
-    options = _options(H)
-    if weight is None and H > 2048:  # with fewer warps sm_103 spills 2 to 6 registers; not tuned
-        options["num_warps"] = 8 if H <= 4096 else 16
-    with _on_device_of(x):
-        _rmsnorm_bwd_kernel[(n_programs,)](
-            dy, dy.stride(0), x, x.stride(0), weight, rstd, dx, H, dw_partial,
-            n_rows, H, STAGES=stages, **options,
-        )  # fmt: skip
-        if need_dweight:  # 64 x 16: 7.4 us on an H200 at H = 4096; 64 x 32: 11.6 us
-            _rmsnorm_dw_kernel[((H + 15) // 16,)](dw_partial, dweight, n_programs, H, BLOCK_ROWS=64, BLOCK_COLS=16)
-    return dx, dweight
-
-
-# What torch.compile is to see is not the kernels but two operators.  It does not run this file, it
-# traces it, and takes what it reads in a tensor for constant: a row's stride would become a number in
-# the compiled code.  Yet inside of a graph it lays out tensors as it likes, with gaps between rows if
-# that aligns them, and the kernel would walk through them with the wrong stride.  An operator's body is
-# not traced but called, with real tensors.  The compiler is told which arguments it writes (none) and,
-# by register_fake, what the results look like.
-_forward_operator = torch.library.custom_op(
-    "tutorial::rmsnorm_forward", _rmsnorm_forward, mutates_args=(),
-    schema="(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
-)  # fmt: skip
-
-
-@_forward_operator.register_fake
-def _(x, weight, eps):
-    _check(x, weight)
-    return _y_and_rstd(x, weight, math.prod(x.shape[:-1]))
-
-
-@torch.library.custom_op(
-    "tutorial::rmsnorm_backward", mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight) -> Tensor[]",
-)  # fmt: skip
-def _backward_operator(dy, x, weight, rstd, need_dweight):
-    # An operator has no results that may be None, but a list of them may be shorter.
-    return [t for t in _rmsnorm_backward(dy, x, weight, rstd, need_dweight) if t is not None]
-
-
-@_backward_operator.register_fake
-def _(dy, x, weight, rstd, need_dweight):
-    _check(x, weight, dy)
-    _check_rstd(rstd, math.prod(x.shape[:-1]), x.device)
-    dweight = [weight.new_empty(weight.shape)] if need_dweight and weight is not None else []
-    return [x.new_empty(x.shape), *dweight]
-
-
-def rmsnorm_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
-
-    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
-    """
-    forward = _forward_operator if torch.compiler.is_compiling() else _rmsnorm_forward
-    return forward(x, weight, eps)
 
 
 def rmsnorm_backward(
@@ -370,7 +276,183 @@ def rmsnorm_backward(
     if torch.compiler.is_compiling():
         dx, *dweight = _backward_operator(dy, x, weight, rstd, need_dweight)
         return dx, dweight[0] if dweight else None
-    return _rmsnorm_backward(dy, x, weight, rstd, need_dweight)
+    return _launch_backward(dy, x, weight, rstd, need_dweight)
+
+
+def _launch_backward(dy, x, weight, rstd, need_dweight):
+    _check(x, weight, dy)
+    dx = x.new_empty(x.shape)  # (..., H)
+    dy_rows, x_rows = _as_rows(dy), _as_rows(x)
+    n_rows, H = x_rows.shape
+    _check_rstd(rstd, n_rows, x.device)
+    rstd = rstd.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    need_dweight = need_dweight and weight is not None
+    if n_rows == 0:
+        return dx, torch.zeros_like(weight) if need_dweight else None
+
+    n_programs, stages = _backward_options(H, H * (dy.element_size() + x.element_size()), x.device)
+    n_programs = min(n_rows, n_programs)
+    options = _options(H)
+    if weight is None and H > 2048:  # with fewer warps sm_103 spills 2 to 6 registers; not tuned
+        options["num_warps"] = 8 if H <= 4096 else 16
+    dw_partial = x.new_empty((n_programs, H), dtype=torch.float32) if need_dweight else None
+    dweight = weight.new_empty(H) if need_dweight else None  # (H,)
+    with _on_device_of(x):
+        _rmsnorm_bwd_kernel[(n_programs,)](
+            dy_rows, dy_rows.stride(0),
+            x_rows, x_rows.stride(0),
+            weight,
+            rstd,
+            dx, H,
+            dw_partial,
+            n_rows,
+            H,
+            STAGES=stages,
+            **options,
+        )  # fmt: skip
+        if need_dweight:
+            # On an H200 at H = 4096: 7.4 us; with 64 x 32: 11.6 us.
+            block = {"BLOCK_ROWS": 64, "BLOCK_COLS": 16}
+            _rmsnorm_dw_kernel[((H + 15) // 16,)](dw_partial, dweight, n_programs, H, **block)
+    return dx, dweight
+
+
+def _options(H: int) -> dict[str, int]:
+    """Of both kernels.  A warp is 32 threads: from H = 4,096 on each has 32 values of a row."""
+    num_warps = 4 if H <= 4096 else 8 if H <= 8192 else 16
+    return {"BLOCK_SIZE": triton.next_power_of_2(H), "num_warps": num_warps}
+
+
+def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+    """Number of programs, and of stages: how many rows of a program, up to 3, are on their way.
+
+    All together, 64 KiB of rows are on their way to a multiprocessor.
+    """
+    if device.type != "cuda":
+        return 4, 1  # few enough to make the programs loop on a CPU too
+    per_processor = 4 if H <= 2048 else 2 if H <= 4096 else 1
+    n_programs = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    row_share = per_processor * row_bytes / 2**16
+    stages = 1 if H > 8192 else 4 if 3 * row_share <= 1 else 3 if 2 * row_share <= 1 else 2
+    return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
+
+
+def _y_and_rstd(x, weight, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward's results, not yet written."""
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    y = x.new_empty(x.shape, dtype=dtype)  # (..., H)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
+    return y, rstd
+
+
+def _as_rows(t: torch.Tensor) -> torch.Tensor:
+    """View t (..., H) as (n_rows, H) with adjacent columns; copy only where no such view exists."""
+    rows = t.reshape(-1, t.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+# ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ----
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None = None) -> None:
+    for name, t in (("x", x), ("weight", weight), ("dy", dy)):
+        if t is None and name != "x":
+            continue
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            _refuse_wrapper(name, t)
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            expected = "float16, bfloat16 or float32: convert it first."
+            raise TypeError(f"{name} is {t.dtype}, expected {expected}")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
+        if t.device != x.device:
+            expected = f"x's {x.device}: move it with .to(x.device)."
+            raise ValueError(f"{name} is on {t.device}, expected {expected}")
+    if not x.is_cuda and not (INTERPRETED and x.is_cpu):
+        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+        raise ValueError(f"x is on {x.device}, expected {expected}")
+    if weight is None:
+        if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
+            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
+    elif weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
+        allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}"
+        advice = "use rmsnorm_reference for longer rows."
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {allowed}: {advice}")
+    elif x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+        expected = f"(..., {weight.shape[0]}): fit the weight."
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
+    if dy is not None and dy.shape != x.shape:
+        expected = f"x's {tuple(x.shape)}: pass y's gradient."
+        raise ValueError(f"dy has shape {tuple(dy.shape)}, expected {expected}")
+
+
+def _check_rstd(rstd: torch.Tensor, n_rows: int, device: torch.device) -> None:
+    if type(rstd) is not torch.Tensor:
+        _refuse_wrapper("rstd", rstd)
+    if rstd.dtype != torch.float32 or rstd.device != device or rstd.shape != (n_rows,):
+        given = f"rstd has shape {tuple(rstd.shape)} and dtype {rstd.dtype}, on {rstd.device}"
+        expected = f"({n_rows},) and torch.float32, on {device}"
+        raise ValueError(f"{given}, expected {expected}: pass rmsnorm_forward's.")
+
+
+def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
+    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
+    if not isinstance(t, torch.Tensor):
+        given = f"{name} is a {type(t).__name__}"
+        raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
+    if is_traceable_wrapper_subclass(t):
+        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+
+
+# ---- What torch.compile is to see: not the kernels but two operators -------------------------
+#
+# It does not run this file, it traces it, and takes what it reads in a tensor for constant: a row's
+# stride would become a number in the compiled code.  Yet inside of a graph it lays out tensors as
+# it likes, with gaps between rows if that aligns them, and the kernel would walk through them with
+# the wrong stride.  An operator's body is not traced but called, with real tensors.  The compiler
+# is told which arguments it writes (none) and, by register_fake, what the results look like.
+
+_forward_operator = torch.library.custom_op(
+    "tutorial::rmsnorm_forward",
+    _launch_forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+)
+
+
+@_forward_operator.register_fake
+def _(x, weight, eps):
+    _check(x, weight)
+    return _y_and_rstd(x, weight, math.prod(x.shape[:-1]))
+
+
+@torch.library.custom_op(
+    "tutorial::rmsnorm_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight) -> Tensor[]",
+)
+def _backward_operator(dy, x, weight, rstd, need_dweight):
+    # An operator has no results that may be None, but a list of them may be shorter.
+    return [t for t in _launch_backward(dy, x, weight, rstd, need_dweight) if t is not None]
+
+
+@_backward_operator.register_fake
+def _(dy, x, weight, rstd, need_dweight):
+    _check(x, weight, dy)
+    _check_rstd(rstd, math.prod(x.shape[:-1]), x.device)
+    dweight = [weight.new_empty(weight.shape)] if need_dweight and weight is not None else []
+    return [x.new_empty(x.shape), *dweight]
+
+
+# ---- For autograd, and as a module -----------------------------------------------------------
 
 
 class TritonRMSNormFunction(torch.autograd.Function):
@@ -384,12 +466,14 @@ class TritonRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # True only under create_graph=True.  `once_differentiable` would let the second derivative vanish
-        # without a word where dy itself needs no gradient.
+        # True only under create_graph=True.  `once_differentiable` would let the second derivative
+        # vanish without a word where dy itself needs no gradient.
         if torch.is_grad_enabled():
-            raise RuntimeError("TritonRMSNorm has no second derivative, which create_graph=True asks for.")
+            asked = "which create_graph=True asks for"
+            raise RuntimeError(f"TritonRMSNorm has no second derivative, {asked}.")
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = rmsnorm_backward(dy, x, weight, rstd, need_dweight=ctx.needs_input_grad[1])
+        need_dweight = ctx.needs_input_grad[1]
+        dx, dweight = rmsnorm_backward(dy, x, weight, rstd, need_dweight)
         return dx, dweight, None
 
 
@@ -397,8 +481,8 @@ class TritonRMSNorm(torch.nn.Module):
     """Drop-in replacement for LlamaRMSNorm: same parameter, same `state_dict` keys, same numbers.
 
     And for torch.nn.RMSNorm over the last dimension, whose further arguments it has:
-    elementwise_affine=False for no weight, device and dtype of the weight.  eps is a number; PyTorch's
-    own default depends on the dtype.
+    elementwise_affine=False for no weight, device and dtype of the weight.  eps is a number;
+    PyTorch's own default depends on the dtype.
     """
 
     def __init__(
@@ -422,7 +506,10 @@ class TritonRMSNorm(torch.nn.Module):
 
     @classmethod
     def from_llama_rmsnorm(cls, module: torch.nn.Module) -> "TritonRMSNorm":
-        """Take over a LlamaRMSNorm; the weight is shared, not copied, so an optimizer may already hold it."""
+        """Take over a LlamaRMSNorm.
+
+        The weight is shared, not copied, so an optimizer may already hold it.
+        """
         norm = cls(module.weight.shape[0], module.variance_epsilon)
         norm.weight = module.weight
         return norm.train(module.training)

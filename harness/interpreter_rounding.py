@@ -1,22 +1,24 @@
 """Makes Triton's interpreter, which runs the kernels where there is no GPU, round as a GPU does.
 
-    from harness import interpreter_rounding  # that is all; without the interpreter it changes nothing
+    import harness.interpreter_rounding  # that is all; without the interpreter it changes nothing
 
 Two of the interpreter's operations (Triton 3.6 and 3.7) give other numbers than the hardware:
 
-- fp32 -> bf16 drops the lower 16 bits, where hardware rounds to nearest, ties to even.  Always towards zero: weights
-  in bf16 lose norm in every step of an optimizer.  Besides, some NaN become infinity, what exceeds bf16's range does
-  not, subnormal numbers come out wrong in both directions, and integers and fp64 are not converted at all.
-- `tl.fma(x, y, z)` rounds x * y, and then the sum; hardware rounds once.  For a logit of 10,000 the first rounding is
-  already 5e-4, and exp turns it into a relative error.
+- fp32 -> bf16 drops the lower 16 bits, where hardware rounds to nearest, ties to even.  Always
+  towards zero: weights in bf16 lose norm in every step of an optimizer.  Besides, some NaN become
+  infinity, what exceeds bf16's range does not, subnormal numbers come out wrong in both
+  directions, and integers and fp64 are not converted at all.
+- `tl.fma(x, y, z)` rounds x * y, and then the sum; hardware rounds once.  For a logit of 10,000
+  the first rounding is already 5e-4, and exp turns it into a relative error.
 
-`measure` and every kernel file import this, so scripts, tests and whoever uses a kernel of this folder have it.  Not
-covered:
+`device` and every kernel file import this, so scripts, tests and whoever uses a kernel of this
+folder have it.  Not covered:
 
-- a kernel file that was carried away without this one: on a CPU it runs with the interpreter's own rounding;
+- a kernel file that was carried away without this one: on a CPU it runs with the interpreter's
+  own rounding;
 - `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first (no kernel here uses fp64);
-- arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for integers.  Convert to fp32
-  first, as all kernels here do;
+- arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
+  integers.  Convert to fp32 first, as all kernels here do;
 - fp8, and casts with `fp_downcast_rounding=`.
 """
 
@@ -25,18 +27,23 @@ import os
 import numpy as np
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # as in the kernel files, whichever is imported first
+if not torch.cuda.is_available():  # as in the kernel files, whichever is imported first
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
 
 
 def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """The bits (uint16) of fp32 x rounded to nearest even in bf16; beyond its range infinity; NaN stays NaN."""
+    """The bits (uint16) of fp32 x rounded to nearest even in bf16.
+
+    What is beyond its range becomes infinity; NaN stays NaN.
+    """
     bits = x.view(np.uint32)
-    halfway = 0x7FFF + ((bits >> 16) & 1)  # carries into the upper bits from the middle on; at a tie, from odd ones
-    rounded = np.where(np.isnan(x), bits | 0x400000, bits + halfway)  # a quiet NaN: its upper bits are not all 0
+    # Carries into the upper bits from the middle on; at a tie, from odd ones.
+    halfway = 0x7FFF + ((bits >> 16) & 1)
+    quiet_nan = bits | 0x400000  # its upper bits are not all 0
+    rounded = np.where(np.isnan(x), quiet_nan, bits + halfway)
     return (rounded >> 16).astype(np.uint16)
 
 
@@ -48,15 +55,17 @@ def widen_bf16(bits: np.ndarray) -> np.ndarray:
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """x * y + z of fp32 or fp16 arrays, rounded once.
 
-    In float64 the product is exact.  The sum may not be, and the nearest float64 could be a tie of two fp32 numbers
-    that the sum itself is not.  So an inexact sum becomes the one of its two neighbours in float64 whose last bit is
-    1: never a tie, and on the right side of every one (rounding to odd: Boldo and Melquiond, 2008).
+    In float64 the product is exact.  The sum may not be, and the nearest float64 could be a tie of
+    two fp32 numbers that the sum itself is not.  So an inexact sum becomes the one of its two
+    neighbours in float64 whose last bit is 1: never a tie, and on the right side of every one
+    (rounding to odd: Boldo and Melquiond, 2008).
     """
     with np.errstate(all="ignore"):  # infinities and NaN come out as they should
         product, z64 = x.astype(np.float64) * y, z.astype(np.float64)
         total = product + z64
         z_part = total - product
-        lost = (product - (total - z_part)) + (z64 - z_part)  # product + z64 - total, exactly (Knuth's two-sum)
+        # product + z64 - total, exactly (Knuth's two-sum)
+        lost = (product - (total - z_part)) + (z64 - z_part)
         even = total.view(np.int64) & 1 == 0
         other = np.nextafter(total, np.copysign(np.inf, lost))
         return np.where(even & (np.abs(lost) > 0), other, total).astype(z.dtype)

@@ -1,38 +1,48 @@
 """AdamW in Triton: the whole optimizer step of a parameter in one pass over its memory.
 
-    torch.optim.AdamW(model.parameters(), lr, betas, eps, weight_decay).step()     # p, g, m, v of equal shapes
+    torch.optim.AdamW(model.parameters(), lr, betas, eps, weight_decay).step()
 
-The maths, for one element; t is the number of this step, and each line is at least one pass in eager PyTorch:
+The maths for one element of p and of g, m, v, which have p's shape; t is the number of this step,
+and each line is at least one pass in eager PyTorch:
 
-    p     = p * (1 - lr * weight_decay)                       weight decay                  read 1, write 1
-    m     = m + (g - m) * (1 - beta1)                         a running mean of g           read 2, write 1
-    v     = v * beta2 + g * g * (1 - beta2)                   a running mean of g * g       read 3, write 2
-    denom = sqrt(v) / sqrt(1 - beta2**t) + eps                                              read 3, write 3
-    p     = p - lr / (1 - beta1**t) * m / denom                                             read 3, write 1
+    p     = p * (1 - lr * weight_decay)             weight decay               read 1, write 1
+    m     = m + (g - m) * (1 - beta1)               a running mean of g        read 2, write 1
+    v     = v * beta2 + g * g * (1 - beta2)         a running mean of g * g    read 3, write 2
+    denom = sqrt(v) / sqrt(1 - beta2**t) + eps                                 read 3, write 3
+    p     = p - lr / (1 - beta1**t) * m / denom                                read 3, write 1
 
-torch.optim.AdamW does that by default, each operation on all tensors ("foreach").  Bytes per bf16 parameter:
+torch.optim.AdamW does that by default, each operation on all tensors ("foreach").  Bytes per bf16
+parameter:
 
-                eager                                          fused                             ratio
-    moved       20 passes: 12 reads, 8 writes          = 40    7: read p g m v, write p m v = 14   2.9
-    memory      denom, for all parameters at once      =  2    nothing                      =  0
+                eager                                    fused                             ratio
+    moved       20 passes: 12 reads, 8 writes    = 40    7: read p g m v, write p m v = 14   2.9
+    memory      denom, for all parameters        =  2    nothing                      =  0
 
-The prediction: 2.9 times as fast, and for 8 billion parameters 16 GB less memory at the peak.  step_in_backward=True
-saves another 16 GB: it updates a parameter as soon as its gradient is complete, and frees that gradient.
+The prediction: 2.9 times as fast, and for 8 billion parameters 16 GB less memory at the peak.
+step_in_backward=True saves another 16 GB: it updates a parameter as soon as its gradient is
+complete, and frees that gradient.
 
-In bf16 the next number after 1 is 1.0078, so most steps of a fine-tuning round back to where they came from: the
-weight needs a step of 0.2 to 0.4 % to move at all, and v, which decays by 0.1 %, never decays.  Stochastic rounding
-cures both: 1.001 becomes 1.0078 once in 8 times and 1 otherwise, which is right on average.  It covers m as well.
+In bf16 the next number after 1 is 1.0078, so most steps of a fine-tuning round back to where they
+came from: the weight needs a step of 0.2 to 0.4 % to move at all, and v, which decays by 0.1 %,
+never decays.  Stochastic rounding cures both: 1.001 becomes 1.0078 once in 8 times and 1
+otherwise, which is right on average.  It covers m as well.
 
 New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.py:
 
-1. In place: a program reads its elements, then writes the results over them.  No other program looks at them.
-2. Random numbers: `tl.philox(seed, c0, c1, c2, c3)` mixes a key and four counters into 128 bits.  Nothing is remembered
-   between calls: with element, tensor, parameter and step as counters, any order of programs draws the same numbers.
-3. Bits: `x.to(tl.uint32, bitcast=True)` is the same 32 bits as an integer; bf16 is the upper half of an fp32.
+1. In place: a program reads its elements, then writes the results over them.  No other program
+   looks at them.
+2. Random numbers: `tl.philox(seed, c0, c1, c2, c3)` mixes a key and four counters into 128 bits.
+   Nothing is remembered between calls: with element, tensor, parameter and step as counters, any
+   order of programs draws the same numbers.
+3. Bits: `x.to(tl.uint32, bitcast=True)` is the same 32 bits as an integer; bf16 is the upper half
+   of an fp32.
 4. A scalar may come through a pointer: a CUDA graph repeats the values with which it recorded a
    launch, but reads what a pointer points to anew each time.  So the count of steps lives on the
    GPU, and lr and the betas may.  One kernel takes either: whether an argument is a number or a
    pointer is known when the kernel is compiled.
+
+Two lessons follow: how an fp32 number is rounded at random, and a power taken, without losing what
+matters; and the optimizer: kernel, launcher, and the class that stands for PyTorch's.
 
 Limits: fp16, bf16, fp32, the gradient in the parameter's dtype; moments fp32 or bf16 (in fp16 v
 would underflow, so fp16 parameters get fp32 moments); no amsgrad, no DTensor.  Before a CUDA graph
@@ -53,24 +63,31 @@ import weakref
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# No GPU: run the kernels on the CPU; must precede `import triton`.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
 
-with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+# Beside this file's folder; without it bf16 is truncated on a CPU.
+with contextlib.suppress(ModuleNotFoundError):
     import harness.interpreter_rounding  # noqa: F401
 
-INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
+INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-BLOCK_SIZE, NUM_WARPS = 1024, 4  # 58.7 million bf16 weights on an H200: 195 us; 2,048: 198; 4,096: 203
-# Philox passes the hardest tests of randomness from 7 rounds on (Salmon et al., 2011); tl.philox's default is 10.
+# 58.7 million bf16 weights on an H200: 195 us; with blocks of 2,048: 198; of 4,096: 203.
+BLOCK_SIZE, NUM_WARPS = 1024, 4
+# Philox passes the hardest tests of randomness from 7 rounds on (Salmon et al., 2011); tl.philox's
+# default is 10.
 ROUNDS = tl.constexpr(7)
 
 
 def adamw_reference(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay):
-    """One eager step, the formula of torch.optim.AdamW: new p, m, v; step counts from 1; float64 stays float64."""
+    """One eager step, the formula of torch.optim.AdamW: new p, m, v; float64 stays float64.
+
+    p, g, m, v: tensors of one shape.  step: a number, counted from 1.
+    """
     p = p * (1 - lr * weight_decay)
     m = m.lerp(g, 1 - beta1)  # m + (g - m) * (1 - beta1)
     v = (v * beta2).addcmul(g, g, value=1 - beta2)  # + g * g * (1 - beta2)
@@ -79,16 +96,19 @@ def adamw_reference(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay):
     return p, m, v
 
 
-@triton.jit
-def _scalar(value):
-    """A number or what a pointer points to, in fp32; torch.compile passes Python floats as fp64."""
-    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
-        value = tl.load(value)
-    return tl.cast(value, tl.float32)
+# ==== First lesson: bits and rounding =========================================================
 
 
-# 1 - beta**step.  In fp32, 1 - 0.999**1 would be wrong by up to 3e-5, because it keeps the rounding of a number near 1.
-# With x = step * log(beta), it is 1 - exp(x) = -x * (1 + x/2 * (1 + x/3 * (1 + ...))), which loses nothing.
+# ---- The powers of beta
+#
+# 1 - beta**step.  In fp32, 1 - 0.999**1 would be wrong by up to 3e-5, because it keeps the rounding
+# of a number near 1.  With x = step * log(beta), it is
+#
+#     1 - exp(x) = -x * (1 + x/2 * (1 + x/3 * (1 + ...)))
+#
+# which loses nothing near 0; far from 0, exp(x) does not cancel.
+
+
 @triton.jit
 def _one_minus_power(log_beta, step):
     x = log_beta * step
@@ -98,40 +118,83 @@ def _one_minus_power(log_beta, step):
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
-# Stochastic rounding.  An fp32 number lies between two bf16 neighbours: its upper 16 bits alone are the one nearer to
-# 0, and its lower 16 bits say how far beyond that one it is, in 65,536ths of the way.  Add a random number below
-# 65,536 and drop the lower bits: it carries into the upper ones exactly that often.  A representable number has
-# nothing to carry, infinity neither; NaN has, and could become -0.
+# ---- Stochastic rounding
+#
+# An fp32 number lies between two bf16 neighbours: its upper 16 bits alone are the one nearer to 0,
+# and its lower 16 bits say how far beyond that one it is, in 65,536ths of the way.  Add a random
+# number below 65,536 and drop the lower bits: it carries into the upper ones exactly that often.  A
+# representable number has nothing to carry, infinity neither; NaN has, and could become -0.
+
+
 @triton.jit
-def _store(ptr, lane, mask, x, seed, block, tensor: tl.constexpr, index, step, BLOCK_SIZE: tl.constexpr):
+def _round_to_bf16(x, random):
+    bits = x.to(tl.uint32, bitcast=True) + tl.where(x == x, random, 0)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+# 16 random bits for each element of a block.  One draw of philox is 4 x 32 bits, enough for 8.
+@triton.jit
+def _draw(seed, block, tensor: tl.constexpr, index, step, BLOCK_SIZE: tl.constexpr):
+    eight = block * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
+    a, b, c, d = tl.philox(seed, eight, tensor, index, step.to(tl.int32), ROUNDS)
+    words = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK_SIZE,))
+
+
+# Store fp32 x where the tensor has its dtype: rounded to nearest; at random into bf16 if there is a
+# seed.
+@triton.jit
+def _store(
+    ptr,
+    lane,
+    mask,
+    x,
+    seed,  # None: to nearest
+    block,  # these four: what is drawn
+    tensor: tl.constexpr,
+    index,
+    step,
+    BLOCK_SIZE: tl.constexpr,
+):
     if seed is not None and ptr.dtype.element_ty == tl.bfloat16:
-        eight = block * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)  # one draw is 4 x 32 bits, enough for 8
-        a, b, c, d = tl.philox(seed, eight, tensor, index, step.to(tl.int32), ROUNDS)
-        words = tl.join(tl.join(a, b), tl.join(c, d))
-        random = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK_SIZE,))
-        bits = x.to(tl.uint32, bitcast=True) + tl.where(x == x, random, 0)
-        x = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        x = _round_to_bf16(x, _draw(seed, block, tensor, index, step, BLOCK_SIZE))
     tl.store(ptr + lane, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-# n stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides n (if not, 2.4 x the time).
+# ==== Second lesson: the optimizer ============================================================
+
+
+# ---- The kernel: a block of one parameter
+#
+# n stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides n (if not,
+# 2.4 times the time).
+
+
 @triton.jit(do_not_specialize=["seed", "index"])
 def _adamw_kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr,  # (n,) each
+    p_ptr,  # (n,), as are the next three
+    g_ptr,
+    m_ptr,
+    v_ptr,
     steps_done_ptr,  # () fp32
-    lr,  # this and the next six: numbers, or pointers to one
-    log_beta1, one_minus_beta1, log_beta2, one_minus_beta2,  # 1 - an fp32 0.999 is wrong by 1e-5
-    eps, weight_decay, n,
-    seed, index,  # of the optimizer, and of the parameter in it; seed None: round to nearest
+    lr,  # this and the next four: numbers, or pointers to one
+    beta1,  # (log(beta1), 1 - beta1), because 1 - an fp32 0.999 is wrong by 1e-5
+    beta2,  # likewise
+    eps,
+    weight_decay,
+    n,
+    seed,  # of the optimizer; None: round to nearest
+    index,  # of the parameter in it
     MAXIMIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+):
     step = tl.load(steps_done_ptr) + 1.0
+    log_beta1, rate1 = _scalar(beta1[0]), _scalar(beta1[1])
+    log_beta2, rate2 = _scalar(beta2[0]), _scalar(beta2[1])
     lr, eps = _scalar(lr), _scalar(eps)
     decay = 1.0 - lr * _scalar(weight_decay)
-    step_size = lr / _one_minus_power(_scalar(log_beta1), step)
-    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(_scalar(log_beta2), step))
-    rate1, rate2 = _scalar(one_minus_beta1), _scalar(one_minus_beta2)
+    step_size = lr / _one_minus_power(log_beta1, step)
+    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
 
     block = tl.program_id(0)
     start = block.to(tl.int64) * BLOCK_SIZE  # a tensor may have more than 2**31 elements
@@ -152,6 +215,125 @@ def _adamw_kernel(
     _store(p_ptr, lane, mask, p, seed, block, 0, index, step, BLOCK_SIZE)
     _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)
     _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)
+
+
+# A number or what a pointer points to, in fp32; torch.compile passes Python floats as fp64.
+@triton.jit
+def _scalar(value):
+    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
+        value = tl.load(value)
+    return tl.cast(value, tl.float32)
+
+
+# ---- The launcher
+
+
+def adamw_step(
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    steps_done: torch.Tensor,
+    lr: float | torch.Tensor,
+    beta1: float | torch.Tensor,
+    beta2: float | torch.Tensor,
+    eps: float | torch.Tensor,
+    weight_decay: float | torch.Tensor,
+    seed: int | None = None,
+    index: int = 0,
+    maximize: bool = False,
+) -> None:
+    """Make step number steps_done + 1 of p, m and v, in place; the host never waits for the GPU.
+
+    p, grad, m, v: equal shapes, on one device; p and grad fp16, bf16 or fp32, m and v bf16 or fp32.
+        Any strides by which no two elements of p, m or v share memory; but what is not laid out
+        like p, and all four where p leaves gaps, is stepped as a dense copy.
+    steps_done: () fp32 on p's device, only read.
+    lr, beta1, beta2, eps, weight_decay: numbers, or tensors of one number.  The kernel reads those
+        on p's device, the host those on the CPU.
+    seed: None rounds bf16 results to nearest; a number, together with `index` and the step, picks
+        the random bits.
+    maximize: go up the gradient instead of down.
+
+    Raises TypeError or ValueError, before anything is written, for anything else.
+    """
+    _check(p, grad, m, v, steps_done)
+    device = p.device
+    lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
+    beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
+    weight_decay = _number_for(device, "weight_decay", weight_decay)
+    if (n := p.numel()) == 0:
+        return
+    # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
+    copied = p if p.is_contiguous() else torch.empty_like(p, device="meta")
+    strides = copied.stride()
+
+    def dense(t: torch.Tensor) -> torch.Tensor:
+        if t.stride() == strides:
+            return t
+        return t.new_empty_strided(p.shape, strides).copy_(t.detach())
+
+    stepped = dense(p), dense(m), dense(v)
+    # A gradient through complex numbers may hold its values negated, and a bit that says so.
+    grad = dense(grad.resolve_neg())
+    with _on_device_of(p):
+        _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
+            stepped[0],
+            grad,
+            stepped[1],
+            stepped[2],
+            steps_done,
+            lr,
+            _log_and_complement(beta1),
+            _log_and_complement(beta2),
+            eps,
+            weight_decay,
+            n,
+            seed,
+            index,
+            MAXIMIZE=bool(maximize),
+            BLOCK_SIZE=BLOCK_SIZE,
+            num_warps=NUM_WARPS,
+        )
+    for t, result in zip((p, m, v), stepped):
+        if result is not t:
+            t.detach().copy_(result)
+
+
+def _number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
+    """A number for a kernel on this device: a float, or a tensor there, unread by the host."""
+    if type(value) is float:  # and not NumPy's, which is a subclass
+        return value
+    is_tensor = isinstance(value, torch.Tensor)
+    if not _is_number(value):
+        given = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+        expected = "a number or a plain tensor of one"
+        raise ValueError(f"{name} is {given}, expected {expected}: choose another.")
+    if not is_tensor:
+        return float(value)
+    if value.device == device:
+        return value
+    if value.device.type not in ("cpu", device.type):
+        given = f"{name} is a tensor on {value.device}"
+        advice = "move it with .to(p.device)"
+        raise ValueError(f"{given}, expected p's {device} or the CPU: {advice}.")
+    return value.item() if value.device.type == "cpu" else value.to(device, non_blocking=True)
+
+
+def _log_and_complement(beta: float | torch.Tensor) -> tuple:
+    """log(beta) and 1 - beta, of a tensor as fp32 tensors beside it."""
+    if isinstance(beta, torch.Tensor):
+        beta = beta.double()
+        return beta.log().float(), (1 - beta).float()
+    return math.log(beta) if beta > 0 else -math.inf, 1 - beta
+
+
+def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+# ---- Checks: what the kernel cannot compute is refused before it is handed any pointer
 
 
 def _check_memory(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -206,100 +388,244 @@ def _is_number(value) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def _number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
-    """A number for a kernel on this device: a float, or a tensor there, unread by the host."""
-    if type(value) is float:  # and not NumPy's, which is a subclass
-        return value
-    is_tensor = isinstance(value, torch.Tensor)
-    if not _is_number(value):
-        given = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
-        expected = "a number or a plain tensor of one"
-        raise ValueError(f"{name} is {given}, expected {expected}: choose another.")
-    if not is_tensor:
-        return float(value)
-    if value.device == device:
-        return value
-    if value.device.type not in ("cpu", device.type):
-        given = f"{name} is a tensor on {value.device}"
-        raise ValueError(f"{given}, expected p's {device} or the CPU: move it with .to(p.device).")
-    return value.item() if value.device.type == "cpu" else value.to(device, non_blocking=True)
-
-
-def _log_and_complement(beta: float | torch.Tensor) -> tuple:
-    """log(beta) and 1 - beta, of a tensor as fp32 tensors beside it."""
-    if isinstance(beta, torch.Tensor):
-        beta = beta.double()
-        return beta.log().float(), (1 - beta).float()
-    return math.log(beta) if beta > 0 else -math.inf, 1 - beta
-
-
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
-
-
-def adamw_step(
-    p, grad, m, v, steps_done,
-    lr, beta1, beta2, eps, weight_decay,
-    seed=None, index=0, maximize=False,
-) -> None:  # fmt: skip
-    """Make step number steps_done + 1 of p, m and v, in place; the host never waits for the GPU.
-
-    p, grad, m, v: equal shapes, on one device; p and grad fp16, bf16 or fp32, m and v bf16 or fp32.
-        Any strides by which no two elements of p, m or v share memory; but what is not laid out
-        like p, and all four where p leaves gaps, is stepped as a dense copy.
-    steps_done: () fp32 on p's device, only read.
-    lr, beta1, beta2, eps, weight_decay: numbers, or tensors of one number.  The kernel reads those
-        on p's device, the host those on the CPU.
-    seed: None rounds bf16 results to nearest; a number, together with `index` and the step, picks
-        the random bits.
-    maximize: go up the gradient instead of down.
-
-    Raises TypeError or ValueError, before anything is written, for anything else.
-    """
-    _check(p, grad, m, v, steps_done)
-    device = p.device
-    lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
-    beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
-    weight_decay = _number_for(device, "weight_decay", weight_decay)
-    if (n := p.numel()) == 0:
-        return
-    # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
-    copied = p if p.is_contiguous() else torch.empty_like(p, device="meta")
-    strides = copied.stride()
-
-    def dense(t: torch.Tensor) -> torch.Tensor:
-        if t.stride() == strides:
-            return t
-        return t.new_empty_strided(p.shape, strides).copy_(t.detach())
-
-    stepped = dense(p), dense(m), dense(v)
-    # A gradient through complex numbers may hold its values negated, and a bit that says so.
-    grad = dense(grad.resolve_neg())
-    with _on_device_of(p):
-        _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
-            stepped[0], grad, stepped[1], stepped[2],
-            steps_done, lr,
-            *_log_and_complement(beta1), *_log_and_complement(beta2),
-            eps, weight_decay, n,
-            seed, index,
-            MAXIMIZE=bool(maximize), BLOCK_SIZE=BLOCK_SIZE, num_warps=NUM_WARPS,
-        )  # fmt: skip
-    for t, result in zip((p, m, v), stepped):
-        if result is not t:
-            t.detach().copy_(result)
-
-
-def _new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    if p.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a parameter without state is captured, and each replay would reset it: make a step before.")
-    dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
-    step = torch.zeros((), dtype=torch.float32, device=p.device)
-    return {"step": step, "exp_avg": torch.zeros_like(p, dtype=dtype), "exp_avg_sq": torch.zeros_like(p, dtype=dtype)}
+# ---- The optimizer
 
 
 # Settings of how to compute, not what: they are an optimizer's own, whatever state it loads.
 MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
+
+
+class TritonAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW in one kernel per parameter, with its `state_dict` keys.
+
+    A step never waits for the GPU.
+
+    lr, betas, eps, weight_decay: numbers, or tensors of one number.  What lies on the CPU, a step
+        reads when it is called; what lies on the parameters' GPU, it reads there, and a captured
+        CUDA graph anew each time.
+    maximize: go up the gradient instead of down.
+    capturable: True and False are the same, since every step can be captured.
+    amsgrad, foreach, differentiable, fused: taken for PyTorch's sake, refused where True.
+    moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16.
+    stochastic_rounding: whether bfloat16 weights and moments are rounded up or down at random.
+    step_in_backward: update each parameter during the backward and free its gradient at once;
+        step() then only counts.  Not for gradient accumulation (a second backward before step()
+        raises), gradient clipping (clip_grad_norm_ finds no gradients and returns 0), or gradients
+        that still have to be averaged over GPUs or unscaled.  A copy of the optimizer
+        (copy.deepcopy, pickle) steps in step() alone.
+    seed: of the random bits.  They also depend on the step and on the parameter's place among all
+        parameters.
+
+    Raises TypeError or ValueError, and changes nothing, for an option out of range and for a
+    parameter that requires a gradient but has no fp16, bf16 or fp32 memory of its own, with a place
+    for each element (a DTensor or other wrapper, sparse, expanded).
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        moments_dtype=None,
+        stochastic_rounding=False,
+        step_in_backward=False,
+        seed=0,
+    ):
+        self._step_in_backward, self._hooks, self._stepped = False, [], {}
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks], self._hooks)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "moments_dtype": moments_dtype,
+            "seed": seed,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(params, defaults)
+        if step_in_backward:  # no parameter gets a hook before all groups are accepted
+            for group in self.param_groups:
+                self._refuse_gradients(group)
+            self._step_in_backward = True
+            for number in range(len(self.param_groups)):
+                self._register_hooks(number)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Like torch's; a group that is refused is not added."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()  # back in its place as soon as nothing can refuse it
+        _check_group(group)
+        if self._step_in_backward:
+            self._refuse_gradients(group)
+        self.param_groups.append(group)
+        if self._step_in_backward:
+            self._register_hooks(len(self.param_groups) - 1)
+
+    def _refuse_gradients(self, group: dict) -> None:
+        if any(p.grad is not None for p in group["params"]):
+            given = "a parameter has a gradient, and step_in_backward=True would add to it"
+            raise ValueError(f"{given}: free it.")
+
+    def _register_hooks(self, group_number: int) -> None:
+        before = sum(len(group["params"]) for group in self.param_groups[:group_number])
+        for index, p in enumerate(self.param_groups[group_number]["params"], start=before):
+            if p.requires_grad:
+                # A proxy: Python's collector does not see what a hook holds, so self would live on,
+                # and all of p.
+                step = functools.partial(type(self)._step_parameter_now, weakref.proxy(self))
+                hook = functools.partial(step, group_number, index)
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
+
+    def _step_parameter(self, group: dict, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(_new_state(p, group["moments_dtype"]))
+        adamw_step(
+            p,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["seed"] if group["stochastic_rounding"] else None,
+            index,
+            group["maximize"],
+        )
+        torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
+        self._stepped[p] = state["step"]
+
+    def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
+        grad, p.grad = p.grad, None
+        if p in self._stepped:
+            given = "a second gradient reached a parameter before step()"
+            used = "step_in_backward=True has used the first"
+            advice = "call step() after each backward, or accumulate with step_in_backward=False"
+            raise RuntimeError(f"{given}, and {used}: {advice}.")
+        group = self.param_groups[group_number]  # now: load_state_dict makes new groups
+        self._step_parameter(group, index, p, grad)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Like torch's: returns what the closure does, if there is one."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        params = [(group, p) for group in self.param_groups for p in group["params"]]
+        if not self._step_in_backward:
+            for index, (group, p) in enumerate(params):
+                if p.grad is not None:
+                    self._step_parameter(group, index, p, p.grad)
+        elif not self._stepped:
+            given = "no backward has stepped a parameter since the last step()"
+            raise RuntimeError(f"{given}: call loss.backward() first.")
+        elif any(p.grad is not None for _, p in params):
+            given = "a gradient is there that no backward has stepped"
+            raise RuntimeError(f"{given}: leave .grad alone, unfreeze earlier.")
+        if self._stepped:
+            # On the GPU, so that a graph's replays count too.
+            torch._foreach_add_(list(self._stepped.values()), 1)
+            self._stepped.clear()
+        return loss
+
+    def close(self) -> None:
+        """End step_in_backward: gradients stay from now on, and step() uses them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._step_in_backward, self._hooks = False, []
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for_a_new_copy = {"_step_in_backward": False, "_hooks": [], "_stepped": {}}
+        self.__dict__ = {**for_a_new_copy, **self.__dict__}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Like torch's, but this optimizer's MODES stay, and so do its tensors, which a CUDA graph
+        may know: they are filled.
+
+        A state that does not fit raises TypeError or ValueError, and then nothing has changed.
+        """
+        state_dict = self._before_loading(state_dict)
+        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        if saved_sizes != sizes:
+            given = f"the state is of groups of {saved_sizes} parameters"
+            raise ValueError(f"{given}, expected {sizes}: load the state of an equal model.")
+        groups, loaded, filled = [], {}, {}
+        for own, saved in zip(self.param_groups, saved_groups):
+            groups.append(self._loaded_group(own, saved, filled))
+            for p, number in zip(own["params"], saved["params"]):
+                if saved_state.get(number):
+                    loaded[p] = _loaded_state(number, p, saved_state[number])
+        moments_dtype = {p: group["moments_dtype"] for group in groups for p in group["params"]}
+        state = {p: self.state.get(p) or _new_state(p, moments_dtype[p]) for p in loaded}
+
+        for p in loaded:  # from here on, nothing is refused
+            for key, tensor in loaded[p].items():
+                state[p][key].copy_(tensor)
+        for tensor, number in filled.items():
+            tensor.fill_(number)
+        self._stepped.clear()
+        self.__setstate__({"state": collections.defaultdict(dict, state), "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _before_loading(self, state_dict: dict) -> dict:
+        """What the hooks that come before make of it."""
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        return state_dict
+
+    def _loaded_group(self, own: dict, saved: dict, filled: dict[torch.Tensor, float]) -> dict:
+        """The saved settings for a group, with its own parameters, MODES and tensors.
+
+        filled: gains what these tensors are to be filled with.  Raises as _check_group does.
+        """
+        settings = {key: value for key, value in saved.items() if key != "params"}
+        group = {**self.defaults, **copy.deepcopy(settings)}
+        group.update({key: own[key] for key in ("params", *MODES)})
+        if "param_names" in own:
+            group.setdefault("param_names", own["param_names"])
+        _check_group(group)
+        for name in ("lr", "eps", "weight_decay"):
+            group[name] = _kept(own[name], group[name], filled)
+        pairs = zip(own["betas"], group["betas"])
+        group["betas"] = tuple(_kept(*pair, filled) for pair in pairs)
+        return group
+
+
+# ---- An optimizer's groups and states
+
+
+def _new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    if p.is_cuda and torch.cuda.is_current_stream_capturing():
+        given = "a parameter without state is captured, and each replay would reset it"
+        raise RuntimeError(f"{given}: make a step before.")
+    dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+        "exp_avg": torch.zeros_like(p, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
+    }
 
 
 def _check_group(group: dict) -> None:
@@ -355,174 +681,13 @@ def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.
     return loaded
 
 
-class TritonAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW in one kernel per parameter, with its `state_dict` keys; a step never waits for the GPU.
-
-    lr, betas, eps, weight_decay: numbers, or tensors of one number.  What lies on the CPU, a step
-        reads when it is called; what lies on the parameters' GPU, it reads there, and a captured
-        CUDA graph anew each time.
-    maximize: go up the gradient instead of down.
-    capturable: True and False are the same, since every step can be captured.
-    amsgrad, foreach, differentiable, fused: taken for PyTorch's sake, refused where True.
-    moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16.
-    stochastic_rounding: whether bfloat16 weights and moments are rounded up or down at random.
-    step_in_backward: update each parameter during the backward and free its gradient at once; step() then only counts.
-        Not for gradient accumulation (a second backward before step() raises), gradient clipping (clip_grad_norm_ finds
-        no gradients and returns 0), or gradients that still have to be averaged over GPUs or unscaled.
-        A copy of the optimizer (copy.deepcopy, pickle) steps in step() alone.
-    seed: of the random bits.  They also depend on the step and on the parameter's place among all parameters.
-
-    Raises TypeError or ValueError, and changes nothing, for an option out of range and for a
-    parameter that requires a gradient but has no fp16, bf16 or fp32 memory of its own, with a place
-    for each element (a DTensor or other wrapper, sparse, expanded).
-    """
-
-    def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *,
-        maximize=False, foreach=None, capturable=False, differentiable=False, fused=None,
-        moments_dtype=None, stochastic_rounding=False, step_in_backward=False, seed=0,
-    ):  # fmt: skip
-        self._step_in_backward, self._hooks, self._stepped = False, [], {}
-        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks], self._hooks)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
-        defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
-        defaults |= {"moments_dtype": moments_dtype, "seed": seed}
-        defaults |= {"stochastic_rounding": stochastic_rounding}
-        super().__init__(params, defaults)
-        if step_in_backward:  # no parameter gets a hook before all groups are accepted
-            for group in self.param_groups:
-                self._refuse_gradients(group)
-            self._step_in_backward = True
-            for number in range(len(self.param_groups)):
-                self._register_hooks(number)
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Like torch's; a group that is refused is not added."""
-        super().add_param_group(param_group)
-        group = self.param_groups.pop()  # back in its place as soon as nothing can refuse it
-        _check_group(group)
-        if self._step_in_backward:
-            self._refuse_gradients(group)
-        self.param_groups.append(group)
-        if self._step_in_backward:
-            self._register_hooks(len(self.param_groups) - 1)
-
-    def _refuse_gradients(self, group: dict) -> None:
-        if any(p.grad is not None for p in group["params"]):
-            given = "a parameter has a gradient, and step_in_backward=True would add to it"
-            raise ValueError(f"{given}: free it.")
-
-    def _register_hooks(self, group_number: int) -> None:
-        before = sum(len(group["params"]) for group in self.param_groups[:group_number])
-        for index, p in enumerate(self.param_groups[group_number]["params"], start=before):
-            if p.requires_grad:
-                # A proxy: Python's collector does not see what a hook holds, so self would live on,
-                # and all of p.
-                step = functools.partial(type(self)._step_parameter_now, weakref.proxy(self))
-                hook = functools.partial(step, group_number, index)
-                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
-
-    def _step_parameter(self, group: dict, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
-        state = self.state[p]
-        if not state:
-            state.update(_new_state(p, group["moments_dtype"]))
-        adamw_step(
-            p, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group["lr"], *group["betas"],
-            group["eps"], group["weight_decay"], group["seed"] if group["stochastic_rounding"] else None, index,
-            group["maximize"],
-        )  # fmt: skip
-        torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
-        self._stepped[p] = state["step"]
-
-    def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
-        grad, p.grad = p.grad, None
-        if p in self._stepped:
-            given = "a second gradient reached a parameter before step(), and step_in_backward=True has used the first"
-            raise RuntimeError(f"{given}: call step() after each backward, or accumulate with step_in_backward=False.")
-        self._step_parameter(self.param_groups[group_number], index, p, grad)  # load_state_dict makes new groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
-        if not self._step_in_backward:
-            for index, (group, p) in enumerate(params):
-                if p.grad is not None:
-                    self._step_parameter(group, index, p, p.grad)
-        elif not self._stepped:
-            raise RuntimeError("no backward has stepped a parameter since the last step(): call loss.backward() first.")
-        elif any(p.grad is not None for _, p in params):
-            raise RuntimeError("a gradient is there that no backward has stepped: leave .grad alone, unfreeze earlier.")
-        if self._stepped:
-            torch._foreach_add_(list(self._stepped.values()), 1)  # on the GPU, so that a graph's replays count too
-            self._stepped.clear()
-        return loss
-
-    def close(self) -> None:
-        """End step_in_backward: gradients stay from now on, and step() uses them."""
-        for hook in self._hooks:
-            hook.remove()
-        self._step_in_backward, self._hooks = False, []
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self.__dict__ = {"_step_in_backward": False, "_hooks": [], "_stepped": {}, **self.__dict__}  # for a new copy
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Like torch's, but this optimizer's MODES stay, and so do its tensors, which a CUDA graph
-        may know: they are filled.
-
-        A state that does not fit raises TypeError or ValueError, and then nothing has changed.
-        """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            result = pre_hook(self, state_dict)
-            state_dict = state_dict if result is None else result
-        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        if saved_sizes != sizes:
-            given = f"the state is of groups of {saved_sizes} parameters"
-            raise ValueError(f"{given}, expected {sizes}: load the state of an equal model.")
-
-        groups, loaded, filled = [], {}, {}
-
-        def kept(own, saved) -> float | torch.Tensor:
-            """This optimizer's tensor, which is to be filled; the saved number if it has none."""
-            number = float(saved)
-            if not isinstance(own, torch.Tensor):
-                return number
-            if filled.setdefault(own, number) != number:
-                given = f"one tensor is to be filled with {filled[own]} and with {number}"
-                advice = "give each group a tensor of its own"
-                raise ValueError(f"{given}, expected one number: {advice}.")
-            return own
-
-        for own, saved in zip(self.param_groups, saved_groups):
-            settings = {key: value for key, value in saved.items() if key != "params"}
-            group = {**self.defaults, **copy.deepcopy(settings)}
-            group.update({key: own[key] for key in ("params", *MODES)})
-            if "param_names" in own:
-                group.setdefault("param_names", own["param_names"])
-            _check_group(group)
-            for name in ("lr", "eps", "weight_decay"):
-                group[name] = kept(own[name], group[name])
-            group["betas"] = tuple(map(kept, own["betas"], group["betas"]))
-            groups.append(group)
-            for p, number in zip(own["params"], saved["params"]):
-                if saved_state.get(number):
-                    loaded[p] = _loaded_state(number, p, saved_state[number])
-        moments_dtype = {p: group["moments_dtype"] for group in groups for p in group["params"]}
-        state = {p: self.state.get(p) or _new_state(p, moments_dtype[p]) for p in loaded}
-
-        for p in loaded:  # from here on, nothing is refused
-            for key, tensor in loaded[p].items():
-                state[p][key].copy_(tensor)
-        for tensor, number in filled.items():
-            tensor.fill_(number)
-        self._stepped.clear()
-        self.__setstate__({"state": collections.defaultdict(dict, state), "param_groups": groups})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+def _kept(own, saved, filled: dict[torch.Tensor, float]) -> float | torch.Tensor:
+    """An optimizer's own tensor, which is to be filled; the saved number if it has none."""
+    number = float(saved)
+    if not isinstance(own, torch.Tensor):
+        return number
+    if filled.setdefault(own, number) != number:
+        given = f"one tensor is to be filled with {filled[own]} and with {number}"
+        advice = "give each group a tensor of its own"
+        raise ValueError(f"{given}, expected one number: {advice}.")
+    return own

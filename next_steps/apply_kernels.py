@@ -21,12 +21,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from harness import llama
+from harness import stepping
+from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
+from harness.patching import causal_lm_loss, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.swiglu_kernel import TritonLlamaMLP, TritonSwiGLU
+from next_steps.swiglu_kernel import TritonSwiGLU
 from rmsnorm_kernel import TritonRMSNorm
 
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -34,15 +37,16 @@ from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 from transformers.models.llama import modeling_llama  # isort: skip
 
-LOSS_KERNELS = ["cross_entropy", "linear_cross_entropy"]
-MODEL_KERNELS = ["rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "fused_layer"]
-KERNELS = [*MODEL_KERNELS, "adamw"]  # what --kernels knows; the last is an optimizer
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after an output_attentions=True, and do nothing
-ROTARY = modeling_llama.apply_rotary_pos_emb  # the rotary kernel stands for this function and no other
+# its hooks stay after an output_attentions=True, and do nothing
+RECORDERS = "transformers.utils.output_capturing"
+# the rotary kernel stands for this function and no other
+ROTARY = modeling_llama.apply_rotary_pos_emb
 
 
-def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)) -> torch.nn.Module:
+def apply_kernels(
+    model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)
+) -> torch.nn.Module:
     """Replace parts of a LlamaForCausalLM by the kernels named; returns the model.
 
     Args:
@@ -65,23 +69,28 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
-        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts of it about.
+        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts
+        of it about.
     """
     if not isinstance(model, modeling_llama.LlamaForCausalLM):
-        raise TypeError(f"model is a {type(model).__name__}, expected a LlamaForCausalLM: unwrap it first.")
+        given = f"model is a {type(model).__name__}"
+        raise TypeError(f"{given}, expected a LlamaForCausalLM: unwrap it first.")
     unknown = [name for name in names if name not in MODEL_KERNELS]
     if unknown:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
         raise ValueError(f"{given}, expected some of {', '.join(MODEL_KERNELS)}.")
     if {"swiglu", "fused_layer"} & set(names) and model.config.hidden_act not in ("silu", "swish"):
         given = f"hidden_act is {model.config.hidden_act!r}"
-        raise ValueError(f"{given}, expected 'silu': name the kernels without swiglu and fused_layer.")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # in their forward, which would be replaced
-        raise ValueError("accelerate has spread the model over devices, expected one: load it without that device_map.")
+        kernels = "the kernels without swiglu and fused_layer"
+        raise ValueError(f"{given}, expected 'silu': name {kernels}.")
+    # accelerate's work is in the modules' forward, which would be replaced
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        given = "accelerate has spread the model over devices"
+        raise ValueError(f"{given}, expected one: load it without that device_map.")
     if "rmsnorm" in names:
-        llama.replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
+        replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
-        llama.replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
+        replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
     if modeling_llama.apply_rotary_pos_emb is ROTARY:
         if "rope" in names:
             change_class(model, LlamaAttention)
@@ -94,9 +103,15 @@ def apply_kernels(model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KER
     return model
 
 
-def triton_adamw(model: torch.nn.Module, lr: float, stochastic_rounding: bool = False) -> TritonAdamW:
-    """AdamW in one kernel per parameter, which steps during the backward, so that gradients never all exist at once."""
-    return TritonAdamW(llama.trained(model), lr=lr, stochastic_rounding=stochastic_rounding, step_in_backward=True)
+def triton_adamw(
+    model: torch.nn.Module, lr: float, stochastic_rounding: bool = False
+) -> TritonAdamW:
+    """AdamW in one kernel per parameter, which steps during the backward.
+
+    So gradients never all exist at once.
+    """
+    options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
+    return TritonAdamW(stepping.trained(model), lr=lr, **options)
 
 
 def model_kernels(kernels: Sequence[str]) -> list[str]:
@@ -108,7 +123,9 @@ def make_optimizer(
     model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
 ) -> torch.optim.Optimizer:
     """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
-    return triton_adamw(model, lr, stochastic_rounding) if "adamw" in kernels else llama.make_optimizer(model, lr)
+    if "adamw" in kernels:
+        return triton_adamw(model, lr, stochastic_rounding)
+    return stepping.make_optimizer(model, lr)
 
 
 # ---------------------------------------------------------------- putting them in
@@ -120,13 +137,13 @@ def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
 
 
 def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
-    """The kernel's module for a LlamaMLP; the MLP itself where somebody changed it or its activation."""
+    """The kernel's module for a LlamaMLP; the MLP itself where it or its activation was changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
-    """Make every module that is exactly of `cls`'s base class one of `cls`, unless that class is patched.
+    """Make every module that is exactly of `cls`'s base class one of `cls`; not of a patched one.
 
     A forward among a module's attributes would be bound to it, and so would those of its copies,
     which torch.nn.DataParallel makes, and transformers.Trainer with it where it sees several GPUs.
@@ -139,7 +156,7 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
             module.__class__ = cls
 
 
-# ---------------------------------------------------------------- is it still what a kernel stands for?
+# ---------------------------------------------------------------- is it what a kernel stands for?
 
 
 def is_as_written(cls: type) -> bool:
@@ -148,7 +165,7 @@ def is_as_written(cls: type) -> bool:
 
 
 def is_unchanged(module: torch.nn.Module) -> bool:
-    """Does calling it run the forward that its class was written with, and none of its own hooks?"""
+    """Does it run the forward that its class was written with, and none of its own hooks?"""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     hooked = any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks)
     return is_as_written(type(module)) and "forward" not in vars(module) and not hooked
@@ -196,17 +213,17 @@ class LlamaAttention(modeling_llama.LlamaAttention):
     """With the rotary kernel."""
 
     def forward(
-        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
-    ):  # fmt: skip
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
         """(output, weights or None); hidden_states and the output are (B, T, H)."""
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
         attended, weights = attend(
-            self,
-            *projected,
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            **kwargs,
+            self, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         return self.o_proj(attended), weights
 
@@ -215,7 +232,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Do norm_linear and swiglu_linear stand for the parts, and does nobody want what they skip?
+        """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
 
         Not so with parts of other classes, changed or with hooks; a projection that is more than a
         matrix product; attention weights that are asked for; autocast; and gradient checkpointing,
@@ -255,29 +272,15 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             return super().forward(hidden_states, attention_mask, **kwargs)
 
         attention, mlp = self.self_attn, self.mlp
-        residual, *projected = norm_linear(
-            hidden_states,
-            self.input_layernorm,
-            attention.q_proj,
-            attention.k_proj,
-            attention.v_proj,
-        )
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        residual, *projected = norm_linear(hidden_states, self.input_layernorm, *projections)
         attended, _ = attend(
-            attention,
-            *projected,
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            **kwargs,
+            attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         hidden_states = residual + attention.o_proj(attended)
 
-        residual, gate, up = norm_linear(
-            hidden_states,
-            self.post_attention_layernorm,
-            mlp.gate_proj,
-            mlp.up_proj,
-        )
+        projections = mlp.gate_proj, mlp.up_proj
+        residual, gate, up = norm_linear(hidden_states, self.post_attention_layernorm, *projections)
         return residual + swiglu_linear(gate, up, mlp.down_proj)
 
 
@@ -292,13 +295,13 @@ def cross_entropy_loss(
     Args:
         logits: (B, T, V).
         labels: (B, T) int64.
-        kwargs: those of `llama.causal_lm_loss`.
+        kwargs: those of `causal_lm_loss`.
     """
 
     def cross_entropy(logits, targets, ignore_index):
         return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
+    return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
 
 
 def linear_cross_entropy_loss(
@@ -309,7 +312,7 @@ def linear_cross_entropy_loss(
     def cross_entropy(hidden_states, targets, ignore_index):
         return TritonLinearCrossEntropyLoss(ignore_index)(hidden_states, weight, targets)
 
-    return llama.causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
+    return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
@@ -331,9 +334,13 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
             ValueError: return_dict is False, and there would be no logits.
         """
         inputs = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
-        }  # fmt: skip
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        }
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
         kernels = self.loss_kernels if replaceable else ()
@@ -350,7 +357,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         if return_dict is None:
             return_dict = self.config.return_dict
         if without_logits and not return_dict:
-            raise ValueError("return_dict is False, expected True: a tuple has no place for logits that do not exist.")
+            expected = "a tuple has no place for logits that do not exist"
+            raise ValueError(f"return_dict is False, expected True: {expected}.")
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:

@@ -1,26 +1,38 @@
-"""Distillation, what is behind `finetune_optimized.py --teacher MODEL`: a smaller model learns a larger one's answers.
+"""Distillation: a smaller model learns a larger one's answers.
 
-A label says which token came next.  A teacher says how probable every token of the vocabulary was.  The student learns
-to agree: with p its own probabilities and q the teacher's, at the positions whose label counts,
+    python finetune_optimized.py --teacher MODEL
 
-    loss = KL(student || teacher) = sum p * (log p - log q)       the reverse KL of reverse_kl_kernel.py, a mean
+A label says which token came next.  A teacher says how probable every token of the vocabulary was.
+The student learns to agree: with p its own probabilities and q the teacher's, at the positions
+whose label counts,
 
-It is 0 where both agree.  Labels do no more than mark positions, as in any fine-tuning: token t predicts token t + 1,
-and prompts and padding do not count.  The validation loss stays the usual one, of the labels.
+    loss = KL(student || teacher) = sum p * (log p - log q)
 
-The teacher computes no gradient and keeps no activations, so of it the memory holds the weights and, once, the logits
-(B, T, V).  The student's logits exist once, beside their gradient.  The kernels go into both models.
+the reverse KL of reverse_kl_kernel.py, a mean.  It is 0 where both agree.  Labels do no more than
+mark positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
+count.  The validation loss stays the usual one, of the labels.
+
+The teacher computes no gradient and keeps no activations, so of it the memory holds the weights
+and, once, the logits (B, T, V).  The student's logits exist once, beside their gradient.  The
+kernels go into both models.
 """
 
-import argparse
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from harness import llama
-from harness.measure import UserError, flag_name, positive_float, positive_int
-from next_steps.apply_kernels import apply_kernels, model_kernels
+from harness.architecture import flops_per_token
+from harness.command_line import UserError
+from harness.config_file import load_config
+from harness.kernel_facts import LOSS_KERNELS
+from harness.loading import load_model
+from harness.patching import causal_lm_loss
+from harness.training_run import Run
+from harness.workload import Workload
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.kernel_training import take_steps
 from next_steps.memory_estimate import step_tryer
 from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 
@@ -28,76 +40,40 @@ from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_referen
 from transformers import LlamaConfig  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 
-LABEL_LOSSES = "cross_entropy", "linear_cross_entropy"  # kernels of a loss that distillation does not have
 REVERSE_KL = "reverse_kl"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--teacher, --student-layers, --temperature."""
-    add = parser.add_argument
-    # fmt: off
-    add("--teacher", metavar="ID|DIR|tiny",
-        help="distil this model into --model, which is its own first half of layers unless told; the loss is the "
-        "reverse KL, and its kernel replaces cross_entropy and linear_cross_entropy")
-    add("--student-layers", type=positive_int, metavar="N",
-        help="with --teacher: train the first N layers of --model (default: all; half if it is the teacher's model)")
-    add("--temperature", type=positive_float, help="with --teacher: divides the logits of both models (default: 1)")
-    # fmt: on
-
-
-def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The parser's arguments, in which --model is --teacher's unless told.
-
-    Raises:
-        UserError: a flag needs --teacher, or cannot be used with it.
-    """
-    args = parser.parse_args()
-    if args.teacher is not None and "model" not in args.given:
-        args.model = args.teacher
-    for flag in ("student_layers", "temperature"):
-        if getattr(args, flag) is not None and args.teacher is None:
-            raise UserError(f"{flag_name(flag)} needs --teacher, the model to distil")
-    for flag in ("ladder", "longest", "opponent"):
-        if getattr(args, flag) and args.teacher is not None:
-            raise UserError(f"--{flag} trains on labels, --teacher does not: leave one of the two out")
-    return args
-
-
-def takes_over(args: argparse.Namespace, train: Callable) -> bool:
-    """Train the student with finetune_optimized.py's `train`, if there is a teacher."""
-    if args.teacher is not None:
-        kernels = replace_loss(args.kernels)
-        student, distillation = load_student(args, kernels)
-        train(student, args, "Distillation", kernels, distillation=distillation)
-    return args.teacher is not None
-
-
 def replace_loss(kernels: Sequence[str]) -> list[str]:
-    """`kernels` with reverse_kl in place of those for a loss on labels; without one of them, the loss is PyTorch's."""
-    others = [name for name in kernels if name not in LABEL_LOSSES]
+    """`kernels` with reverse_kl in place of those for a loss on labels.
+
+    Without one of them the loss is PyTorch's.
+    """
+    others = [name for name in kernels if name not in LOSS_KERNELS]
     return others + [REVERSE_KL] * (len(others) < len(kernels))
 
 
-def layers_to_keep(args: argparse.Namespace, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
-    """How many layers of --model, whose configuration is `config`, the student has.
+def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
+    """How many layers of the model, whose configuration is `config`, the student has.
 
     Raises:
         UserError: the vocabularies differ, or these layers are not fewer than the model's.
     """
+    model, teacher, asked = workload.model, workload.teacher, workload.student_layers
     if config.vocab_size != teacher_config.vocab_size:
         raise UserError(
-            f"{args.model} has a vocabulary of {config.vocab_size} tokens and the teacher {args.teacher} one of "
-            f"{teacher_config.vocab_size}; name two models with the same"
+            f"{model} has a vocabulary of {config.vocab_size} tokens and the teacher {teacher} one "
+            f"of {teacher_config.vocab_size}; name two models with the same"
         )
     n_layers = config.num_hidden_layers
-    if args.student_layers is None:
-        n_kept = n_layers // 2 if args.model == args.teacher else n_layers
-    elif args.student_layers < n_layers:
-        n_kept = args.student_layers
+    if asked is None:
+        n_kept = n_layers // 2 if model == teacher else n_layers
+    elif asked < n_layers:
+        n_kept = asked
     else:
-        raise UserError(f"--student-layers {args.student_layers} is not fewer than the {n_layers} of {args.model}")
+        raise UserError(f"--student-layers {asked} is not fewer than the {n_layers} of {model}")
     if n_kept == 0:
-        raise UserError(f"{args.teacher} has a single layer, which cannot be halved; name a smaller --model")
+        alone = f"{teacher} has a single layer, which cannot be halved"
+        raise UserError(f"{alone}; name a smaller --model")
     return n_kept
 
 
@@ -106,7 +82,8 @@ def learn_from(
 ) -> torch.nn.Module:
     """Make the reverse KL to the teacher the student's loss in training; returns the student.
 
-    Only the student's `forward` changes.  The teacher does not become a part of it, of its parameters or state_dict.
+    Only the student's `forward` changes.  The teacher does not become a part of it, of its
+    parameters or state_dict.
 
     Args:
         student: a LlamaForCausalLM, with or without kernels.
@@ -126,36 +103,55 @@ def learn_from(
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
         logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
-        loss_function = llama.causal_lm_loss(
-            lambda logits, targets, ignore_index: reverse_kl(logits, teacher_logits, targets != ignore_index)
-        )
+
+        def of_targets(logits, targets, ignore_index):
+            return reverse_kl(logits, teacher_logits, targets != ignore_index)
+
+        loss_function = causal_lm_loss(of_targets)
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
 
     student.forward = types.MethodType(forward, student)
     return student
 
 
-def load_student(args: argparse.Namespace, kernels: Sequence[str]) -> tuple[torch.nn.Module, dict]:
-    """The model to train, with its teacher behind its loss, and what a record says about the teacher.
+def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
+    """The model to train, with its teacher behind its loss.
 
     Args:
-        args: from `parse_args`, with a teacher.
-        kernels: from `replace_loss`; those for a model go into both.
+        workload: with a teacher; its kernels for a model go into both models.
+
+    Returns:
+        The student; the workload with what was open in it: the student's layers, the temperature,
+        the loss's kernel; what else a record says about the teacher.
     """
-    teacher_args = argparse.Namespace(**{**vars(args), "model": args.teacher})
-    n_layers = layers_to_keep(args, llama.load_config(args), llama.load_config(teacher_args))
+    kernels = replace_loss(workload.kernels)
+    taught = replace(workload, model=workload.teacher)
+    n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
+    workload = replace(
+        workload,
+        kernels=tuple(kernels),
+        student_layers=n_layers,
+        temperature=workload.temperature or 1.0,
+    )
     try_step = step_tryer(model_kernels(kernels))
-    teacher = llama.load_model(teacher_args, try_step).eval().requires_grad_(False)
-    student = llama.load_model(args, try_step)
+    teacher = load_model(taught, try_step).eval().requires_grad_(False)
+    student = load_model(workload, try_step)
     student.model.layers = student.model.layers[:n_layers]
     student.config.num_hidden_layers = n_layers
     for model in (teacher, student):
         apply_kernels(model, model_kernels(kernels))
-    temperature = args.temperature or 1.0
-    described = llama.describe_workload(teacher, teacher_args)
-    return learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels), {
-        "teacher": args.teacher, "teacher_weights": described["weights"],
-        "teacher_parameters": described["parameters"],
-        "teacher_flops_per_token": llama.flops_per_token(teacher.config, args.seq_len) / 3,  # the forward's third
-        "student_layers": n_layers, "temperature": temperature,
-    }  # fmt: skip
+    learn_from(student, teacher, workload.temperature, fused=REVERSE_KL in kernels)
+    forward_flops = flops_per_token(teacher.config, workload.seq_len) / 3  # a third of a step's
+    more = {
+        "teacher_parameters": sum(p.numel() for p in teacher.parameters()),
+        "teacher_flops_per_token": forward_flops,
+    }
+    return student, workload, more
+
+
+def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
+    """Distil the workload's teacher into its model; returns the record."""
+    student, workload, more = load_student(workload)
+    optimizer = make_optimizer(student, workload.lr, workload.kernels, workload.stochastic_rounding)
+    run = Run("Distillation", workload, student, record_to, save_to, more)
+    return take_steps(run, optimizer)

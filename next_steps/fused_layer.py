@@ -1,61 +1,84 @@
 """What to keep for the backward, and what to compute again: a LLaMA layer around the kernels.
 
-    q, k, v  = (RMSNorm(x) @ w.t() for w in (w_q, w_k, w_v))          norm_linear:   x (..., H), w (O, H)
-    gate, up = (RMSNorm(x) @ w.t() for w in (w_gate, w_up))           norm_linear again
-    out      = (silu(gate) * up) @ w_down.t()                         swiglu_linear: gate, up (..., I), w_down (H, I)
+    q, k, v  = (RMSNorm(x) @ w.t() for w in (w_q, w_k, w_v))     norm_linear: x (..., H), w (O, H)
+    gate, up = (RMSNorm(x) @ w.t() for w in (w_gate, w_up))      norm_linear again
+    out      = (silu(gate) * up) @ w_down.t()                    swiglu_linear: gate, up (..., I),
+                                                                 w_down (H, I)
 
-No new kernel: the matrix products are PyTorch's, which run at the ceiling already, and the norm and SwiGLU are those of
-rmsnorm_kernel.py and swiglu_kernel.py.  What is new is where one autograd Function ends and the next begins.
+No new kernel: the matrix products are PyTorch's, which run at the ceiling already, and the norm and
+SwiGLU are those of rmsnorm_kernel.py and swiglu_kernel.py.  What is new is where one autograd
+Function ends and the next begins.
 
-A matrix product y @ w.t() needs y again in its backward, for dw = dout.t() @ y, so autograd keeps y.  But to compute
-y = RMSNorm(x) again costs one pass over x, and x is kept anyway: it is the residual.  So with silu(gate) * up.
-A Function around norm and products keeps x alone.  Kept per token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
+A matrix product y @ w.t() needs y again in its backward, for dw = dout.t() @ y, so autograd keeps
+y.  But to compute y = RMSNorm(x) again costs one pass over x, and x is kept anyway: it is the
+residual.  So with silu(gate) * up.  A Function around norm and products keeps x alone.  Kept per
+token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
 
-    residual before attention and before the MLP                             2 x 8    kept
-    norm output, twice                                                       2 x 8    computed again
-    q, k, v after the rotary embedding; attention output        8 + 2 + 2 + 8 = 20    kept
-    gate and up                                                             2 x 28    kept (a matrix product each)
-    silu(gate) * up                                                             28    computed again
-                                                                         136 -> 92
+    residual before attention and before the MLP                2 x 8    kept
+    norm output, twice                                          2 x 8    computed again
+    q, k, v after the rotary embedding;
+        attention output                           8 + 2 + 2 + 8 = 20    kept
+    gate and up                                                2 x 28    kept (a product each)
+    silu(gate) * up                                                28    computed again
+                                                            136 -> 92
 
-The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0 passes more: the backward of SwiGLU has gate
-and up in registers when it computes their gradients, and writes silu(gate) * up on the way.
+The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0 passes more: the backward
+of SwiGLU has gate and up in registers when it computes their gradients, and writes silu(gate) * up
+on the way.
 
 Two more things that autograd does, and a Function does better:
 
-1. Several products share one input, so its gradient is a sum.  Autograd lets each product write its part and adds them
-   up afterwards, at three passes per addition.  `addmm_` adds as the product stores its result: no pass of its own.
-2. The residual has two users, the norm and the addition after it, so its gradient is a sum too.  norm_linear returns x
-   as its first result; the gradient of the branch around then arrives in the same backward.
+1. Several products share one input, so its gradient is a sum.  Autograd lets each product write its
+   part and adds them up afterwards, at three passes per addition.  `addmm_` adds as the product
+   stores its result: no pass of its own.
+2. The residual has two users, the norm and the addition after it, so its gradient is a sum too.
+   norm_linear returns x as its first result; the gradient of the branch around then arrives in the
+   same backward.
 
 Limits: those of the two kernels; no bias, no second derivative.
 """
 
 import torch
+from torch.nn.functional import linear
 
-from next_steps import swiglu_kernel
-from next_steps.swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
+from next_steps.swiglu_kernel import (
+    may_overwrite_saved,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_reference,
+)
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 
 
-def norm_linear_reference(x, norm_weight, eps, *weights):
-    """Eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H); float64 stays float64."""
+def norm_linear_reference(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *weights: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H).
+
+    float64 stays float64.
+    """
     y = rmsnorm_reference(x, norm_weight, eps)
-    return [x, *(torch.nn.functional.linear(y, w) for w in weights)]
+    return [x, *(linear(y, w) for w in weights)]
 
 
-def swiglu_linear_reference(gate, up, weight):
+def swiglu_linear_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+) -> torch.Tensor:
     """Eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
-    return torch.nn.functional.linear(swiglu_reference(gate, up), weight)
-
-
-def _refuse_second_derivative():
-    if torch.is_grad_enabled():  # create_graph=True
-        raise RuntimeError("The fused layer has no second derivative, which create_graph=True asks for.")
+    return linear(swiglu_reference(gate, up), weight)
 
 
 class NormLinearFunction(torch.autograd.Function):
-    """`NormLinearFunction.apply(x, norm_weight, eps, *weights)` -> x, RMSNorm(x) @ w.t() for each of the weights."""
+    """`NormLinearFunction.apply(x, norm_weight, eps, *weights)` -> x, and RMSNorm(x) @ w.t().
+
+    One product for each of the weights.  x (..., H), norm_weight (H,), every w (O, H); the results
+    are (..., H) and (..., O).
+    """
 
     @staticmethod
     def forward(ctx, x, norm_weight, eps, *weights):
@@ -63,7 +86,7 @@ class NormLinearFunction(torch.autograd.Function):
         ctx.eps = eps
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
         ctx.save_for_backward(x, norm_weight, rstd, *weights)
-        return x.view_as(x), *(torch.nn.functional.linear(y, w) for w in weights)
+        return x.view_as(x), *(linear(y, w) for w in weights)
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
@@ -71,52 +94,86 @@ class NormLinearFunction(torch.autograd.Function):
         x, norm_weight, rstd, *weights = ctx.saved_tensors
         need_x, need_norm_weight, _, *need_weights = ctx.needs_input_grad
         used = [dout is not None for dout in douts]
+        # (N, O)
+        douts = [None if dout is None else dout.reshape(-1, dout.shape[-1]) for dout in douts]
+
         dweights = [None] * len(weights)
-        douts = [dout.reshape(-1, dout.shape[-1]) if given else None for dout, given in zip(douts, used)]  # (N, O)
         if any(given and need for given, need in zip(used, need_weights)):
-            y = rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])  # (N, H), once more
-            for i, need in enumerate(need_weights):  # a loop: torch.compile cannot delete what a comprehension has seen
+            y = rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])  # (N, H), again
+            # A loop: torch.compile cannot delete what a comprehension has seen.
+            for i, need in enumerate(need_weights):
                 if used[i] and need:
                     dweights[i] = douts[i].t() @ y
             del y
         if not (need_x or need_norm_weight) or not any(used):
             return dresidual, None, None, *dweights
+
         dy = None  # (N, H)
         for dout, weight in zip(douts, weights):
             if dout is not None:
                 dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
-        dx, dnorm_weight = rmsnorm_backward(dy.view(x.shape), x, norm_weight, rstd, need_dweight=need_norm_weight)
-        return dx if dresidual is None else dx.add_(dresidual), dnorm_weight, None, *dweights
+        dx, dnorm_weight = rmsnorm_backward(
+            dy.view(x.shape),
+            x,
+            norm_weight,
+            rstd,
+            need_dweight=need_norm_weight,
+        )
+        if dresidual is not None:
+            dx.add_(dresidual)
+        return dx, dnorm_weight, None, *dweights
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`SwiGLULinearFunction.apply(gate, up, weight)`; the backward overwrites gate and up: to be used nowhere else.
+    """`SwiGLULinearFunction.apply(gate, up, weight)`: (silu(gate) * up) @ weight.t().
 
-    With retain_graph=True, or where one of them needs no gradient, it does not: gradients get memory of their own.
+    gate, up (..., I), weight (O, I).  The backward overwrites gate and up: to be used nowhere
+    else.  With retain_graph=True, or where one of them needs no gradient, it does not:
+    gradients get memory of their own.
     """
 
     @staticmethod
     def forward(ctx, gate, up, weight):
         ctx.save_for_backward(gate, up, weight)
-        return torch.nn.functional.linear(swiglu_forward(gate, up), weight)
+        return linear(swiglu_forward(gate, up), weight)
 
     @staticmethod
     def backward(ctx, dout):
         _refuse_second_derivative()
         gate, up, weight = ctx.saved_tensors
         *need_both, need_weight = ctx.needs_input_grad
-        inplace = swiglu_kernel._begin_backward() and all(need_both)
+        inplace = may_overwrite_saved() and all(need_both)
         dh = dout @ weight  # (..., I)
         dgate, dup, h = swiglu_backward(dh, gate, up, inplace=inplace, need_y=need_weight)
-        dweight = dout.reshape(-1, dout.shape[-1]).t() @ h.view(-1, h.shape[-1]) if need_weight else None
+        dweight = None
+        if need_weight:
+            dweight = dout.reshape(-1, dout.shape[-1]).t() @ h.view(-1, h.shape[-1])
         return dgate, dup, dweight
 
 
-def norm_linear(x: torch.Tensor, norm: torch.nn.Module, *projections: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
-    """x, and projection(norm(x)) for each of the projections; norm is a TritonRMSNorm or a LlamaRMSNorm."""
-    return NormLinearFunction.apply(x, norm.weight, norm.variance_epsilon, *(p.weight for p in projections))
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        asked = "which create_graph=True asks for"
+        raise RuntimeError(f"The fused layer has no second derivative, {asked}.")
 
 
-def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, projection: torch.nn.Linear) -> torch.Tensor:
-    """projection(silu(gate) * up)."""
+def norm_linear(
+    x: torch.Tensor,
+    norm: torch.nn.Module,
+    *projections: torch.nn.Linear,
+) -> tuple[torch.Tensor, ...]:
+    """x, and projection(norm(x)) for each of the projections.
+
+    x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections have no bias.
+    """
+    weights = [projection.weight for projection in projections]
+    return NormLinearFunction.apply(x, norm.weight, norm.variance_epsilon, *weights)
+
+
+def swiglu_linear(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    projection: torch.nn.Linear,
+) -> torch.Tensor:
+    """projection(silu(gate) * up) of gate, up (..., I); the projection has no bias."""
     return SwiGLULinearFunction.apply(gate, up, projection.weight)

@@ -1,42 +1,52 @@
 """Rotary position embedding (RoPE) in Triton: q and k in one launch, in whatever layout they come.
 
-    q * cos + rotate_half(q) * sin     and the same for k; rotate_half(x) = torch.cat((-x[..., D/2:], x[..., :D/2]), -1)
+    q * cos + rotate_half(q) * sin          and the same for k, where
+    rotate_half(x) = torch.cat((-x[..., D/2:], x[..., :D/2]), -1)
 
-q (B, n_q_heads, T, D) and k (B, n_k_heads, T, D), with fewer heads in k (grouped-query attention); cos, sin (B, T, D),
-or (1, T, D) or (T, D) where all samples count their positions alike.  The maths for one token and
-head, with x1, x2 the two halves of x, c1, c2 those of cos and s1, s2 those of sin:
+q (B, n_q_heads, T, D) and k (B, n_k_heads, T, D), with fewer heads in k (grouped-query attention);
+cos, sin (B, T, D), or (1, T, D) or (T, D) where all samples count their positions alike.  The maths
+for one token and head, with x1, x2 the two halves of x, c1, c2 those of cos, s1, s2 those of sin:
 
-    y1 = x1 * c1 - x2 * s1          (x1[j], x2[j]) is a point in a plane.  LLaMA has c1 = c2 = cos(a), s1 = s2 = sin(a),
-    y2 = x2 * c2 + x1 * s2          so y is x turned by the angle a[j] = position * frequency[j].
+    y1 = x1 * c1 - x2 * s1      (x1[j], x2[j]) is a point in a plane.  LLaMA has c1 = c2 = cos(a)
+    y2 = x2 * c2 + x1 * s2      and s1 = s2 = sin(a), so y is x turned by the angle
+                                a[j] = position * frequency[j].
 
-Four multiplications for two elements: again a GPU only moves bytes.  Bytes read and written per bf16 element of q and
-k, if each kernel reads its inputs once (cos and sin serve all heads, and do not count):
+Four multiplications for two elements: again a GPU only moves bytes.  Bytes read and written per
+bf16 element of q and k, if each kernel reads its inputs once (cos and sin serve all heads, and do
+not count):
 
-                eager                                                              fused      ratio
-    forward     x * cos 4, -x2 2, cat 4, * sin 4, add 6                       20   x, y   2+2   4     5.0
-    backward    * cos 4, * sin 4, neg 2, pad both halves with zeros 8,
-                add the three paths 12                                        30   dy, dx 2+2   4     7.5
-    both        28 kernels                                                    50   2 kernels    8     6.25
+                eager                                                  fused          ratio
+    forward     x * cos 4, -x2 2, cat 4, * sin 4, add 6          20    x, y   2+2   4     5.0
+    backward    * cos 4, * sin 4, neg 2, pad both halves with
+                zeros 8, add the three paths 12                  30    dy, dx 2+2   4     7.5
+    both        28 kernels                                       50    2 kernels    8    6.25
 
-The prediction: on tensors much larger than the GPU's cache, forward + backward is 6 times as fast.  (In a model eager
-moves 4 bytes more: its dq has lost the layout of q, and is copied before the projection's backward.)
+The prediction: on tensors much larger than the GPU's cache, forward + backward is 6 times as fast.
+(In a model eager moves 4 bytes more: its dq has lost the layout of q, and is copied before the
+projection's backward.)
 
 New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.py:
 
-1. A grid may have two (or three) dimensions: program_id(0) tells a program its token, program_id(1) its share of the
-   heads.  The first counts to 2**31 - 1, the others to 65,535, so what grows with the data comes first.
-2. One launch may serve several tensors.  A token's q and k are turned by the same angles: their program loads cos and
-   sin once, and on short sequences, where launching takes longer than computing, there is one launch instead of two.
-3. A kernel that gets the stride of every dimension needs no .contiguous().  Hugging Face's q is a transposed view of
-   (B, T, heads, D) memory: what looks like (B, heads, T, D) is only another order of the strides.  Only the last
-   dimension has to be adjacent, so that a thread can load 16 bytes at once.
+1. A grid may have two (or three) dimensions: program_id(0) tells a program its token, program_id(1)
+   its share of the heads.  The first counts to 2**31 - 1, the others to 65,535, so what grows with
+   the data comes first.
+2. One launch may serve several tensors.  A token's q and k are turned by the same angles: their
+   program loads cos and sin once, and on short sequences, where launching takes longer than
+   computing, there is one launch instead of two.
+3. A kernel that gets the stride of every dimension needs no .contiguous().  Hugging Face's q is a
+   transposed view of (B, T, heads, D) memory: what looks like (B, heads, T, D) is only another
+   order of the strides.  Only the last dimension has to be adjacent, so that a thread can load 16
+   bytes at once.
+4. An argument may be a *tuple*.  Six tensors with their strides would be 22 arguments; as one tuple
+   each, (pointer, strides...), they are six.  Triton takes a tuple apart when it compiles, so the
+   GPU does not know of it.
 
-Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where cos
-is fp32 and q is not); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2], not with
-its neighbour as in GPT-J; no gradient for cos and sin; no second derivative.  A last dimension that is
-not adjacent is copied.  The halves of cos and sin may differ: with 40 heads, reading both adds 1.3 %
-of bytes, fewer from a cache.  In place, q and k must not share elements.  Eager rounds both products
-and their sum to bf16; here the sum is rounded once, closer to float64.
+Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where
+cos is fp32 and q is not); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2], not
+with its neighbour as in GPT-J; no gradient for cos and sin; no second derivative.  A last dimension
+that is not adjacent is copied.  The halves of cos and sin may differ: with 40 heads, reading both
+adds 1.3 % of bytes, fewer from a cache.  Eager rounds both products and their sum to bf16; here the
+sum is rounded once, closer to float64.
 """
 
 import contextlib
@@ -45,21 +55,31 @@ import os
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# No GPU: run the kernels on the CPU; must precede `import triton`.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: run on the CPU; must precede `import triton`
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
 
-with contextlib.suppress(ModuleNotFoundError):  # beside this file; without it bf16 is truncated on a CPU
+# Beside this file's folder; without it bf16 is truncated on a CPU.
+with contextlib.suppress(ModuleNotFoundError):
     import harness.interpreter_rounding  # noqa: F401
 
-INTERPRETED = triton.knobs.runtime.interpret  # are the kernels below run on the CPU, by the interpreter?
+INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 MAX_HEAD_DIM = 4096
 
 
-def rope_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
-    """Eager RoPE, operation for operation what Hugging Face's apply_rotary_pos_emb does; float64 stays float64."""
+def rope_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eager RoPE, operation for operation Hugging Face's apply_rotary_pos_emb.
+
+    float64 stays float64.
+    """
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (B or 1, 1, T, D): the same for all heads
 
     def rotate_half(x):
@@ -68,122 +88,158 @@ def rope_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
-# The backward.  Given dy = dL/dy, find dx = dL/dx.  x1 is in y1 = x1 * c1 - x2 * s1 and in y2 = x2 * c2 + x1 * s2:
+# ---- The kernel: some heads of one token's q and k -------------------------------------------
 #
-#   dx1 = dy1 * c1 + dy2 * s2           that is   y1 = x1 * c1 - x2 * s1    with dy for x, -s2 for s1
-#   dx2 = dy2 * c2 - dy1 * s1                     y2 = x2 * c2 + x1 * s2    with dy for x, -s1 for s2
+# The forward is y1 = x1 * c1 - x2 * s1 and y2 = x2 * c2 + x1 * s2.  The backward: given dy = dL/dy,
+# find dx = dL/dx.  x1 is in y1 and in y2, and so is x2:
 #
-# So the forward's kernel is the backward's too, with the halves of sin exchanged and negated.  Where they are equal
-# that is sin(-a) for sin(a): a rotation is undone, and its gradient turned back, by rotating the other way.
+#   dx1 = dy1 * c1 + dy2 * s2         that is   y1 = x1 * c1 - x2 * s1    with dy for x, -s2 for s1
+#   dx2 = dy2 * c2 - dy1 * s1                   y2 = x2 * c2 + x1 * s2    with dy for x, -s1 for s2
+#
+# So the forward's kernel is the backward's too, with the halves of sin exchanged and negated.
+# Where they are equal that is sin(-a) for sin(a): a rotation is undone, and its gradient turned
+# back, by rotating the other way.
 #
 # T changes from batch to batch, and must not compile a kernel each time.
+
+
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
-    q_ptr, q_batch_stride, q_head_stride, q_token_stride,  # (B, n_q_heads, T, D); the columns are adjacent
-    k_ptr, k_batch_stride, k_head_stride, k_token_stride,  # (B, n_k_heads, T, D)
-    cos_ptr, cos_batch_stride, cos_token_stride,  # (B, T, D); batch stride 0: one table for all samples
-    sin_ptr, sin_batch_stride, sin_token_stride,
-    q_out_ptr, q_out_batch_stride, q_out_head_stride, q_out_token_stride,  # as q, or q itself
-    k_out_ptr, k_out_batch_stride, k_out_head_stride, k_out_token_stride,
-    T, n_q_heads, n_k_heads,
-    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q,  # (B, n_q_heads, T, D): its pointer, and the strides of samples, heads and tokens
+    k,  # (B, n_k_heads, T, D), likewise
+    cos,  # (B, T, D): its pointer, and the strides of samples and tokens
+    sin,  # (B, T, D), likewise
+    q_rot,  # as q
+    k_rot,  # as k
+    T,
+    n_q_heads,
+    n_k_heads,
+    BACKWARD: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # heads of q in a program
+    BLOCK_K: tl.constexpr,
+):
     # int64: a sample, a token or a head may begin beyond 2**31 elements.
-    batch, token = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
+    batch = (tl.program_id(0) // T).to(tl.int64)
+    token = (tl.program_id(0) % T).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BLOCK_HALF)
     in_half = cols < HALF
-    q_heads, k_heads = group * BLOCK_Q + tl.arange(0, BLOCK_Q), group * BLOCK_K + tl.arange(0, BLOCK_K)
+    q_heads = group * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    k_heads = group * BLOCK_K + tl.arange(0, BLOCK_K)
     q_mask = (q_heads < n_q_heads)[:, None] & in_half[None, :]
     k_mask = (k_heads < n_k_heads)[:, None] & in_half[None, :]
 
-    # All loads before the first store, which may be to the same memory: the program waits for memory only once.
-    q_ptr += batch * q_batch_stride + token * q_token_stride
-    q_tile = q_heads[:, None] * q_head_stride + cols[None, :]
-    q1, q2 = tl.load(q_ptr + q_tile, mask=q_mask), tl.load(q_ptr + q_tile + HALF, mask=q_mask)
-    k_ptr += batch * k_batch_stride + token * k_token_stride
-    k_tile = k_heads[:, None] * k_head_stride + cols[None, :]
-    k1, k2 = tl.load(k_ptr + k_tile, mask=k_mask), tl.load(k_ptr + k_tile + HALF, mask=k_mask)
-    cos_ptr += batch * cos_batch_stride + token * cos_token_stride + cols
-    c1, c2 = tl.load(cos_ptr, mask=in_half).to(tl.float32), tl.load(cos_ptr + HALF, mask=in_half).to(tl.float32)
-    sin_ptr += batch * sin_batch_stride + token * sin_token_stride + cols
-    s1, s2 = tl.load(sin_ptr, mask=in_half).to(tl.float32), tl.load(sin_ptr + HALF, mask=in_half).to(tl.float32)
+    # All loads before the first store: the program waits for memory only once.
+    q1, q2 = _load_halves(_heads_of(q, batch, token, q_heads, cols), q_mask, HALF)
+    k1, k2 = _load_halves(_heads_of(k, batch, token, k_heads, cols), k_mask, HALF)
+    c1, c2 = _load_halves(_row_of(cos, batch, token, cols), in_half, HALF)
+    s1, s2 = _load_halves(_row_of(sin, batch, token, cols), in_half, HALF)
+    c1, c2 = c1.to(tl.float32), c2.to(tl.float32)
+    s1, s2 = s1.to(tl.float32), s2.to(tl.float32)
     if BACKWARD:
         s1, s2 = -s2, -s1
 
-    q_out_ptr += batch * q_out_batch_stride + token * q_out_token_stride
-    q_tile = q_heads[:, None] * q_out_head_stride + cols[None, :]
-    _store_rotated(q_out_ptr + q_tile, q1, q2, c1, c2, s1, s2, q_mask, HALF)
-    k_out_ptr += batch * k_out_batch_stride + token * k_out_token_stride
-    k_tile = k_heads[:, None] * k_out_head_stride + cols[None, :]
-    _store_rotated(k_out_ptr + k_tile, k1, k2, c1, c2, s1, s2, k_mask, HALF)
+    q_ptrs = _heads_of(q_rot, batch, token, q_heads, cols)
+    _store_rotated(q_ptrs, q1, q2, c1, c2, s1, s2, q_mask, HALF)
+    k_ptrs = _heads_of(k_rot, batch, token, k_heads, cols)
+    _store_rotated(k_ptrs, k1, k2, c1, c2, s1, s2, k_mask, HALF)
 
 
 @triton.jit
-def _store_rotated(y_ptr, x1, x2, c1, c2, s1, s2, mask, HALF: tl.constexpr):
-    # x1 is (heads, HALF), c1 is (HALF,): [None, :] lets every head have it.
+def _store_rotated(y_ptrs, x1, x2, c1, c2, s1, s2, mask, HALF: tl.constexpr):
+    # Converted here and not where they are loaded: bf16 takes 72 registers a thread then, not 80
+    # (compiled for sm_90).
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    # x1 is (heads, HALF), c1 is (HALF,): [None, :] lets every head have it.
     y1 = x1 * c1[None, :] - x2 * s1[None, :]
     y2 = x2 * c2[None, :] + x1 * s2[None, :]
-    tl.store(y_ptr, y1.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs, y1.to(y_ptrs.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + HALF, y2.to(y_ptrs.dtype.element_ty), mask=mask)
 
 
-def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: wrap it in torch.tensor().")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+@triton.jit
+def _load_halves(ptrs, mask, HALF: tl.constexpr):
+    return tl.load(ptrs, mask=mask), tl.load(ptrs + HALF, mask=mask)
 
 
-def _check(tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse what the kernel cannot compute, before any pointer is handed to it; of q, k, cos, sin in this order."""
-    (q_name, q), (k_name, k), *angles = tensors.items()
-    for name, t in tensors.items():
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            _refuse_wrapper(name, t)
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise TypeError(f"{name} is {t.dtype}, expected float16, bfloat16 or float32: convert it first.")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
-        if t.device != q.device:
-            raise ValueError(f"{name} is on {t.device}, expected {q_name}'s {q.device}: move it there.")
-    if not q.is_cuda and not (INTERPRETED and q.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"{q_name} is on {q.device}, expected {expected}")
-    if q.ndim != 4 or q.shape[3] % 2 != 0 or not 2 <= q.shape[3] <= MAX_HEAD_DIM:
-        allowed = f"(B, heads, T, D) with an even D from 2 to {MAX_HEAD_DIM:,}: use rope_reference for longer heads."
-        raise ValueError(f"{q_name} has shape {tuple(q.shape)}, expected {allowed}")
-    B, _, T, D = q.shape
-    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
-        raise ValueError(f"{k_name} has shape {tuple(k.shape)}, expected ({B}, heads, {T}, {D}): fit it to {q_name}.")
-    for name, t in angles:
-        if t.shape not in ((B, T, D), (1, T, D), (T, D)):
-            given = f"{name} has shape {tuple(t.shape)}"
-            expected = f"({B}, {T}, {D}), (1, {T}, {D}) or ({T}, {D})"
-            raise ValueError(f"{given}, expected {expected}: {_advice(name, t, D)}.")
+# Pointers (heads, BLOCK_HALF) to the first halves of a token's heads in q or k.
+@triton.jit
+def _heads_of(tensor, batch, token, heads, cols):
+    ptr, batch_stride, head_stride, token_stride = tensor
+    ptr += batch * batch_stride + token * token_stride
+    return ptr + heads[:, None] * head_stride + cols[None, :]
 
 
-def _advice(name: str, t: torch.Tensor, D: int) -> str:
-    """What angles of another shape probably are, and what to do with them."""
-    width = t.shape[-1] if t.ndim > 0 else 0
-    if 2 * width == D:
-        half = "this is one column for two of q; if these are neighbours, as in GPT-J, no kernel is here"
-        return f"{half}; if they are q[j] and q[j + {width}], pass torch.cat(({name}, {name}), -1)"
-    if 0 < width < D:
-        parts = f"q[..., :{width}] and k[..., :{width}], and append the other columns to the results"
-        return f"{width} of {D} columns are a partial rotation, for which pass {parts}"
-    return "index it with position_ids first"
+# Pointers (BLOCK_HALF,) to the first half of a token's row in cos or sin.
+@triton.jit
+def _row_of(tensor, batch, token, cols):
+    ptr, batch_stride, token_stride = tensor
+    return ptr + batch * batch_stride + token * token_stride + cols
 
 
-def _check_inplace(name: str, t: torch.Tensor) -> None:
-    """Refuse what cannot be overwritten."""
-    if t.stride(3) != 1 or any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
-        raise ValueError(f"{name} has strides {t.stride()}, expected to own every element: use inplace=False.")
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, expected none, autograd does not see inplace=True: use .detach().")
+# ---- Launchers -------------------------------------------------------------------------------
+
+
+def rope_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    launch = _operator if torch.compiler.is_compiling() else _launch
+    return launch(q, k, cos, sin, backward=False)
+
+
+def rope_backward(
+    dq_rot: torch.Tensor,
+    dk_rot: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dq and dk, laid out in memory as dq_rot and dk_rot are.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    launch = _operator if torch.compiler.is_compiling() else _launch
+    return launch(dq_rot, dk_rot, cos, sin, backward=True)
+
+
+def _launch(q, k, cos, sin, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, k, cos, sin, backward)
+    (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
+    q, q_rot = _in_and_out(q)
+    k, k_rot = _in_and_out(k)
+    cos, sin = _angles(cos, B, T, D), _angles(sin, B, T, D)
+    n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
+    if B * T * n_groups > 0:
+        with _on_device_of(q):
+            _rope_kernel[(B * T, n_groups)](
+                (q, *q.stride()[:3]),
+                (k, *k.stride()[:3]),
+                (cos, *cos.stride()[:2]),
+                (sin, *sin.stride()[:2]),
+                (q_rot, *q_rot.stride()[:3]),
+                (k_rot, *k_rot.stride()[:3]),
+                T,
+                n_q_heads,
+                n_k_heads,
+                BACKWARD=backward,
+                HALF=D // 2,
+                **options,
+            )
+    return q_rot, k_rot
+
+
+def _in_and_out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with adjacent columns, and where to write.  A copy is its own output."""
+    out = _output_like(x)
+    return (x, out) if x.stride(3) == 1 else (out.copy_(x.detach()), out)
 
 
 def _output_like(x: torch.Tensor) -> torch.Tensor:
@@ -194,15 +250,28 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _in_and_out(x: torch.Tensor, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with adjacent columns, and where to write.  A copy is its own output."""
-    out = x if inplace else _output_like(x)
-    return x if x.stride(3) == 1 else out.copy_(x.detach()), out
+def _angles(t: torch.Tensor, B: int, T: int, D: int) -> torch.Tensor:
+    """View cos or sin as (B, T, D) with adjacent columns; samples may share one table."""
+    return (t if t.stride(-1) == 1 else t.contiguous()).expand(B, T, D)
 
 
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
+    """Number of groups of heads, and options of a launch.
+
+    A thread has 16 elements of each half of q.  LLaMA 3.1 8B's heads on an H200: 93 % of the copy
+    rate at 32,768 tokens; nothing else was tried.
+    """
+    block_half = _next_power_of_2(half)
+    n_heads = _next_power_of_2(max(n_q_heads, n_k_heads))
+    share = max(1, n_heads * block_half // 2048)  # a program takes so small a share of the heads
+    # -(-a // b) rounds up, as triton.cdiv does, which takes the host 2 us a call.
+    block_q, block_k = (_next_power_of_2(-(-n // share)) for n in (n_q_heads, n_k_heads))
+    n_groups = max(-(-n_q_heads // block_q), -(-n_k_heads // block_k))
+    # At D = 128 that makes 4 warps, more threads than a half has columns: each loads the angles of
+    # its own columns.  Fewer threads exchange them through shared memory, and wait for each other.
+    warps = min(8, max(1, max(block_q, block_k) * block_half // 512))
+    blocks = {"BLOCK_HALF": block_half, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    return n_groups, {**blocks, "num_warps": warps}
 
 
 def _next_power_of_2(n: int) -> int:
@@ -210,94 +279,92 @@ def _next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
-    """Number of groups of heads, and options of a launch.  A thread has 16 elements of each half of q.
-
-    LLaMA 3.1 8B's heads on an H200: 93 % of the copy rate at 32,768 tokens; nothing else was tried.
-    """
-    block_half, n_heads = _next_power_of_2(half), _next_power_of_2(max(n_q_heads, n_k_heads))
-    share = max(1, n_heads * block_half // 2048)  # a program takes so small a share of the heads
-    # -(-a // b) rounds up, as triton.cdiv does, which takes the host 2 us a call.
-    block_q, block_k = (_next_power_of_2(-(-n // share)) for n in (n_q_heads, n_k_heads))
-    n_groups = max(-(-n_q_heads // block_q), -(-n_k_heads // block_k))
-    # At D = 128 that makes 4 warps, more threads than a half has columns: each loads the angles of its own columns.
-    # Fewer threads exchange them through shared memory, and wait for each other.
-    warps = min(8, max(1, max(block_q, block_k) * block_half // 512))
-    return n_groups, {"BLOCK_HALF": block_half, "BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": warps}
+def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
-def _names(backward: bool) -> tuple[str, ...]:
-    """What the launcher's caller calls the tensors."""
-    return ("dq_rot", "dk_rot", "cos", "sin") if backward else ("q", "k", "cos", "sin")
+# ---- Checks: what the kernel cannot compute is refused before it is handed any pointer ---------
 
 
-def _rotate(q, k, cos, sin, backward: bool, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both launchers, which differ in the sign of the angle and in what the tensors are called."""
-    names = _names(backward)
-    _check(dict(zip(names, (q, k, cos, sin))))
-    if inplace:
-        _check_inplace(names[0], q)
-        _check_inplace(names[1], k)
-    (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
-    (q, q_out), (k, k_out) = _in_and_out(q, inplace), _in_and_out(k, inplace)
-    cos, sin = ((t if t.stride(-1) == 1 else t.contiguous()).expand(B, T, D) for t in (cos, sin))
-    n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
-    if B * T * n_groups > 0:
-        with _on_device_of(q):
-            _rope_kernel[(B * T, n_groups)](
-                q, *q.stride()[:3], k, *k.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2],
-                q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3], T, n_q_heads, n_k_heads,
-                BACKWARD=backward, HALF=D // 2, **options,
-            )  # fmt: skip
-    if inplace:  # autograd cannot see what a kernel writes; told, it refuses uses of the old values
-        torch.autograd.graph.increment_version([q, k])
-    return q_out, k_out
+def _check(q, k, cos, sin, backward: bool) -> None:
+    q_name, k_name = ("dq_rot", "dk_rot") if backward else ("q", "k")
+    for name, t in ((q_name, q), (k_name, k), ("cos", cos), ("sin", sin)):
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            _refuse_wrapper(name, t)
+        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            expected = "float16, bfloat16 or float32: convert it first."
+            raise TypeError(f"{name} is {t.dtype}, expected {expected}")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
+        if t.device != q.device:
+            expected = f"{q_name}'s {q.device}: move it there."
+            raise ValueError(f"{name} is on {t.device}, expected {expected}")
+    if not q.is_cuda and not (INTERPRETED and q.is_cpu):
+        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+        raise ValueError(f"{q_name} is on {q.device}, expected {expected}")
+    if q.ndim != 4 or q.shape[3] % 2 != 0 or not 2 <= q.shape[3] <= MAX_HEAD_DIM:
+        given = f"{q_name} has shape {tuple(q.shape)}"
+        allowed = f"(B, heads, T, D) with an even D from 2 to {MAX_HEAD_DIM:,}"
+        raise ValueError(f"{given}, expected {allowed}: use rope_reference for longer heads.")
+    B, _, T, D = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
+        given = f"{k_name} has shape {tuple(k.shape)}"
+        raise ValueError(f"{given}, expected ({B}, heads, {T}, {D}): fit it to {q_name}.")
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t.shape not in ((B, T, D), (1, T, D), (T, D)):
+            given = f"{name} has shape {tuple(t.shape)}"
+            expected = f"({B}, {T}, {D}), (1, {T}, {D}) or ({T}, {D})"
+            raise ValueError(f"{given}, expected {expected}: {_advice(name, t, D)}.")
 
 
-# What torch.compile sees in place of the kernel, to which it would hand strides as it has traced them,
-# not as it lays tensors out: an operator, whose body gets real tensors.  See rmsnorm_kernel.py.  The tag
-# makes it lay them out as traced all the same: the order of the results' dimensions depends on them.
+def _advice(name: str, t: torch.Tensor, D: int) -> str:
+    """What angles of another shape probably are, and what to do with them."""
+    width = t.shape[-1] if t.ndim > 0 else 0
+    if 2 * width == D:
+        half = "this is one column for two of q"
+        neighbours = "if these are neighbours, as in GPT-J, no kernel is here"
+        advice = f"pass torch.cat(({name}, {name}), -1)"
+        return f"{half}; {neighbours}; if they are q[j] and q[j + {width}], {advice}"
+    if 0 < width < D:
+        parts = f"q[..., :{width}] and k[..., :{width}]"
+        others = "and append the other columns to the results"
+        return f"{width} of {D} columns are a partial rotation, for which pass {parts}, {others}"
+    return "index it with position_ids first"
+
+
+def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
+    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
+    if not isinstance(t, torch.Tensor):
+        given = f"{name} is a {type(t).__name__}"
+        raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
+    if is_traceable_wrapper_subclass(t):
+        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
+
+
+# ---- What torch.compile sees in place of the kernel ------------------------------------------
+#
+# To a kernel it would hand strides as it has traced them, not as it lays tensors out.  The body of
+# an operator gets real tensors.  See rmsnorm_kernel.py.  The tag makes it lay them out as traced
+# all the same: the order of the results' dimensions depends on them.
+
 _operator = torch.library.custom_op(
-    "tutorial::rope", _rotate, mutates_args=(), tags=(torch.Tag.needs_exact_strides,),
+    "tutorial::rope",
+    _launch,
+    mutates_args=(),
+    tags=(torch.Tag.needs_exact_strides,),
     schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
-)  # fmt: skip
+)
 
 
 @_operator.register_fake
 def _(q, k, cos, sin, backward):
-    _check(dict(zip(_names(backward), (q, k, cos, sin))))
+    _check(q, k, cos, sin, backward)
     return _output_like(q), _output_like(k)
 
 
-def _rotate_anywhere(q, k, cos, sin, backward: bool, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Also where torch.compile traces it."""
-    if not torch.compiler.is_compiling():
-        return _rotate(q, k, cos, sin, backward, inplace)
-    rotated = _operator(q, k, cos, sin, backward)
-    if not inplace:
-        return rotated
-    for name, t, result in zip(_names(backward), (q, k), rotated):
-        _check_inplace(name, t)
-        t.copy_(result)  # as the compiler sees it: a copy, which it may or may not make
-    return q, k
-
-
-def rope_forward(q, k, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are.
-
-    inplace: q and k themselves, overwritten.  Raises TypeError or ValueError for what the kernel
-    cannot take, or cannot overwrite.
-    """
-    return _rotate_anywhere(q, k, cos, sin, backward=False, inplace=inplace)
-
-
-def rope_backward(dq_rot, dk_rot, cos, sin, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and dk, laid out in memory as dq_rot and dk_rot are.
-
-    inplace: dq_rot and dk_rot themselves, overwritten.  Raises TypeError or ValueError for what the kernel
-    cannot take, or cannot overwrite.
-    """
-    return _rotate_anywhere(dq_rot, dk_rot, cos, sin, backward=True, inplace=inplace)
+# ---- For autograd, and as a function ---------------------------------------------------------
 
 
 class TritonRoPEFunction(torch.autograd.Function):
@@ -306,24 +373,33 @@ class TritonRoPEFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            raise ValueError("cos or sin requires grad, expected constants: RoPE has no gradient for them, .detach().")
-        ctx.save_for_backward(cos, sin)  # neither q nor k: a rotation's gradient does not depend on what it turns
+            expected = "expected constants: RoPE has no gradient for them, .detach()."
+            raise ValueError(f"cos or sin requires grad, {expected}")
+        # Neither q nor k: a rotation's gradient does not depend on what it turns.
+        ctx.save_for_backward(cos, sin)
         return rope_forward(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx, dq_rot, dk_rot):
-        if torch.is_grad_enabled():  # create_graph=True; `once_differentiable` would let the derivative vanish silently
-            raise RuntimeError("The fused RoPE has no second derivative, which create_graph=True asks for.")
-        dq, dk = rope_backward(dq_rot, dk_rot, *ctx.saved_tensors)  # never in place: others may hold dq_rot and dk_rot
+        # Under create_graph=True; `once_differentiable` would let the derivative vanish silently.
+        if torch.is_grad_enabled():
+            asked = "which create_graph=True asks for"
+            raise RuntimeError(f"The fused RoPE has no second derivative, {asked}.")
+        dq, dk = rope_backward(dq_rot, dk_rot, *ctx.saved_tensors)
         return dq, dk, None, None
 
 
 def triton_apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    """Drop-in replacement for transformers' apply_rotary_pos_emb: q, k are (B, heads, T, D), or, with unsqueeze_dim=2,
-    (B, T, heads, D); cos and sin are (B, T, D), (1, T, D) or (T, D)."""
+    """Drop-in replacement for transformers' apply_rotary_pos_emb.
+
+    q, k are (B, heads, T, D), or, with unsqueeze_dim=2, (B, T, heads, D); cos and sin are
+    (B, T, D), (1, T, D) or (T, D).
+    """
     if unsqueeze_dim == 1:
         return TritonRoPEFunction.apply(q, k, cos, sin)
     if unsqueeze_dim == 2:
-        q_rot, k_rot = TritonRoPEFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q_rot, k_rot = TritonRoPEFunction.apply(q, k, cos, sin)
         return q_rot.transpose(1, 2), k_rot.transpose(1, 2)
-    raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, expected 1 for (B, heads, T, D) or 2 for (B, T, heads, D).")
+    expected = "expected 1 for (B, heads, T, D) or 2 for (B, T, heads, D)"
+    raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, {expected}.")

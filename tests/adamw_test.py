@@ -22,10 +22,16 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import lr_scheduler
 
-from harness import measure
+from harness import command_line
 from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, print_checks
 from next_steps import adamw_kernel
-from next_steps.adamw_kernel import TritonAdamW, _one_minus_power, _store, adamw_reference, adamw_step
+from next_steps.adamw_kernel import (
+    TritonAdamW,
+    _one_minus_power,
+    _store,
+    adamw_reference,
+    adamw_step,
+)
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
 
 triton, tl = adamw_kernel.triton, adamw_kernel.tl
@@ -1780,7 +1786,7 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
+    command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
         print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
     print("AdamW Correctness Tests")
@@ -1802,4 +1808,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

@@ -16,23 +16,67 @@ import torch
 import torch.nn.functional as F
 
 import benchmark_kernels as bench
-from harness import measure
+from cross_entropy_kernel import TritonCrossEntropyLoss
+from harness import (
+    benchmark_picture,
+    benchmark_specs,
+    benchmark_tables,
+    benchmarking,
+    command_line,
+    tables,
+    timing,
+)
+from harness.benchmark_specs import (
+    COMPILED,
+    EAGER,
+    HOST_FLOOR,
+    IN_PLACE,
+    ONE_TILE,
+    OURS,
+    PLAIN,
+    SPECS,
+    TWO_KERNELS,
+)
+from harness.benchmark_tables import PLAYBOOK, render, sections_of
+from harness.benchmarking import Implementation, check_ours, gradient_errors, measure_times
 from harness.checking import DEVICE, HAS_GPU
+from next_steps import benchmark_contenders as contenders
+from next_steps import benchmark_peers
 from next_steps import benchmark_problems as problems
+from next_steps.benchmark_contenders import CONTENDERS, implementations
+from next_steps.benchmark_problems import PROBLEMS
 from next_steps.rope_kernel import rope_backward, rope_forward
+from next_steps.swiglu_kernel import TritonSwiGLU
 
 SCRIPT = Path(bench.__file__)
-PLAYBOOK_RMSNORM = ["Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
+PLAYBOOK_RMSNORM = [
+    "Tokens",
+    "Custom (us)",
+    "PyTorch (us)",
+    "Custom (GB/s)",
+    "PyTorch (GB/s)",
+    "Speedup",
+]
 PLAYBOOK_CROSS_ENTROPY = ["Tokens", "Custom (us)", "PyTorch (us)", "Speedup"]
 PLAYBOOK_CROSS_ENTROPY += ["Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"]
-EVERY = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80", "Host", "Kernels only"]
+EVERY = [
+    "Tokens",
+    "Implementation",
+    "Forward",
+    "Backward",
+    "Total p20 / p50 / p80",
+    "Host",
+    "Kernels only",
+]
 EVERY += ["GB/s", "% of copy", "Extra MB"]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:
     """The script as a user runs it; one thread, because the other tests run beside it."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, env=env)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, env=env
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +97,7 @@ def columns(line: str) -> list[str]:
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_begins_with_the_warning_that_there_is_no_gpu(finished):
-    assert finished[0].startswith(measure.NO_GPU_NOTE)
+    assert finished[0].startswith(tables.NO_GPU_NOTE)
 
 
 ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch"
@@ -71,19 +115,29 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
         (
             "Linear + Cross-Entropy: every implementation",
             6,
-            [*EVERY[:7], "TFLOP/s", "% of matmul", "Extra MB", "Error dhidden", "Error dW target", "Error dW other"],
+            [
+                *EVERY[:7],
+                "TFLOP/s",
+                "% of matmul",
+                "Extra MB",
+                "Error dhidden",
+                "Error dW target",
+                "Error dW other",
+            ],
         ),
         ("Reverse KL: every implementation", 7, [*EVERY, "Error probable", "Error other"]),
     ],
 )
-def test_table_has_its_title_and_columns_and_both_sizes(finished, title, lines_before_headers, headers):
+def test_table_has_its_title_and_columns_and_both_sizes(
+    finished, title, lines_before_headers, headers
+):
     lines = finished[0].splitlines()
-    at = lines.index(title + ("" if HAS_GPU else bench.NOT_MEANINGFUL))
-    assert lines[at - 1] == lines[at + 1] == measure.RULE
+    at = lines.index(title + ("" if HAS_GPU else tables.NOT_MEANINGFUL))
+    assert lines[at - 1] == lines[at + 1] == tables.RULE
     first = at + 2 + lines_before_headers
     assert columns(lines[first]) == headers
     body = lines[first + 2 :]
-    body = body[: next((i for i, line in enumerate(body) if line == measure.RULE), len(body))]
+    body = body[: next((i for i, line in enumerate(body) if line == tables.RULE), len(body))]
     assert {line.split()[0] for line in body if line[:8].strip().isdigit()} == {"2", "4"}
 
 
@@ -91,18 +145,18 @@ def test_vocabulary_is_called_llamas_only_if_it_is(finished):
     assert "Vocabulary size: 100\n" in finished[0]
     record = json.loads(json.dumps(finished[1]))
     record["sections"][1]["size"] = 128_256
-    assert "Vocabulary size: 128,256 (LLaMA 3.1)\n" in bench.render(record)
+    assert "Vocabulary size: 128,256 (LLaMA 3.1)\n" in render(record)
 
 
 def test_printed_text_is_the_rendered_record(finished):
     stdout, record, _ = finished
-    assert stdout.startswith(bench.render(record) + "\nRecord written to ")
+    assert stdout.startswith(render(record) + "\nRecord written to ")
 
 
 def test_host_time_is_measured_for_every_implementation(finished):
     stdout, record, _ = finished
     rows = [row for section in record["sections"] for row in section["rows"]]
-    assert {bench.HOST_FLOOR, bench.OURS, bench.IN_PLACE} <= {row["implementation"] for row in rows}
+    assert {HOST_FLOOR, OURS, IN_PLACE} <= {row["implementation"] for row in rows}
     assert all(row["host_us"] > 0 for row in rows)
     assert stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == 7
 
@@ -114,36 +168,36 @@ def row_of(text: str, implementation: str) -> list[str]:
 
 def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
     record = copy.deepcopy(finished[1])
-    new = row_of(bench.render(record), bench.OURS)
+    new = row_of(render(record), OURS)
     for section in record["sections"]:
         del section["first_call_seconds"]
         for row in section["rows"]:
             del row["host_us"]
-    old = row_of(bench.render(record), bench.OURS)
+    old = row_of(render(record), OURS)
     at = EVERY.index("Host")
     assert new[at] != "n/a" and old[at] == "n/a"
     assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
-    assert bench.render(record).count("First call (compilation): n/a\n") == 7
+    assert render(record).count("First call (compilation): n/a\n") == 7
 
 
 def test_rendering_changes_nothing(finished):
     record = copy.deepcopy(finished[1])
-    assert bench.render(record) == bench.render(record)
+    assert render(record) == render(record)
     assert record == finished[1]
 
 
 def test_queued_calls_are_timed_together_and_divided(monkeypatch):
     clock, calls = [0.0], []
-    monkeypatch.setattr(measure, "HAS_GPU", True)
-    monkeypatch.setattr(measure, "synchronize", lambda: clock.__setitem__(0, clock[0] + 100e-6))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "HAS_GPU", True)
+    monkeypatch.setattr(timing, "synchronize", lambda: clock.__setitem__(0, clock[0] + 100e-6))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def call():
         calls.append(1)
         clock[0] += 7e-6
 
     # 20 calls of 7 us; of the two waits of 100 us, only the one at the end counts
-    assert measure.queued_time_us(call) == pytest.approx(7 + 100 / 20)
+    assert timing.queued_time_us(call) == pytest.approx(7 + 100 / 20)
     assert len(calls) == 1 + 5 * 20
 
 
@@ -169,7 +223,11 @@ def test_first_call_is_timed_in_a_new_process_with_an_empty_cache(monkeypatch):
 @pytest.mark.parametrize(
     "code, stderr, said",
     [
-        (1, "Traceback\nRuntimeError: all CUDA devices are busy\n", "RuntimeError: all CUDA devices are busy"),
+        (
+            1,
+            "Traceback\nRuntimeError: all CUDA devices are busy\n",
+            "RuntimeError: all CUDA devices are busy",
+        ),
         (-9, "", "exit code -9"),
     ],
 )
@@ -184,22 +242,24 @@ def test_failed_process_costs_a_sentence_not_the_benchmark(code, stderr, said, m
 def test_first_call_is_printed_in_seconds(finished):
     record = copy.deepcopy(finished[1])
     record["sections"][0]["first_call_seconds"] = 1.94
-    assert "\nFirst call (compilation): 1.9 s\n" in bench.render(record)
+    assert "\nFirst call (compilation): 1.9 s\n" in render(record)
 
 
 # ---------------------------------------------------------------- several sizes
 
 
 def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
-    """The record, as if the kernel had been measured at these sizes, on a GPU and under torch.compile."""
+    """The record, as if the kernel had been measured at these sizes, on a GPU and under
+    torch.compile.
+    """
     record = copy.deepcopy(record)
     record["environment"]["gpu"], record["copy_gbs"] = "NVIDIA Test", 4000.0
-    (section,) = bench.sections_of(record, kernel)
-    ours = [row for row in section["rows"] if row["implementation"] in (bench.OURS, bench.IN_PLACE)]
-    compiled = [row | {"implementation": bench.COMPILED} for row in ours if row["implementation"] == bench.OURS]
+    (section,) = sections_of(record, kernel)
+    ours = [row for row in section["rows"] if row["implementation"] in (OURS, IN_PLACE)]
+    compiled = [row | {"implementation": COMPILED} for row in ours if row["implementation"] == OURS]
     for row in ours:
         row |= {"total_us": [10.0, 100.0, 200.0], "kernels_us": 80.0}
-        row["gbs"] = 3000.0 if row["implementation"] == bench.OURS else 3600.0
+        row["gbs"] = 3000.0 if row["implementation"] == OURS else 3600.0
     for row in compiled:
         row |= {"total_us": [10.0, 123.0, 200.0], "kernels_us": 120.0}
     section["rows"] = ours + compiled
@@ -208,7 +268,7 @@ def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
 
 
 def test_several_sizes_end_in_one_summary(finished):
-    summary = bench.render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(measure.RULE)[-1]
+    summary = render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
     compiled = "torch.compile (us)", "torch.compile / ours", "of kernels only"
     assert ["Hidden", "Tokens", "ours (us)", "% of copy", *compiled] in lines
@@ -217,13 +277,13 @@ def test_several_sizes_end_in_one_summary(finished):
 
 
 def test_summary_of_cross_entropy_has_in_place_too(finished):
-    summary = bench.render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(measure.RULE)[-1]
+    summary = render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
     assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x", "1.50x"] in lines
 
 
 def test_one_size_has_no_summary_and_several_name_theirs(finished):
-    one, two = (bench.render(with_sizes(finished[1], "rmsnorm", *sizes)) for sizes in ([64], [64, 128]))
+    one, two = (render(with_sizes(finished[1], "rmsnorm", *sizes)) for sizes in ([64], [64, 128]))
     assert "all sizes" not in one and "Hidden size" not in one
     assert "Hidden size: 64\n" in two and "Hidden size: 128\n" in two
 
@@ -231,8 +291,13 @@ def test_one_size_has_no_summary_and_several_name_theirs(finished):
 def test_plot_has_room_for_every_size(finished, tmp_path):
     record = with_sizes(finished[1], "rmsnorm", 64, 128)
     for size, name in ((1, "one"), (2, "two")):
-        bench.plot(record | {"sections": record["sections"][:size]}, str(tmp_path / f"{name}.png"))
-    heights = [int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big") for name in ("one", "two")]
+        benchmark_picture.plot(
+            record | {"sections": record["sections"][:size]}, str(tmp_path / f"{name}.png")
+        )
+    heights = [
+        int.from_bytes((tmp_path / f"{name}.png").read_bytes()[20:24], "big")
+        for name in ("one", "two")
+    ]
     assert heights[1] == 2 * heights[0]
 
 
@@ -240,24 +305,34 @@ def test_sizes_measured_at_one_number_of_tokens_are_one_row_of_the_plot(finished
     record = with_sizes(finished[1], "reverse_kl", 32_768, 65_536)
     for section in record["sections"]:
         section["rows"] = [row | {"tokens": 4096} for row in section["rows"][:1]]
-    ((kernel, title, along, points),) = bench.panels(record)
+    ((kernel, title, along, points),) = benchmark_picture.panels(record)
     assert (kernel, title, along, [x for x, _ in points]) == (
         "reverse_kl", ", 4,096 tokens: ", "vocabulary", [32_768, 65_536],
     )  # fmt: skip
     record["sections"][0]["rows"][0]["tokens"] = 2
-    assert [(along, [x for x, _ in points]) for _, _, along, points in bench.panels(record)] == [
-        ("tokens", [2]), ("tokens", [4096]),
-    ]  # fmt: skip
+    assert [
+        (along, [x for x, _ in points]) for _, _, along, points in benchmark_picture.panels(record)
+    ] == [
+        ("tokens", [2]),
+        ("tokens", [4096]),
+    ]
 
 
 def test_plot_shows_both_clocks_in_the_same_unit():
     row = {"gbs": 100.0, "total_us": [9.0, 10.0, 11.0], "kernels_us": 4.0}
-    assert bench.clocks(row) == {"kernels alone": 4.0, "host included": 10.0}
-    assert [bench.rate_at(bench.BANDWIDTH, row, us) for us in bench.clocks(row).values()] == [250.0, 100.0]
-    assert bench.clocks(row | {"kernels_us": None}) == {"host included": 10.0}, "it cannot be captured"
+    assert benchmark_picture.clocks(row) == {"kernels alone": 4.0, "host included": 10.0}
+    assert [
+        benchmark_picture.rate_at(benchmark_specs.BANDWIDTH, row, us)
+        for us in benchmark_picture.clocks(row).values()
+    ] == [250.0, 100.0]
+    assert benchmark_picture.clocks(row | {"kernels_us": None}) == {"host included": 10.0}, (
+        "it cannot be captured"
+    )
 
 
-@pytest.mark.parametrize("text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])])
+@pytest.mark.parametrize(
+    "text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])]
+)
 def test_list_of_sizes_is_sorted_and_without_repetition(text, numbers):
     assert bench.number_list(text) == numbers
 
@@ -267,45 +342,52 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
 
     def measured(kernel, tokens, size, dtype_name):
         asked.append((kernel, tokens, size, dtype_name))
-        (section,) = bench.sections_of(finished[1], kernel)
+        (section,) = sections_of(finished[1], kernel)
         return section | {"size": size}, ["QuACK: not installed"]
 
     monkeypatch.setattr(bench, "benchmark", measured)
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(timing, "matmul_rate", lambda: 1.0)
     flags = ["--hidden", "4096,64", "--vocab", "100,8", "--tokens", "4,2", "--dtype", "fp32"]
     outcome = run_script(bench, *flags, "--json", str(tmp_path / "run.json"))
     assert outcome.code == 0, outcome.err
     sizes = [("rmsnorm", 64), ("rmsnorm", 4096), ("cross_entropy", 8), ("cross_entropy", 100)]
     sizes += [("swiglu", 64), ("swiglu", 4096), ("rope", 40 * 128), ("adamw", ())]
-    sizes += [("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]]
+    sizes += [
+        ("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]
+    ]
     sizes += [("reverse_kl", 8), ("reverse_kl", 100)]
-    tokens = {"adamw": [problems.PARAMETERS]}
+    tokens = {"adamw": [SPECS["adamw"].tokens(HAS_GPU)[0]]}
     assert asked == [(kernel, tokens.get(kernel, [2, 4]), size, "fp32") for kernel, size in sizes]
     record = json.loads((tmp_path / "run.json").read_text())
     assert [
-        (s["kernel"], s["size"] if isinstance(s["size"], int) else tuple(s["size"])) for s in record["sections"]
+        (s["kernel"], s["size"] if isinstance(s["size"], int) else tuple(s["size"]))
+        for s in record["sections"]
     ] == sizes
     assert record["absent"] == ["QuACK: not installed"]
     assert outcome.out.count("all sizes") == 5
 
 
 def test_kernel_may_have_several_sizes_unless_told(monkeypatch):
-    monkeypatch.setitem(bench.KERNELS, "two", SimpleNamespace(dimensions=(problems.Dimension("v", (30, 60), "vocab"),)))
-    assert bench.sizes_of("two", SimpleNamespace(vocab=None)) == [30, 60]
-    assert bench.sizes_of("two", SimpleNamespace(vocab=[7])) == [7]
-    assert bench.sizes_of("cross_entropy", SimpleNamespace(vocab=None)) == [problems.VOCAB]
+    dimension = benchmark_specs.Dimension("v", (30, 60), (5,), "vocab")
+    monkeypatch.setitem(SPECS, "two", SimpleNamespace(dimensions=(dimension,)))
+    assert bench.sizes_of("two", SimpleNamespace(vocab=None), on_gpu=True) == [30, 60]
+    assert bench.sizes_of("two", SimpleNamespace(vocab=None), on_gpu=False) == [5]
+    assert bench.sizes_of("two", SimpleNamespace(vocab=[7]), on_gpu=True) == [7]
+    assert bench.sizes_of("cross_entropy", SimpleNamespace(vocab=None), on_gpu=True) == [128_256]
 
 
 def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "benchmark", lambda kernel, *_: (asked.append(kernel) or {}, []))
     monkeypatch.setattr(bench, "render", lambda record: "; ".join(record["absent"]))
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(measure, "matmul_rate", lambda: 1.0)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(timing, "matmul_rate", lambda: 1.0)
     outcome = run_script(bench, "--dtype", "fp16")
     assert outcome.code == 0 and "adamw is not measured in fp16" in outcome.out
-    assert list(dict.fromkeys(asked)) == [kernel for kernel in bench.KERNELS if kernel != "adamw"]  # each at some sizes
+    assert list(dict.fromkeys(asked)) == [
+        kernel for kernel in SPECS if kernel != "adamw"
+    ]  # each at some sizes
 
 
 # ---------------------------------------------------------------- what is printed besides
@@ -316,17 +398,22 @@ def test_plot_is_a_picture(finished):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module, *_) in problems.PEERS.items():
-        if not HAS_GPU or importlib.util.find_spec(module) is None:
+    for name, peer in benchmark_peers.PEERS.items():
+        if not HAS_GPU or importlib.util.find_spec(peer.module) is None:
             assert f"{name}: " in finished[0]
 
 
-# kernel: (key of the rate, bytes in a row of the input that must be moved and one us x GB/s, or FLOP and us x TFLOP/s)
+# kernel: (key of the rate, bytes in a row of the input that must be moved and one us x GB/s, or
+# FLOP and us x TFLOP/s)
 WORK = {
-    "rmsnorm": ("gbs", 5 * 64 * 2, 1e3), "cross_entropy": ("gbs", 3 * 100 * 2, 1e3),
-    "swiglu": ("gbs", 8 * 64 * 2, 1e3), "rope": ("gbs", 2 * 2 * (32 + 8) * 128 * 2, 1e3), "adamw": ("gbs", 14, 1e3),
-    "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6), "reverse_kl": ("gbs", 3 * 100 * 2, 1e3),
-}  # fmt: skip
+    "rmsnorm": ("gbs", 5 * 64 * 2, 1e3),
+    "cross_entropy": ("gbs", 3 * 100 * 2, 1e3),
+    "swiglu": ("gbs", 8 * 64 * 2, 1e3),
+    "rope": ("gbs", 2 * 2 * (32 + 8) * 128 * 2, 1e3),
+    "adamw": ("gbs", 14, 1e3),
+    "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6),
+    "reverse_kl": ("gbs", 3 * 100 * 2, 1e3),
+}
 
 
 def test_work_is_counted_by_one_formula_for_all(finished):
@@ -334,17 +421,21 @@ def test_work_is_counted_by_one_formula_for_all(finished):
     for section in finished[1]["sections"]:
         rate, work, per_us = WORK[section["kernel"]]
         for row in section["rows"]:
-            if row["implementation"] == bench.HOST_FLOOR:
+            if row["implementation"] == HOST_FLOOR:
                 assert row[rate] is None
             else:
-                assert row[rate] == pytest.approx(work * row["tokens"] / row["total_us"][1] / per_us)
+                assert row[rate] == pytest.approx(
+                    work * row["tokens"] / row["total_us"][1] / per_us
+                )
 
 
 def test_products_are_judged_by_the_matmul_rate_and_bytes_by_the_copy_rate(finished):
     record = finished[1] | {"copy_gbs": 4000.0, "matmul_tflops": 700.0}
     sections = {section["kernel"]: section for section in record["sections"]}
-    assert bench.share(record, sections["swiglu"], {"gbs": 1000.0}) == "25"
-    assert bench.share(record, sections["linear_cross_entropy"], {"tflops": 630.0}) == "90"
+    assert benchmark_tables.share(record, sections["swiglu"], {"gbs": 1000.0}) == "25"
+    assert (
+        benchmark_tables.share(record, sections["linear_cross_entropy"], {"tflops": 630.0}) == "90"
+    )
 
 
 def test_formula_of_each_rate_is_printed(finished):
@@ -370,7 +461,10 @@ def test_formula_of_each_rate_is_printed(finished):
         (["--vocab", "0"], "--vocab"),
         (["--sweep", "--plot", "run.png"], "--sweep"),
         (["--sweep", "--tokens", "2,4"], "one number of --tokens"),
-        (["--sweep", "--kernel", "swiglu"], "--sweep knows the settings of rmsnorm and cross_entropy alone"),
+        (
+            ["--sweep", "--kernel", "swiglu"],
+            "--sweep knows the settings of rmsnorm and cross_entropy alone",
+        ),
         (["--kernel", "adamw", "--tokens", "4"], "--tokens changes nothing for --kernel adamw"),
         (["--kernel", "rope", "--hidden", "64"], "--hidden changes nothing for --kernel rope"),
         (["--kernel", "swiglu", "--vocab", "64"], "--vocab changes nothing for --kernel swiglu"),
@@ -387,13 +481,13 @@ def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, run_script):
 
 @pytest.mark.parametrize("error", [0.1, math.nan, math.inf])
 def test_wrong_kernel_is_not_timed(error):
-    errors = {bench.EAGER: {"dx": 1e-3}, bench.OURS: {"dx": error}}
-    with pytest.raises(measure.RunError, match=r"^ours.*dx"):
-        bench.check_ours(errors, torch.bfloat16, tokens=8)
+    errors = {EAGER: {"dx": 1e-3}, OURS: {"dx": error}}
+    with pytest.raises(command_line.RunError, match=r"^ours.*dx"):
+        check_ours(errors, torch.bfloat16, tokens=8)
 
 
 def test_accurate_kernel_is_timed():
-    bench.check_ours({bench.EAGER: {"dx": 1e-3}, bench.OURS: {"dx": 1.5e-3}}, torch.bfloat16, tokens=8)
+    check_ours({EAGER: {"dx": 1e-3}, OURS: {"dx": 1.5e-3}}, torch.bfloat16, tokens=8)
 
 
 def test_gradient_that_is_zero_off_the_targets_is_found():
@@ -410,70 +504,84 @@ def test_gradient_that_is_zero_off_the_targets_is_found():
         def backward(ctx, grad_output):
             logits, targets = ctx.saved_tensors
             one_hot = torch.nn.functional.one_hot(targets, logits.shape[-1])
-            return one_hot * (torch.softmax(logits, -1) - one_hot) * grad_output / len(targets), None
+            return one_hot * (torch.softmax(logits, -1) - one_hot) * grad_output / len(
+                targets
+            ), None
 
-    errors = bench.gradient_errors(problem, bench.Implementation("wrong", TargetsOnly.apply))
+    errors = gradient_errors(problem, Implementation("wrong", TargetsOnly.apply))
     assert errors["target"] < 1e-6 < 0.9 < errors["other"]
 
 
 def test_opponents_failure_is_reported_and_ours_is_raised():
     absent = []
-    with bench.others_may_fail(bench.Implementation("Liger-Kernel", torch.relu), "8 x 64", absent):
+    with benchmarking.others_may_fail(Implementation("Liger-Kernel", torch.relu), "8 x 64", absent):
         raise torch.OutOfMemoryError("out of memory\ndetails")
     assert absent == ["Liger-Kernel: failed at 8 x 64 (OutOfMemoryError: out of memory)"]
-    ours = bench.Implementation(bench.IN_PLACE, torch.relu)
-    with pytest.raises(ValueError), bench.others_may_fail(ours, "8 x 64", absent):
+    ours = Implementation(IN_PLACE, torch.relu)
+    with pytest.raises(ValueError), benchmarking.others_may_fail(ours, "8 x 64", absent):
         raise ValueError
 
 
 def on_a_gpu(kernel: str, monkeypatch) -> tuple[dict, list]:
-    """({name: implementation} that would be measured there, the functions that would be compiled)."""
+    """({name: implementation} that would be measured there, the functions that would be
+    compiled).
+    """
     compiled = []
-    monkeypatch.setattr(problems, "HAS_GPU", True)
-    monkeypatch.setattr(problems, "compile_function", lambda function, *_: compiled.append(function) or function)
-    return {each.name: each for each in bench.implementations(kernel, "bf16", [])}, compiled
+    monkeypatch.setattr(contenders, "HAS_GPU", True)
+    monkeypatch.setattr(
+        contenders, "compile_function", lambda function, *_: compiled.append(function) or function
+    )
+    return {each.name: each for each in implementations(kernel, "bf16", [])}, compiled
 
 
-@pytest.mark.parametrize("kernel", bench.PLAYBOOK)
+@pytest.mark.parametrize("kernel", PLAYBOOK)
 def test_on_a_gpu_ours_is_also_measured_under_torch_compile(kernel, monkeypatch):
     found, compiled = on_a_gpu(kernel, monkeypatch)
-    assert list(found)[-2:] == ["ours under torch.compile", bench.HOST_FLOOR]
-    assert compiled == [found[bench.EAGER].function, found[bench.OURS].function]
+    assert list(found)[-2:] == ["ours under torch.compile", HOST_FLOOR]
+    assert compiled == [found[EAGER].function, found[OURS].function]
 
 
 @pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy"])
 def test_on_a_gpu_pytorch_is_also_measured_compiled(kernel, monkeypatch):
     found, compiled = on_a_gpu(kernel, monkeypatch)
-    assert compiled == [found[bench.EAGER].function] == [found[bench.COMPILED].function]
+    assert compiled == [found[EAGER].function] == [found[COMPILED].function]
 
 
 @pytest.mark.parametrize("dtype, in_dtype", [("bf16", ["F.kl_div in bf16"]), ("fp32", [])])
-def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(dtype, in_dtype, monkeypatch):
-    monkeypatch.setattr(problems, "HAS_GPU", True)
+def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(
+    dtype, in_dtype, monkeypatch
+):
+    monkeypatch.setattr(contenders, "HAS_GPU", True)
     compiled = []
-    monkeypatch.setattr(problems, "compile_function", lambda *arguments: compiled.append(arguments) or "compiled")
-    found = bench.implementations("reverse_kl", dtype, [])
-    rows = ["F.kl_div in fp32", *in_dtype, bench.ONE_TILE, bench.COMPILED, bench.OURS, bench.TWO_KERNELS]
-    assert [each.name for each in found] == [*rows, bench.HOST_FLOOR]
-    assert compiled == [(problems.eager_reverse_kl, True)], "may reuse memory, as it does for a user"
+    monkeypatch.setattr(
+        contenders, "compile_function", lambda *arguments: compiled.append(arguments) or "compiled"
+    )
+    found = implementations("reverse_kl", dtype, [])
+    rows = ["F.kl_div in fp32", *in_dtype, ONE_TILE, COMPILED, OURS, TWO_KERNELS]
+    assert [each.name for each in found] == [*rows, HOST_FLOOR]
+    assert compiled == [(contenders.eager_reverse_kl, True)], (
+        "may reuse memory, as it does for a user"
+    )
     again = {each.name: each.backward_again for each in found}
-    assert not again[bench.COMPILED] and not again[bench.OURS] and again[bench.TWO_KERNELS]
+    assert not again[COMPILED] and not again[OURS] and again[TWO_KERNELS]
 
 
-@pytest.mark.parametrize("kernel", bench.KERNELS)
+@pytest.mark.parametrize("kernel", SPECS)
 def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     found, _ = on_a_gpu(kernel, monkeypatch)
-    styles = [bench.line_style(name) for name in found]
+    styles = [benchmark_picture.line_style(name) for name in found]
     assert len({(style["color"], style["marker"]) for style in styles}) == len(styles)
 
 
 @pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])
 def test_functions_that_are_compiled_are_one_graph(kernel):
-    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[kernel]
-    problem = bench.KERNELS[kernel].problem(2, size, torch.float32)
-    eager = bench.KERNELS[kernel].contenders("fp32").pytorch[0]
+    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[
+        kernel
+    ]
+    problem = PROBLEMS[kernel](2, size, torch.float32)
+    eager = CONTENDERS[kernel]("fp32").pytorch[0]
     compiled = torch.compile(eager.function, fullgraph=True, dynamic=False, backend="aot_eager")
-    errors = bench.gradient_errors(problem, bench.Implementation(bench.COMPILED, compiled))
+    errors = gradient_errors(problem, Implementation(COMPILED, compiled))
     assert max(errors.values()) < 1e-6
 
 
@@ -483,7 +591,7 @@ def test_compiled_function_is_one_graph_or_an_error():
         return x
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        problems.compile_function(broken)(torch.ones(1))
+        contenders.compile_function(broken)(torch.ones(1))
 
 
 # ---------------------------------------------------------------- what is judged
@@ -493,83 +601,107 @@ WRONG = {
     "swiglu": ("dgate", lambda gate, up: torch.sigmoid(gate).detach() * gate * up),
     "rope": ("rotated", lambda q, k, cos, sin: (q, k)),
     "linear_cross_entropy": ("dW other", lambda h, w, t: -(h * w[t]).sum() / len(t)),
-    "reverse_kl": ("other", lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")),
+    "reverse_kl": (
+        "other",
+        lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("kernel", WRONG)
 def test_wrong_result_is_found(kernel):
-    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}[kernel]
-    problem = bench.KERNELS[kernel].problem(6, size, torch.float32)
-    assert tuple(problem.exact) == bench.KERNELS[kernel].errors
+    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}[
+        kernel
+    ]
+    problem = PROBLEMS[kernel](6, size, torch.float32)
+    assert tuple(problem.exact) == SPECS[kernel].errors
     part, wrong = WRONG[kernel]
-    assert bench.gradient_errors(problem, bench.Implementation("wrong", wrong))[part] > 0.1
+    assert gradient_errors(problem, Implementation("wrong", wrong))[part] > 0.1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("vocab", [50, 9000])  # a block, and two
 def test_plain_form_of_cross_entropy_is_right_though_slow(vocab):
-    problem = bench.KERNELS["cross_entropy"].problem(2, vocab, torch.float32)
-    found = {each.name: each for each in bench.KERNELS["cross_entropy"].contenders("fp32").ours}
-    plain = found[problems.PLAIN]
-    assert max(bench.gradient_errors(problem, plain).values()) < 1e-5
-    torch.testing.assert_close(plain.function(*problem.inputs), found[bench.OURS].function(*problem.inputs))
+    problem = PROBLEMS["cross_entropy"](2, vocab, torch.float32)
+    found = {each.name: each for each in CONTENDERS["cross_entropy"]("fp32").ours}
+    plain, ours = found[PLAIN], found[OURS]
+    assert max(gradient_errors(problem, plain).values()) < 1e-5
+    torch.testing.assert_close(plain.function(*problem.inputs), ours.function(*problem.inputs))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("vocab", [50, 33_000])  # a tile, and two
 def test_row_in_one_tile_is_right_though_slow(vocab):
-    problem = bench.KERNELS["reverse_kl"].problem(2, vocab, torch.float32)
-    eager, *others = bench.KERNELS["reverse_kl"].contenders("fp32").pytorch
+    problem = PROBLEMS["reverse_kl"](2, vocab, torch.float32)
+    eager, *others = CONTENDERS["reverse_kl"]("fp32").pytorch
     loss = eager.function(*problem.inputs)
     for other in others:
-        assert other.name == bench.ONE_TILE
-        assert max(bench.gradient_errors(problem, other).values()) < 1e-5
+        assert other.name == ONE_TILE
+        assert max(gradient_errors(problem, other).values()) < 1e-5
         torch.testing.assert_close(other.function(*problem.inputs), loss)
 
 
 def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tmp_path):
-    """What the docstring of reverse_kl_kernel.py and README say of a multiprocessor's 65,536 registers."""
+    """What its lesson and page say of a multiprocessor's 65,536 registers."""
     code = """
-from tools import compile_check
-from tools.compile_check import CASES, Case
+from tools.compile_cases import CASES, Case
+from tools.pretended_gpu import compile_all
 from next_steps.reverse_kl_kernel import ObviousReverseKLFunction
 names = ["reverse KL, batchmean, V = 131,072", "reverse KL, none, V = 131,072"]
-remedies = [Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES if c.name in names]
+remedies = [
+    Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES["reverse_kl"] if c.name in
+    names
+]
 arguments = lambda t: (t(8, 32_768), t(8, 32_768))
-CASES[:] = [Case("one tile", ObviousReverseKLFunction, arguments, (1,), ("bf16",)), *remedies]
-print([(row.kernel, row.registers, row.spills) for row in compile_check.compile_all(["sm_90"])])
+one_tile = Case("one tile", ObviousReverseKLFunction, arguments, (1,), ("bf16",))
+rows = compile_all([one_tile, *remedies], ["sm_90"])
+print([(row.kernel, row.registers, row.spills) for row in rows])
 """
-    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path)}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=SCRIPT.parent)
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=SCRIPT.parent
+    )
     assert child.returncode == 0, child.stderr
     (name, registers, spills), *remedies = ast.literal_eval(child.stdout.splitlines()[-1])
     assert name == "_obvious_kernel" and registers == 65_536 // 512 and spills > 0
-    assert {kernel for kernel, *_ in remedies} == {f"_reverse_kl_{name}_kernel" for name in ("fwd", "bwd", "bwd_again")}
+    assert {kernel for kernel, *_ in remedies} == {
+        "_reverse_kl_fwd_kernel",
+        "_reverse_kl_bwd_kernel",
+        "_reverse_kl_bwd_again_kernel",
+    }
     for kernel, registers, spills in remedies:
         assert spills == 0 and registers <= (56 if "bwd" in kernel else 104), kernel
 
 
 def test_step_without_bias_correction_is_found():
-    """It changes the weights by a few percent of the step, which beside the weights themselves is little."""
-    problem = bench.KERNELS["adamw"].problem(1000, (), torch.bfloat16)
+    """It changes the weights by a few percent of the step, which beside the weights themselves is
+    little.
+    """
+    problem = PROBLEMS["adamw"](1000, (), torch.bfloat16)
 
     class Uncorrected(torch.optim.AdamW):
         def load_state_dict(self, state):
             super().load_state_dict(state)
             self.state[self.param_groups[0]["params"][0]]["step"].fill_(1e6)
 
-    errors = bench.gradient_errors(problem, bench.Implementation("wrong", lambda p: Uncorrected(p, **problems.ADAMW)))
-    right = bench.gradient_errors(problem, bench.implementations("adamw", "bf16", [])[0])
+    errors = gradient_errors(
+        problem, Implementation("wrong", lambda p: Uncorrected(p, **problems.ADAMW))
+    )
+    right = gradient_errors(problem, implementations("adamw", "bf16", [])[0])
     assert errors["update"] > 0.1 > 2 * right["update"] + 5e-3
 
 
 def test_reference_of_a_linear_loss_is_the_same_in_chunks(monkeypatch):
-    whole = bench.KERNELS["linear_cross_entropy"].problem(7, (16, 50), torch.float32).exact
+    whole = PROBLEMS["linear_cross_entropy"](7, (16, 50), torch.float32).exact
     monkeypatch.setattr(problems, "LOGITS_CHUNK", 3)
     monkeypatch.setattr(problems, "CHECKED_ROWS", 3)  # of the first chunk
-    parts = bench.KERNELS["linear_cross_entropy"].problem(7, (16, 50), torch.float32).exact
+    parts = PROBLEMS["linear_cross_entropy"](7, (16, 50), torch.float32).exact
     for name, expected in whole.items():
         torch.testing.assert_close(parts[name], expected[:3])
 
@@ -584,11 +716,14 @@ def test_tokens_of_rope_are_as_few_sequences_as_possible(tokens, shape, monkeypa
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
 
-# ---------------------------------------------------------------- implementations that destroy their inputs
+# ---------------------------------------------------------------- implementations that destroy
+# their inputs
 
 
 class Destroys(torch.autograd.Function):
-    """The loss of cross-entropy, and in the forward its gradient over the logits; right only on fresh ones."""
+    """The loss of cross-entropy, and in the forward its gradient over the logits; right only on
+    fresh ones.
+    """
 
     @staticmethod
     def forward(ctx, logits, targets):
@@ -604,28 +739,32 @@ class Destroys(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad_output, None
 
 
-DESTROYERS = {"ours": problems.TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
+DESTROYERS = {"ours": TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("name", DESTROYERS)
 def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, monkeypatch):
     problem = problems.cross_entropy_problem(4, 100, torch.float32)
-    destroyer = bench.Implementation(bench.IN_PLACE, DESTROYERS[name], backward_again=False, waits=name != "ours")
+    destroyer = Implementation(
+        IN_PLACE, DESTROYERS[name], backward_again=False, waits=name != "ours"
+    )
     before = problem.inputs[0].clone()
-    errors = bench.gradient_errors(problem, destroyer)
+    errors = gradient_errors(problem, destroyer)
     assert max(errors.values()) < 1e-5
     measured = []
 
-    def extra_bytes(fn):  # its calls find the logits as the call before left them, so no refill is counted
+    def extra_bytes(
+        fn,
+    ):  # its calls find the logits as the call before left them, so no refill is counted
         measured.append([fn()[0].clone() for _ in range(2)])
 
-    monkeypatch.setattr(measure, "peak_extra_bytes", extra_bytes)
-    times = bench.measure_times(problem, destroyer)
+    monkeypatch.setattr(timing, "peak_extra_bytes", extra_bytes)
+    times = measure_times(problem, destroyer)
     ((first, second),) = measured
     assert not torch.equal(first, second)
     assert times["total_us"][1] > 0 and times["host_us"] > 0 and times["backward_us"] is None
-    assert bench.gradient_errors(problem, destroyer) == errors
+    assert gradient_errors(problem, destroyer) == errors
     assert torch.equal(problem.inputs[0], before)
 
 
@@ -634,8 +773,8 @@ def test_in_place_runs_again_and_leaves_the_problem_unchanged():
     """Each implementation must begin from the same inputs, also after one that destroys its own."""
     problem = problems.cross_entropy_problem(4, 100, torch.float32)
     before = problem.inputs[0].clone()
-    in_place = bench.Implementation(bench.OURS, problems.TritonCrossEntropyLoss(inplace=True))
-    call = bench.Call(problem, in_place)
+    in_place = Implementation(OURS, TritonCrossEntropyLoss(inplace=True))
+    call = benchmarking.Call(problem, in_place)
     (dlogits,) = call.both()
     assert dlogits.data_ptr() == call.copies[0].data_ptr()
     for again in (call.both, call.from_new_graph, call.both):
@@ -652,37 +791,39 @@ def rotates_in_place(q, k, cos, sin):
     class InPlace(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k):
-            return rope_forward(q, k, cos, sin, inplace=True)
+            return tuple(t.copy_(y) for t, y in zip((q, k), rope_forward(q, k, cos, sin)))
 
         @staticmethod
         def backward(ctx, dq, dk):
-            return rope_backward(dq, dk, cos, sin, inplace=True)
+            return tuple(t.copy_(x) for t, x in zip((dq, dk), rope_backward(dq, dk, cos, sin)))
 
     return InPlace.apply(q, k)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize(
-    "kernel, function", [("swiglu", problems.TritonSwiGLU(inplace=True)), ("rope", rotates_in_place)]
+    "kernel, function", [("swiglu", TritonSwiGLU(inplace=True)), ("rope", rotates_in_place)]
 )
 def test_what_is_overwritten_is_a_copy_of_the_problem(kernel, function):
     """Also the upstream gradient: the implementations after it must be given the same one."""
-    problem = bench.KERNELS[kernel].problem(3, 64 if kernel == "swiglu" else 40 * 128, torch.float32)
+    problem = PROBLEMS[kernel](3, 64 if kernel == "swiglu" else 40 * 128, torch.float32)
     tensors = [*problem.inputs, *problem.dy]
     before = [t.clone() for t in tensors]
-    in_place = bench.Implementation("another, in place", function, backward_again=False)
-    assert max(bench.gradient_errors(problem, in_place).values()) < 1e-5
-    call = bench.Call(problem, in_place)
+    in_place = Implementation("another, in place", function, backward_again=False)
+    assert max(gradient_errors(problem, in_place).values()) < 1e-5
+    call = benchmarking.Call(problem, in_place)
     call.both()
-    assert not torch.equal(call.copies[0], problem.inputs[0]) and not torch.equal(call.copies[1], problem.inputs[1])
+    assert not torch.equal(call.copies[0], problem.inputs[0]) and not torch.equal(
+        call.copies[1], problem.inputs[1]
+    )
     assert all(map(torch.equal, tensors, before))
 
 
 def test_each_optimizer_begins_with_the_same_state(monkeypatch):
-    problem = bench.KERNELS["adamw"].problem(1000, (), torch.float32)
+    problem = PROBLEMS["adamw"](1000, (), torch.float32)
     before = [t.clone() for t in problem.inputs]
-    for implementation in bench.implementations("adamw", "fp32", []):
-        assert bench.gradient_errors(problem, implementation)["update"] < 1e-4
-        (state,) = bench.Step(problem, implementation).optimizer.state.values()
-        assert float(state["step"]) == problems.STEPS_DONE
+    for implementation in implementations("adamw", "fp32", []):
+        assert gradient_errors(problem, implementation)["update"] < 1e-4
+        (state,) = benchmarking.Step(problem, implementation).optimizer.state.values()
+        assert float(state["step"]) == benchmarking.STEPS_DONE
     assert all(map(torch.equal, problem.inputs, before))

@@ -1,7 +1,6 @@
-"""Bad input gets one clear sentence and an exit code; good input gets the playbook's result block."""
+"""Bad input gets one clear sentence and an exit code; good input the playbook's result block."""
 
 import functools
-import importlib
 import json
 import os
 import re
@@ -22,14 +21,16 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, command_line, config_file, run_records, tables, training_run
+from harness.device import HAS_GPU
+from harness.workload import DEFAULT_MODEL, WARMUP_STEPS
 from tests.conftest import Outcome
 
 # isort: split
-# after `measure`, which decides how triton (imported by these) will run
+# after the harness, which decides how triton (imported by these) will run
 from huggingface_hub import errors as hub_errors
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
@@ -47,7 +48,7 @@ def cli(run_script):
 def saved_tiny(tmp_path_factory) -> Path:
     """A good checkpoint; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("saved_tiny")
-    llama.AutoModelForCausalLM.from_config(llama.tiny_config()).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(folder)
     return folder
 
 
@@ -66,7 +67,9 @@ def change_config(checkpoint: Path, **values) -> None:
 
 
 def assert_refused(outcome: Outcome, *words: str, code: int = 2) -> None:
-    """One sentence on stderr (beside progress bars) that holds all the words, no result, the exit code."""
+    """One sentence on stderr (beside progress bars) that holds all the words, no result, the exit
+    code.
+    """
     lines = [line for line in re.split("[\r\n]+", outcome.err) if line and "it/s]" not in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), outcome.err
     assert len(lines[0]) < 500
@@ -101,7 +104,9 @@ def test_unknown_kernel_is_refused_with_the_known_ones(cli, names):
     assert_refused(outcome, "unknown kernel", "choose from rmsnorm, cross_entropy, swiglu, rope")
 
 
-@pytest.mark.parametrize("flags", [["--frobnicate"], ["--dtype", "fp8"], ["--steps"], ["--seed", "x"], ["stray"]])
+@pytest.mark.parametrize(
+    "flags", [["--frobnicate"], ["--dtype", "fp8"], ["--steps"], ["--seed", "x"], ["stray"]]
+)
 def test_flags_that_do_not_exist_are_refused_in_one_line(cli, flags):
     assert_refused(cli(*TINY, *flags), "--help lists the flags", flags[0])
 
@@ -111,7 +116,9 @@ def test_a_sequence_of_one_token_is_refused(cli):
 
 
 def test_a_sequence_longer_than_the_model_allows_is_refused(cli):
-    assert_refused(cli("--model", "tiny", "--seq-len", "1025"), "--seq-len 1025", "1024 positions of tiny")
+    assert_refused(
+        cli("--model", "tiny", "--seq-len", "1025"), "--seq-len 1025", "1024 positions of tiny"
+    )
 
 
 def test_help_lists_the_flags(cli):
@@ -130,14 +137,16 @@ def test_help_lists_the_flags(cli):
 @pytest.mark.parametrize("flags", [[], ["--random-init"]])
 @pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
 def test_the_8b_model_without_a_gpu_is_refused_before_any_download(cli, monkeypatch, script, flags):
-    monkeypatch.setattr(llama, "HAS_GPU", False)
-    monkeypatch.setattr(llama, "hf_hub_download", lambda *args: pytest.fail("a download was started"))
-    assert_refused(cli(*flags, script=script), llama.DEFAULT_MODEL, "CUDA GPU", "--model tiny")
+    monkeypatch.setattr(config_file, "HAS_GPU", False)
+    monkeypatch.setattr(
+        config_file, "hf_hub_download", lambda *args: pytest.fail("a download was started")
+    )
+    assert_refused(cli(*flags, script=script), DEFAULT_MODEL, "CUDA GPU", "--model tiny")
 
 
 def test_a_large_local_model_without_a_gpu_is_refused(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(llama, "HAS_GPU", False)
-    llama.llama_3_1_8b_config().save_pretrained(tmp_path)
+    monkeypatch.setattr(config_file, "HAS_GPU", False)
+    architecture.llama_3_1_8b_config().save_pretrained(tmp_path)
     assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
 
 
@@ -147,7 +156,11 @@ def hub_error(name: str, status: int) -> Exception:
     return getattr(hub_errors, name)("the hub's own long text\n\nin paragraphs", response=answer)
 
 
-REFUSED = ["was refused", "Accept the license at https://huggingface.co/some/model", "export HF_TOKEN="]
+REFUSED = [
+    "was refused",
+    "Accept the license at https://huggingface.co/some/model",
+    "export HF_TOKEN=",
+]
 
 
 @pytest.mark.parametrize(
@@ -158,10 +171,16 @@ REFUSED = ["was refused", "Accept the license at https://huggingface.co/some/mod
         (hub_error("HfHubHTTPError", 401), REFUSED),
         (hub_error("RepositoryNotFoundError", 404), ["knows no model 'some/model'", "HF_TOKEN"]),
         (hub_error("HfHubHTTPError", 503), ["could not be reached", "--model tiny"]),
-        (hub_errors.LocalEntryNotFoundError("not cached"), ["could not be reached", "--model tiny"]),
+        (
+            hub_errors.LocalEntryNotFoundError("not cached"),
+            ["could not be reached", "--model tiny"],
+        ),
         (hub_errors.OfflineModeIsEnabled("offline"), ["could not be reached"]),
         (hub_errors.EntryNotFoundError("no such file"), ["could not be reached"]),
-        (hub_errors.HFValidationError("bad name"), ["neither a directory nor a Hugging Face model id"]),
+        (
+            hub_errors.HFValidationError("bad name"),
+            ["neither a directory nor a Hugging Face model id"],
+        ),
         (hub_errors.HTTPError("the proxy is broken"), ["could not be reached"]),
         (TimeoutError("timed out"), ["could not be reached"]),
     ],
@@ -171,11 +190,12 @@ def test_every_hub_error_has_its_sentence(cli, monkeypatch, error, words):
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(llama, "hf_hub_download", refuse)
+    monkeypatch.setattr(config_file, "hf_hub_download", refuse)
     assert_refused(cli("--model", "some/model"), *words)
 
 
-# Answers to a HEAD request of config.json, by the status and headers that huggingface_hub tells them apart by
+# Answers to a HEAD request of config.json, by the status and headers that huggingface_hub tells
+# them apart by
 HUB_ANSWERS = {
     "gated": (403, {"X-Error-Code": "GatedRepo"}),
     "without-token": (401, {"X-Error-Code": "GatedRepo"}),
@@ -217,17 +237,25 @@ def hub_address():
         ("no-config", ["org/no-config has no config.json"]),
     ],
 )
-def test_the_hubs_answers_have_their_sentences(cli, monkeypatch, tmp_path, hub_address, model, words):
-    at_fake_hub = functools.partial(llama.hf_hub_download, endpoint=hub_address, cache_dir=tmp_path)
-    monkeypatch.setattr(llama, "hf_hub_download", at_fake_hub)
+def test_the_hubs_answers_have_their_sentences(
+    cli, monkeypatch, tmp_path, hub_address, model, words
+):
+    at_fake_hub = functools.partial(
+        config_file.hf_hub_download, endpoint=hub_address, cache_dir=tmp_path
+    )
+    monkeypatch.setattr(config_file, "hf_hub_download", at_fake_hub)
     assert_refused(cli("--model", f"org/{model}"), *words)
 
 
 def test_no_network_is_said_after_the_hub_client_gave_up(cli, monkeypatch, tmp_path):
-    closed_port = functools.partial(llama.hf_hub_download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
-    monkeypatch.setattr(llama, "hf_hub_download", closed_port)
+    closed_port = functools.partial(
+        config_file.hf_hub_download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path
+    )
+    monkeypatch.setattr(config_file, "hf_hub_download", closed_port)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's retries
-    assert_refused(cli("--model", "org/model"), "org/model", "could not be reached", "--random-init")
+    assert_refused(
+        cli("--model", "org/model"), "org/model", "could not be reached", "--random-init"
+    )
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "two words"])
@@ -266,7 +294,9 @@ def test_another_architecture_is_named(cli, checkpoint):
 @pytest.mark.parametrize("content", [b"", b'{"model_type": ', b"[]", b"{}", b"\xff\xfe\x00"])
 def test_a_damaged_config_is_refused(cli, checkpoint, content):
     (checkpoint / "config.json").write_bytes(content)
-    assert_refused(cli("--model", str(checkpoint)), f"the configuration of {checkpoint} could not be loaded")
+    assert_refused(
+        cli("--model", str(checkpoint)), f"the configuration of {checkpoint} could not be loaded"
+    )
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage"])
@@ -282,7 +312,9 @@ def test_damaged_weights_are_refused(cli, checkpoint, damage):
     assert_refused(outcome, f"the weights of {checkpoint} could not be loaded")
 
 
-@pytest.mark.parametrize("values", [{"num_hidden_layers": 3}, {"intermediate_size": 128}, {"vocab_size": 300}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"num_hidden_layers": 3}, {"intermediate_size": 128}, {"vocab_size": 300}], ids=str
+)
 def test_weights_of_another_shape_are_not_silently_drawn_at_random(cli, checkpoint, values):
     change_config(checkpoint, **values)
     outcome = cli(*TINY, "--model", str(checkpoint))
@@ -297,7 +329,9 @@ def test_a_damaged_tokenizer_is_refused(cli, checkpoint, name):
 
 
 def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
-    words = Tokenizer(models.WordLevel({"import": 5, "[unknown]": llama.BYTE_VOCABULARY}, "[unknown]"))
+    words = Tokenizer(
+        models.WordLevel({"import": 5, "[unknown]": architecture.BYTE_VOCABULARY}, "[unknown]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(checkpoint)
     outcome = cli(*TINY, "--model", str(checkpoint))
@@ -308,13 +342,17 @@ def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
 
 
 def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypatch):
-    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
-    monkeypatch.setattr(llama, "parameter_count", lambda config: 0)
-    assert_refused(cli(*TINY, "--data", "nowhere.jsonl"), "cannot read nowhere.jsonl", "No such file")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(config_file, "parameter_count", lambda config: 0)
+    assert_refused(
+        cli(*TINY, "--data", "nowhere.jsonl"), "cannot read nowhere.jsonl", "No such file"
+    )
 
 
 def test_an_unknown_kind_of_data_is_refused(cli, tmp_path):
-    assert_refused(cli(*TINY, "--data", "wikipedia"), "--data wikipedia", "stdlib, synthetic, a .txt file or")
+    assert_refused(
+        cli(*TINY, "--data", "wikipedia"), "--data wikipedia", "stdlib, synthetic, a .txt file or"
+    )
 
 
 def test_a_directory_is_no_data_file(cli, tmp_path):
@@ -370,7 +408,10 @@ def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     outcome = cli(*TINY, "--data", str(path))
     assert outcome.code == 0
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
-    assert "2 examples to train on, 1 held out, 2 skipped: no completion token within --seq-len 16," in line
+    assert (
+        "2 examples to train on, 1 held out, 2 skipped: no completion token within --seq-len 16,"
+        in line
+    )
 
 
 def test_prompts_that_all_fill_the_sequence_are_refused_with_the_first_line_number(cli, tmp_path):
@@ -404,13 +445,15 @@ def test_a_record_that_is_a_directory_is_refused(cli, tmp_path):
 
 def test_a_model_directory_that_is_a_file_is_refused(cli, tmp_path):
     (tmp_path / "model").write_text("in the way")
-    assert_refused(cli(*TINY, "--save", str(tmp_path / "model")), f"cannot write to {tmp_path / 'model'}")
+    assert_refused(
+        cli(*TINY, "--save", str(tmp_path / "model")), f"cannot write to {tmp_path / 'model'}"
+    )
 
 
 def test_a_missing_directory_of_the_record_is_created(cli, tmp_path):
     path = tmp_path / "new" / "deeper" / "run.json"
     assert cli(*TINY, "--json", str(path)).code == 0
-    assert measure.read_record(str(path), "finetune")["steps"] == 3
+    assert run_records.read_record(str(path), "finetune")["steps"] == 3
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "finetune"}'])
@@ -429,16 +472,19 @@ def test_a_refused_run_leaves_no_empty_record(cli, tmp_path):
 
 def test_a_record_that_became_unwritable_is_one_sentence(cli, monkeypatch, tmp_path):
     folder = tmp_path / "folder"
-    real = llama.validation_loss
+    real = training_run.validation_loss
 
     def put_a_file_in_its_place(model, batches):
         folder.write_text("in the way")
         return real(model, batches)
 
-    monkeypatch.setattr(llama, "validation_loss", put_a_file_in_its_place)
+    monkeypatch.setattr(training_run, "validation_loss", put_a_file_in_its_place)
     outcome = cli(*TINY, "--json", str(folder / "run.json"))
     assert outcome.code == 1
-    assert outcome.err.startswith("error: the record could not be written") and outcome.err.count("\n") == 1
+    assert (
+        outcome.err.startswith("error: the record could not be written")
+        and outcome.err.count("\n") == 1
+    )
     assert folder.read_text() == "in the way"
 
 
@@ -473,7 +519,7 @@ def test_out_of_memory_says_what_to_lower_in_order(cli, monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(llama, "training_step", fail)
+    monkeypatch.setattr(training_run.Run, "end_step", fail)
     outcome = cli(*TINY)
     assert_refused(outcome, "ran out of memory", "nvidia-smi", code=1)
     lowered = [outcome.err.index(flag) for flag in ("--batch-size", "--seq-len", "--model")]
@@ -484,7 +530,7 @@ def test_out_of_memory_while_loading_is_not_called_a_damaged_file(cli, monkeypat
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(llama.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     assert_refused(cli(*TINY, "--model", str(checkpoint)), "ran out of memory", code=1)
 
 
@@ -492,25 +538,27 @@ def test_a_bug_is_not_dressed_up_as_the_users_fault(monkeypatch):
     def fail(*args):
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(llama, "training_step", fail)
+    monkeypatch.setattr(training_run.Run, "end_step", fail)
     monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *TINY])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        measure.run_main(finetune_baseline.main)
+        command_line.run_main(finetune_baseline.main)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_saves_nothing(cli, monkeypatch, checkpoint, tmp_path, loss):
     before = contents(checkpoint)
-    real, calls = llama.training_step, []
+    real, calls = training_run.Run.end_step, []
 
-    def third_step_fails(*args):
-        calls.append(real(*args))
-        return torch.full_like(calls[-1], loss) if len(calls) == 3 else calls[-1]
+    def third_step_fails(run, found):
+        calls.append(found)
+        real(run, torch.full_like(found, loss) if len(calls) == 3 else found)
 
-    monkeypatch.setattr(llama, "training_step", third_step_fails)
+    monkeypatch.setattr(training_run.Run, "end_step", third_step_fails)
     record = tmp_path / "run.json"
     outcome = cli(*TINY, "--steps", "5", "--save", str(checkpoint), "--json", str(record))
-    assert_refused(outcome, f"the loss became {loss} at step 3", "nothing was saved", "--lr", code=1)
+    assert_refused(
+        outcome, f"the loss became {loss} at step 3", "nothing was saved", "--lr", code=1
+    )
     assert len(calls) == 3 and "step 2/5" in outcome.out and "step 3/5" not in outcome.out
     assert contents(checkpoint) == before and not record.exists()
 
@@ -526,7 +574,7 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llama, "training_step", interrupt)
+    monkeypatch.setattr(training_run.Run, "end_step", interrupt)
     outcome = cli(*TINY)
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
@@ -538,21 +586,36 @@ def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
     steps = ["--warmup", "1"] if script is profile_baseline else ["--steps", "1"]
     kernels = [] if script is finetune_baseline else ["--kernels", "none"]
     assert cli("--model", "tiny", *steps, *kernels, "--json", str(path), script=script).code == 0
-    assert json.loads(path.read_text())["seq_len"] == llama.SEQ_LEN == (512 if measure.HAS_GPU else 64)
-    assert f"(default here: {llama.SEQ_LEN})" in " ".join(cli("--help", script=script).out.split())
+    assert json.loads(path.read_text())["seq_len"] == (512 if HAS_GPU else 64)
+    printed = " ".join(cli("--help", script=script).out.split())
+    assert "tokens per sequence (default: 512; 64 without a GPU)" in printed
 
 
-@pytest.mark.skipif(measure.HAS_GPU, reason="a GPU's memory ends the search")
+@pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
 def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
     path = tmp_path / "longest.json"
-    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", str(path)
+    flags = (
+        "--model",
+        "tiny",
+        "--seq-len",
+        "2",
+        "--kernels",
+        "none",
+        "--longest",
+        "--json",
+        str(path),
+    )
     outcome = cli(*flags, script=finetune_optimized)
     assert outcome.code == 0, outcome.err
-    assert measure.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
-    assert "64 tokens (in steps of 16; stopped by the 4 lengths that are tried without a GPU)" in outcome.out
+    assert run_records.read_record(str(path), "longest")["lengths"] == [16, 32, 48, 64]
+    assert (
+        "64 tokens (in steps of 16; stopped by the 4 lengths that are tried without a GPU)"
+        in outcome.out
+    )
 
 
-# ---------------------------------------------------------------- real processes: nothing else on stderr
+# ---------------------------------------------------------------- real processes: nothing else on
+# stderr
 
 
 def process(*flags: str, script: str = "finetune_baseline.py", **environment: str) -> Outcome:
@@ -580,20 +643,9 @@ def test_process_with_libraries_that_would_warn(checkpoint):
     assert_refused(process(*TINY, "--model", str(checkpoint)), "do not fit its config.json")
 
 
-TESTS = sorted(p.name for p in HERE.glob("*_test.py") if re.search("^def main", p.read_text(), re.MULTILINE))
-
-
-@pytest.mark.parametrize("script", TESTS)
-def test_the_tests_that_are_scripts_have_help_and_refuse_other_flags(run_script, script):
-    """They ran, whatever was asked of them."""
-    module = importlib.import_module(script.removesuffix(".py"))
-    assert "measure.run_main(main)" in Path(module.__file__).read_text()
-    outcome = run_script(module, "--help")
-    assert outcome.code == 0 and outcome.out.startswith("usage: ") and "PASSED" not in outcome.out
-    assert_refused(run_script(module, "--frobnicate"), "--frobnicate", "--help lists the flags")
-
-
-# less than a buffer, which reaches the file when the script ends, and more, which reaches it at once
+# less than a buffer, which reaches the file when the script ends, and more, which reaches it at
+# once
+SCRIPT = "from harness import command_line\ncommand_line.run_main(lambda: {})\n"
 PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
 
 
@@ -601,7 +653,7 @@ PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
 def printing(request, tmp_path) -> list[str]:
     """The command of a script that prints."""
     path = tmp_path / "script.py"
-    path.write_text(f"from harness import measure\nmeasure.run_main(lambda: {PRINTS[request.param]})\n")
+    path.write_text(SCRIPT.format(PRINTS[request.param]))
     return [sys.executable, str(path)]
 
 
@@ -610,7 +662,9 @@ def in_here() -> dict[str, str]:
 
 
 def test_output_that_nobody_reads_ends_the_run_quietly(printing):
-    with subprocess.Popen(printing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+    with subprocess.Popen(
+        printing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()
+    ) as run:
         run.stdout.close()  # as `| head -1` does when it has its line
         said = run.stderr.read()
     assert (run.returncode, said) == (141, b"")
@@ -618,13 +672,20 @@ def test_output_that_nobody_reads_ends_the_run_quietly(printing):
 
 def test_output_to_a_full_disk_is_one_sentence(printing):
     with open("/dev/full", "w") as full:
-        run = subprocess.run(printing, stdout=full, stderr=subprocess.PIPE, text=True, env=in_here())
-    assert (run.returncode, run.stderr) == (1, "error: cannot write to standard output: No space left on device\n")
+        run = subprocess.run(
+            printing, stdout=full, stderr=subprocess.PIPE, text=True, env=in_here()
+        )
+    assert (run.returncode, run.stderr) == (
+        1,
+        "error: cannot write to standard output: No space left on device\n",
+    )
 
 
 def test_help_that_nobody_reads_ends_quietly():
     command = [sys.executable, str(HERE / "compare_runs.py"), "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()
+    ) as run:
         run.stdout.close()
         said = run.stderr.read()
     assert (run.returncode, said) == (141, b"")
@@ -635,20 +696,18 @@ def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output():
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError):
-        measure.run_main(fail)
+        command_line.run_main(fail)
 
 
 def test_output_that_is_closed_is_no_fault(tmp_path):
-    (tmp_path / "script.py").write_text("from harness import measure\nmeasure.run_main(lambda: print('x'))\n")
+    (tmp_path / "script.py").write_text(SCRIPT.format("print('x')"))
     command = f"{sys.executable} {tmp_path / 'script.py'} >&-"
     run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=in_here())
     assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from harness import measure\nmeasure.run_main(lambda: print('2 × 3 — done'))\n"
-    )
+    (tmp_path / "script.py").write_text(SCRIPT.format("print('2 × 3 — done')"))
     environment = in_here() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     command = [sys.executable, str(tmp_path / "script.py")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -658,33 +717,80 @@ def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
 SCRIPTS = sorted(
     path.name
     for path in HERE.glob("*.py")
-    if "measure.run_main(main)" in path.read_text() and (not path.name.endswith("_test.py") or path.stem in LESSONS)
+    if "command_line.run_main(main)" in path.read_text()
+    and (not path.name.endswith("_test.py") or path.stem in LESSONS)
 )
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+MODULES = sorted(
+    f"tools.{path.stem}"
+    for path in (HERE / "tools").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
+HEAVY = "torch", "transformers", "triton"
+HELP = """
+import runpy, sys
+name = sys.argv.pop(1)
+run = runpy.run_path if name.endswith(".py") else runpy.run_module
+try:
+    run(name, run_name="__main__")
+except SystemExit as stop:
+    print(stop.code, *sys.modules.keys() & {heavy}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "flags, code", [(["--help"], 0), (["--frobnicate"], 2)], ids=["help", "wrong"]
+)
+@pytest.mark.parametrize("script", [*SCRIPTS, *MODULES])
+def test_flags_are_answered_before_pytorch_is_imported(script, flags, code):
+    """It takes seconds.  Counted is what was imported: a clock would depend on the machine."""
+    name = str(HERE / script) if script.endswith(".py") else script
+    command = [sys.executable, "-c", HELP.replace("{heavy}", repr({*HEAVY})), name, *flags]
+    run = subprocess.run(command, capture_output=True, text=True, env=in_here(), cwd=HERE)
+    assert run.stdout.startswith("usage: ") == (code == 0)
+    assert run.stderr.splitlines()[-1] == str(code), run.stderr
+
+
+def interrupted(script: str, folder: Path) -> Outcome:
     """Importing PyTorch takes seconds; here it takes as long as Ctrl-C needs to come."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    outcome = process("--help", script=script, PYTHONPATH=str(tmp_path))
-    assert (outcome.code, outcome.out, outcome.err) == (-signal.SIGINT, "", "interrupted\n")
+    (folder / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    return process(script=script, PYTHONPATH=str(folder))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "compare_runs.py"])
+def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
+    outcome = interrupted(script, tmp_path)
+    code = -signal.SIGINT if script.removesuffix(".py") in LESSONS else 130
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", "interrupted\n")
 
 
 def test_an_error_during_the_imports_is_still_shown(tmp_path):
     (tmp_path / "torch.py").write_text("1 / 0\n")
-    outcome = process("--help", PYTHONPATH=str(tmp_path))
+    outcome = process(PYTHONPATH=str(tmp_path))
     assert outcome.code == 1 and "Traceback" in outcome.err and "ZeroDivisionError" in outcome.err
 
 
 def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
     number = signal.SIGTERM
     told = tmp_path / "pid"
-    child = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(999)"
+    child = f"""
+import os, pathlib, time
+pathlib.Path({str(told)!r}).write_text(str(os.getpid()))
+time.sleep(999)
+"""
     (tmp_path / "profile_baseline.py").write_text(child)
-    code = "import pathlib, finetune_optimized; from harness import measure; from next_steps import ladder; "
-    code += f"ladder.HERE = pathlib.Path({str(tmp_path)!r}); measure.run_main(finetune_optimized.main)"
+    code = f"""
+import pathlib, finetune_optimized
+from harness import command_line
+from next_steps import ladder
+ladder.HERE = pathlib.Path({str(tmp_path)!r})
+command_line.run_main(finetune_optimized.main)
+"""
     command = [sys.executable, "-c", code, *TINY, "--ladder"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()
+    ) as run:
         deadline = time.monotonic() + 300
         while not (told.exists() and told.read_text()):
             assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
@@ -705,21 +811,29 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
     path = tmp_path / "run.json"
     outcome = cli(*TINY, "--json", str(path), script=script)
     assert outcome.code == 0, outcome.err
-    record = measure.read_record(str(path), "finetune")
-    if not measure.HAS_GPU:
-        assert outcome.out.startswith(measure.NO_GPU_NOTE)
-    line = r"^step (\d)/3  loss +([\d.]+) +[\d.]+ s +[\d,]+ tokens/sec  peak +[\d.]+ GB  ETA +\d+ s$"
+    record = run_records.read_record(str(path), "finetune")
+    if not HAS_GPU:
+        assert outcome.out.startswith(tables.NO_GPU_NOTE)
+    line = (
+        r"^step (\d)/3  loss +([\d.]+) +[\d.]+ s +[\d,]+ tokens/sec  peak +[\d.]+ GB  ETA +\d+ s$"
+    )
     steps = re.findall(line, outcome.out, re.MULTILINE)
     assert [int(step) for step, _ in steps] == [1, 2, 3]
     assert [float(loss) for _, loss in steps] == pytest.approx(record["losses"], abs=1e-4)
 
-    block = llama.result_block(record)
+    block = training_run.result_block(record)
     assert block in outcome.out
-    memory = "Peak GPU memory:" if measure.HAS_GPU else "Peak process memory:"
+    memory = "Peak GPU memory:" if HAS_GPU else "Peak process memory:"
     for words in (
-        f"{'=' * 70}\n{title}\n{'=' * 70}\n", "Average time per step: ", "Median time per step: ",
-        "Average throughput: ", " tokens/sec", memory, "Model FLOPs utilization: ", "Validation loss: ",
-    ):  # fmt: skip
+        f"{'=' * 70}\n{title}\n{'=' * 70}\n",
+        "Average time per step: ",
+        "Median time per step: ",
+        "Average throughput: ",
+        " tokens/sec",
+        memory,
+        "Model FLOPs utilization: ",
+        "Validation loss: ",
+    ):
         assert words in block
     assert f"{record['validation_loss_before']:.4f} before" in block
     assert f"{record['validation_loss_after']:.4f} after" in block
@@ -728,8 +842,8 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
 def test_averages_leave_out_the_first_steps(cli, tmp_path):
     path = tmp_path / "run.json"
     cli(*TINY, "--steps", "5", "--batch-size", "2", "--json", str(path))
-    record = measure.read_record(str(path), "finetune")
-    timed = record["seconds"][llama.WARMUP_STEPS :]
+    record = run_records.read_record(str(path), "finetune")
+    timed = record["seconds"][WARMUP_STEPS:]
     assert record["average_seconds"] == pytest.approx(sum(timed) / 3)
     assert record["median_seconds"] == sorted(timed)[1]
     assert record["tokens_per_second"] == pytest.approx(3 * 2 * 16 / sum(timed))
@@ -737,14 +851,16 @@ def test_averages_leave_out_the_first_steps(cli, tmp_path):
 
 def test_utilization_is_throughput_over_the_data_sheets_rate(cli, monkeypatch, tmp_path):
     path = tmp_path / "run.json"
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
     outcome = cli(*TINY, "--dtype", "bf16", "--json", str(path))
-    record = measure.read_record(str(path), "finetune")
-    flops = llama.flops_per_token(llama.tiny_config(), 16) * record["tokens_per_second"]
+    record = run_records.read_record(str(path), "finetune")
+    flops = (
+        architecture.flops_per_token(architecture.tiny_config(), 16) * record["tokens_per_second"]
+    )
     assert record["model_flops_utilization"] == pytest.approx(flops / 2e12)
     assert f"{100 * flops / 2e12:.1f} % of" in outcome.out
 
 
 def test_utilization_is_unknown_where_the_gpu_is_not_listed(cli, monkeypatch):
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: None)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: None)
     assert re.search(r"^Model FLOPs utilization: +n/a$", cli(*TINY).out, re.M)

@@ -7,23 +7,44 @@ import pytest
 import compare_runs
 
 ENVIRONMENT = {
-    "gpu": "Some GPU", "cpu": "x86_64", "torch": "2", "triton": "3", "transformers": "5", "date": "2026-01-01",
+    "gpu": "Some GPU",
+    "cpu": "x86_64",
+    "torch": "2",
+    "triton": "3",
+    "transformers": "5",
+    "date": "2026-01-01",
     "commit": "abc",
-}  # fmt: skip
+}
 
 
 def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
     return {
-        "kind": "finetune", "title": title, "environment": ENVIRONMENT, "kernels": [], "model": "tiny",
-        "weights": "random weights", "dtype": "fp32", "data": "stdlib", "batch_size": 1, "seq_len": 8,
-        "steps": len(losses), "seed": 0, "lr": 1e-3, "losses": list(losses), "median_seconds": 0.2,
-        "tokens_per_second": 40.0, "peak_memory_bytes": 4e9, "validation_loss_after": 1.5,
-    } | changes  # fmt: skip
+        "kind": "finetune",
+        "title": title,
+        "environment": ENVIRONMENT,
+        "kernels": [],
+        "model": "tiny",
+        "weights": "random weights",
+        "dtype": "fp32",
+        "data": "stdlib",
+        "batch_size": 1,
+        "seq_len": 8,
+        "steps": len(losses),
+        "seed": 0,
+        "lr": 1e-3,
+        "losses": list(losses),
+        "median_seconds": 0.2,
+        "tokens_per_second": 40.0,
+        "peak_memory_bytes": 4e9,
+        "validation_loss_after": 1.5,
+    } | changes
 
 
 @pytest.fixture
 def script(tmp_path, run_script):
-    """script(record, ..., flags=[...]) -> (exit code, stdout, stderr) of the script on these records."""
+    """script(record, ..., flags=[...]) -> (exit code, stdout, stderr) of the script on these
+    records.
+    """
 
     def compare(*records, flags=()):
         paths = [tmp_path / f"{i}.json" for i in range(len(records))]
@@ -40,7 +61,16 @@ def test_ratios_are_to_the_first_run(script):
     code, out, _ = script(run(), faster)
     assert code == 0
     (line,) = [line for line in out.splitlines() if line.startswith("Optimized  ")]
-    assert line.split() == ["Optimized", "0.1000", "100", "1.0", "2.00x", "2.50x", "0.25x", "1.5000"]
+    assert line.split() == [
+        "Optimized",
+        "0.1000",
+        "100",
+        "1.0",
+        "2.00x",
+        "2.50x",
+        "0.25x",
+        "1.5000",
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-4), ("bf16", 1e-2)])
@@ -54,13 +84,21 @@ def test_losses_that_drift_apart_are_found(script, dtype, allowed):
 def test_runs_of_different_workloads_are_not_called_the_same_training(script):
     code, out, _ = script(run(), run("Optimized", losses=(9.0, 9.0, 9.0), seed=1, batch_size=2))
     assert code == 0
-    assert "losses are not compared: batch_size 2 (not 1); seed 1 (not 0)" in out and "the same training" not in out
+    assert (
+        "losses are not compared: batch_size 2 (not 1); seed 1 (not 0)" in out
+        and "the same training" not in out
+    )
 
 
 def test_long_runs_show_their_first_and_last_step(script):
     code, out, _ = script(run(losses=range(1, 102)), run("Optimized", losses=range(1, 102)))
     steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
-    assert code == 0 and steps[0] == "1" and steps[-1] == "101" and len(steps) <= compare_runs.STEPS_SHOWN + 1
+    assert (
+        code == 0
+        and steps[0] == "1"
+        and steps[-1] == "101"
+        and len(steps) <= compare_runs.STEPS_SHOWN + 1
+    )
 
 
 def test_three_runs_are_told_apart(script):
@@ -69,9 +107,19 @@ def test_three_runs_are_told_apart(script):
 
 
 def test_runs_that_differ_in_dtype_are_named_by_it_and_by_their_validation_loss(script):
-    code, out, _ = script(run(), run(dtype="bf16", validation_loss_after=1.75), run("Optimized", dtype="bf16"))
-    last = {line.rsplit(None, 7)[0]: line.split()[-1] for line in out.splitlines() if line.endswith(("00", "50"))}
-    assert code == 0 and last == {"Baseline fp32": "1.5000", "Baseline bf16": "1.7500", "Optimized": "1.5000"}
+    code, out, _ = script(
+        run(), run(dtype="bf16", validation_loss_after=1.75), run("Optimized", dtype="bf16")
+    )
+    last = {
+        line.rsplit(None, 7)[0]: line.split()[-1]
+        for line in out.splitlines()
+        if line.endswith(("00", "50"))
+    }
+    assert code == 0 and last == {
+        "Baseline fp32": "1.5000",
+        "Baseline bf16": "1.7500",
+        "Optimized": "1.5000",
+    }
 
 
 def test_plot_is_a_picture(script, tmp_path):
@@ -102,19 +150,33 @@ def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_sentence(script, records, sentence):
     code, out, err = script(*records)
-    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1 and sentence in err
+    assert (
+        code == 2
+        and not out
+        and err.startswith("error: ")
+        and err.count("\n") == 1
+        and sentence in err
+    )
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         *({key: None} for key in compare_runs.KEYS),
-        {"losses": []}, {"losses": "3, 2, 1"}, {"losses": [3.0, None, 1.0]}, {"losses": [3.0, 2.0, float("nan")]},
-        {"losses": 3.0}, {"dtype": ["fp32"]}, {"median_seconds": 0.0}, {"tokens_per_second": "40"},
-        {"environment": {"gpu": "Some GPU"}}, {"kernels": "rmsnorm"}, {"title": 7},
+        {"losses": []},
+        {"losses": "3, 2, 1"},
+        {"losses": [3.0, None, 1.0]},
+        {"losses": [3.0, 2.0, float("nan")]},
+        {"losses": 3.0},
+        {"dtype": ["fp32"]},
+        {"median_seconds": 0.0},
+        {"tokens_per_second": "40"},
+        {"environment": {"gpu": "Some GPU"}},
+        {"kernels": "rmsnorm"},
+        {"title": 7},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_damaged_record_is_one_sentence_with_its_keys(script, tmp_path, damage):
     (key,) = damage
     for records in ([run(), run("Optimized") | damage], [run() | damage, run("Optimized")]):
@@ -135,7 +197,9 @@ def test_a_record_that_lost_steps_is_one_sentence(script):
     assert code == 2 and "2 losses of 3 steps" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("other", "verdict"), [(0.0, "the same training"), (1e-9, "NOT the same training")])
+@pytest.mark.parametrize(
+    ("other", "verdict"), [(0.0, "the same training"), (1e-9, "NOT the same training")]
+)
 def test_a_loss_of_0_is_compared(script, other, verdict):
     code, out, err = script(run(losses=(0.0, 2.0)), run("Optimized", losses=(other, 2.0)))
     assert code == (other > 0) and not err and out.rstrip().endswith(f": {verdict}")

@@ -1,10 +1,21 @@
-"""What the tests share: scripts run as from the command line, and the fixtures of `checking`."""
+"""What the tests share: scripts run as from the command line, and the fixtures of
+tests/fixtures.py.
+"""
 
 from dataclasses import dataclass
 
 import pytest
 
-from harness import measure
+from harness import command_line
+from tests.fixtures import (  # noqa: F401
+    as_dtensor,
+    compiled_kernels,
+    compiler_pads_rows,
+    far_apart,
+    poison_new_tensors,
+    same_random_numbers,
+    unused_memory_returned,
+)
 
 
 @dataclass
@@ -21,7 +32,7 @@ def run_script(monkeypatch, capsys):
     def run(script, *flags: str) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags])
         with pytest.raises(SystemExit) as stop:
-            measure.run_main(script.main)
+            command_line.run_main(script.main)
         return Outcome(stop.value.code, *capsys.readouterr())
 
     return run

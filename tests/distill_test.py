@@ -1,4 +1,5 @@
-"""Does the student learn what the teacher says, at the positions that count, and does nothing else change?
+"""Does the student learn what the teacher says, at the positions that count, and does nothing else
+change?
 
 The loss and its gradients are held against F.kl_div, which no code here shares.
 """
@@ -13,18 +14,35 @@ import torch
 import compare_runs
 import finetune_baseline
 import finetune_optimized
-from harness import llama, measure
+from harness import (
+    architecture,
+    dataset,
+    loading,
+    run_records,
+    stepping,
+    tables,
+    timing,
+    training_run,
+)
 from harness.checking import HAS_GPU, relative_error
-from next_steps import apply_kernels, distill, reverse_kl_kernel
-from tests.apply_kernels_test import CountedKernel, assert_equal, loss_and_gradients, make_batch, make_model
+from harness.kernel_facts import KERNELS, LOSS_KERNELS
+from harness.workload import DEFAULT_MODEL, Workload, teacher_line
+from next_steps import apply_kernels, distill, finetune_options, reverse_kl_kernel
+from tests.apply_kernels_test import (
+    CountedKernel,
+    assert_equal,
+    loss_and_gradients,
+    make_batch,
+    make_model,
+)
 from tests.fixtures import needs_gpu, waiting_forbidden
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import AutoModelForCausalLM
 
-IGNORE = llama.IGNORE_INDEX
-ALL = apply_kernels.model_kernels(distill.replace_loss(apply_kernels.KERNELS))  # those that go into both models
+IGNORE = dataset.IGNORE_INDEX
+ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
@@ -41,13 +59,17 @@ def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
 def pair(names=(), dtype=torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(student of one layer, its teacher of three)."""
     teacher = confident_model(names, dtype, num_hidden_layers=3).eval().requires_grad_(False)
-    return distill.learn_from(confident_model(names, dtype, num_hidden_layers=1), teacher, **options), teacher
+    return distill.learn_from(
+        confident_model(names, dtype, num_hidden_layers=1), teacher, **options
+    ), teacher
 
 
 def plain_loss(logits, teacher_logits, labels, temperature=1.0):
     """KL(student || teacher) by PyTorch alone: F.kl_div(input, target) is KL(target || input)."""
     counts = labels[:, 1:] != IGNORE
-    log_p, log_q = ((x[:, :-1][counts] / temperature).log_softmax(-1) for x in (logits, teacher_logits))
+    log_p, log_q = (
+        (x[:, :-1][counts] / temperature).log_softmax(-1) for x in (logits, teacher_logits)
+    )
     return torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
 
 
@@ -56,7 +78,9 @@ def plain_student(teacher, loss=plain_loss, **options):
 
     def forward(self, input_ids, labels):
         logits = type(self).forward(self, input_ids=input_ids).logits
-        return types.SimpleNamespace(loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options))
+        return types.SimpleNamespace(
+            loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options)
+        )
 
     student = confident_model(num_hidden_layers=1)
     student.forward = types.MethodType(forward, student)
@@ -67,7 +91,9 @@ def plain_student(teacher, loss=plain_loss, **options):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"])
+@pytest.mark.parametrize(
+    "names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"]
+)
 def test_loss_and_gradients_are_pytorchs(names, fused, temperature):
     expected = loss_and_gradients(plain_student(pair()[1], temperature=temperature), make_batch())
     student, teacher = pair(names, temperature=temperature, fused=fused)
@@ -109,7 +135,9 @@ def test_a_student_that_agrees_has_no_loss_and_no_gradient():
 def test_the_validation_loss_is_that_of_the_labels():
     student, batch = pair()[0].eval(), make_batch()
     with torch.no_grad():
-        assert torch.equal(student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss)
+        assert torch.equal(
+            student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss
+        )
 
 
 def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
@@ -117,17 +145,22 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     alone = confident_model(num_hidden_layers=1)
     assert student.state_dict().keys() == alone.state_dict().keys()
-    assert [name for name, _ in student.named_modules()] == [name for name, _ in alone.named_modules()]
-    batch = llama.Batch(*make_batch().values(), n_tokens=8)
-    llama.training_step(student, llama.make_optimizer(student, 1e-2), batch)
+    assert [name for name, _ in student.named_modules()] == [
+        name for name, _ in alone.named_modules()
+    ]
+    batch = dataset.Batch(*make_batch().values(), n_tokens=8)
+    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), batch)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not torch.equal(student.lm_head.weight, alone.lm_head.weight)
 
 
 def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
-    student, teacher = pair(ALL, fused=False)  # the kernel would refuse a teacher's logits that are part of a graph
+    # the kernel would refuse a teacher's logits that are part of a graph
+    student, teacher = pair(ALL, fused=False)
     seen = []
-    teacher.lm_head.register_forward_hook(lambda module, inputs, output: seen.append((*inputs, output)))
+    teacher.lm_head.register_forward_hook(
+        lambda module, inputs, output: seen.append((*inputs, output))
+    )
     teacher.requires_grad_(True)  # so that only no_grad stands between it and a graph
     loss_and_gradients(student, make_batch())
     ((hidden, logits),) = seen
@@ -168,13 +201,18 @@ def test_reverse_kl_takes_the_place_of_the_kernels_for_labels(kernels, expected)
 def small_model(monkeypatch):
     """tiny, but smaller, with three layers that count beside the embedding."""
 
-    def config(real=llama.tiny_config):
+    def config(real=architecture.tiny_config):
         small = real()
-        small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = 32, 48, 8, 3
+        small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = (
+            32,
+            48,
+            8,
+            3,
+        )
         small.initializer_range = 0.1
         return small
 
-    monkeypatch.setattr(llama, "tiny_config", config)
+    monkeypatch.setattr(architecture, "tiny_config", config)
 
 
 @pytest.fixture
@@ -183,9 +221,11 @@ def distilled(run_script, tmp_path, small_model):
 
     def run(*flags: str) -> tuple[dict, str]:
         path = tmp_path / "run.json"
-        outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path))
+        outcome = run_script(
+            finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path)
+        )
         assert outcome.code == 0, outcome.err
-        return measure.read_record(str(path), "finetune"), outcome.out
+        return run_records.read_record(str(path), "finetune"), outcome.out
 
     return run
 
@@ -194,7 +234,18 @@ def distilled(run_script, tmp_path, small_model):
 def trained_teacher(run_script, tmp_path, small_model) -> str:
     """The directory of a teacher that has learned something."""
     folder = str(tmp_path / "teacher")
-    flags = ["--model", "tiny", "--dtype", "fp32", "--batch-size", "8", "--seq-len", "32", "--steps", "60"]
+    flags = [
+        "--model",
+        "tiny",
+        "--dtype",
+        "fp32",
+        "--batch-size",
+        "8",
+        "--seq-len",
+        "32",
+        "--steps",
+        "60",
+    ]
     outcome = run_script(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
     assert outcome.code == 0, outcome.err
     return folder
@@ -203,33 +254,44 @@ def trained_teacher(run_script, tmp_path, small_model) -> str:
 def test_a_run_says_who_taught_whom(distilled):
     record, printed = distilled("--temperature", "2", "--student-layers", "2")
     expected = {
-        "title": "Distillation", "model": "tiny", "teacher": "tiny", "teacher_weights": "random weights",
-        "student_layers": 2, "temperature": 2.0, "kernels": ["rmsnorm", "reverse_kl"],
-    }  # fmt: skip
+        "title": "Distillation",
+        "model": "tiny",
+        "teacher": "tiny",
+        "teacher_weights": "random weights",
+        "student_layers": 2,
+        "temperature": 2.0,
+        "kernels": ["rmsnorm", "reverse_kl"],
+    }
     assert {key: record[key] for key in expected} == expected
-    assert record["teacher_parameters"] == llama.parameter_count(llama.tiny_config()) > record["parameters"]
+    assert (
+        record["teacher_parameters"]
+        == architecture.parameter_count(architecture.tiny_config())
+        > record["parameters"]
+    )
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
-    assert printed.count(llama.teacher_line(record)) == 2 and llama.result_block(record) in printed
+    assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
     first, last = record["losses"]
     assert f"Distillation loss:        {first:.4f} in step 1, {last:.4f} in step 2" in printed
     if not HAS_GPU:
-        assert printed.startswith(measure.NO_GPU_NOTE)
+        assert printed.startswith(tables.NO_GPU_NOTE)
 
 
 @pytest.fixture
-def arguments(monkeypatch):
-    """arguments(*flags) -> finetune_optimized.py's arguments."""
+def workload_of(monkeypatch):
+    """workload_of(*flags) -> what finetune_optimized.py makes of these flags."""
 
     def parse(*flags: str):
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *SMALL, *flags])
-        return finetune_optimized.parse_args()
+        return Workload.from_flags(finetune_options.parse_args(""), HAS_GPU)
 
     return parse
 
 
-def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model):
-    args = arguments("--teacher", "tiny", "--student-layers", "2")
-    student, teacher = distill.load_student(args, [])[0].state_dict(), llama.load_model(args).state_dict()
+def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_model):
+    flags = "--teacher", "tiny", "--student-layers", "2", *EAGER
+    workload = workload_of(*flags)
+    student = distill.load_student(workload)[0].state_dict()
+    teacher = loading.load_model(workload).state_dict()
     assert set(student) == {name for name in teacher if ".layers.2." not in name}
     assert all(torch.equal(student[name], teacher[name]) for name in student)
 
@@ -245,23 +307,30 @@ def test_the_student_begins_as_the_teachers_first_layers(arguments, small_model)
     ],
     ids=str,
 )
-def test_which_student_and_how_many_layers(arguments, small_model, tmp_path, flags, model, n_layers):
-    config = llama.tiny_config()
+def test_which_student_and_how_many_layers(
+    workload_of, small_model, tmp_path, flags, model, n_layers
+):
+    config = architecture.tiny_config()
     config.num_hidden_layers = 2
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    args = arguments("--teacher", "tiny", *(str(tmp_path) if flag == "OTHER" else flag for flag in flags))
-    assert args.model == (str(tmp_path) if model == "OTHER" else model)
-    student, described = distill.load_student(args, [])
-    assert len(student.model.layers) == student.config.num_hidden_layers == described["student_layers"] == n_layers
-    assert described["teacher_parameters"] == llama.parameter_count(llama.tiny_config())
+    flags = [str(tmp_path) if flag == "OTHER" else flag for flag in flags]
+    workload = workload_of("--teacher", "tiny", *EAGER, *flags)
+    assert workload.model == (str(tmp_path) if model == "OTHER" else model)
+    student, workload, more = distill.load_student(workload)
+    layers = len(student.model.layers), student.config.num_hidden_layers, workload.student_layers
+    assert set(layers) == {n_layers}
+    assert more["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
 
 
-def test_without_a_teacher_the_model_is_the_default(arguments):
-    assert arguments().model == llama.DEFAULT_MODEL and arguments("--model", "tiny").model == "tiny"
+def test_without_a_teacher_the_model_is_the_default(workload_of):
+    assert workload_of().model == DEFAULT_MODEL
+    assert workload_of("--model", "tiny").model == "tiny"
 
 
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
-    record, _ = distilled("--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER)
+    record, _ = distilled(
+        "--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER
+    )
     losses = record["losses"]
     assert record["data"] == "stdlib" and record["teacher_weights"] == "pretrained weights"
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
@@ -272,15 +341,17 @@ def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
     assert eager["kernels"] == []
-    assert set(fused["kernels"]) == {*apply_kernels.KERNELS, "reverse_kl"} - {*distill.LABEL_LOSSES}
+    assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*LOSS_KERNELS}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
     for which in ("before", "after"):
-        assert fused[f"validation_loss_{which}"] == pytest.approx(eager[f"validation_loss_{which}"], rel=1e-5)
+        assert fused[f"validation_loss_{which}"] == pytest.approx(
+            eager[f"validation_loss_{which}"], rel=1e-5
+        )
 
 
 def test_stochastic_rounding_is_said(distilled):
     record, _ = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
-    assert record["kernels"] == ["adamw", "stochastic_rounding"]
+    assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
 
 
 def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path):
@@ -289,34 +360,41 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
     outcome = run_script(finetune_baseline, *SMALL, "--model", str(folder), "--json", str(path))
     assert outcome.code == 0, outcome.err
-    again = measure.read_record(str(path), "finetune")
-    assert again["validation_loss_before"] == pytest.approx(record["validation_loss_after"], rel=1e-5)
+    again = run_records.read_record(str(path), "finetune")
+    assert again["validation_loss_before"] == pytest.approx(
+        record["validation_loss_after"], rel=1e-5
+    )
     assert again["parameters"] == record["parameters"] and "teacher" not in again
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
-    monkeypatch.setattr(measure, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
     record, _ = distilled("--dtype", "bf16", *EAGER)
-    teacher, student = llama.tiny_config(), llama.tiny_config()
+    teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
-    flops = llama.flops_per_token(student, 8) + llama.flops_per_token(teacher, 8) / 3
-    assert record["model_flops_utilization"] == pytest.approx(flops * record["tokens_per_second"] / 2e12)
+    flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
+    assert record["model_flops_utilization"] == pytest.approx(
+        flops * record["tokens_per_second"] / 2e12
+    )
 
 
 def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tmp_path):
-    first, _ = distilled(*EAGER)
+    tiny, _ = distilled(*EAGER)
+    first = tiny | {"teacher": "other"}  # whose weights may be random or not; those of tiny are
     for change in (
         {"temperature": 2.0},
-        {"teacher": "other"},
+        {"teacher": "a third"},
         {"student_layers": 2},
-        {"teacher_weights": "pretrained"},
+        {"teacher_weights": "pretrained weights"},
     ):
         (key,) = change
-        assert compare_runs.workload_differences(first, first | change) == [f"{key} {change[key]} (not {first[key]})"]
-    labels = {key: value for key, value in first.items() if key not in compare_runs.DISTILLATION}
+        difference = f"{key} {change[key]} (not {first[key]})"
+        assert compare_runs.workload_differences(first, first | change) == [difference]
+    taught = "teacher", "teacher_weights", "student_layers", "temperature"
+    labels = {key: value for key, value in first.items() if key not in taught}
     assert compare_runs.workload_differences(labels, labels) == []
-    assert compare_runs.workload_differences(labels, first)[0] == "teacher tiny (not None)"
-    assert ", teacher tiny" in compare_runs.render(["a", "b"], [first, first])
+    assert compare_runs.workload_differences(labels, first)[0] == "teacher other (not None)"
+    assert ", teacher other" in compare_runs.render(["a", "b"], [first, first])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -329,7 +407,7 @@ def assert_refused(outcome, sentence: str) -> None:
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading a model fails the test: what is refused is refused before."""
-    monkeypatch.setattr(llama, "load_model", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(distill, "load_model", lambda workload: pytest.fail("loaded"))
 
 
 @pytest.mark.parametrize("flag", ["--student-layers", "--temperature"])
@@ -338,26 +416,39 @@ def test_flags_of_a_teacher_are_refused_without_one(run_script, no_weights, flag
     assert_refused(outcome, f"{flag} needs --teacher, the model to distil")
 
 
-@pytest.mark.parametrize("flags", [["--ladder"], ["--longest"], ["--opponent", "liger"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [["--ladder"], ["--longest"], ["--opponent", "liger"]], ids=" ".join
+)
 def test_flags_that_train_on_labels_are_refused_with_a_teacher(run_script, no_weights, flags):
     outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags)
-    assert_refused(outcome, f"{flags[0]} trains on labels, --teacher does not: leave one of the two out")
+    assert_refused(
+        outcome, f"{flags[0]} trains on labels, --teacher does not: leave one of the two out"
+    )
 
 
-@pytest.mark.parametrize("flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")])
+@pytest.mark.parametrize(
+    "flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")]
+)
 def test_impossible_values_are_refused(run_script, no_weights, flag, value):
     outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, flag, value)
-    assert outcome.code == 2 and flag in outcome.err and repr(value) in outcome.err and outcome.err.count("\n") == 1
+    assert (
+        outcome.code == 2
+        and flag in outcome.err
+        and repr(value) in outcome.err
+        and outcome.err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("n_layers", ["2", "3"])
 def test_a_student_as_deep_as_its_model_is_refused(run_script, no_weights, n_layers):
-    outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, "--student-layers", n_layers)
+    outcome = run_script(
+        finetune_optimized, "--teacher", "tiny", *SMALL, "--student-layers", n_layers
+    )
     assert_refused(outcome, f"--student-layers {n_layers} is not fewer than the 2 of tiny")
 
 
 def saved_config(folder, **values) -> str:
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     for name, value in values.items():
         setattr(config, name, value)
     config.save_pretrained(folder)
@@ -365,14 +456,19 @@ def saved_config(folder, **values) -> str:
 
 
 def test_a_teacher_that_cannot_be_halved_is_refused(run_script, no_weights, tmp_path):
-    outcome = run_script(finetune_optimized, "--teacher", saved_config(tmp_path, num_hidden_layers=1), *SMALL)
-    assert_refused(outcome, f"{tmp_path} has a single layer, which cannot be halved; name a smaller --model")
+    outcome = run_script(
+        finetune_optimized, "--teacher", saved_config(tmp_path, num_hidden_layers=1), *SMALL
+    )
+    assert_refused(
+        outcome, f"{tmp_path} has a single layer, which cannot be halved; name a smaller --model"
+    )
 
 
 def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
     folder = saved_config(tmp_path, vocab_size=300)
     outcome = run_script(finetune_optimized, "--teacher", folder, "--model", "tiny", *SMALL)
-    sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300; name two models with the same"
+    sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300"
+    sentence += "; name two models with the same"
     assert_refused(outcome, sentence)
 
 
@@ -384,7 +480,9 @@ def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
     ],
     ids=["positions", "type"],
 )
-def test_an_unsuitable_teacher_is_refused_by_its_name(run_script, no_weights, tmp_path, values, sentence):
+def test_an_unsuitable_teacher_is_refused_by_its_name(
+    run_script, no_weights, tmp_path, values, sentence
+):
     folder = saved_config(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -392,8 +490,12 @@ def test_an_unsuitable_teacher_is_refused_by_its_name(run_script, no_weights, tm
     assert_refused(outcome, sentence.format(folder=folder))
 
 
-@pytest.mark.parametrize("flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str)
-def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize(
+    "flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str
+)
+def test_an_empty_name_is_not_taken_for_no_name(
+    run_script, no_weights, tmp_path, monkeypatch, flags
+):
     monkeypatch.chdir(tmp_path)
     outcome = run_script(finetune_optimized, *SMALL, *flags)
     assert_refused(outcome, "the directory  holds no config.json, so it is not a saved model")
@@ -403,9 +505,20 @@ def test_an_empty_name_is_not_taken_for_no_name(run_script, no_weights, tmp_path
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", llama.DTYPES)
+@pytest.mark.parametrize("dtype", architecture.TORCH_DTYPES)
 def test_captured_steps_are_the_same_steps(distilled, dtype):
-    flags = ["--dtype", dtype, "--batch-size", "2", "--seq-len", "64", "--steps", "6", "--kernels", "all"]
+    flags = [
+        "--dtype",
+        dtype,
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "64",
+        "--steps",
+        "6",
+        "--kernels",
+        "all",
+    ]
     plain, captured = (distilled(*flags, *more)[0]["losses"] for more in ([], ["--cuda-graph"]))
     assert plain[5] != plain[2], "this comparison cannot fail"
     assert captured == pytest.approx(plain, rel=1e-4 if dtype == "fp32" else 2e-2)
@@ -415,16 +528,18 @@ def test_captured_steps_are_the_same_steps(distilled, dtype):
 def test_a_step_does_not_wait_for_the_gpu():
     student, _ = pair(ALL, torch.bfloat16)
     optimizer = apply_kernels.triton_adamw(student, 1e-3)
-    batch = llama.Batch(*make_batch().values(), n_tokens=8)
-    llama.training_step(student, optimizer, batch)
-    with waiting_forbidden(), llama.unpacked_sequences():  # for which transformers waits
-        llama.training_step(student, optimizer, batch)
+    batch = dataset.Batch(*make_batch().values(), n_tokens=8)
+    stepping.training_step(student, optimizer, batch)
+    with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
+        stepping.training_step(student, optimizer, batch)
 
 
 @needs_gpu
 def test_teacher_and_student_logits_exist_once_each():
-    """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to small layers."""
-    config = llama.tiny_config()
+    """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to
+    small layers.
+    """
+    config = architecture.tiny_config()
     config.vocab_size = 65_536
     with torch.device("cuda"):
         models = [AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) for _ in range(2)]
@@ -437,4 +552,4 @@ def test_teacher_and_student_logits_exist_once_each():
         loss.backward()
         student.zero_grad(set_to_none=True)
 
-    assert 3 * logits <= measure.peak_extra_bytes(step) < 3.6 * logits
+    assert 3 * logits <= timing.peak_extra_bytes(step) < 3.6 * logits

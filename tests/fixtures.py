@@ -1,4 +1,7 @@
-"""Circumstances in which a test runs, as fixtures and context managers.  A plugin of pytest: see pyproject.toml."""
+"""Circumstances in which a test runs, as fixtures and context managers.
+
+tests/conftest.py hands the fixtures to all tests; tests/mutation_test.py loads this file itself.
+"""
 
 import contextlib
 import gc
@@ -17,7 +20,9 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 
 @pytest.fixture(autouse=True)
 def same_random_numbers():
-    """What a test draws does not depend on the tests before it: which those are changes where several run at a time."""
+    """What a test draws does not depend on the tests before it: which those are changes where
+    several run at a time.
+    """
     torch.manual_seed(0)
 
 
@@ -32,7 +37,9 @@ def unused_memory_returned():
 
 @pytest.fixture
 def poison_new_tensors():
-    """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to write is seen."""
+    """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to
+    write is seen.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -40,7 +47,8 @@ def poison_new_tensors():
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
-    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look right.
+    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look
+    right.
 
     Yields the list of the shapes that were allocated meanwhile.
     """
@@ -56,10 +64,13 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-def captured(step: Callable[[], object], steps_before: int = 1) -> tuple[torch.cuda.CUDAGraph, object]:
+def captured(
+    step: Callable[[], object], steps_before: int = 1
+) -> tuple[torch.cuda.CUDAGraph, object]:
     """A CUDA graph of step(), and what step() returned while it was recorded.
 
-    The steps before, on a stream of their own, compile the kernels and make what a capture must not.
+    The steps before, on a stream of their own, compile the kernels and make what a capture must
+    not.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -76,10 +87,13 @@ def captured(step: Callable[[], object], steps_before: int = 1) -> tuple[torch.c
 @pytest.fixture
 def compiled_kernels(monkeypatch) -> list[str]:
     """The kernels that Triton compiles from now on; clear it where those do not count."""
-    from triton import knobs  # whoever uses this has imported a kernel file, which decides how Triton runs
+    # whoever uses this has imported a kernel file, which decides how Triton runs
+    from triton import knobs
 
     compiled = []
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"]))
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"])
+    )
     return compiled
 
 
@@ -95,10 +109,12 @@ def waiting_forbidden() -> Iterator[None]:
 
 @pytest.fixture
 def far_apart(tmp_path):
-    """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the third beyond int32.
+    """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the
+    third beyond int32.
 
-    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in its middle, so that
-    an offset that wraps to -2**31 reads the zeros at the file's beginning, where else it would end the process.
+    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in
+    its middle, so that an offset that wraps to -2**31 reads the zeros at the file's beginning,
+    where else it would end the process.
     """
     if HAS_GPU:
         pytest.skip("on a GPU this is done in its memory, by the test of offsets beyond int32")
@@ -110,7 +126,9 @@ def far_apart(tmp_path):
         if file.stat().st_blocks * 512 > 2**20:
             pytest.skip("this file system cannot leave a hole in a file")
         memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
-        strides = [2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())]
+        strides = [
+            2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())
+        ]
         return memory.as_strided(values.shape, strides, 2**31).copy_(values)
 
     yield place
@@ -140,8 +158,17 @@ def compiler_pads_rows():
     torch._dynamo.reset()
 
 
-pads_rows = pytest.mark.usefixtures("compiler_pads_rows")
-COMPILED_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a CPU multiplies matrices of bf16 in its own way
+def pads_rows(test):
+    """A kernel's own test of compiled graphs.
+
+    A reader runs one graph of each function: tests/contracts_compile_test.py.
+    """
+    return pytest.mark.exhaustive(pytest.mark.usefixtures("compiler_pads_rows")(test))
+
+
+COMPILED_DTYPE = (
+    torch.bfloat16 if HAS_GPU else torch.float32
+)  # a CPU multiplies matrices of bf16 in its own way
 
 
 @contextlib.contextmanager

@@ -55,7 +55,9 @@ def from_bits(bits: list[int]) -> torch.Tensor:
 
 def same(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Where two tensors are equal, zeros' signs included; one NaN is as good as another."""
-    return (out.isnan() & expected.isnan()) | ((out == expected) & (out.signbit() == expected.signbit()))
+    return (out.isnan() & expected.isnan()) | (
+        (out == expected) & (out.signbit() == expected.signbit())
+    )
 
 
 # ---------------------------------------------------------------------------- fp32 -> bf16
@@ -69,7 +71,7 @@ def test_any_fp32_number_becomes_the_bf16_that_pytorch_makes_of_it():
 
 @pytest.mark.parametrize("lower", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_bf16_number_and_what_lies_around_the_middle_to_the_next(lower):
-    """All upper halves: both zeros, subnormal numbers, the last one before infinity, infinities, every NaN."""
+    """All upper halves: zeros, subnormal numbers, the last finite ones, infinities, every NaN."""
     x = from_bits([(upper << 16) + lower for upper in range(2**16)])
     assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
 
@@ -91,7 +93,8 @@ def test_every_bf16_number_becomes_itself_in_fp32():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
 def test_integers_are_converted_to_bf16_not_taken_for_its_bits(dtype):
-    x = torch.arange(-256 if dtype.is_signed else 0, 768, 8 if dtype.is_signed else 6, device=DEVICE).to(dtype)
+    first, step = (-256, 8) if dtype.is_signed else (0, 6)
+    x = torch.arange(first, 768, step, device=DEVICE).to(dtype)
     assert torch.equal(cast(x, torch.bfloat16), x.bfloat16())
 
 
@@ -105,12 +108,16 @@ def test_any_fp32_number_becomes_the_fp16_that_pytorch_makes_of_it():
 
 
 def nearest(exact: Fraction, dtype: type) -> float:
-    """The number of a NumPy dtype that is nearest to `exact`, of two the one whose last bit is 0."""
+    """The number of a NumPy dtype nearest to `exact`, of two the one whose last bit is 0."""
     guess = dtype(float(exact))
     around = guess, np.nextafter(guess, dtype(-INF)), np.nextafter(guess, dtype(INF))
     bits = np.uint16 if dtype == np.float16 else np.uint32
     finite = [number for number in around if np.isfinite(number)]
-    return float(min(finite, key=lambda number: (abs(Fraction(float(number)) - exact), number.view(bits) & 1)))
+    return float(
+        min(
+            finite, key=lambda number: (abs(Fraction(float(number)) - exact), number.view(bits) & 1)
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -134,7 +141,7 @@ def test_multiply_add_rounds_once(kind, dtype):
 @pytest.mark.parametrize(
     "x, y, z, expected",
     [
-        # x * y + z is 2**-70 below the tie of 1 + 2**-23 and 1 + 2**-22, which is what float64 makes of it
+        # x * y + z is 2**-70 below the tie of 1 + 2**-23 and 1 + 2**-22, which float64 makes of it
         (2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, 1 + 2.0**-23, 1 + 2.0**-23),
         (2.0**-24 * (1 + 2.0**-23), 2.0**-23 - 1, -1 - 2.0**-23, -1 - 2.0**-23),
         (2.0**-75, 2.0**-76, TINY, TINY),  # a product that float64 holds, and fp32 does not
@@ -205,7 +212,17 @@ def test_users_bf16_weights_keep_their_norm_over_40_steps():
 
 
 @pytest.mark.parametrize(
-    "kernel", ["adamw", "cross_entropy", "fused", "linear_cross_entropy", "reverse_kl", "rmsnorm", "rope", "swiglu"]
+    "kernel",
+    [
+        "adamw",
+        "cross_entropy",
+        "fused",
+        "linear_cross_entropy",
+        "reverse_kl",
+        "rmsnorm",
+        "rope",
+        "swiglu",
+    ],
 )
 def test_every_kernel_file_brings_it(kernel):
     module = "fused_layer" if kernel == "fused" else f"{kernel}_kernel"
@@ -215,24 +232,30 @@ def test_every_kernel_file_brings_it(kernel):
 
 
 def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
-    (tmp_path / "cross_entropy_kernel.py").write_text((HERE / "cross_entropy_kernel.py").read_text())
+    (tmp_path / "cross_entropy_kernel.py").write_text(
+        (HERE / "cross_entropy_kernel.py").read_text()
+    )
     errors = run(LARGE_LOGITS, tmp_path, PYTHONPATH="")
     assert len(errors) == 2 and max(errors) < 1e-2
 
 
-@pytest.mark.parametrize("first", ["harness.interpreter_rounding", "harness.measure", "rmsnorm_kernel"])
+@pytest.mark.parametrize(
+    "first", ["harness.interpreter_rounding", "harness.device", "rmsnorm_kernel"]
+)
 def test_import_order_does_not_matter(first):
     code = f"""
 import {first}, rmsnorm_kernel
 from harness import interpreter_rounding
 from triton.runtime.interpreter import InterpreterBuilder
-print(int(rmsnorm_kernel.INTERPRETED), int(InterpreterBuilder.cast_impl is interpreter_rounding.cast_impl))
+patched = InterpreterBuilder.cast_impl is interpreter_rounding.cast_impl
+print(int(rmsnorm_kernel.INTERPRETED), int(patched))
 """
     assert run(code) == [1, 1]
 
 
 def test_nothing_is_changed_where_kernels_are_compiled():
-    code = "import sys, harness.measure, rmsnorm_kernel; print(int('triton.runtime.interpreter' in sys.modules))"
+    code = "import sys, harness.device, rmsnorm_kernel; "
+    code += "print(int('triton.runtime.interpreter' in sys.modules))"
     assert run(code, TRITON_INTERPRET="0") == [0]
 
 

@@ -1,9 +1,11 @@
-"""The estimate meets every recorded run, keeps what autograd keeps, and needs neither a GPU nor weights.
+"""The estimate meets every recorded run, keeps what autograd keeps, and needs neither a GPU nor
+weights.
 
 pytest memory_estimate_test.py
 """
 
 import functools
+import importlib
 import json
 import math
 import re
@@ -14,18 +16,33 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import profile_baseline
-from harness import llama, measure
-from next_steps import memory_estimate
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels
-from next_steps.memory_estimate import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+from harness import architecture, config_file, device, run_records, stepping
+from harness.device import DEVICE, HAS_GPU
+from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
+from harness.workload import DEFAULT_MODEL
+from next_steps import memory_estimate, memory_ledger
+from next_steps.apply_kernels import apply_kernels
+from next_steps.memory_ledger import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
 REQUIRED = [
-    "finetune_baseline_1x512", "finetune_baseline_4x2048", "finetune_optimized_1x512", "finetune_optimized_4x2048",
-    "finetune_all_1x512", "finetune_all_4x2048", "profile_1x512", "profile_1x512_rmsnorm", "profile_1x512_both",
-    "profile_4x2048", "profile_4x2048_both",
-]  # fmt: skip
+    "finetune_baseline_1x512",
+    "finetune_baseline_4x2048",
+    "finetune_optimized_1x512",
+    "finetune_optimized_4x2048",
+    "finetune_all_1x512",
+    "finetune_all_4x2048",
+    "profile_1x512",
+    "profile_1x512_rmsnorm",
+    "profile_1x512_both",
+    "profile_4x2048",
+    "profile_4x2048_both",
+]
 TOLERANCE = 1e-3  # the largest of these is off by 0.07 %, a CUDA graph's third cuBLAS workspace
 
 
@@ -38,8 +55,8 @@ ESTIMATE = memory_estimate.estimate  # the real one, also where a test has put a
 
 @functools.cache
 def estimate_8b(dtype: str, batch_size: int, seq_len: int, kernels: tuple[str, ...]) -> dict:
-    shape = llama.DTYPES[dtype], batch_size, seq_len
-    return ESTIMATE(llama.llama_3_1_8b_config(), *shape, list(kernels))
+    shape = architecture.TORCH_DTYPES[dtype], batch_size, seq_len
+    return ESTIMATE(architecture.llama_3_1_8b_config(), *shape, list(kernels))
 
 
 def estimate_of(record: dict) -> dict:
@@ -48,7 +65,9 @@ def estimate_of(record: dict) -> dict:
 
 
 def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) -> dict:
-    return memory_estimate.estimate(config or llama.tiny_config(), dtype, 2, seq_len, list(kernels))
+    return memory_estimate.estimate(
+        config or architecture.tiny_config(), dtype, 2, seq_len, list(kernels)
+    )
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -57,31 +76,42 @@ def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_the_recorded_peak_is_met(name):
     record = recorded(name)
-    assert record["model"] == llama.DEFAULT_MODEL
-    assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(record["peak_memory_bytes"], rel=TOLERANCE)
+    assert record["model"] == DEFAULT_MODEL
+    assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(
+        record["peak_memory_bytes"], rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in REQUIRED if name.startswith("profile")])
 def test_the_recorded_memory_between_steps_is_met(name):
     record = recorded(name)
     parts = estimate_of(record)["parts"]
-    resting = parts[memory_estimate.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
-    profiled = 4 if record.get("timeline") else 2  # a newer record's kernels are also recorded in steps of their own
+    resting = parts[memory_ledger.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
+    # a newer record's kernels are also recorded in steps of their own
+    profiled = 4 if record.get("timeline") else 2
     waiting = record["warmup_steps"] + len(record["step_ms"]) + profiled  # batches, ids and labels
-    assert record["resting_memory_bytes"] == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
+    assert (
+        record["resting_memory_bytes"]
+        == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
+    )
 
 
 def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
-    short, long = (estimate_of(recorded(f"finetune_baseline_{size}")) for size in ("1x512", "4x2048"))
+    short, long = (
+        estimate_of(recorded(f"finetune_baseline_{size}")) for size in ("1x512", "4x2048")
+    )
     assert short["phase"] == "optimizer"
     denom, *rest = short["made_by"].values()  # of AdamW, as many bytes as the weights
     assert next(iter(short["made_by"])) == "_foreach_sqrt"
     assert denom["bytes"] == short["parts"][TEMPORARY] == short["parts"][GRADIENTS]
-    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_estimate.ROUNDING  # one number
+    # one number
+    assert sum(row["bytes"] for row in rest) == short["parts"][LOSS] == memory_ledger.ROUNDING
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
     # the log-softmax, its gradient and the logits'
-    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx([logits] * 3, rel=1e-3)
+    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx(
+        [logits] * 3, rel=1e-3
+    )
     assert long["parts"][LOSS] == pytest.approx(3 * logits, rel=1e-3)
     assert long["parts"][TEMPORARY] == 0
 
@@ -91,7 +121,11 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = llama.AutoModelForCausalLM.from_config(llama.tiny_config(), dtype=torch.bfloat16).to(llama.DEVICE).train()
+    model = (
+        AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16)
+        .to(DEVICE)
+        .train()
+    )
     apply_kernels(model, kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -109,7 +143,8 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
 
     def pack(t):
         storage = t.untyped_storage()
-        of_last_norm = last and storage.data_ptr() == last[0].data_ptr()  # it may keep what the last layer made
+        # it may keep what the last layer made
+        of_last_norm = last and storage.data_ptr() == last[0].data_ptr()
         if (inside or of_last_norm) and storage.data_ptr() not in not_theirs and t.numel() > 1:
             saved[storage.data_ptr()] = storage.nbytes()
         return t
@@ -119,30 +154,37 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     layers[-1].register_forward_hook(leave)
     with saved_tensors_hooks(pack, lambda t: t):
         result = model.model(
-            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=llama.DEVICE), use_cache=False
+            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=DEVICE), use_cache=False
         )
     del result  # only now may memory be reused
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join)
+@pytest.mark.parametrize(
+    "kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join
+)
 def test_the_layers_keep_what_autograd_saves(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 2, 9, kernels)
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 9, kernels)
     kept = [block for block in ledger.kept() if block.stage[1] is not None]
-    # attention also saves two numbers on a GPU, the state of dropout's generator: neither side counts them
-    estimated = sum(math.prod(block.shape) * block.dtype.itemsize for block in kept if math.prod(block.shape) > 1)
+    # attention also saves two numbers on a GPU, the state of dropout's generator: neither side
+    # counts them
+    estimated = sum(
+        math.prod(block.shape) * block.dtype.itemsize
+        for block in kept
+        if math.prod(block.shape) > 1
+    )
     assert estimated == bytes_saved_by_a_real_step(kernels, 2, 9)
 
 
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 def test_every_kept_tensor_has_a_kind(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 2, 64, kernels)
-    assert {block.kind for block in ledger.kept()} <= set(memory_estimate.KINDS)
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 64, kernels)
+    assert {block.kind for block in ledger.kept()} <= set(memory_ledger.KINDS)
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_every_layer_keeps_the_same(kernels):
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     one_layer = [total / 2 for total in tiny_estimate(*kernels)["kept_in_layers"].values()]
     config.num_hidden_layers = 5
     five = tiny_estimate(*kernels, config=config)
@@ -153,7 +195,7 @@ def test_every_layer_keeps_the_same(kernels):
 
 
 def test_a_storage_counts_once_from_its_birth_to_its_death_in_units_of_the_allocator():
-    with memory_estimate.Ledger() as ledger:
+    with memory_ledger.Ledger() as ledger:
         x = torch.empty(100, dtype=torch.float32, device="meta")  # 400 bytes
         assert ledger.n_bytes == 512
         view = x.view(10, 10).t()
@@ -170,7 +212,7 @@ def test_a_storage_counts_once_from_its_birth_to_its_death_in_units_of_the_alloc
 
 
 def test_what_the_graph_holds_lives_until_the_backward():
-    with memory_estimate.Ledger() as ledger:
+    with memory_ledger.Ledger() as ledger:
         x = torch.empty(128, device="meta", requires_grad=True)
         y = (x * 2).exp().sum()  # exp keeps its result, the product with 2 nothing
         assert ledger.n_bytes == 3 * 512
@@ -183,75 +225,89 @@ def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_highest_phase(kernels)
     estimated = tiny_estimate(*kernels)
     assert sum(estimated["parts"].values()) == estimated["peak_memory_bytes"]
     assert (
-        max(estimated["phases"].values()) == estimated["phases"][estimated["phase"]] == estimated["peak_memory_bytes"]
+        max(estimated["phases"].values())
+        == estimated["phases"][estimated["phase"]]
+        == estimated["peak_memory_bytes"]
     )
 
 
 def test_a_step_in_the_backward_never_has_all_gradients():
     every, one = tiny_estimate(seq_len=4), tiny_estimate("adamw", seq_len=4)
     n_parameters = 2 + 1 + 2 * 9
-    assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512  # it counts its steps on the GPU
-    weights = every["parts"][memory_estimate.PARAMETERS]
+    # it counts its steps on the GPU
+    assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512
+    weights = every["parts"][memory_ledger.PARAMETERS]
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
     assert one["phases"]["optimizer"] < one["peak_memory_bytes"]
 
 
 def test_tied_embeddings_are_one_parameter():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     apart = tiny_estimate(config=config)
     config.tie_word_embeddings = True
     tied = tiny_estimate(config=config)
-    saved = apart["parts"][memory_estimate.PARAMETERS] - tied["parts"][memory_estimate.PARAMETERS]
+    saved = apart["parts"][memory_ledger.PARAMETERS] - tied["parts"][memory_ledger.PARAMETERS]
     assert saved == 2 * 257 * 64 + 384  # to a multiple of 512
 
 
 def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     weights = 2 * 4 * 512 * 512 * 4  # (B, heads, T, T) fp32
-    grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"]["attention"]
+    grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
+        "attention"
+    ]
     config.num_key_value_heads = 4
-    plain = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"]["attention"]
+    plain = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
+        "attention"
+    ]
     assert grouped > 2 * weights > plain
 
 
 def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
     interpreted = tiny_estimate(*KERNELS)
-    for name in MODEL_KERNELS:
-        module = getattr(memory_estimate, f"{name}_kernel", None)
-        if module is not None:
-            monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(memory_estimate.adamw_kernel, "INTERPRETED", False)
+    for row in ROWS:
+        if row.launches:
+            monkeypatch.setattr(importlib.import_module(row.lesson), "INTERPRETED", False)
     assert tiny_estimate(*KERNELS) == interpreted
 
 
 def test_nothing_stays_replaced(monkeypatch):
-    before = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, llama.HAS_GPU
-    monkeypatch.setattr(llama, "training_step", lambda *_: 1 / 0)
+    before = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
+    monkeypatch.setattr(stepping, "training_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_estimate()
-    after = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, llama.HAS_GPU
+    after = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
     assert before == after
 
 
 # ---------------------------------------------------------------- the flag
 
 
-def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(run_script, tmp_path, monkeypatch):
+def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
+    run_script, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     flags = ["--estimate", "--model", "tiny", "--kernels", "all", "--json", "estimate.json"]
     outcome = run_script(profile_baseline, *flags)
     assert outcome.code == 0
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
-    assert (record["kind"], record["dtype"], record["seq_len"]) == ("estimate", "bf16", 512)  # a GPU's defaults
+    # a GPU's defaults
+    assert (record["kind"], record["dtype"], record["seq_len"]) == (
+        "estimate",
+        "bf16",
+        512,
+    )
     assert [e["kernels"] for e in record["estimates"]] == [[], KERNELS]
     assert "(estimate)" in outcome.out and "chosen: the peak is in the" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace
 
 
 def test_without_kernels_there_is_one_column(run_script):
-    outcome = run_script(profile_baseline, "--estimate", "--model", "tiny", "--dtype", "fp32", "--seq-len", "8")
+    outcome = run_script(
+        profile_baseline, "--estimate", "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
+    )
     assert outcome.code == 0 and "chosen" not in outcome.out
 
 
@@ -260,7 +316,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
         assert config.hidden_size == 4096 and dtype == torch.bfloat16
         return estimate_8b("bf16", *shape[:2], tuple(shape[2]))
 
-    for module in (llama, profile_baseline):
+    for module in (device, config_file):
         monkeypatch.setattr(module, "HAS_GPU", False)
     monkeypatch.setattr(memory_estimate, "estimate", estimated_before)
     outcome = run_script(profile_baseline, *MODEL_8B)
@@ -269,7 +325,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
 
 
 def test_the_weights_are_not_needed(run_script, tmp_path):
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.save_pretrained(tmp_path)
     outcome = run_script(profile_baseline, "--estimate", "--model", str(tmp_path))
     assert outcome.code == 0 and "pretrained weights" in outcome.out
@@ -305,22 +361,32 @@ def test_a_model_that_is_no_llama_is_refused(run_script, tmp_path):
 )  # fmt: skip
 def test_the_moment_of_the_peak_in_words(phase, layer, expected):
     estimated = {"phase": phase, "layer": layer, "made_by": {}}
-    assert f"the peak is in the {expected} made" in memory_estimate.moment_line("none", estimated, n_layers=4)
+    assert f"the peak is in the {expected} made" in memory_estimate.moment_line(
+        "none", estimated, n_layers=4
+    )
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_stages_of_a_step_come_in_order(kernels):
-    ledger = memory_estimate.run_step(llama.tiny_config(), torch.bfloat16, 1, 8, kernels)
-    backward = [("backward", layer) for layer in (None, 2, 1, memory_estimate.EMBEDDING)]
+    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 1, 8, kernels)
+    backward = [("backward", layer) for layer in (None, 2, 1, memory_ledger.EMBEDDING)]
     forward = [("forward", layer) for layer in (None, 1, 2)]
     assert list(ledger.peaks) == [*forward, ("loss", None), *backward, ("optimizer", None)]
 
 
 def test_a_small_model_is_printed_in_megabytes():
     record = {
-        "kind": "estimate", "environment": measure.environment(), "model": "tiny", "weights": "random weights",
-        "parameters": 1, "layers": 2, "dtype": "bf16", "batch_size": 2, "seq_len": 64, "kernels": [],
+        "kind": "estimate",
+        "environment": run_records.environment(),
+        "model": "tiny",
+        "weights": "random weights",
+        "parameters": 1,
+        "layers": 2,
+        "dtype": "bf16",
+        "batch_size": 2,
+        "seq_len": 64,
+        "kernels": [],
         "estimates": [tiny_estimate()],
-    }  # fmt: skip
+    }
     assert "At the peak, MB" in memory_estimate.render(record)
     assert KEPT in memory_estimate.render(record)

@@ -2,8 +2,8 @@
 
 pytest memory_profile_test.py
 
-Each part is held against something that does not come from the ledger: the tensors of the model and the optimizer,
-what autograd saves, the shape of the logits, and PyTorch's own profiler for the sum.
+Each part is held against something that does not come from the ledger: the tensors of the model and
+the optimizer, what autograd saves, the shape of the logits, and PyTorch's own profiler for the sum.
 """
 
 import contextlib
@@ -21,11 +21,14 @@ import pytest
 import torch
 
 import profile_baseline
-from harness import llama, measure
+from harness import architecture, dataset, run_records, stepping, tables
 from harness.checking import HAS_GPU
-from next_steps import memory_estimate, memory_profile
-from next_steps.apply_kernels import KERNELS, MODEL_KERNELS, apply_kernels, make_optimizer
-from next_steps.memory_estimate import (
+from harness.device import DEVICE
+from harness.kernel_facts import KERNELS, MODEL_KERNELS
+from harness.workload import Workload
+from next_steps import memory_estimate, memory_ledger, memory_profile, memory_tables
+from next_steps.apply_kernels import apply_kernels, make_optimizer
+from next_steps.memory_ledger import (
     BATCH,
     GRADIENTS,
     KEPT,
@@ -34,12 +37,17 @@ from next_steps.memory_estimate import (
     PHASES,
     STATE,
     TEMPORARY,
+    UNSEEN,
     WORKSPACES,
     Ledger,
 )
-from next_steps.memory_profile import UNSEEN, Observer
+from next_steps.memory_profile import Observer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
@@ -57,7 +65,7 @@ class Observed:
     kernels: list[str]
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    batches: list[llama.Batch]
+    batches: list[dataset.Batch]
     ledger: Observer
 
     @property
@@ -69,16 +77,21 @@ class Observed:
         return [sum(values) for values in zip(*self.parts.values())]
 
 
-def observe(kernels: list[str], config=None, device=measure.DEVICE) -> Observed:
+def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     """The second step of a tiny model in bf16."""
-    model = llama.AutoModelForCausalLM.from_config(config or llama.tiny_config(), dtype=torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_config(
+        config or architecture.tiny_config(), dtype=torch.bfloat16
+    ).to(device)
     model.config.use_cache = False
     apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
     ledger = Observer(device)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-3, kernels)
-    batches = [llama.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device) for _ in range(2)]
-    llama.training_step(model, optimizer, batches[0])
+    batches = [
+        dataset.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device)
+        for _ in range(2)
+    ]
+    stepping.training_step(model, optimizer, batches[0])
     memory_profile.observed_step(model, optimizer, batches, ledger)
     return Observed(kernels, model, optimizer, batches, ledger)
 
@@ -94,14 +107,20 @@ def check_books(observed: Observed) -> None:
     parts, ledger, model = observed.parts, observed.ledger, observed.model
     weights = rounded(*model.parameters())
     state = [
-        t for values in observed.optimizer.state.values() for t in values.values() if t.device.type == ledger.device
+        t
+        for values in observed.optimizer.state.values()
+        for t in values.values()
+        if t.device.type == ledger.device
     ]
     batches = [t for batch in observed.batches for t in (batch.input_ids, batch.labels)]
     assert set(parts[PARAMETERS]) == {rounded(*model.parameters(), *model.buffers())}
     assert set(parts[STATE]) == {rounded(*state)} and rounded(*state) >= 2 * weights
     assert set(parts[BATCH]) == {rounded(*batches)}
 
-    starts = {phase: next(w.first for w in windows_of(observed) if w.sample.stage[0] == phase) for phase in PHASES}
+    starts = {
+        phase: next(w.first for w in windows_of(observed) if w.sample.stage[0] == phase)
+        for phase in PHASES
+    }
     gradients = parts[GRADIENTS]
     assert not any(gradients[: starts["loss"]]) and gradients[-1] == 0
     if "adamw" in observed.kernels:  # the largest is an embedding's; never two of those
@@ -111,18 +130,29 @@ def check_books(observed: Observed) -> None:
         assert max(gradients) == gradients[starts["optimizer"]] == weights
 
     in_layers = [block for block in ledger.kept() if block.stage[1] is not None]
-    saved = sum(math.prod(block.shape) * block.dtype.itemsize for block in in_layers if math.prod(block.shape) > 1)
-    expected = bytes_saved_by_a_real_step([k for k in observed.kernels if k in MODEL_KERNELS], *SHAPE)
+    saved = sum(
+        math.prod(block.shape) * block.dtype.itemsize
+        for block in in_layers
+        if math.prod(block.shape) > 1
+    )
+    expected = bytes_saved_by_a_real_step(
+        [k for k in observed.kernels if k in MODEL_KERNELS], *SHAPE
+    )
     assert saved == pytest.approx(expected, rel=1e-3 if HAS_GPU else 0)
     backward = starts["backward"]
-    assert sum(b.n_bytes for b in in_layers) <= parts[KEPT][backward] < 1.2 * sum(b.n_bytes for b in in_layers)
+    assert (
+        sum(b.n_bytes for b in in_layers)
+        <= parts[KEPT][backward]
+        < 1.2 * sum(b.n_bytes for b in in_layers)
+    )
     assert parts[KEPT][0] == parts[KEPT][starts["optimizer"]] == 0
     assert parts[TEMPORARY][backward] == 0 < max(parts[TEMPORARY][backward:])
 
     tokens, vocabulary = math.prod(SHAPE), model.config.vocab_size
     assert not any(parts[LOSS][: starts["loss"]])
     logits = tokens * vocabulary * (2 if "linear_cross_entropy" in observed.kernels else 3 * 4)
-    assert logits <= max(parts[LOSS]) < 2.5 * logits  # eager: the log-softmax and two gradients in fp32
+    # eager: the log-softmax and two gradients in fp32
+    assert logits <= max(parts[LOSS]) < 2.5 * logits
 
 
 def windows_of(observed: Observed) -> list[memory_profile.Window]:
@@ -147,7 +177,9 @@ def without(part: str):
 
 def called(part: str, instead: str):
     part_of = Ledger.part_of
-    return lambda ledger, block: instead if part_of(ledger, block) == part else part_of(ledger, block)
+    return lambda ledger, block: (
+        instead if part_of(ledger, block) == part else part_of(ledger, block)
+    )
 
 
 def immortal(ledger, key):
@@ -187,16 +219,20 @@ def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
 
 
 def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
-    known = {code: kind for code, kind in memory_estimate.KIND_OF_CODE.items() if kind != LOSS}
-    monkeypatch.setattr(memory_estimate, "KIND_OF_CODE", known)
+    known = {code: kind for code, kind in memory_ledger.KIND_OF_CODE.items() if kind != LOSS}
+    monkeypatch.setattr(memory_ledger, "KIND_OF_CODE", known)
     with pytest.raises(AssertionError):
         check_books(observe([]))
 
 
 def peak_by_the_profiler(observed: Observed) -> int:
-    """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the CPU, and their ends."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        llama.training_step(observed.model, observed.optimizer, observed.batches[-1])
+    """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the
+    CPU, and their ends.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        stepping.training_step(observed.model, observed.optimizer, observed.batches[-1])
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(itertools.accumulate(n_bytes for _, n_bytes in changes))
@@ -204,7 +240,7 @@ def peak_by_the_profiler(observed: Observed) -> int:
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the allocator is asked instead")
 def test_the_sum_is_that_of_pytorchs_own_profiler():
-    config = llama.tiny_config()
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size = 256, 640  # units of 512 bytes hardly show
     observed = observe([], config)
     heights = observed.heights
@@ -227,35 +263,47 @@ def test_the_parts_add_up_to_the_peak_which_is_the_highest_of_phases_and_timelin
         assert sum(phase["parts"].values()) == phase["bytes"] <= peak
     assert found["phases"][found["phase"]]["bytes"] == peak
     assert max(map(sum, zip(*found["timeline"]["parts"].values()))) == peak
-    assert sum(stage["points"] for stage in found["timeline"]["stages"]) == len(found["timeline"]["parts"][KEPT])
+    assert sum(stage["points"] for stage in found["timeline"]["stages"]) == len(
+        found["timeline"]["parts"][KEPT]
+    )
 
 
 def test_every_part_is_there_at_some_time():
     parts = account()["timeline"]["parts"]
-    assert {part for part, values in parts.items() if any(values)} - {UNSEEN} == set(parts) - {WORKSPACES, UNSEEN}
+    assert {part for part, values in parts.items() if any(values)} - {UNSEEN} == set(parts) - {
+        WORKSPACES,
+        UNSEEN,
+    }
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
-    shape = llama.tiny_config(), torch.bfloat16, *SHAPE, kernels
+    shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
     estimated = memory_estimate.estimate(*shape)
     monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
     ledger = memory_estimate.run_step(*shape)
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
-    assert {part: found["parts"][part] for part in memory_estimate.PARTS} == estimated["parts"]
-    heights = {phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE for phase in PHASES}
+    assert {part: found["parts"][part] for part in memory_ledger.PARTS} == estimated["parts"]
+    heights = {
+        phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE
+        for phase in PHASES
+    }
     assert heights == estimated["phases"]
 
 
 def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) -> Observer:
-    """The same books, and an allocator that gave away more than they show: `unseen` bytes during some samples."""
+    """The same books, and an allocator that gave away more than they show: `unseen` bytes during
+    some samples.
+    """
     copy = Observer(ledger.device)
     vars(copy).update(vars(ledger))
     heights = [sum(values) for values in zip(*memory_profile.history(ledger).values())]
     copy.samples = [
-        dataclasses.replace(sample, allocated=window.seen + workspaces + unseen.get(i, 0), reserved=10**9)
+        dataclasses.replace(
+            sample, allocated=window.seen + workspaces + unseen.get(i, 0), reserved=10**9
+        )
         for i, (sample, window) in enumerate(
             (s, w) for s, w in zip(ledger.samples, memory_profile.windows(ledger, heights))
         )
@@ -268,11 +316,17 @@ def test_what_an_operation_takes_inside_lifts_the_peak_and_has_its_own_row(where
     ledger = observed_once().ledger
     samples = [i for i, sample in enumerate(ledger.samples) if sample.stage[0] == where]
     moment = samples[len(samples) // 2]
-    lifted = account(ledger=with_allocator(ledger, {moment: 10**8}, workspaces=1000), workspaces=1000)
+    lifted = account(
+        ledger=with_allocator(ledger, {moment: 10**8}, workspaces=1000), workspaces=1000
+    )
     assert (lifted["phase"], lifted["layer"]) == ledger.samples[moment].stage
     assert lifted["operation"] == ledger.samples[moment].operation
     assert lifted["parts"][UNSEEN] == 10**8 and lifted["parts"][WORKSPACES] == 1000
-    assert sum(lifted["parts"].values()) == lifted["peak_memory_bytes"] == 10**9 - lifted["fragmentation_bytes"]
+    assert (
+        sum(lifted["parts"].values())
+        == lifted["peak_memory_bytes"]
+        == 10**9 - lifted["fragmentation_bytes"]
+    )
     assert max(map(sum, zip(*lifted["timeline"]["parts"].values()))) == lifted["peak_memory_bytes"]
     assert max(lifted["timeline"]["parts"][UNSEEN]) == 10**8
     others = [phase for name, phase in lifted["phases"].items() if name != where]
@@ -282,18 +336,25 @@ def test_what_an_operation_takes_inside_lifts_the_peak_and_has_its_own_row(where
 def largest_in_the_loss(kernels: list[str]) -> list[dict]:
     """When the loss and its backward are highest."""
     observed = observed_once(*kernels)
-    of_loss = [w for w in windows_of(observed) if w.sample.stage in (("loss", None), ("backward", None))]
-    return memory_profile.largest(observed.ledger, max(of_loss, key=lambda window: window.height).highest)
+    of_loss = [
+        w for w in windows_of(observed) if w.sample.stage in (("loss", None), ("backward", None))
+    ]
+    return memory_profile.largest(
+        observed.ledger, max(of_loss, key=lambda window: window.height).highest
+    )
 
 
 def test_the_largest_tensors_are_named():
     eager, fused = largest_in_the_loss([]), largest_in_the_loss(KERNELS)
     (row,) = (row for row in eager if row["maker"] == "_log_softmax")
-    logits = [math.prod(SHAPE), llama.BYTE_VOCABULARY]
+    logits = [math.prod(SHAPE), architecture.BYTE_VOCABULARY]
     assert (row["part"], row["tensors"], row["dtype"], row["shape"]) == (LOSS, 1, "float32", logits)
-    assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}  # which called new_empty
+    # which called new_empty
+    assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}
     for rows in (eager, fused):
-        assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
+        assert [row["bytes"] for row in rows] == sorted(
+            (row["bytes"] for row in rows), reverse=True
+        )
         assert not {row["part"] for row in rows} & {PARAMETERS, STATE, BATCH}
 
 
@@ -310,12 +371,12 @@ def assert_refused(outcome, *words: str) -> None:
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    args = profile_baseline.parse_args([*TINY, "--json", str(file)])
+    workload = Workload.from_flags(profile_baseline.parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        memory_profile.report(args)
-    record = measure.read_record(str(file), "memory")
-    assert memory_profile.render(record) in printed.getvalue()
-    assert printed.getvalue().startswith(measure.NO_GPU_NOTE) == (not HAS_GPU)
+        memory_profile.report(workload, record_to=str(file))
+    record = run_records.read_record(str(file), "memory")
+    assert memory_tables.render(record) in printed.getvalue()
+    assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     return record
 
 
@@ -327,35 +388,39 @@ def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, mon
 
 
 def test_what_is_printed_adds_up(record):
-    printed = memory_profile.render(record)
+    printed = memory_tables.render(record)
     table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
-    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in table if memory_profile.FRAGMENTATION not in line]
+    *parts, total = [
+        float(line.rsplit(maxsplit=2)[1])
+        for line in table
+        if memory_tables.FRAGMENTATION not in line
+    ]
     assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
     assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
 
 
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     large = {
-        "parts": dict.fromkeys(memory_profile.PARTS, 10),
+        "parts": dict.fromkeys(memory_ledger.MEASURED_PARTS, 10),
         "peak_memory_bytes": 90,
         "phase": "optimizer",
         "kernels": [],
     }
-    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
+    flags = {part: flag for part, flag, _ in memory_tables.advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
         LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
     }  # fmt: skip
-    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    in_use = memory_tables.advice(large | {"kernels": KERNELS, "phase": "backward"})
     assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
     assert not any("--kernels" in flag for _, flag, _ in in_use)
-    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
+    assert memory_tables.advice(large | {"peak_memory_bytes": 1000}) == []
 
 
 def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    memory_profile.plot(record, str(tmp_path / "memory.png"))
+    memory_tables.plot(record, str(tmp_path / "memory.png"))
     (axis,) = pyplot.gcf().axes
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     texts = [text.get_text() for text in axis.texts]
@@ -370,7 +435,7 @@ def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, m
 
 def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
     stages = record["timeline"]["stages"]
-    widths = [memory_profile.width(stage, record["layers"]) for stage in stages]
+    widths = [memory_tables.width(stage, record["layers"]) for stage in stages]
     assert all(wide > 0 for wide in widths)
     assert {wide for stage, wide in zip(stages, widths) if stage["layer"]} == {1.0}
 
@@ -392,7 +457,9 @@ def test_flags_that_do_not_go_together_are_refused(run_script, tmp_path, monkeyp
 
 def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_profile, "HAS_GPU", False)
-    outcome = run_script(profile_baseline, *TINY, "--memory-snapshot", str(tmp_path / "step.pickle"))
+    outcome = run_script(
+        profile_baseline, *TINY, "--memory-snapshot", str(tmp_path / "step.pickle")
+    )
     assert_refused(outcome, "--memory-snapshot", "no CUDA GPU was found", "--plot")
     assert not list(tmp_path.iterdir())
 
@@ -403,24 +470,23 @@ def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("kernels", ["none", "all"])
 def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
-    """A model of which each large tensor is a multiple of 2 MiB, the unit of the allocator's large blocks."""
-    config = llama.tiny_config()
+    """A model of which each large tensor is a multiple of 2 MiB, the unit of the allocator's large
+    blocks.
+    """
+    config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
-    config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 32_768, 8, 2, 128
+    config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = (
+        32_768,
+        8,
+        2,
+        128,
+    )
     config.save_pretrained(tmp_path)
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
-    flags = [
-        "--memory",
-        "--model",
-        str(tmp_path),
-        "--random-init",
-        "--memory-snapshot",
-        str(snapshot),
-        "--json",
-        str(file),
-    ]
-    memory_profile.report(profile_baseline.parse_args([*flags, *shape]))
+    flags = ["--memory", "--model", str(tmp_path), "--random-init"]
+    workload = Workload.from_flags(profile_baseline.parse_args([*flags, *shape]), HAS_GPU)
+    memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]
     assert peak > 1e9 and record["parts"][WORKSPACES] > 0
@@ -439,4 +505,6 @@ def test_the_recorded_parts_explain_the_peak_as_the_estimate_told_it(path):
     assert record["unobserved_peak_bytes"] == pytest.approx(peak, rel=1e-3)
     estimated = estimate_of(record)
     for phase in PHASES:
-        assert record["phases"][phase]["bytes"] == pytest.approx(estimated["phases"][phase], rel=0.01)
+        assert record["phases"][phase]["bytes"] == pytest.approx(
+            estimated["phases"][phase], rel=0.01
+        )

@@ -1,4 +1,6 @@
-"""The pages quote records, and their commands and snippets are what a reader types: all of it must be true."""
+"""The pages quote records, and their commands and snippets are what a reader types: all of it must
+be true.
+"""
 
 import re
 import runpy
@@ -13,8 +15,10 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from tools import compile_check, fill_pages, sweep_kernels
-from tools.fill_pages import COLUMNS, HERE, LEFT_OUT, MARKED, RESULTS
+from tools import compile_check, fill_pages, page_outputs, sweep_kernels
+from tools.fill_pages import MARKED
+from tools.page_outputs import COLUMNS, LEFT_OUT
+from tools.page_records import HERE, RESULTS, load
 
 PAGES = fill_pages.pages()
 TEXTS = {page: page.read_text() for page in PAGES}
@@ -23,7 +27,8 @@ LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 
 # Figures that are counted, set or quoted, not measured; each is derived where it stands.
 NOT_MEASURED = re.compile(
-    r"64\.2 GB|64 GB|96 GB|16 GB|150 GB|150\.1 GB|11\.8 GB"  # weights, gradients and moments; disk; of the H200
+    r"64\.2 GB|64 GB|96 GB|16 GB"  # weights, gradients and moments
+    r"|150 GB|150\.1 GB|11\.8 GB"  # disk; of the H200
     r"|24 GB|48 GB|80 GB|24 and 48|48 or 24 GB"  # GPUs
     r"|2\.1 GB|12\.8 times|6 times"  # the logits; byte counts
     r"|1\.33 times|1\.07 times|1\.75 times|2\.9 times|28 / 16|206"  # predictions
@@ -31,17 +36,26 @@ NOT_MEASURED = re.compile(
     r"|within 0\.1 %|to 0\.1 %|At 90 %|at 90 %|pass 100|by 2 % or more"  # tolerances and rules
     r"|64 KiB|8 × \d|1 × \d|4 × \d|\d × \d"
 )
-UNIT = re.compile(r"\d+(?:[.,]\d+)*\s?(?:ms\b|us\b|µs|GB\b|MB\b|GB/s|TB/s|TFLOP/s|tokens/sec|×(?! \d)|%)")
+UNIT = re.compile(
+    r"\d+(?:[.,]\d+)*\s?(?:ms\b|us\b|µs|GB\b|MB\b|GB/s|TB/s|TFLOP/s|tokens/sec|×(?! \d)|%)"
+)
 MODULES = {
-    "check_toolchain.py": check_toolchain, "profile_baseline.py": profile_baseline,
-    "benchmark_kernels.py": benchmark_kernels, "finetune_baseline.py": finetune_baseline,
-    "finetune_optimized.py": finetune_optimized, "compare_runs.py": compare_runs,
-    "tools.compile_check": compile_check, "tools.sweep_kernels": sweep_kernels, "tools.fill_pages": fill_pages,
-}  # fmt: skip
+    "check_toolchain.py": check_toolchain,
+    "profile_baseline.py": profile_baseline,
+    "benchmark_kernels.py": benchmark_kernels,
+    "finetune_baseline.py": finetune_baseline,
+    "finetune_optimized.py": finetune_optimized,
+    "compare_runs.py": compare_runs,
+    "tools.compile_check": compile_check,
+    "tools.sweep_kernels": sweep_kernels,
+    "tools.fill_pages": fill_pages,
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [match["code"] for match in FENCED.finditer(TEXTS[page]) if match["language"] == language]
+    return [
+        match["code"] for match in FENCED.finditer(TEXTS[page]) if match["language"] == language
+    ]
 
 
 def name_of(page: Path) -> str:
@@ -60,7 +74,9 @@ def test_outputs_and_tables_equal_the_records(page):
 @with_pages
 def test_every_comment_marks_the_block_below_it(page):
     text = TEXTS[page]
-    assert text.count("<!--") == len(list(MARKED.finditer(text))), "a marker with no block below, or another comment"
+    assert text.count("<!--") == len(list(MARKED.finditer(text))), (
+        "a marker with no block below, or another comment"
+    )
 
 
 @with_pages
@@ -74,7 +90,7 @@ def test_no_measured_figure_is_typed_by_hand(page):
 def test_every_record_that_a_page_quotes_says_where_it_was_made(page):
     for match in MARKED.finditer(TEXTS[page]):
         for name in match["what"].split("|")[0].split() if match["kind"] == "output" else []:
-            record = fill_pages.load(name)
+            record = load(name)
             assert record["environment"]["date"] and record["environment"]["commit"] != "unknown"
             assert record["environment"]["gpu"] or record["kind"] == "estimate"
 
@@ -101,7 +117,9 @@ def test_no_heading_occurs_twice(page):
 
 @with_pages
 def test_lines_fit_on_a_screen(page):
-    wide = [line for line in TEXTS[page].splitlines() if len(line) > COLUMNS or line != line.rstrip()]
+    wide = [
+        line for line in TEXTS[page].splitlines() if len(line) > COLUMNS or line != line.rstrip()
+    ]
     assert not wide
 
 
@@ -112,7 +130,9 @@ def test_pages_are_short(page):
 
 @with_pages
 def test_snippets_run_as_printed(page, tmp_path):
-    """One after the other, as one file: what a snippet names, an earlier one of the page has made."""
+    """One after the other, as one file: what a snippet names, an earlier one of the page has
+    made.
+    """
     code = "\n".join(blocks(page, "python"))
     if code:
         file = tmp_path / "snippets.py"
@@ -158,7 +178,9 @@ def test_commands_name_scripts_and_flags_that_exist(page, run_script, helps):
             continue
         script = words[2] if words[1] == "-m" else words[1]
         if script.endswith(("_test.py", "_test")):
-            assert (HERE / f"{script.removesuffix('.py').replace('.', '/')}.py").is_file() and words[-1] == script
+            assert (
+                HERE / f"{script.removesuffix('.py').replace('.', '/')}.py"
+            ).is_file() and words[-1] == script
             continue
         if script not in helps:
             helps[script] = run_script(MODULES[script], "--help").out
@@ -177,7 +199,9 @@ def test_commands_write_nothing_that_git_knows(page):
 
 def test_a_changed_figure_is_noticed():
     text = TEXTS[HERE / "README.md"]
-    for match in (next(m for m in MARKED.finditer(text) if m["kind"] == kind) for kind in ("output", "table")):
+    for match in (
+        next(m for m in MARKED.finditer(text) if m["kind"] == kind) for kind in ("output", "table")
+    ):
         digit = re.search(r"\d", match["body"]).start() + match.start("body")
         changed = text[:digit] + ("7" if text[digit] != "7" else "8") + text[digit + 1 :]
         assert fill_pages.fill(changed) == text != changed
@@ -203,22 +227,29 @@ end""".splitlines()
     ],
 )
 def test_an_output_is_cut_and_says_so(parts, shown):
-    assert fill_pages.cut(LINES, parts) == shown
+    assert page_outputs.cut(LINES, parts) == shown
 
 
 def test_a_part_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="begins with 'nowhere'"):
-        fill_pages.cut(LINES, ["nowhere"])
+        page_outputs.cut(LINES, ["nowhere"])
 
 
 def test_columns_are_left_out_and_the_heading_says_so():
-    shown = fill_pages.without_columns(LINES, ["Host"])
-    assert shown[1:4] == ["Name    Total  ...", "----  -------", "a         2.0"] and shown[-1] == "end"
-    assert fill_pages.without_columns(LINES, ["Nothing"]) == LINES
+    shown = page_outputs.without_columns(LINES, ["Host"])
+    assert (
+        shown[1:4] == ["Name    Total  ...", "----  -------", "a         2.0"]
+        and shown[-1] == "end"
+    )
+    assert page_outputs.without_columns(LINES, ["Nothing"]) == LINES
 
 
 def test_every_picture_is_drawn_from_its_records():
     drawn = {f"{name}.png" for name, _, _ in fill_pages.pictures()}
     assert drawn == {path.name for path in RESULTS.glob("*.png")}
-    shown = {Path(link).name for text in TEXTS.values() for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)}
+    shown = {
+        Path(link).name
+        for text in TEXTS.values()
+        for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    }
     assert shown <= drawn

@@ -1,13 +1,19 @@
-"""Is the fused reverse KL right?
+"""What is reverse KL's alone: logits of any magnitude and -inf, masks, temperatures, a vocabulary
+over processes.
 
-`python reverse_kl_test.py` prints a table: the loss and its gradient in fp32, bf16 and fp16, and the memory of three
-ways to compute them.  `pytest reverse_kl_test.py` makes the same checks, and many more.
+    python -m tests.reverse_kl_test     # the loss, its gradient, and the memory of three ways to
+compute them
 
-Everything is judged against float64 and allowed twice the error of eager PyTorch (see checking.py) on logits.float().
-A gradient is compared in two parts, the student's most probable column of each row and all the others.  At the former
-two nearly equal numbers are subtracted, and what is left of their digits is luck, eager's too.  So eager tries eight
-times, in two formulas and with the columns in four orders, and its worst error counts.
+What every function has to do, reverse KL too, is asked in tests/contracts_*_test.py.  A gradient is
+compared in two parts, the student's most probable column of each row and all the others; at the
+former what is left of eager's digits is luck, and so its worst error of eight counts: see the
+subject's record.
 """
+
+from harness import command_line
+
+if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
+    command_line.answer_flags(__doc__)
 
 import datetime
 import warnings
@@ -16,8 +22,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness import measure
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare, print_checks, print_loss
+from harness.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_loss,
+)
 from next_steps import reverse_kl_kernel
 from next_steps.reverse_kl_kernel import (
     SHRINK,
@@ -27,17 +41,13 @@ from next_steps.reverse_kl_kernel import (
     reverse_kl_forward,
     reverse_kl_reference,
 )
-from tests.fixtures import (
-    COMPILED_DTYPE,
-    captured,
-    compiled_once,
-    needs_gpu,
-    needs_two_gpus,
-    pads_rows,
-    waiting_forbidden,
-)
+from tests import tiles
+from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
+from tests.subjects.reverse_kl import bad_input, closed_form, make
 
-N_ROWS, V = (512, 131_072) if HAS_GPU else (12, 1_000)  # the table's shape; most tests need only a small one
+N_ROWS, V = (
+    (512, 131_072) if HAS_GPU else (12, 1_000)
+)  # the table's shape; most tests need only a small one
 SMALL_ROWS, SMALL_V = 5, 150
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ["batchmean", "sum", "none"]
@@ -50,52 +60,23 @@ pytestmark = [
 ]
 
 
-SHIPPED_LAUNCH = reverse_kl_kernel._launch
-
-
-def set_tile(monkeypatch, rows, threads):
-    tile = {"TILE_ROWS": rows, "THREADS": threads, "num_warps": 4}
-
-    class Tiled:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: self.kernel[grid](*args, **(options | tile))
-
-    monkeypatch.setattr(reverse_kl_kernel, "_launch", lambda kernel, *args: SHIPPED_LAUNCH(Tiled(kernel), *args))
-
-
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Let small vocabularies take several tiles too, of 2 x 8 x 8 columns."""
-    set_tile(monkeypatch, 2, 8)
+    """Let small vocabularies take several tiles too."""
+    tiles.small_tiles(monkeypatch)
 
 
-def use_shipped_tiles(monkeypatch):
-    monkeypatch.setattr(reverse_kl_kernel, "_launch", SHIPPED_LAUNCH)
-
-
-def make_inputs(shape=(SMALL_ROWS, SMALL_V), dtype=torch.float32, offset=0.0, seed=0):
-    """Student, teacher and a mask: logits with a mean in each row, a related teacher, confident rows, one row off."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    *batch, vocab = shape
-
-    def normal(*size):
-        return torch.randn(size, generator=generator, device=DEVICE)
-
-    student = 3 * normal(*shape) + normal(*batch, 1) + offset
-    teacher = student + normal(*shape) - 2 * offset * normal(*batch, 1).sign()
-    rows = student.view(-1, vocab)
-    confident = torch.arange(len(rows), device=DEVICE)[2::3]
-    rows[confident, torch.randint(vocab, (len(confident),), generator=generator, device=DEVICE)] += 20
-    mask = torch.ones(batch, dtype=torch.bool, device=DEVICE)
-    mask.view(-1)[1::5] = False
-    return student.to(dtype), teacher.to(dtype), mask
+def make_inputs(shape=(SMALL_ROWS, SMALL_V), dtype=torch.float32, **options):
+    """student, teacher and mask: see the subject's record."""
+    *rows, vocab = shape
+    inputs, _ = make(tuple(rows), vocab, dtype, **options)
+    return tuple(inputs.values())
 
 
 def loss_and_gradient(loss_fn, student, teacher, mask=None, grad_output=None):
-    """The loss and d loss / d student; the student's logits are used as they are, strides included."""
+    """The loss and d loss / d student; the student's logits are used as they are, strides
+    included.
+    """
     leaf = student.detach().requires_grad_()
     loss = loss_fn(leaf, teacher, mask)
     loss.backward(None if grad_output is None else grad_output.to(loss.dtype))
@@ -103,16 +84,24 @@ def loss_and_gradient(loss_fn, student, teacher, mask=None, grad_output=None):
 
 
 def most_lenient(name, ours, ref64, eagers) -> Check:
-    return max((compare(name, ours, ref64, eager) for eager in eagers), key=lambda check: check.allowed)
+    return max(
+        (compare(name, ours, ref64, eager) for eager in eagers), key=lambda check: check.allowed
+    )
 
 
 def compare_both(name, ours, ref64, eagers, student) -> list[Check]:
     """Three checks of a (loss, gradient): the loss, the most probable columns and the others."""
-    best = student.argmax(-1, keepdim=True) == torch.arange(student.shape[-1], device=student.device)
+    best = student.argmax(-1, keepdim=True) == torch.arange(
+        student.shape[-1], device=student.device
+    )
     checks = [most_lenient(f"{name} Loss", ours[0], ref64[0], [loss for loss, _ in eagers])]
     for part, elsewhere in (("most probable", ~best), ("other", best)):
-        gradients = [None if g is None else g.masked_fill(elsewhere, 0) for _, g in (ours, ref64, *eagers)]
-        checks.append(most_lenient(f"{name} Gradient ({part} columns)", *gradients[:2], gradients[2:]))
+        gradients = [
+            None if g is None else g.masked_fill(elsewhere, 0) for _, g in (ours, ref64, *eagers)
+        ]
+        checks.append(
+            most_lenient(f"{name} Gradient ({part} columns)", *gradients[:2], gradients[2:])
+        )
     return checks
 
 
@@ -128,26 +117,17 @@ def reference_and_eager(student, teacher, mask=None, grad_output=None, **options
     for _ in range(4):
         order = torch.randperm(student.shape[-1], generator=generator).to(student.device)
         s, t = student[..., order], teacher[..., order]
-        loss, gradient = loss_and_gradient(lambda s, t, m: loss_fn(s.float(), t.float(), m), s, t, mask, grad_output)
+        loss, gradient = loss_and_gradient(
+            lambda s, t, m: loss_fn(s.float(), t.float(), m), s, t, mask, grad_output
+        )
         for permuted in (gradient, closed_form(s, t, mask, grad_output, **options)):
             eagers.append((loss, permuted[..., order.argsort()]))
     return ref64, eagers
 
 
-def closed_form(student, teacher, mask, grad_output, temperature=1.0, reduction="batchmean", ignore_index=-100):
-    """The gradient as p * (log p - log q - KL)."""
-    counted = torch.ones_like(student[..., 0], dtype=torch.bool) if mask is None else mask
-    counted = counted if counted.dtype == torch.bool else counted != ignore_index
-    log_p, log_q = ((x.float() / temperature).log_softmax(-1) for x in (student, teacher))
-    ratio = (log_p - log_q).masked_fill(log_p == -INF, 0)
-    kl = (log_p.exp() * ratio).sum(-1, keepdim=True)
-    scale = counted / (temperature * (counted.sum() if reduction == "batchmean" else 1))
-    scale = scale if grad_output is None else scale * grad_output
-    gradient = (log_p.exp() * (ratio - kl) * scale.unsqueeze(-1)).to(student.dtype)
-    return gradient.masked_fill(~counted.unsqueeze(-1), 0)
-
-
-def run_checks(student, teacher, mask=None, grad_output=None, loss_fn=None, **options) -> list[Check]:
+def run_checks(
+    student, teacher, mask=None, grad_output=None, loss_fn=None, **options
+) -> list[Check]:
     """The three checks of the kernel, or of `loss_fn` in its place."""
     loss_fn = TritonReverseKLLoss(**options) if loss_fn is None else loss_fn
     ours = loss_and_gradient(loss_fn, student, teacher, mask, grad_output)
@@ -155,11 +135,7 @@ def run_checks(student, teacher, mask=None, grad_output=None, loss_fn=None, **op
     return compare_both(DTYPE_NAME[student.dtype], ours, ref64, eagers, student)
 
 
-# ---------------------------------------------------------------------------- the reference and the comparator
-
-
-def test_new_tensors_are_poisoned():
-    assert torch.empty(4, device=DEVICE).isnan().all()
+# ---- the reference and the comparator ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -176,52 +152,26 @@ def test_reference_is_pytorchs_kl_div(reduction):
         return reverse_kl_reference(s, t, temperature=0.7, reduction=reduction)
 
     grad_output = torch.rand(SMALL_ROWS if reduction == "none" else (), device=DEVICE)
-    for a, b in zip(*(loss_and_gradient(f, student, teacher, None, grad_output) for f in (kl_div, reference))):
+    for a, b in zip(
+        *(loss_and_gradient(f, student, teacher, None, grad_output) for f in (kl_div, reference))
+    ):
         torch.testing.assert_close(a, b)
 
 
-def gradient_for(student, teacher, mask, **options):
-    return loss_and_gradient(
-        lambda s, t, m: reverse_kl_reference(s, t, m, **options), student.double(), teacher.double(), mask
-    )[1]
-
-
-WRONG_GRADIENTS = {  # from the right gradient g, student s, teacher t, mask m
-    "zero": lambda g, s, t, m: torch.zeros_like(g),
-    "sign flip": lambda g, s, t, m: -g,
-    "others zeroed": lambda g, s, t, m: g.where(F.one_hot(s.argmax(-1), SMALL_V) == 1, 0),
-    "the KL not subtracted": lambda g, s, t, m: g + s.double().softmax(-1) * m[:, None] / m.sum(),
-    "forward KL": lambda g, s, t, m: (s.double().softmax(-1) - t.double().softmax(-1)) * m[:, None] / m.sum(),
-    "another temperature": lambda g, s, t, m: gradient_for(s, t, m, temperature=1.01),
-    "other rows trained": lambda g, s, t, m: gradient_for(s, t, None) * len(m) / m.sum(),
-    "mean over all rows": lambda g, s, t, m: g * m.sum() / len(m),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mistake", WRONG_GRADIENTS)
-def test_comparator_rejects_wrong_gradient(mistake, dtype):
-    student, teacher, mask = make_inputs(dtype=dtype)
-    ref64, eagers = reference_and_eager(student, teacher, mask)
-    assert_all_passed(compare_both("right", (ref64[0].float(), ref64[1].to(dtype)), ref64, eagers, student))
-    wrong = WRONG_GRADIENTS[mistake](ref64[1], student, teacher, mask).to(dtype)
-    assert not all(c.passed for c in compare_both(mistake, (ref64[0].float(), wrong), ref64, eagers, student))
-
-
-# ---------------------------------------------------------------------------- numbers
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [(1, 4), (4, 2), (4, 16)])
 def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
-    set_tile(monkeypatch, *tile)
+    tiles.reverse_kl_tiles(monkeypatch, *tile)
     assert_all_passed(run_checks(*make_inputs(dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])  # the two remedies
 def test_table_shape_with_the_shipped_tiles(dtype, reduction, monkeypatch):
-    use_shipped_tiles(monkeypatch)
+    tiles.shipped_tiles(monkeypatch)
     inputs = make_inputs((N_ROWS, V), dtype)
     grad_output = torch.rand(N_ROWS if reduction == "none" else (), device=DEVICE)
     assert_all_passed(run_checks(*inputs, grad_output, reduction=reduction))
@@ -237,18 +187,15 @@ def test_ragged_vocabulary_next_to_powers_of_two_and_chunk_ends(vocab):
         assert_all_passed(run_checks(student, teacher, mask))
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 23])
-def test_few_rows_and_many(n_rows):
-    assert_all_passed(run_checks(*make_inputs((n_rows, 20))))
-
-
 @pytest.mark.parametrize("temperature", [0.05, 2, 10.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_temperature_divides_both_and_no_square_multiplies(temperature, dtype):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype), temperature=temperature))
 
 
-@pytest.mark.parametrize("dtype, offset", [(dtype, 80.0) for dtype in DTYPES] + [(torch.float32, -1e4)])
+@pytest.mark.parametrize(
+    "dtype, offset", [(dtype, 80.0) for dtype in DTYPES] + [(torch.float32, -1e4)]
+)
 def test_large_offset_does_not_cost_digits(dtype, offset):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype, offset=offset)))
 
@@ -261,13 +208,17 @@ def test_rising_maxima_are_rescaled():
 
 
 def test_overflow_of_exp_without_the_maximum():
-    """Where p is 1, two log-ratios of some hundred are subtracted; compared is p times the first, which is not luck."""
+    """Where p is 1, two log-ratios of some hundred are subtracted; compared is p times the first,
+    which is not luck.
+    """
     student, teacher, mask = make_inputs()
     student, teacher = student * 100, teacher * 100
     ours = loss_and_gradient(TritonReverseKLLoss(), student, teacher, mask)
     ref64, eagers = reference_and_eager(student, teacher, mask)
     loss, _, other = compare_both("overflow", ours, ref64, eagers, student)
-    row_loss = reverse_kl_reference(student.double(), teacher.double(), mask, reduction="none")[:, None]
+    row_loss = reverse_kl_reference(student.double(), teacher.double(), mask, reduction="none")[
+        :, None
+    ]
     subtracted = student.double().softmax(-1) * row_loss / mask.sum()
     before = [gradient.double() + subtracted for gradient in (ours[1], ref64[1], eagers[0][1])]
     assert_all_passed([loss, other, compare("p * log-ratio", *before, dtype=torch.float32)])
@@ -307,9 +258,11 @@ def test_logits_of_two_dtypes():
     assert_all_passed(run_checks(student.float() + 1e-3, teacher, mask))
 
 
-# ---------------------------------------------------------------------------- logits of any magnitude
+# ---- logits of any magnitude ---------------------------------------------------------------------
 
-HALF = torch.finfo(torch.float32).max / 2  # the difference of two of these is one that PyTorch can hold
+HALF = (
+    torch.finfo(torch.float32).max / 2
+)  # the difference of two of these is one that PyTorch can hold
 MAGNITUDES = [  # dtype, magnitude, temperature
     *((torch.float32, magnitude, 1.0) for magnitude in (1e4, 1.4e9, 1.6e9, 1e10, 1e30, HALF)),
     *((torch.float32, 1e10, temperature) for temperature in (0.6, 7.0)),
@@ -332,15 +285,18 @@ def rows_of_magnitude(magnitude, dtype):
         other.masked_fill(columns < 128, -magnitude),
         torch.full((SMALL_V,), magnitude).masked_fill(third, -INF),
     ]
-    pairs = [(s, t) for s in kinds for t in kinds if not (t[1] == -INF and s[1] > -INF)]  # that KL is infinite
+    pairs = [
+        (s, t) for s in kinds for t in kinds if not (t[1] == -INF and s[1] > -INF)
+    ]  # that KL is infinite
     return (torch.stack(side).to(DEVICE, dtype) for side in zip(*pairs))
 
 
 def check_every_row(student, teacher, loss, gradient, temperature=1.0):
     """Row by row: in a norm over all rows, the largest would hide the others.
 
-    The gradient is p * (log-ratio - KL) / T.  Where both are 1e10, what remains of their digits is luck.  So p * KL / T
-    is added again, in float64, and what is compared is p * log-ratio / T, which is not luck.
+    The gradient is p * (log-ratio - KL) / T.  Where both are 1e10, what remains of their digits is
+    luck.  So p * KL / T is added again, in float64, and what is compared is p * log-ratio / T,
+    which is not luck.
     """
     ones = torch.ones(len(student), device=DEVICE)
     options = {"temperature": temperature, "reduction": "none"}
@@ -351,7 +307,13 @@ def check_every_row(student, teacher, loss, gradient, temperature=1.0):
         losses = [eager[row] for eager, _ in eagers]
         assert_all_passed([most_lenient(f"loss of row {row}", loss[row], ref64[0][row], losses)])
         checks = [
-            compare(f"p * log-ratio of row {row}", before[0][row], before[1][row], eager[row], student.dtype)
+            compare(
+                f"p * log-ratio of row {row}",
+                before[0][row],
+                before[1][row],
+                eager[row],
+                student.dtype,
+            )
             for eager in before[2:]
         ]
         assert_all_passed([max(checks, key=lambda check: check.allowed)])
@@ -371,7 +333,9 @@ def test_logits_of_any_magnitude(dtype, magnitude, temperature, now):
     check_every_row(student, teacher, loss, gradient, temperature)
 
 
-@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9])
+@pytest.mark.parametrize(
+    "fill", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9]
+)
 @pytest.mark.parametrize("who", ["both", "student", "teacher"])
 def test_vocabulary_masked_by_a_large_number(fill, who):
     student, teacher, _ = make_inputs()
@@ -391,7 +355,7 @@ def test_rows_at_an_end_of_the_range(end):
     assert loss == 0 and (gradient == 0).all(), "both are uniform"
 
 
-# ---------------------------------------------------------------------------- -inf, inf and NaN logits
+# ---- -inf, inf and NaN logits --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padded", ["first chunk", "middle chunk", "scattered", "all but one"])
@@ -413,7 +377,9 @@ def test_padded_vocabulary_is_not_nan(padded, who):
         assert (loss.abs() < 1e-6) == (who == "both") and (gradient.abs() < 1e-6).all()
     else:
         assert_all_passed(run_checks(student, teacher, mask))
-        assert (loss_and_gradient(TritonReverseKLLoss(), student, teacher, mask)[1][:, gone] == 0).all()
+        assert (
+            loss_and_gradient(TritonReverseKLLoss(), student, teacher, mask)[1][:, gone] == 0
+        ).all()
 
 
 def rows_alone(student, teacher, mask=None):
@@ -436,10 +402,14 @@ def test_mass_where_the_teacher_has_none_is_inf_as_in_pytorch(columns):
     teacher[3, columns] = -INF
     after = rows_alone(student, teacher)
     assert_only_row_3_differs(before, after)
-    ref64, _ = reference_and_eager(student, teacher, None, torch.ones(SMALL_ROWS, device=DEVICE), reduction="none")
+    ref64, _ = reference_and_eager(
+        student, teacher, None, torch.ones(SMALL_ROWS, device=DEVICE), reduction="none"
+    )
     assert after[0][3] == INF == ref64[0][3]
     assert torch.equal(after[1][3].isnan(), ref64[1][3].isnan())
-    assert torch.equal(after[1][3].nan_to_num(), ref64[1][3].float().nan_to_num()), "-inf in the other columns"
+    assert torch.equal(after[1][3].nan_to_num(), ref64[1][3].float().nan_to_num()), (
+        "-inf in the other columns"
+    )
 
 
 def test_mass_that_underflows_where_the_teacher_has_none_is_not_nan():
@@ -471,7 +441,7 @@ def test_nan_logits_of_rows_that_do_not_count_stay_out():
     assert (again[1][~mask] == 0).all()
 
 
-# ---------------------------------------------------------------------------- mask and reduction
+# ---- mask and reduction --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -479,15 +449,21 @@ def test_nan_logits_of_rows_that_do_not_count_stay_out():
 def test_reductions_with_and_without_a_mask(reduction, masked):
     student, teacher, mask = make_inputs((2, 3, SMALL_V))
     grad_output = torch.randn((2, 3) if reduction == "none" else (), device=DEVICE)
-    assert_all_passed(run_checks(student, teacher, mask if masked else None, grad_output, reduction=reduction))
+    assert_all_passed(
+        run_checks(student, teacher, mask if masked else None, grad_output, reduction=reduction)
+    )
 
 
-@pytest.mark.parametrize("ignore_index, dtype", [(-100, torch.int64), (0, torch.int64), (1, torch.int32)])
+@pytest.mark.parametrize(
+    "ignore_index, dtype", [(-100, torch.int64), (0, torch.int64), (1, torch.int32)]
+)
 def test_targets_as_a_mask(ignore_index, dtype):
     student, teacher, mask = make_inputs()
     targets = torch.where(mask, torch.arange(20, 25, device=DEVICE), ignore_index).to(dtype)
     by_mask = loss_and_gradient(TritonReverseKLLoss(), student, teacher, mask)
-    by_targets = loss_and_gradient(TritonReverseKLLoss(ignore_index=ignore_index), student, teacher, targets)
+    by_targets = loss_and_gradient(
+        TritonReverseKLLoss(ignore_index=ignore_index), student, teacher, targets
+    )
     assert all(torch.equal(a, b) for a, b in zip(by_mask, by_targets))
     assert_all_passed(run_checks(student, teacher, targets, ignore_index=ignore_index))
 
@@ -498,32 +474,39 @@ def test_no_row_that_counts_is_as_in_pytorch(n_rows, reduction):
     student, teacher = torch.randn(2, n_rows, SMALL_V, device=DEVICE)
     mask = torch.zeros(n_rows, dtype=torch.bool, device=DEVICE)
     grad_output = torch.ones((n_rows,) if reduction == "none" else (), device=DEVICE)
-    loss, gradient = loss_and_gradient(TritonReverseKLLoss(reduction=reduction), student, teacher, mask, grad_output)
+    loss, gradient = loss_and_gradient(
+        TritonReverseKLLoss(reduction=reduction), student, teacher, mask, grad_output
+    )
     expected = reverse_kl_reference(student, teacher, mask, reduction=reduction)
     torch.testing.assert_close(loss, expected, equal_nan=True)
     assert torch.equal(gradient, torch.zeros_like(student))
 
 
-# ---------------------------------------------------------------------------- layouts
+# ---- layouts -------------------------------------------------------------------------------------
 
 LAYOUTS = {  # what is done to a tensor; it keeps its values' shape
     "contiguous": lambda x: x,
     "transposed": lambda x: x.mT.contiguous().mT,
     "every other column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "padded by ten": lambda x: F.pad(x, (0, 10))[..., :-10],
-    "padded by sixteen": lambda x: F.pad(x, (0, 16))[..., :-16],  # rows are cut as before: nothing is copied
+    "padded by sixteen": lambda x: F.pad(x, (0, 16))[
+        ..., :-16
+    ],  # rows are cut as before: nothing is copied
     "odd row stride": lambda x: F.pad(x, (1, 2))[..., 1:-2],
     "last token dropped": lambda x: F.pad(x, (0, 0, 0, 1))[..., :-1, :],
     "expanded": lambda x: x[..., :1, :].expand(x.shape),
 }
-PAIRS = [(layout, layout) for layout in LAYOUTS] + [(layout, "odd row stride") for layout in LAYOUTS]
+PAIRS = [(layout, layout) for layout in LAYOUTS]
+PAIRS += [(layout, "odd row stride") for layout in LAYOUTS]
 PAIRS += [("contiguous", layout) for layout in LAYOUTS]
 PAIRS = list(dict.fromkeys(PAIRS))
 
 
 @pytest.mark.parametrize("student_layout, teacher_layout", PAIRS)
 def test_layouts_of_student_and_teacher(student_layout, teacher_layout):
-    vocab = 48 if "expanded" in (student_layout, teacher_layout) else 45  # not copied if divisible by 8
+    vocab = (
+        48 if "expanded" in (student_layout, teacher_layout) else 45
+    )  # not copied if divisible by 8
     student, teacher, mask = make_inputs((3, vocab))
     grad_output = torch.randn(3, device=DEVICE)
     student, teacher = LAYOUTS[student_layout](student), LAYOUTS[teacher_layout](teacher)
@@ -532,26 +515,7 @@ def test_layouts_of_student_and_teacher(student_layout, teacher_layout):
         assert_all_passed(run_checks(student, teacher, mask))
 
 
-@pytest.mark.parametrize("shape", [(SMALL_V,), (2, 3, SMALL_V), (2, 1, 3, SMALL_V)])
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_one_to_four_dimensions(shape, reduction):
-    student, teacher, mask = make_inputs(shape)
-    grad_output = torch.randn(shape[:-1] if reduction == "none" else (), device=DEVICE)
-    assert_all_passed(run_checks(student, teacher, mask, grad_output, reduction=reduction))
-
-
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "with a stride"])
-def test_mask_of_any_strides(layout):
-    student, teacher, mask = make_inputs((3, 2, SMALL_V))
-    mask = {
-        "transposed": mask.mT.contiguous().mT,
-        "expanded": mask[:, :1].expand(3, 2),
-        "with a stride": torch.stack([mask, ~mask], -1)[..., 0],
-    }[layout]
-    assert_all_passed(run_checks(student, teacher, mask))
-
-
-# ---------------------------------------------------------------------------- upstream gradients and autograd
+# ---- upstream gradients and autograd -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -559,23 +523,6 @@ def test_mask_of_any_strides(layout):
 def test_any_grad_output(factor, dtype):
     grad_output = torch.tensor(factor, device=DEVICE)
     assert_all_passed(run_checks(*make_inputs((7, 40), dtype), grad_output))
-
-
-@pytest.mark.parametrize("layout", ["expanded by sum", "expanded along one dimension", "transposed"])
-def test_grad_output_of_every_row_with_unusual_strides(layout):
-    grad_output = {
-        "expanded by sum": torch.tensor(0.7, device=DEVICE).expand(2, 3),
-        "expanded along one dimension": torch.randn(2, 1, device=DEVICE).expand(2, 3),
-        "transposed": torch.randn(3, 2, device=DEVICE).t(),
-    }[layout]
-    assert_all_passed(run_checks(*make_inputs((2, 3, SMALL_V)), grad_output, reduction="none"))
-
-
-def test_inputs_are_not_changed():
-    inputs = make_inputs()
-    before = [x.clone() for x in inputs]
-    loss_and_gradient(TritonReverseKLLoss(), *inputs)
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before))
 
 
 def test_loss_is_fp32_and_gradient_has_the_students_dtype():
@@ -589,7 +536,9 @@ def test_loss_is_fp32_and_gradient_has_the_students_dtype():
 def test_second_backward_through_a_retained_graph(reduction, factors):
     student, teacher, mask = make_inputs()
     ones = torch.ones(SMALL_ROWS if reduction == "none" else (), device=DEVICE)
-    once = loss_and_gradient(TritonReverseKLLoss(reduction=reduction), student, teacher, mask, ones)[1]
+    once = loss_and_gradient(
+        TritonReverseKLLoss(reduction=reduction), student, teacher, mask, ones
+    )[1]
     leaf = student.requires_grad_()
     loss = TritonReverseKLLoss(reduction=reduction)(leaf, teacher, mask)
     loss.backward(ones * factors[0], retain_graph=True)
@@ -601,7 +550,9 @@ def test_gradient_of_the_forward_becomes_the_leafs_without_a_copy(monkeypatch):
     student, teacher, mask = make_inputs()
     made = []
     forward = reverse_kl_kernel.reverse_kl_forward
-    monkeypatch.setattr(reverse_kl_kernel, "reverse_kl_forward", lambda *a: made.append(forward(*a)) or made[0])
+    monkeypatch.setattr(
+        reverse_kl_kernel, "reverse_kl_forward", lambda *a: made.append(forward(*a)) or made[0]
+    )
     leaf = student.requires_grad_()
     loss = TritonReverseKLLoss()(leaf, teacher, mask)
     *_, dstudent = made.pop()
@@ -612,30 +563,25 @@ def test_gradient_of_the_forward_becomes_the_leafs_without_a_copy(monkeypatch):
     assert leaf.grad.data_ptr() == where
 
 
-def test_two_losses_on_one_tensor():
-    student, teacher, mask = make_inputs()
-
-    def both(loss_fn):
-        return lambda s, t, m: loss_fn(s, t, m) + 3 * loss_fn(s, t.flip(0), m)
-
-    ref64 = loss_and_gradient(both(reverse_kl_reference), student.double(), teacher.double(), mask)
-    eager = loss_and_gradient(both(reverse_kl_reference), student, teacher, mask)
-    ours = loss_and_gradient(both(TritonReverseKLLoss()), student, teacher, mask)
-    assert_all_passed(compare_both("two losses", ours, ref64, [eager], student))
-
-
 def test_gradients_accumulate_over_micro_batches():
     def micro_batches(s, t, m):
-        return sum(TritonReverseKLLoss(reduction="sum")(s[r], t[r], m[r]) for r in (slice(0, 2), slice(2, 6)))
+        return sum(
+            TritonReverseKLLoss(reduction="sum")(s[r], t[r], m[r])
+            for r in (slice(0, 2), slice(2, 6))
+        )
 
-    assert_all_passed(run_checks(*make_inputs((6, SMALL_V)), loss_fn=micro_batches, reduction="sum"))
+    assert_all_passed(
+        run_checks(*make_inputs((6, SMALL_V)), loss_fn=micro_batches, reduction="sum")
+    )
 
 
 def test_no_grad_and_frozen_student_build_no_graph_and_no_gradient(monkeypatch):
     student, teacher, mask = make_inputs()
     asked = []
     forward = reverse_kl_kernel.reverse_kl_forward
-    monkeypatch.setattr(reverse_kl_kernel, "reverse_kl_forward", lambda *a: asked.append(a[-1]) or forward(*a))
+    monkeypatch.setattr(
+        reverse_kl_kernel, "reverse_kl_forward", lambda *a: asked.append(a[-1]) or forward(*a)
+    )
     frozen = TritonReverseKLLoss()(student, teacher, mask)
     with torch.no_grad():
         unrecorded = TritonReverseKLLoss()(student.requires_grad_(), teacher, mask)
@@ -648,34 +594,24 @@ def test_no_grad_and_frozen_student_build_no_graph_and_no_gradient(monkeypatch):
 def test_teacher_that_needs_a_gradient_is_refused():
     student, teacher, mask = make_inputs()
     teacher.requires_grad_()
-    with pytest.raises(ValueError, match="teacher_logits requires a gradient, expected a constant: pass"):
+    with pytest.raises(
+        ValueError, match="teacher_logits requires a gradient, expected a constant: pass"
+    ):
         TritonReverseKLLoss()(student, teacher, mask)
     with torch.no_grad():
         TritonReverseKLLoss()(student, teacher, mask)
-
-
-def test_student_changed_before_the_backward_raises():
-    student, teacher, _ = make_inputs()
-    logits = student.requires_grad_() * 1.0
-    loss = TritonReverseKLLoss()(logits, teacher)
-    logits.detach().zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_second_derivative_is_refused_not_silently_zero():
-    student, teacher, _ = make_inputs()
-    loss = TritonReverseKLLoss()(student.requires_grad_(), teacher)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, student, create_graph=True)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_launchers_work_without_autograd(reduction):
     student, teacher, mask = make_inputs(dtype=torch.bfloat16)
     ones = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    expected = loss_and_gradient(TritonReverseKLLoss(reduction=reduction), student, teacher, mask, ones)
-    loss, stats, n_counted, dstudent = reverse_kl_forward(student, teacher, mask, reduction=reduction, gradient=True)
+    expected = loss_and_gradient(
+        TritonReverseKLLoss(reduction=reduction), student, teacher, mask, ones
+    )
+    loss, stats, n_counted, dstudent = reverse_kl_forward(
+        student, teacher, mask, reduction=reduction, gradient=True
+    )
     options = student, teacher, mask, stats, n_counted, 1.0, reduction
     from_stats = reverse_kl_backward(ones, *options)
     kept = reverse_kl_backward(ones[..., 0] if ones.ndim else ones, *options, dstudent=dstudent)
@@ -685,31 +621,36 @@ def test_launchers_work_without_autograd(reduction):
     assert reverse_kl_forward(student, teacher, mask)[3] is None
 
 
-def test_every_run_gives_the_same_bits():
-    inputs = make_inputs((5_000, 700) if HAS_GPU else (9, 150))
-    first, second = (loss_and_gradient(TritonReverseKLLoss(), *inputs) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-
-
-# ---------------------------------------------------------------------------- vocabulary split over processes
+# ---- vocabulary split over processes -------------------------------------------------------------
 
 
 def shard(tensor, rank):
     return tensor[..., :50] if rank == 0 else tensor[..., 50:]  # 50 and 100 columns
 
 
-SPLIT = {"batchmean": torch.tensor(0.5), "none": torch.arange(1.0, SMALL_ROWS + 1)}  # reduction: grad_output
+SPLIT = {
+    "batchmean": torch.tensor(0.5),
+    "none": torch.arange(1.0, SMALL_ROWS + 1),
+}  # reduction: grad_output
 
 
 def run_shard(rank, file, inputs, results):
-    """In a process of its own: for each reduction the loss, and the gradient of this process's columns."""
+    """In a process of its own: for each reduction the loss, and the gradient of this process's
+    columns.
+    """
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
     )
     student, teacher, mask = inputs
     for reduction, grad_output in SPLIT.items():
         loss_fn = TritonReverseKLLoss(0.7, reduction=reduction, group=torch.distributed.group.WORLD)
-        pair = loss_and_gradient(loss_fn, shard(student, rank), shard(teacher, rank), mask, grad_output)
+        pair = loss_and_gradient(
+            loss_fn, shard(student, rank), shard(teacher, rank), mask, grad_output
+        )
         results[rank, reduction] = pair
     torch.distributed.destroy_process_group()
 
@@ -720,12 +661,16 @@ def test_vocabulary_split_over_two_processes(tmp_path):
     student[0, :50] = teacher[0, :50] = -INF  # one process has nothing of this row
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(run_shard, (str(tmp_path / "store"), (student, teacher, mask), results), nprocs=2)
+        torch.multiprocessing.spawn(
+            run_shard, (str(tmp_path / "store"), (student, teacher, mask), results), nprocs=2
+        )
         results = dict(results)
     for reduction, grad_output in SPLIT.items():
         (loss, left), (same_loss, right) = results[0, reduction], results[1, reduction]
         assert torch.equal(loss, same_loss)
-        references = reference_and_eager(student, teacher, mask, grad_output, temperature=0.7, reduction=reduction)
+        references = reference_and_eager(
+            student, teacher, mask, grad_output, temperature=0.7, reduction=reduction
+        )
         whole = loss, torch.cat([left, right], -1)
         assert_all_passed(compare_both(f"two processes, {reduction}", whole, *references, student))
 
@@ -736,12 +681,15 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
     if inf:
         teacher[2, 70] = -INF
     student, teacher = (
-        x + torch.linspace(0, end, SMALL_V, device=DEVICE) for x, end in ((student, 10), (teacher, -20))
+        x + torch.linspace(0, end, SMALL_V, device=DEVICE)
+        for x, end in ((student, 10), (teacher, -20))
     )
     shards = [reverse_kl_forward(shard(student, r), shard(teacher, r))[1] for r in (0, 1)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(
-        torch.distributed, "all_gather", lambda parts, mine, group: [p.copy_(s) for p, s in zip(parts, shards)]
+        torch.distributed,
+        "all_gather",
+        lambda parts, mine, group: [p.copy_(s) for p, s in zip(parts, shards)],
     )
     whole = reverse_kl_forward(student, teacher)[1]
     grow = 1 / SHRINK.value  # atol would hide what is shrunk
@@ -749,68 +697,50 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
     torch.testing.assert_close(combine_statistics(shards[0], 1.0, None) * grow, whole * grow)
 
 
-# ---------------------------------------------------------------------------- bad input
+# ---- bad input -----------------------------------------------------------------------------------
 
 X, M = torch.zeros(2, 5), torch.ones(2, dtype=torch.bool)
-BAD_INPUTS = {
-    "student no tensor": ([[0.0]], X, M, TypeError, "student_logits is a list, expected a tensor of torch.float16"),
-    "teacher no tensor": (X, None, M, TypeError, "teacher_logits is a NoneType, expected a tensor of torch.float16"),
-    "float64": (X.double(), X, M, TypeError, "student_logits is torch.float64, expected a tensor of torch.float16"),
-    "probabilities as mask": (X, X, X, TypeError, "mask is torch.float32, expected a tensor of torch.bool: convert"),
-    "no vocabulary": (X[:, :0], X[:, :0], M, ValueError, r"shape \(2, 0\) on .*expected \(..., V\) twice, V >= 1"),
-    "0-D": (X[0, 0], X[0, 0], None, ValueError, r"student_logits has shape \(\)"),
-    "two vocabularies": (X, X[:, :4], M, ValueError, r"\(2, 5\) on cpu, teacher_logits has shape \(2, 4\)"),
-    "too short a mask": (X, X, M[:1], ValueError, r"mask has shape \(1,\) on cpu; expected .*for a mask: reshape"),
-    "two devices": (X, X.to("meta"), M, ValueError, "on meta, mask .*; expected one GPU"),
-    "unknown device": (X.to("meta"), X.to("meta"), None, ValueError, "on meta; expected one GPU"),
-    "sparse": (X, X.to_sparse(), M, TypeError, "teacher_logits is torch.sparse_coo, expected torch.strided: pass"),
-}
 
 
-@pytest.mark.parametrize("mistake", BAD_INPUTS)
-def test_bad_input_is_refused_with_a_sentence(mistake, monkeypatch):
-    monkeypatch.setattr(reverse_kl_kernel, "INTERPRETED", False)  # the device is looked at last
-    student, teacher, mask, error, sentence = BAD_INPUTS[mistake]
-    with pytest.raises(error, match=sentence):
-        reverse_kl_forward(student, teacher, mask)
-    with pytest.raises(error, match=sentence):
-        reverse_kl_backward(torch.ones(()), student, teacher, mask, None, None, 1.0, "batchmean")
-    if isinstance(student, torch.Tensor):
-        with pytest.raises(error, match=sentence):
-            TritonReverseKLLoss()(student, teacher, mask)
+@pytest.mark.parametrize("mistake", bad_input())
+def test_launcher_of_the_backward_refuses_with_the_same_sentence(mistake):
+    bad = bad_input()[mistake]
+    with pytest.raises(bad.error, match=bad.sentence):
+        reverse_kl_backward(torch.ones(()), *bad.inputs, None, None, 1.0, "batchmean")
 
 
 def test_launchers_refuse_targets_for_a_mask():
-    with pytest.raises(TypeError, match=r"mask is torch\.int64, expected a tensor of torch\.bool: convert it"):
+    with pytest.raises(
+        TypeError, match=r"mask is torch\.int64, expected a tensor of torch\.bool: convert it"
+    ):
         reverse_kl_forward(X, X, torch.ones(2, dtype=torch.int64))
-
-
-def test_cpu_tensors_are_refused_where_kernels_are_compiled(monkeypatch):
-    monkeypatch.setattr(reverse_kl_kernel, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="on cpu; expected one GPU: move them, or set TRITON_INTERPRET"):
-        TritonReverseKLLoss()(X, X)
 
 
 def test_unknown_reduction_and_temperature_are_refused():
     x = X.to(DEVICE)
-    with pytest.raises(ValueError, match="reduction is 'mean', temperature 1; expected 'batchmean', 'sum' or"):
+    with pytest.raises(
+        ValueError, match="reduction is 'mean', temperature 1; expected 'batchmean', 'sum' or"
+    ):
         TritonReverseKLLoss(1, reduction="mean")(x, x)
     for temperature in (0, -1.0, INF, NAN):
-        with pytest.raises(ValueError, match=f"temperature {temperature}; expected .*, and a positive number"):
+        with pytest.raises(
+            ValueError, match=f"temperature {temperature}; expected .*, and a positive number"
+        ):
             TritonReverseKLLoss(temperature)(x, x)
-
-
-def test_tensors_without_memory_are_refused_by_the_interpreter_too():
-    with pytest.raises(ValueError, match="on meta; expected one GPU"):
-        TritonReverseKLLoss()(X.to("meta"), X.to("meta"))
 
 
 @pytest.mark.parametrize("which", ["student_logits", "teacher_logits", "mask", "grad_output"])
 def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
     x = X.to(DEVICE)
-    tensors = {"grad_output": x.sum(), "student_logits": x, "teacher_logits": x, "mask": M.to(DEVICE)}
+    tensors = {
+        "grad_output": x.sum(),
+        "student_logits": x,
+        "teacher_logits": x,
+        "mask": M.to(DEVICE),
+    }
     tensors[which] = as_dtensor(tensors[which])
-    sentence = rf"{which} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)\."
+    advice = r"pass its to_local\(\) or full_tensor\(\)\."
+    sentence = f"{which} is a DTensor, expected a plain tensor: {advice}"
     stats = torch.ones(2, 5, device=DEVICE)
     with pytest.raises(TypeError, match=sentence):
         reverse_kl_backward(*tensors.values(), stats, None, 1.0, "sum")
@@ -820,70 +750,14 @@ def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
                 function(*list(tensors.values())[1:])
 
 
-# ---------------------------------------------------------------------------- torch.compile
-
-ODD_SIZES = [1289, 5000, 5001] if HAS_GPU else [5001]  # whose rows the compiler pads, and one that it does not
-SIZES = [2048, *ODD_SIZES]
+# ---- torch.compile -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def nothing_poisoned(monkeypatch):
     """What compiled code allocates is filled nowhere; and rows of 5,001 want the shipped tiles."""
     torch.use_deterministic_algorithms(False)
-    use_shipped_tiles(monkeypatch)
-
-
-def between_products(loss_fn):
-    """Neither logits are an input or a result of the graph, and so they lie as the compiler likes."""
-
-    def graph(x, w, teacher_w, v, mask):
-        loss = loss_fn(x @ w, (x @ teacher_w).detach(), mask)
-        return loss @ v if loss.ndim else loss * v.sum()
-
-    return graph
-
-
-def graph_checks(compiled, n_rows, vocab, masked, **options):
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    x = torch.randn(n_rows, 32, generator=generator, device=DEVICE)
-    w, teacher_w = torch.randn(2, 32, vocab, generator=generator, device=DEVICE) / 2
-    mask = torch.arange(n_rows, device=DEVICE) % 3 != 1 if masked else None
-    inputs = *(t.to(COMPILED_DTYPE) for t in (x, w, teacher_w)), torch.rand(n_rows, device=DEVICE)
-
-    def run(graph, x, w, teacher_w, v):
-        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-        result = graph(x, w, teacher_w, v, mask)
-        result.backward()
-        return result.detach(), x.grad, w.grad
-
-    ref64 = run(
-        between_products(lambda s, t, m: reverse_kl_reference(s, t, m, **options)), *(t.double() for t in inputs)
-    )
-    eager = run(between_products(lambda s, t, m: reverse_kl_reference(s.float(), t.float(), m, **options)), *inputs)
-    names = [f"compiled, {n_rows} x {vocab}, {what}" for what in ("loss", "dx", "dw")]
-    return [compare(*row) for row in zip(names, run(compiled, *inputs), ref64, eager)]
-
-
-@pads_rows
-@pytest.mark.parametrize("vocab", SIZES)
-@pytest.mark.parametrize("reduction, masked", [("batchmean", True), ("batchmean", False), ("none", True)])
-def test_torch_compile_between_products(vocab, reduction, masked, nothing_poisoned):
-    options = {"reduction": reduction, "temperature": 1.7}
-    compiled = torch.compile(between_products(TritonReverseKLLoss(**options)), fullgraph=True)
-    assert_all_passed(graph_checks(compiled, 5, vocab, masked, **options))
-    assert_all_passed(graph_checks(compiled, 6, vocab, masked, **options))  # compiled once more, for any number
-    with compiled_once():
-        assert_all_passed(graph_checks(compiled, 9, vocab, masked, **options))
-
-
-@pads_rows
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_torch_compile_between_products_for_any_size_at_once(reduction, nothing_poisoned):
-    compiled = torch.compile(between_products(TritonReverseKLLoss(reduction=reduction)), fullgraph=True, dynamic=True)
-    assert_all_passed(graph_checks(compiled, 6, 1289, True, reduction=reduction))
-    with compiled_once():
-        for n_rows, vocab in ((5, 2048), (7, 1100), (6, 1290)):
-            assert_all_passed(graph_checks(compiled, n_rows, vocab, True, reduction=reduction))
+    tiles.shipped_tiles(monkeypatch)
 
 
 @pads_rows
@@ -899,14 +773,9 @@ def test_torch_compile_of_logits_that_are_a_leaf(shape, reduction, nothing_poiso
     torch.testing.assert_close(ours[1], expected[1])  # 0.5 is not multiplied at the same place
 
 
-@pads_rows
-def test_torch_compile_refuses_bad_input_with_the_same_sentence(nothing_poisoned):
-    compiled = torch.compile(TritonReverseKLLoss(), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"student_logits has shape \(2, 5\) .*; expected \(..., V\) twice"):
-        compiled(X.to(DEVICE), X[:, :4].to(DEVICE))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "padded by sixteen", "transposed", "odd row stride"])
+@pytest.mark.parametrize(
+    "layout", ["contiguous", "padded by sixteen", "transposed", "odd row stride"]
+)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_operators_promise_torch_compile_what_they_return(layout, reduction, masked):
@@ -921,7 +790,7 @@ def test_operators_promise_torch_compile_what_they_return(layout, reduction, mas
     torch.library.opcheck(reverse_kl_kernel._backward_operator, options, **tests)
 
 
-# ---------------------------------------------------------------------------- on a GPU only
+# ---- on a GPU only -------------------------------------------------------------------------------
 
 
 @needs_gpu
@@ -931,43 +800,22 @@ def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
     if torch.cuda.mem_get_info()[0] < 15 * 2**30:
         pytest.skip("needs 15 GiB of free GPU memory")
     torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
-    use_shipped_tiles(monkeypatch)
+    tiles.shipped_tiles(monkeypatch)
     student, teacher = (
-        torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3) for _ in range(2)
+        torch.empty((n_rows, vocab), dtype=torch.bfloat16, device=DEVICE).normal_(std=3)
+        for _ in range(2)
     )
     loss, stats, _, dstudent = reverse_kl_forward(student, teacher, reduction="sum", gradient=True)
-    from_stats = reverse_kl_backward(loss.new_ones(()), student, teacher, None, stats, None, 1.0, "sum")
+    from_stats = reverse_kl_backward(
+        loss.new_ones(()), student, teacher, None, stats, None, 1.0, "sum"
+    )
     for rows in (slice(0, 4), slice(16_382, 16_386), slice(-4, None)):
         ref64, eagers = reference_and_eager(student[rows], teacher[rows], reduction="sum")
         for gradient in (dstudent, from_stats):
             ours = eagers[0][0], gradient[rows]
-            assert_all_passed(compare_both(f"rows {rows.start} on", ours, ref64, eagers, student[rows]))
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_graph_captures_forward_and_backward(dtype):
-    torch.use_deterministic_algorithms(False)
-    loss_fn = TritonReverseKLLoss()
-    student, teacher, mask = make_inputs(dtype=dtype)
-    leaf = student.clone().requires_grad_()
-
-    def step():
-        leaf.grad = None
-        loss = loss_fn(leaf * 1.0, teacher, mask)
-        loss.backward()
-        return loss
-
-    graph, static_loss = captured(step, steps_before=3)
-
-    new_student, new_teacher, new_mask = make_inputs(dtype=dtype, seed=1)
-    with torch.no_grad():
-        leaf.copy_(new_student)
-    teacher.copy_(new_teacher)
-    mask.copy_(new_mask.flip(0))
-    graph.replay()
-    loss, gradient = loss_and_gradient(loss_fn, new_student, new_teacher, mask)
-    assert torch.equal(static_loss, loss) and torch.equal(leaf.grad, gradient)
+            assert_all_passed(
+                compare_both(f"rows {rows.start} on", ours, ref64, eagers, student[rows])
+            )
 
 
 @needs_gpu
@@ -979,26 +827,6 @@ def test_host_never_waits_for_the_gpu(reduction):
     (loss_fn(leaf, teacher, mask).sum() * 0.5).backward()  # compiles
     with waiting_forbidden():
         (loss_fn(leaf, teacher, mask).sum() * 0.5).backward()
-
-
-@needs_gpu
-def test_new_number_of_rows_compiles_nothing(compiled_kernels):
-    def step(n_rows):
-        loss_and_gradient(TritonReverseKLLoss(), *make_inputs((n_rows, 128)))
-
-    step(16)
-    compiled_kernels.clear()
-    for n_rows in (17, 1, 33, 1024):
-        step(n_rows)
-    assert not compiled_kernels
-
-
-@needs_two_gpus
-def test_gpu_that_is_not_the_current_one():
-    inputs = [x.to("cuda:1") for x in make_inputs()]
-    assert torch.cuda.current_device() == 0
-    assert_all_passed(run_checks(*inputs))
-    assert torch.cuda.current_device() == 0
 
 
 def eager_kl_div(student, teacher, _=None):
@@ -1014,8 +842,12 @@ WAYS = {
 
 
 def measure_extra_memory() -> tuple[int, dict[str, int]]:
-    """Bytes of the student's logits, and for each way the peak beyond both logits in forward and backward."""
-    student, teacher = (torch.randn((N_ROWS, V), dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    """Bytes of the student's logits, and for each way the peak beyond both logits in forward and
+    backward.
+    """
+    student, teacher = (
+        torch.randn((N_ROWS, V), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
+    )
     extra = {}
     for way, loss_fn in WAYS.items():
         leaf = student.detach().requires_grad_()
@@ -1029,7 +861,9 @@ def measure_extra_memory() -> tuple[int, dict[str, int]]:
 
 def memory_is_as_promised(logits_bytes: int, extra: dict[str, int]) -> bool:
     """One gradient as large as the student's logits and nothing else."""
-    return all(size <= logits_bytes + 2**20 for way, size in extra.items() if way.startswith("ours"))
+    return all(
+        size <= logits_bytes + 2**20 for way, size in extra.items() if way.startswith("ours")
+    )
 
 
 @needs_gpu
@@ -1038,7 +872,7 @@ def test_memory_beyond_the_logits_is_one_gradient():
     assert memory_is_as_promised(logits_bytes, extra), extra
 
 
-# ---------------------------------------------------------------------------- the table
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def print_memory() -> bool:
@@ -1047,7 +881,8 @@ def print_memory() -> bool:
         print("  (on a GPU only)")
         return True
     logits_bytes, extra = measure_extra_memory()
-    print(f"  Beyond the logits, {logits_bytes / 1e6:.1f} MB each of student and teacher ({N_ROWS} x {V:,}, bf16):")
+    each = f"{logits_bytes / 1e6:.1f} MB each of student and teacher"
+    print(f"  Beyond the logits, {each} ({N_ROWS} x {V:,}, bf16):")
     for way, size in extra.items():
         print(f"    {way:<52}{size / 1e6:>8.1f} MB")
     passed = memory_is_as_promised(logits_bytes, extra)
@@ -1056,12 +891,16 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    measure.Parser(__doc__).parse_args()
     if not HAS_GPU:
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of the interpreter's inf - inf in masked lanes
-        print("No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n")
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # NumPy's, of the interpreter's inf - inf in masked lanes
+        print(
+            "No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n"
+        )
     print("Reverse-KL Correctness Tests\n" + "=" * 60)
-    print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.  allowed: twice eager's, plus a floor.")
+    print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.", end="  ")
+    print("allowed: twice eager's, plus a floor.")
     passed = True
     titles = ["Float32", "BFloat16 (bf16 logits and gradient, fp32 loss)", "Float16 (likewise)"]
     for number, (dtype, title) in enumerate(zip(DTYPES, titles), start=1):
@@ -1078,4 +917,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    measure.run_main(main)
+    command_line.run_main(main)

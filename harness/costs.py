@@ -1,0 +1,190 @@
+"""What the operations and kernels of a training step move and compute.
+
+Bytes and FLOPs of PyTorch's operations are counted from the shapes that the profiler recorded; of
+our own kernels, whose launches have no shapes for it, from the passes in kernel_facts.py.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from harness import architecture
+from harness.kernel_facts import Sizes, launch_of
+from harness.workload import Workload
+
+
+class Cost(NamedTuple):
+    """Bytes read and written, and floating-point operations."""
+
+    n_bytes: float
+    flops: float
+
+
+NOTHING = Cost(0.0, 0.0)
+# bytes of a number, by the names under which the profiler writes dtypes
+WIDTHS = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "int": 4,
+    "bool": 1,
+}
+INTEGERS = {"long int", "long", "int"}
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the position of their first factor
+ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
+    *("silu", "silu_backward", "_log_softmax", "_log_softmax_backward_data", "cumsum"),
+    *("lerp", "addcmul", "addcdiv"),
+}
+REDUCTIONS = {"sum", "mean", "all"}
+FILLS = {"fill", "zero"}
+ROW_PICKS = {"embedding_dense_backward", "index_select"}  # whole rows by their numbers
+PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
+
+
+def sizes_of(config, workload: Workload) -> Sizes:
+    """Of a model of this configuration, in the workload's dtype, on its batches."""
+    width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
+    per_layer = width * workload.batch_size * workload.seq_len * config.num_hidden_layers
+    head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    return Sizes(
+        weights=width * architecture.parameter_count(config),
+        stream=per_layer * config.hidden_size,
+        heads=per_layer * head_columns,
+        inner=per_layer * config.intermediate_size,
+        logits=width * workload.batch_size * workload.seq_len * config.vocab_size,
+        layers=config.num_hidden_layers,
+        width=width,
+    )
+
+
+class Operand(NamedTuple):
+    """A tensor, or a list of tensors, that an operation was called with."""
+
+    shape: tuple[int, ...] | None  # None: a list
+    numel: int
+    n_bytes: int  # of memory: what a view repeats (stride 0) counts once
+    dtype: str
+
+
+def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
+    """The tensors among an operation's inputs, as the profiler's trace has them.
+
+    Of a list it does not record the dtype, which is the model's here; and of more than 30 tensors
+    nothing at all: such a list is AdamW's, with one tensor for each parameter.
+    """
+    operands = []
+    columns = (inputs[f"Input {name}"] for name in ("Dims", "Strides", "type"))
+    for dims, strides, dtype in zip(*columns):
+        if dtype == "TensorList":
+            numel = sum(map(math.prod, dims)) if dims else sizes.weights // sizes.width
+            operands.append(Operand(None, numel, sizes.width * numel, dtype))
+        elif dtype in WIDTHS:
+            there = math.prod(size for size, stride in zip(dims, strides) if stride != 0)
+            operands.append(Operand(tuple(dims), math.prod(dims), WIDTHS[dtype] * there, dtype))
+    return operands
+
+
+def result_of(operands: list[Operand]) -> tuple[int, int]:
+    """(numel, bytes) of an elementwise result: the shapes broadcast, in the widest dtype of them.
+
+    A tensor of no dimensions is a number, and does not widen the others.
+    """
+    if operands[0].shape is None:
+        return operands[0].numel, operands[0].n_bytes
+    numel = math.prod(torch.broadcast_shapes(*(o.shape for o in operands if o.shape is not None)))
+    return numel, numel * max(WIDTHS[o.dtype] for o in operands if o.shape or numel == 1)
+
+
+def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: int) -> Cost:
+    """What one call of a PyTorch operation moves and computes; NOTHING where a step spends no time.
+
+    Args:
+        name: as in "aten::mul".
+        inputs: the call's "Input Dims", "Input type", "Input Strides" and "Concrete Inputs" in a
+            Chrome trace.
+        sizes: of the model, for lists of tensors.
+        seq_len: keys of an attention; causal, so a query sees half of them.
+
+    Elementwise work is one FLOP per number of the result (of the input, where it is reduced); a
+    copy does none.
+    """
+    operands = operands_of(inputs, sizes)
+    kind = name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
+    in_place = name.endswith("_")
+    nothing_or_numbers = all(operand.shape == () for operand in operands)
+    if not name.startswith("aten::") or nothing_or_numbers:
+        return NOTHING
+    first, read = operands[0], sum(operand.n_bytes for operand in operands)
+    if kind in MATMULS:
+        a, b = operands[MATMULS[kind] : MATMULS[kind] + 2]
+        result = math.prod(a.shape[:-1]) * b.shape[-1]
+        added = first.n_bytes if MATMULS[kind] else 0
+        moved = added + a.n_bytes + b.n_bytes + result * WIDTHS[first.dtype]
+        return Cost(moved, 2.0 * result * a.shape[-1])
+    if ATTENTION.match(name):
+        # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
+        gradients = name.endswith("_backward")
+        products, results = (5, operands[1:4]) if gradients else (2, operands[:1])
+        flops = products * 2.0 * first.numel * seq_len / 2
+        return Cost(read + sum(o.numel * WIDTHS[o.dtype] for o in results), flops)
+    if kind in ELEMENTWISE:
+        if kind == "addcmul":  # AdamW's: the gradient times itself
+            read -= operands[2].n_bytes
+        numel, written = (first.numel, first.n_bytes) if in_place else result_of(operands)
+        return Cost(read + written, float(numel))
+    if kind in REDUCTIONS:
+        named = re.findall(r"-?\d+", "".join(inputs["Concrete Inputs"][1:2]))
+        dims = map(int, named or range(len(first.shape)))
+        left = first.numel // math.prod(first.shape[dim] for dim in dims)
+        return Cost(first.n_bytes + left * WIDTHS[first.dtype], float(first.numel))
+    if kind in FILLS:
+        return Cost(first.n_bytes, 0.0)
+    if kind == "copy":
+        return Cost(read, 0.0)
+    if kind == "cat":
+        return Cost(2.0 * read, 0.0)
+    if kind in ROW_PICKS | PICKS:
+        (index,) = (o for o in operands if o.dtype in INTEGERS and o.shape)
+        source = next(o for o in operands if o.dtype not in INTEGERS and o.shape)
+        picked = index.numel * (source.shape[-1] if kind in ROW_PICKS else 1)
+        return Cost(index.n_bytes + 2.0 * picked * WIDTHS[source.dtype], 0.0)
+    return NOTHING
+
+
+def costs_of_trace(
+    trace: dict, sizes: Sizes, seq_len: int, kernels: Sequence[str] = ()
+) -> dict[int, Cost]:
+    """The profiler's number of an operation -> what it costs, if anything, from a Chrome trace.
+
+    With the adamw kernel a list holds no parameters: it is the counts of the steps made, one number
+    for each of them.
+    """
+    costs = {}
+    for event in trace["traceEvents"]:
+        step_counts = "adamw" in kernels and event["name"].startswith("aten::_foreach_")
+        if event.get("cat") == "cpu_op" and "Input Dims" in event["args"] and not step_counts:
+            cost = cost_of_call(event["name"], event["args"], sizes, seq_len)
+            if cost != NOTHING:
+                costs[event["args"]["External id"]] = cost
+    return costs
+
+
+def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
+    """One launch of a kernel of ours, of so many in the step.
+
+    None: it is not ours, or moves next to nothing.
+    """
+    _, launch = launch_of(name) or (None, None)
+    if launch is None or launch.tensor is None:
+        return None
+    shares = sizes.layers if launch.every_launch else launches
+    n_bytes = getattr(sizes, launch.tensor) / shares
+    return Cost(launch.passes * n_bytes, launch.flops * n_bytes / sizes.width)

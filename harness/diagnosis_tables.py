@@ -1,0 +1,119 @@
+"""What is printed of a diagnosis: each part beside its ceilings, what it could gain, what to do."""
+
+from harness.diagnose import (
+    LEAST_SHARE,
+    TARGET,
+    Finding,
+    host_us,
+    judge_categories,
+    judge_operations,
+    ranking,
+)
+from harness.tables import NOT_MEANINGFUL, decimal_unit, table, title
+
+
+def short(value: float) -> str:
+    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.1g}"
+
+
+def flop_rate(tflops: float) -> str:
+    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:,.1f} GFLOP/s"
+
+
+def achieved(finding: Finding) -> str:
+    """In the unit of the ceiling that applies."""
+    if finding.flops_us > finding.bytes_us:
+        return flop_rate(finding.flops / finding.us / 1e6)
+    gbs = finding.n_bytes / finding.us / 1e3
+    return f"{gbs:,.0f} GB/s" if gbs >= 100 else f"{gbs:,.1f} GB/s"
+
+
+def findings_table(header: str, findings: list[Finding]) -> str:
+    bytes_unit, byte = decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+    headers = [header, "Time, ms", f"Moved, {bytes_unit}", flops_unit]
+    headers += ["FLOP/byte", "Achieved", "% of ceiling", "Verdict"]
+    rows = []
+    for f in findings:
+        work = [short(f.n_bytes / byte), short(f.flops / flop), short(f.flops / f.n_bytes)]
+        judged = [achieved(f), f"{100 * f.share:.0f}", f.verdict]
+        rows.append([f.name[:60], f"{f.us / 1e3:,.3f}", *work, *judged])
+    return table(headers, rows, ["left", *["right"] * 6, "left"])
+
+
+def gains_table(record: dict, findings: list[Finding]) -> str:
+    """What each part would take at TARGET of its ceiling, and what the step would gain."""
+    unit, size = decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", f"At {100 * TARGET:.0f} %, ms"]
+    headers += ["Gain, ms", "Step", "What to do"]
+    rows = []
+    for f in findings:
+        now, at_target, gain = (f"{us / 1e3:,.3f}" for us in (f.us, f.target_us, f.gain_us))
+        gained = [gain, percent_of_step(f, record), f.advice]
+        rows.append([f.name, now, short(f.needed / size), at_target, *gained])
+    return table(headers, rows, ["left", *["right"] * 5, "left"])
+
+
+def percent_of_step(finding: Finding, record: dict) -> str:
+    return f"{-finding.gain_us / record['median_step_ms'] / 10:.1f} %"
+
+
+def decision(record: dict, findings: list[Finding]) -> list[str]:
+    """Three lines: the largest recoverable cost, what to do about it, what it should gain."""
+    if not findings:
+        shorter = f"{100 * LEAST_SHARE:.1f} % shorter"
+        return [f"Nothing is left to recover: no part of it could make the step {shorter}."]
+    first = findings[0]
+    now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
+    cost = f"{first.name}, {now_ms:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
+    if first.necessary is not None:
+        unit, size = decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        moved, necessary = first.n_bytes / size, first.necessary / size
+        cost += f": it moves {moved:,.1f} {unit}, {necessary:,.1f} are necessary"
+    roof = "matmul" if first.flops_us / TARGET == first.target_us else "copy"
+    where = f"at {100 * TARGET:.0f} % of the {roof} rate " if first.target_us else ""
+    gain = f"{where}{target_ms:,.1f} ms instead of {now_ms:,.1f}"
+    return [
+        f"Largest recoverable cost:  {cost}",
+        f"What to do about it:       {first.advice}",
+        f"What it should gain:       {gain}: step {percent_of_step(first, record)} (Amdahl)",
+    ]
+
+
+def ceilings_line(record: dict) -> str:
+    copy, matmul = record["ceilings"]["copy_gbs"], record["ceilings"]["matmul_tflops"]
+    return (
+        f"Ceilings measured in this run: copy {copy:,.0f} GB/s (read + write), "
+        f"{record['dtype']} matmul {flop_rate(matmul)}; "
+        f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte"
+    )
+
+
+def host_line(record: dict) -> str:
+    """What the host has to do with it."""
+    if record["timeline"] is None:
+        interpreted = "; kernels of ours are interpreted, and not counted"
+        return f"No GPU: the times are the CPU's{interpreted if record['kernels'] else ''}"
+    us = host_us(record)
+    slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
+    return f"Where the GPU waits for the host: {slow}"
+
+
+def render(record: dict) -> str:
+    """The diagnosis of a profile, from its record."""
+    findings = ranking(record)
+    mark = "" if record["device"] == "CUDA" else NOT_MEANINGFUL
+    return "\n".join(
+        [
+            title(f"Diagnosis{mark}"),
+            ceilings_line(record),
+            host_line(record),
+            "",
+            findings_table("Category", list(judge_categories(record).values())),
+            "",
+            findings_table("Operation", judge_operations(record)),
+            "",
+            *([gains_table(record, findings), ""] if findings else []),
+            *decision(record, findings),
+        ]
+    )

@@ -1,0 +1,119 @@
+"""What the kernels changed: two profiles of one workload, and what the first one predicted."""
+
+from harness.command_line import UserError
+from harness.diagnose import counted, idle_us, judge_categories, replaced_by
+from harness.diagnosis_tables import short
+from harness.roofline import plot
+from harness.run_records import environment_line, read_record
+from harness.tables import NOT_MEANINGFUL, decimal_unit, number, table, title
+from harness.workload import model_line
+
+NAMED = 6  # operations that came or went
+SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "device"]
+
+
+def predicted_gains(before: dict, after: dict) -> dict[str, float]:
+    """By the diagnosis of `before`: what the kernels that only `after` has should gain.
+
+    Returns:
+        Category -> microseconds.
+    """
+    if "ceilings" not in before:
+        return {}
+    findings = judge_categories(before)
+    replaced = replaced_by([name for name in after["kernels"] if name not in before["kernels"]])
+    return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
+
+
+def refuse_other_workload(before: dict, after: dict) -> None:
+    """UserError if the two profiles are not of the same workload."""
+    differ = [key for key in SAME_WORKLOAD if before[key] != after[key]]
+    if differ:
+        said = "; ".join(f"{key} {after[key]} (not {before[key]})" for key in differ)
+        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
+
+
+def categories_table(before: dict, after: dict) -> str:
+    """Each category before and after, the gain beside what was predicted; idle time and step."""
+    predicted, rows = predicted_gains(before, after), []
+    moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
+    n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
+    unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
+    for name, old in before["categories"].items():
+        new = after["categories"][name]
+        if not old["launches"] and not new["launches"]:
+            continue
+        row = comparison_row(name, old["us"], new["us"], predicted.get(name))
+        row += [f"{part['launches']:,}" for part in (old, new)]
+        for parts in moved:
+            row.append(short(parts[name]["bytes"] / size) if name in parts else "n/a")
+        rows.append(row)
+    if before.get("timeline") and after.get("timeline"):
+        rows.append(comparison_row("GPU idle", idle_us(before), idle_us(after), None))
+    steps = (1e3 * record["median_step_ms"] for record in (before, after))
+    rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
+    headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
+    headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
+    rows = [row + [""] * (len(headers) - len(row)) for row in rows]
+    return table(headers, rows)
+
+
+def comparison_row(
+    name: str, before_us: float, after_us: float, predicted_us: float | None
+) -> list[str]:
+    gain = f"{(before_us - after_us) / 1e3:,.3f}"
+    predicted = number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
+
+
+def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) -> str:
+    """The longest operations that the others do not have."""
+    rows = [row for name, row in operations.items() if name not in others]
+    rows.sort(key=lambda row: -row["us"])
+    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:NAMED]]
+    said += [f"{len(rows) - NAMED} more"] if len(rows) > NAMED else []
+    return f"{label} {', '.join(said) or 'nothing'}"
+
+
+def run_line(label: str, record: dict) -> str:
+    kernels = ", ".join(record["kernels"]) or "none"
+    return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
+
+
+def render_comparison(before: dict, after: dict) -> str:
+    """What went away and what came from one profile to another, from their records.
+
+    Raises:
+        UserError: they are not of the same workload.
+    """
+    refuse_other_workload(before, after)
+    old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
+    mark = "" if before["device"] == "CUDA" else NOT_MEANINGFUL
+    lines = [
+        run_line("Before:", before),
+        run_line("After: ", after),
+        f"{model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
+        "",
+        title(f"What the kernels changed{mark}"),
+        categories_table(before, after),
+        "",
+        only_in("Went away:", old, new),
+        only_in("Came:     ", new, old),
+    ]
+    return "\n".join(lines)
+
+
+def compare(before_path: str, after_path: str, picture: str | None) -> None:
+    """Print the comparison of two recorded profiles, and draw both into one picture.
+
+    Raises:
+        UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
+    """
+    records = [read_record(path, "profile") for path in (before_path, after_path)]
+    print(render_comparison(*records))
+    if picture:
+        for path, record in zip((before_path, after_path), records):
+            if "ceilings" not in record:
+                missing = "it has no bytes and no ceilings"
+                raise UserError(f"{path} is too old to be drawn: {missing}; profile again")
+        plot(records, picture)

@@ -1,0 +1,133 @@
+"""The roofline of a profile, as a picture: how near each category is to what the GPU can do."""
+
+import math
+
+from harness.diagnose import Finding, judge_categories
+from harness.diagnosis_tables import flop_rate
+from harness.pictures import pyplot, save_plot
+from harness.tables import NOT_MEANINGFUL
+
+FAR = 0.3  # powers of ten between two points that an arrow joins
+
+
+def point_of(finding: Finding) -> tuple[float, float]:
+    """FLOP per byte moved, TFLOP/s."""
+    return finding.flops / finding.n_bytes, finding.flops / finding.us / 1e6
+
+
+def draw_roof(axis, record: dict, left: float, right: float) -> None:
+    """The two ceilings of a record, from one intensity to another."""
+    tbs, matmul = record["ceilings"]["copy_gbs"] / 1e3, record["ceilings"]["matmul_tflops"]
+    edge = matmul / tbs
+    axis.plot([left, edge, right], [tbs * left, matmul, matmul], color="black", linewidth=2)
+    middle = math.sqrt(left * edge)
+    axis.text(
+        middle,
+        1.15 * tbs * middle,
+        f"copy: {1e3 * tbs:,.0f} GB/s",
+        rotation=math.degrees(math.atan(tbs)),
+        rotation_mode="anchor",
+        transform_rotates_text=True,
+        ha="center",
+        va="bottom",
+    )
+    axis.text(edge, 1.15 * matmul, f"{record['dtype']} matmul: {flop_rate(matmul)}", ha="right")
+
+
+def draw_category(
+    axis, colour: str, findings: list[Finding], step_ms: float, interpreted: bool
+) -> None:
+    """A category's points: rings, but for the last one; an arrow where they are far apart.
+
+    Args:
+        findings: before and after, or one of the two alone.
+        step_ms: the step of which a point's area is a part.
+        interpreted: the last one is missing, because Triton's interpreter ran its kernel.
+    """
+    points = [point_of(finding) for finding in findings]
+    for finding, point in zip(findings, points):
+        filled = finding is findings[-1] and not interpreted
+        axis.scatter(
+            *point,
+            30 + 3e3 * finding.us / 1e3 / step_ms,
+            facecolors=colour if filled else "none",
+            edgecolors=colour,
+            linewidths=1.5,
+            alpha=0.8,
+            zorder=3,
+        )
+    (x_before, y_before), (x_after, y_after) = points[0], points[-1]
+    if math.hypot(math.log10(x_after / x_before), math.log10(y_after / y_before)) > FAR:
+        arrow = {"arrowstyle": "->", "color": colour}
+        axis.annotate("", points[-1], points[0], arrowprops=arrow)
+
+
+def label_category(
+    axis, name: str, colour: str, findings: list[Finding], height: float, edge: float, end: str
+) -> None:
+    """Its name, times and shares, at this height of the picture, and a line to its last point."""
+    times = " → ".join(dict.fromkeys(f"{f.us / 1e3:,.1f}" for f in findings))
+    shares = " → ".join(dict.fromkeys(f"{100 * f.share:.0f}" for f in findings))
+    point = point_of(findings[-1])
+    side = 0 if point[0] < edge else 1
+    axis.annotate(
+        f"{name}: {times} ms, {shares} % of its ceiling{end}",
+        point,
+        (0.42, height),
+        color=colour,
+        textcoords="axes fraction",
+        va="center",
+        arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "relpos": (side, 0.5)},
+    )
+
+
+def plot(records: list[dict], path: str) -> None:
+    """Each category a point under the measured ceilings, its area the time that it takes.
+
+    Of two records the first one's points are rings, and an arrow leads from them to where the
+    kernels moved them.
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    plt = pyplot()
+    first = records[0]
+    matmul = first["ceilings"]["matmul_tflops"]
+    edge = matmul / (first["ceilings"]["copy_gbs"] / 1e3)
+    judged = [judge_categories(record) for record in records]
+    names = [name for name, f in judged[0].items() if f.flops]
+    # of each category: without the last one where the interpreter ran its kernel
+    found = {name: [each[name] for each in judged if name in each] for name in names}
+    xs, ys = zip(*(point_of(f) for findings in found.values() for f in findings))
+    left, right = 0.4 * min(xs), max(40 * edge, 3 * max(xs))
+
+    figure, axis = plt.subplots(figsize=(12, 7), layout="constrained")
+    axis.set(xscale="log", yscale="log", xlim=(left, right))
+    axis.set_ylim(0.3 * min(ys), 2.5 * max(matmul, *ys))
+    draw_roof(axis, first, left, right)
+    highest_first = sorted(names, key=lambda name: -point_of(found[name][-1])[1])
+    for place, name in enumerate(highest_first):
+        colour, findings = f"C{names.index(name)}", found[name]
+        interpreted = len(findings) < len(records)
+        draw_category(axis, colour, findings, first["median_step_ms"], interpreted)
+        end = " → interpreted" if interpreted else ""
+        label_category(axis, name, colour, findings, 0.47 - 0.055 * place, edge, end)
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
+    axis.grid(alpha=0.3)
+    legend = ["a point's area: its time", "ring: before", "disc: after"][: 2 * len(records) - 1]
+    axis.text(0.98, 0.03, "; ".join(legend), transform=axis.transAxes, ha="right")
+    axis.set_title(headline(records))
+    save_plot(figure, path)
+
+
+def headline(records: list[dict]) -> str:
+    first = records[0]
+    env = first["environment"]
+    size = f"{first['batch_size']} x {first['seq_len']} tokens"
+    mark = "" if env["gpu"] else NOT_MEANINGFUL
+    kernels = " → ".join(", ".join(record["kernels"]) or "none" for record in records)
+    return (
+        f"{first['model']}, {size}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"
+        f"custom kernels: {kernels}"
+    )

@@ -1,0 +1,121 @@
+"""What a run writes down, as JSON: the machine and versions it ran on, and what it measured."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.command_line import UserError
+from harness.output_files import write_output
+
+
+def commit() -> str:
+    """This checkout's commit, '+' where files differ from it; 'unknown' without git.
+
+    GIT_COMMIT overrides it.
+    """
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"]
+    here = Path(__file__).parents[1]
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + (
+            "+" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def environment() -> dict:
+    """What a record must say about where it was made."""
+    from harness.device import HAS_GPU  # decides how Triton will run
+
+    # isort: split
+    import torch
+    import transformers
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
+        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability())
+        if HAS_GPU
+        else None,
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def environment_line(env: dict) -> str:
+    """One line: GPU, versions, date, commit."""
+    device = env["gpu"] or f"none (CPU {env['cpu']})"
+    return (
+        f"GPU: {device} | PyTorch {env['torch']} | Triton {env['triton']} | "
+        f"transformers {env['transformers']} | {env['date']} | commit {env['commit']}"
+    )
+
+
+def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
+    """The speed of light of this machine, measured in this run."""
+    return "\n".join(
+        [
+            environment_line(env),
+            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
+        ]
+    )
+
+
+def write_record(path: str | None, record: dict) -> None:
+    """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
+
+    Raises:
+        RunError: the file cannot be written (any more).
+    """
+    if path is None:
+        return
+    write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
+    print(f"Record written to {path}")
+
+
+def read_record(path: str, kind: str) -> dict:
+    """Read a record of the given kind.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or is a record of another kind.
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # the last: thousands of brackets
+        raise UserError(f"{path} is not a JSON record: {error}") from error
+    if not isinstance(record, dict) or record.get("kind") != kind:
+        found = record.get("kind") if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
+    return record
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
+def relative_differences(first: dict, other: dict) -> list[float]:
+    """|loss - loss of the first run| / loss of the first run, for each step."""
+    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]

@@ -1,0 +1,92 @@
+"""One training step: plain, timed, and as a CUDA graph."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from harness.architecture import unpacked_sequences
+from harness.command_line import UserError
+from harness.dataset import Batch
+from harness.device import synchronize
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.Optimizer:
+    """AdamW as PyTorch gives it, by default without further options."""
+    return torch.optim.AdamW(trained(model), lr=lr, **options)
+
+
+def training_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> torch.Tensor:
+    """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
+
+    The same step as on finetune_baseline.py's page, in ranges that give the profiler its phases;
+    outside a profile they cost nothing worth measuring.
+    """
+    with torch.profiler.record_function("forward"):
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+    with torch.profiler.record_function("backward"):
+        loss.backward()
+    with torch.profiler.record_function("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def timed_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+) -> tuple[torch.Tensor, float]:
+    """(loss, seconds) of one training step, from an idle device to an idle device."""
+    synchronize()
+    start = time.perf_counter()
+    loss = training_step(model, optimizer, batch)
+    synchronize()
+    return loss, time.perf_counter() - start
+
+
+def captured_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    stream: torch.cuda.Stream,
+) -> Callable:
+    """`training_step` recorded as one CUDA graph, and replayed: thousands of launches become one.
+
+    A graph repeats kernels with the addresses and numbers that it has seen.  So each batch is
+    copied to where the recorded one was, all batches must have its shape, and the optimizer must
+    count its steps on the GPU.  Steps must have been taken before, on the same stream: kernels are
+    compiled and optimizer states made outside of a graph.
+
+    Returns:
+        A function to be called as `training_step` is.
+
+    Raises:
+        UserError: a batch has another shape than the recorded one.
+    """
+    ids, labels = batch.input_ids.clone(), batch.labels.clone()
+    # a graph has memory of its own and cannot use what the steps before it left
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
+        loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
+
+    def replay(model, optimizer, batch):
+        if batch.input_ids.shape != ids.shape:
+            raise UserError(
+                f"a batch has the shape {tuple(batch.input_ids.shape)}, but the CUDA graph was "
+                f"recorded with {tuple(ids.shape)}; --cuda-graph needs batches of one shape"
+            )
+        ids.copy_(batch.input_ids)
+        labels.copy_(batch.labels)
+        graph.replay()
+        return loss
+
+    return replay

@@ -1,0 +1,219 @@
+"""What is trained, on what and how: one type, made from the flags, written into records, compared.
+
+    workload = Workload.from_flags(args, HAS_GPU)    # once; everything that runs it gets it whole
+    workload.as_record()                             # the part of a record that says what was run
+    Workload.from_record(record)                     # what a record says was run
+    workload.differences(other)                      # what forbids comparing the losses of two runs
+    workload.as_flags()                              # for a script that starts another
+
+Imports no PyTorch: `--help` and the comparison of records need none.
+"""
+
+import argparse
+from dataclasses import dataclass, field, fields
+
+from harness.command_line import Parser, flag_name, positive_float, positive_int, whole_number
+
+DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
+TINY = "tiny"  # a small random LLaMA of bytes
+DTYPES = "bf16", "fp32"
+RANDOM, PRETRAINED = "random weights", "pretrained weights"
+WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
+OPPONENTS = {"liger": "Liger-Kernel"}
+# of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
+SEQ_LEN = {True: 512, False: 64}
+DTYPE = {True: "bf16", False: "fp32"}
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that mean the same thing in every script."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="ID|DIR|tiny",
+        help="Hugging Face id, local directory, or 'tiny': a small random LLaMA, no download "
+        "(default: %(default)s)",
+    )
+    add(
+        "--random-init",
+        action="store_true",
+        help="the model's real architecture with random weights; nothing is downloaded for the "
+        "default model",
+    )
+    add(
+        "--data",
+        default="stdlib",
+        metavar="stdlib|synthetic|FILE.txt|FILE.jsonl",
+        help="stdlib: the source of Python's standard library; synthetic: random tokens; a text "
+        "file; or jsonl with 'prompt' and 'completion' (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=positive_int,
+        default=1,
+        help="sequences per step (default: %(default)s)",
+    )
+    add(
+        "--seq-len",
+        type=positive_int,
+        help=f"tokens per sequence (default: {SEQ_LEN[True]}; {SEQ_LEN[False]} without a GPU)",
+    )
+    add(
+        "--seed",
+        type=whole_number,
+        default=0,
+        help="of weights and data order (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights, activations and optimizer state "
+        f"(default: {DTYPE[True]}; {DTYPE[False]} without a GPU)",
+    )
+    add("--json", metavar="FILE", help="write the run as a JSON record")
+
+
+def finetune_parser(doc: str) -> Parser:
+    """The flags of both fine-tuning scripts."""
+    parser = Parser(doc)
+    add_workload_flags(parser)
+    add = parser.add_argument
+    add("--steps", type=positive_int, default=20, help="optimizer steps (default: %(default)s)")
+    add("--lr", type=positive_float, help="learning rate (default: 1e-5; 1e-3 for tiny)")
+    add("--save", metavar="DIR", help="write the trained model; from_pretrained(DIR) loads it")
+    return parser
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training run as the flags describe it; a flag's default where a script lacks the flag.
+
+    The first fields are what is trained, and equal in two runs whose losses may be compared.  The
+    last ones are how it is done, which is what such runs differ in.
+    """
+
+    model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
+    random_init: bool = False
+    dtype: str = DTYPE[True]  # of DTYPES
+    data: str = "stdlib"
+    batch_size: int = 1  # sequences per step
+    seq_len: int = SEQ_LEN[True]  # tokens per sequence
+    seed: int = 0
+    steps: int | None = None  # None: the script takes as many as it needs
+    lr: float | None = None
+    teacher: str | None = None  # what is distilled into the model; the next two come with it
+    student_layers: int | None = (
+        None  # None: as many as the model has, or half of its own teacher's
+    )
+    temperature: float | None = None
+
+    kernels: tuple[str, ...] = field(default=(), compare=False)
+    stochastic_rounding: bool = field(default=False, compare=False)
+    cuda_graph: bool = field(default=False, compare=False)
+    opponent: str | None = field(default=None, compare=False)  # of OPPONENTS, in place of kernels
+    warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace, on_gpu: bool) -> "Workload":
+        """What the flags say.
+
+        Args:
+            args: of a parser with `add_workload_flags`, and any of the other fields' flags.
+            on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
+        """
+        given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
+        if hasattr(args, "lr"):
+            defaults["lr"] = 1e-3 if args.model == TINY else 1e-5
+        values = defaults | given
+        return cls(**values | {"kernels": tuple(values.get("kernels", ()))})
+
+    def as_flags(self) -> list[str]:
+        """What `from_flags` makes this from, for a script that has the flags of all it sets."""
+        flags = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None or value is False or value == ():
+                continue
+            flags.append(flag_name(each.name))
+            if value is not True:
+                flags.append(",".join(value) if isinstance(value, tuple) else str(value))
+        return flags
+
+    @classmethod
+    def from_record(cls, record: dict) -> "Workload":
+        """What a record says; it may be older than some of the keys."""
+        known = {each.name for each in fields(cls)}
+        said = {name: value for name, value in record.items() if name in known}
+        models = {record["model"]: record["weights"]}
+        if "teacher" in record:
+            models[record["teacher"]] = record.get("teacher_weights")
+        drawn = any(words == RANDOM and name != TINY for name, words in models.items())
+        return cls(**said | {"random_init": drawn, "kernels": tuple(record["kernels"])})
+
+    def as_record(self) -> dict:
+        """The part of a record that says what was run; what is None or unused has no key."""
+        record = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "random_init":
+                record["weights"] = weights_in_words(self.model, self)
+            elif each.name != "warmup" and value is not None and value is not False:
+                record[each.name] = list(value) if isinstance(value, tuple) else value
+            if each.name == "teacher" and value is not None:
+                record["teacher_weights"] = weights_in_words(value, self)
+        return record
+
+    def differences(self, other: "Workload") -> list[str]:
+        """Sentences naming each setting of `other` that forbids comparing its losses with this."""
+        how = {each.name for each in fields(self) if not each.compare}
+        mine, theirs = self.as_record(), other.as_record()
+        keys = [key for key in dict.fromkeys([*mine, *theirs]) if key not in how]
+        return [
+            f"{key} {theirs.get(key)} (not {mine.get(key)})"
+            for key in keys
+            if mine.get(key) != theirs.get(key)
+        ]
+
+
+def draws_weights(model: str, workload: Workload) -> bool:
+    """Does it get random weights?  `model` is the workload's or its teacher's."""
+    return model == TINY or workload.random_init
+
+
+def weights_in_words(model: str, workload: Workload) -> str:
+    return RANDOM if draws_weights(model, workload) else PRETRAINED
+
+
+# ---------------------------------------------------------------- in words
+
+
+def kernels_in_words(record: dict) -> str:
+    """The kernels of a record, and what else differs from PyTorch as it ships."""
+    names = [*record["kernels"]]
+    names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
+    if "opponent" in record:
+        names.append(OPPONENTS[record["opponent"]])
+    return ", ".join(names) or "none"
+
+
+def model_line(record: dict) -> str:
+    """The model of a record with `as_record` and the number of parameters."""
+    size = f"{record['parameters']:,} parameters"
+    return f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
+
+
+def workload_line(record: dict) -> str:
+    """The model, the size of a step and the kernels."""
+    size = f"{record['batch_size']} x {record['seq_len']} tokens"
+    return f"{model_line(record)}; {size}; custom kernels: {kernels_in_words(record)}"
+
+
+def teacher_line(record: dict) -> str:
+    return (
+        f"Distilled from: {record['teacher']}, {record['teacher_parameters']:,} parameters, "
+        f"{record['teacher_weights']}; the student's layers: {record['student_layers']}; "
+        f"loss: reverse KL at temperature {record['temperature']:g}, in place of cross-entropy"
+    )

@@ -1,0 +1,154 @@
+"""What finetune_optimized.py can do beyond step 11: its flags, and where each of them leads.
+
+    --kernels all               kernel_training.py: those that the profile asks for next
+    --kernels all --cuda-graph  kernel_training.py: the whole step as one launch
+    --opponent liger            kernel_training.py: Liger-Kernel in the place of ours
+    --ladder                    ladder.py: baseline and every rung, each in a process of its own
+    --kernels all --longest     longest.py: the longest sequence that fits
+    --teacher MODEL             distill.py: a model into the first half of its layers
+
+Imports no PyTorch before a flag asks for it.
+"""
+
+import argparse
+
+from harness.command_line import (
+    UserError,
+    add_kernels_flag,
+    flag_name,
+    positive_float,
+    positive_int,
+    refuse_ignored,
+)
+from harness.kernel_facts import KERNELS
+from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, finetune_parser
+
+PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"
+IGNORED = {  # by each of the flags below
+    "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
+    "opponent": ["longest", "kernels", "stochastic_rounding", "cuda_graph"],
+    "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
+}
+
+
+def parse_args(doc: str) -> argparse.Namespace:
+    """finetune_optimized.py's arguments, in which --model is --teacher's unless told.
+
+    Raises:
+        UserError: a flag needs another one, or cannot be used with one that is there.
+    """
+    parser = finetune_parser(doc)
+    add_flags(parser)
+    args = parser.parse_args()
+    if args.teacher is not None and "model" not in args.given:
+        args.model = args.teacher
+    for flag in ("student_layers", "temperature"):
+        if getattr(args, flag) is not None and args.teacher is None:
+            raise UserError(f"{flag_name(flag)} needs --teacher, the model to distil")
+    for flag in ("ladder", "longest", "opponent"):
+        if getattr(args, flag) and args.teacher is not None:
+            ways = f"--{flag} trains on labels, --teacher does not"
+            raise UserError(f"{ways}: leave one of the two out")
+    refuse_ignored(args, IGNORED)
+    for flag in ("stochastic_rounding", "cuda_graph"):
+        if getattr(args, flag) and "adamw" not in args.kernels:
+            raise UserError(f"{flag_name(flag)} needs the adamw kernel: --kernels all")
+    if args.cuda_graph and args.steps <= WARMUP_STEPS:
+        raise UserError(
+            f"--cuda-graph starts after {WARMUP_STEPS} steps, so with --steps {args.steps} it "
+            "does nothing: take more steps"
+        )
+    if args.plot and not args.ladder:
+        wish = f"--plot {args.plot} draws the ladder"
+        raise UserError(f"{wish}: add --ladder, or leave --plot out")
+    return args
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those that finetune_baseline.py does not have."""
+    add_kernels_flag(parser, KERNELS, default=",".join(PLAYBOOK_KERNELS))
+    add = parser.add_argument
+    add(
+        "--stochastic-rounding",
+        action="store_true",
+        help="of the adamw kernel's bf16 weights and moments",
+    )
+    add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
+    add(
+        "--opponent",
+        choices=OPPONENTS,
+        help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels",
+    )
+    add(
+        "--ladder",
+        action="store_true",
+        help="baseline and every rung up to all kernels, in one table",
+    )
+    add(
+        "--longest",
+        action="store_true",
+        help="from --seq-len on, the longest sequence that fits, batch 1",
+    )
+    add(
+        "--plot",
+        metavar="FILE.png",
+        help="with --ladder: the step's time and memory, rung by rung, as a picture",
+    )
+    add(
+        "--teacher",
+        metavar="ID|DIR|tiny",
+        help="distil this model into --model, which is its own first half of layers unless told; "
+        "the loss is the reverse KL, and its kernel replaces cross_entropy and "
+        "linear_cross_entropy",
+    )
+    add(
+        "--student-layers",
+        type=positive_int,
+        metavar="N",
+        help="with --teacher: train the first N layers of --model (default: all; half if it is "
+        "the teacher's model)",
+    )
+    add(
+        "--temperature",
+        type=positive_float,
+        help="with --teacher: divides the logits of both models (default: 1)",
+    )
+
+
+def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
+    """Do what the flags ask for, if it is anything but the playbook's two kernels; was it?
+
+    Raises:
+        UserError: this machine or the workload's dtype cannot do it.
+    """
+    from harness.device import HAS_GPU
+
+    if workload.stochastic_rounding and workload.dtype != "bf16":
+        given = f"--stochastic-rounding is for bf16 and does nothing in {workload.dtype}"
+        raise UserError(f"{given}: add --dtype bf16")
+    if workload.cuda_graph and not HAS_GPU:
+        raise UserError("--cuda-graph needs a CUDA GPU and none was found")
+
+    if args.ladder:
+        from next_steps import ladder
+
+        ladder.climb(workload, record_to=args.json, plot_to=args.plot)
+    elif args.longest:
+        from next_steps import longest
+
+        longest.find(workload, record_to=args.json)
+    elif args.opponent:
+        from next_steps import kernel_training
+
+        kernel_training.train_opponent(workload, record_to=args.json, save_to=args.save)
+    elif args.teacher is not None:
+        from next_steps import distill
+
+        distill.train(workload, record_to=args.json, save_to=args.save)
+    elif workload.kernels != PLAYBOOK_KERNELS:
+        from next_steps import kernel_training
+
+        kernel_training.train(workload, record_to=args.json, save_to=args.save)
+    else:
+        return False
+    return True

@@ -1,0 +1,558 @@
+"""Whose time is a kernel?  The attribution of a profile's events, on hand-made ones.
+
+They are PyTorch's own FunctionEvents, nested by PyTorch's own code, so that what a GPU would record
+can be checked without one.
+"""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from harness.attribution import attribute, category_of_triton_kernel, counted_once, idle_times
+from harness.costs import Cost
+from harness.kernel_facts import OTHER, ROWS, UNATTRIBUTED, Sizes
+from tests.kernel_facts_test import launched_kernels
+
+MAIN, AUTOGRAD = 1, 2  # threads
+EVALUATE = "autograd::engine::evaluate_function: "
+
+
+class Timeline:
+    """Profiler events of one step on a GPU, written as nested `with` blocks."""
+
+    def __init__(self):
+        self.events, self.open, self.thread = [], [], MAIN
+        self.clock, self.gpu_clock, self.ids = itertools.count(), 1000.0, itertools.count(1)
+
+    @contextlib.contextmanager
+    def op(self, name: str, **fields):
+        """An operation; `seq=` and `fwd_thread=` as autograd numbers it, `scope=1` for a backward
+        node.
+        """
+        fields = {"id": next(self.ids), "thread": self.thread, "use_device": "cuda", **fields}
+        fields["sequence_nr"] = fields.pop("seq", -1)
+        event = FunctionEvent(name=name, start_us=next(self.clock), end_us=None, **fields)
+        self.events.append(event)
+        self.open.append(event)
+        yield event
+        self.open.pop()
+        event.time_range.end = next(self.clock)
+
+    def range(self, name: str):
+        return self.op(name, is_user_annotation=True, scope=7)
+
+    @contextlib.contextmanager
+    def backward(self, name: str, seq: int):
+        """A backward node: on autograd's thread, in its wrapper, numbered like the forward
+        operation.
+        """
+        self.thread = AUTOGRAD
+        with (
+            self.op(EVALUATE + name, seq=seq, fwd_thread=MAIN),
+            self.op(name, seq=seq, fwd_thread=MAIN, scope=1),
+        ):
+            yield
+        self.thread = MAIN
+
+    def launch(
+        self,
+        kernel: str,
+        us: float,
+        linked: bool = True,
+        called: bool = True,
+        at: float | None = None,
+    ):
+        """A kernel, the CUDA call that launches it (`called`), and the operation's note of it
+        (`linked`).
+        """
+        correlation = next(self.ids)
+        start = self.gpu_clock if at is None else at
+        self.gpu_clock = start + us
+        gpu = FunctionEvent(
+            correlation,
+            kernel,
+            0,
+            start,
+            start + us,
+            device_type=DeviceType.CUDA,
+            use_device="cuda",
+        )
+        self.events.append(gpu)
+        if called:
+            with self.op("cudaLaunchKernel", id=correlation):
+                pass
+        if linked:
+            self.open[-1].append_kernel(kernel, 0, gpu.time_range.elapsed_us())
+
+    def call(self, name: str, kernel: str, us: float, **fields):
+        """An operation that launches one kernel."""
+        with self.op(name, **fields):
+            self.launch(kernel, us)
+
+    def attribute(self, *costs) -> dict:
+        events = EventList(self.events, use_device="cuda")
+        events._build_tree()
+        return attribute(events, *costs)
+
+
+def operations(profile: dict) -> list[dict]:
+    """The rows of the playbook's table, without what the diagnosis adds."""
+    return [{key: row[key] for key in ("name", "us", "calls")} for row in profile["operations"]]
+
+
+def found(profile: dict) -> dict[str, float]:
+    """Category -> microseconds, empty ones left out."""
+    return {name: part["us"] for name, part in profile["categories"].items() if part["launches"]}
+
+
+# ---------------------------------------------------------------- attribution
+
+
+def test_a_forward_operation_belongs_to_the_innermost_range():
+    t = Timeline()
+    with t.range("step"), t.range("forward"):
+        t.call("aten::embedding", "gather", 1.0)
+        with t.range("attention"):
+            t.call("aten::copy_", "copy", 2.0)
+            with t.range("rotary"):
+                t.call("aten::mul", "mul", 4.0)
+        with t.range("normalization"):
+            t.call("aten::mul", "mul", 8.0)
+        with t.range("loss"):
+            t.call("aten::_log_softmax", "softmax", 16.0)
+        with t.range("mlp"):
+            t.call("aten::silu", "silu", 32.0)
+    with t.range("optimizer"):
+        t.call("aten::_foreach_addcdiv_", "multi_tensor_apply", 64.0)
+    profile = t.attribute()
+    assert found(profile) == {
+        OTHER: 3.0,
+        "rotary": 4.0,
+        "normalization": 8.0,
+        "loss": 16.0,
+        "activation": 32.0,
+        "optimizer": 64.0,
+    }
+
+
+def test_the_profilers_own_overhead_launches_nothing():
+    """CUPTI notes on the CPU, too, that its buffer was full: inside of the operation that had to
+    wait for it.
+    """
+    t = Timeline()
+    with t.range("optimizer"), t.op("aten::_foreach_mul_") as operation:
+        with t.op("Command Buffer Full", id=operation.id):  # numbered like something else
+            t.launch("multi_tensor_apply", 2.0, linked=False)
+        t.launch("multi_tensor_apply", 4.0)
+    cost = Cost(800.0, 100.0)
+    profile = t.attribute({operation.id: cost})
+    assert operations(profile) == [{"name": "aten::_foreach_mul_", "us": 6.0, "calls": 1}]
+    assert profile["categories"]["optimizer"]["bytes"] == cost.n_bytes  # once
+
+
+def test_a_backward_operation_belongs_where_its_forward_operation_did():
+    t = Timeline()
+    with t.range("forward"), t.range("normalization"):
+        t.call("aten::pow", "pow", 1.0, seq=7)
+    with t.range("backward"), t.backward("PowBackward0", seq=7):
+        t.call("aten::mul", "mul", 2.0)
+    assert found(t.attribute()) == {"normalization": 3.0}
+
+
+def test_a_number_of_another_thread_is_another_operation():
+    t = Timeline()
+    t.thread = 5
+    with t.range("normalization"), t.op("aten::pow", seq=7):
+        pass
+    with t.backward("PowBackward0", seq=7):
+        t.call("aten::mul", "mul", 2.0)
+    assert found(t.attribute()) == {OTHER: 2.0}
+
+
+def test_of_operations_with_one_number_the_last_created_the_node():
+    """Operations that need no gradient carry the number of the next node: `arange` here, that of
+    `pow`.
+    """
+    t = Timeline()
+    with t.range("rotary"):
+        t.call("aten::arange", "arange", 1.0, seq=7)
+    with t.range("normalization"):
+        t.call("aten::pow", "pow", 2.0, seq=7)
+    with t.backward("PowBackward0", seq=7):
+        t.call("aten::mul", "mul", 4.0)
+    assert found(t.attribute()) == {"rotary": 1.0, "normalization": 6.0}
+
+
+def test_matmul_and_fused_attention_are_known_by_name_in_both_directions():
+    t = Timeline()
+    with t.range("mlp"), t.op("aten::linear", seq=3), t.op("aten::matmul"):
+        t.call("aten::mm", "nvjet_hsh", 1.0, seq=4)
+    with t.range("attention"), t.op("aten::scaled_dot_product_attention", seq=5):
+        t.call("aten::_cudnn_attention_forward", "cudnn_sdpa", 2.0)
+    with t.range("loss"), t.op("FusedLinearCrossEntropyFunction", seq=6):
+        t.call("aten::mm", "nvjet_hsh", 4.0)
+    with t.backward("ScaledDotProductCudnnAttentionBackward0", seq=5):
+        t.call("aten::_scaled_dot_product_cudnn_attention_backward", "cudnn_sdpa_bwd", 8.0)
+    with t.backward("MmBackward0", seq=4):
+        t.call("aten::mm", "nvjet_hsh", 16.0)
+    assert found(t.attribute()) == {"matmul": 21.0, "attention": 10.0}
+
+
+def test_the_range_called_attention_does_not_make_everything_in_it_attention():
+    t = Timeline()
+    with t.range("attention"):
+        t.call("aten::clone", "copy", 1.0)
+    assert found(t.attribute()) == {OTHER: 1.0}
+
+
+def test_an_operation_named_like_a_range_is_no_range():
+    t = Timeline()
+    t.call("optimizer", "mul", 1.0)
+    profile = t.attribute()
+    assert found(profile) == {OTHER: 1.0} and profile["phases"]["other"]["us"] == 1.0
+
+
+def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward_event():
+    t = Timeline()
+    t.call("TritonRMSNormFunction", "_rmsnorm_fwd_kernel", 1.0, seq=1)
+    t.call("FusedCrossEntropyFunction", "_cross_entropy_fwd_kernel", 2.0, seq=2)
+    with t.backward("FusedCrossEntropyFunctionBackward", seq=2):
+        t.launch("_cross_entropy_bwd_kernel", 4.0)
+    with t.backward("TritonRMSNormFunctionBackward", seq=99):
+        t.launch("_rmsnorm_bwd_kernel", 8.0)
+        t.call("aten::sum", "reduce", 16.0)
+    profile = t.attribute()
+    assert found(profile) == {"normalization": 25.0, "loss": 6.0}
+    assert operations(profile)[0] == {"name": "aten::sum", "us": 16.0, "calls": 1}
+    assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in operations(profile)
+
+
+OUR_KERNELS = {
+    "_rmsnorm_fwd_kernel": "normalization",
+    "_rmsnorm_bwd_kernel": "normalization",
+    "_rmsnorm_dw_kernel": "normalization",
+    "_cross_entropy_fwd_kernel": "loss",
+    "_cross_entropy_bwd_kernel": "loss",
+    "_cross_entropy_inplace_kernel": "loss",
+    "_cross_entropy_scale_kernel": "loss",
+    "_scale_kernel": "loss",
+    "_swiglu_fwd_kernel": "activation",
+    "_swiglu_bwd_kernel": "activation",
+    "_rope_kernel": "rotary",
+    "_adamw_kernel": "optimizer",
+    "_reverse_kl_fwd_kernel": "loss",
+    "_reverse_kl_bwd_kernel": "loss",
+    "_reverse_kl_bwd_again_kernel": "loss",
+    "_plain_fwd_kernel": "loss",
+    "_plain_bwd_kernel": "loss",
+    "_obvious_kernel": "loss",
+}
+
+
+def test_every_kernel_of_ours_has_its_category():
+    """By the names in the lessons' sources, so that a new kernel cannot be forgotten."""
+    names = {name for row in ROWS for name in launched_kernels(row.lesson)}
+    assert {name: category_of_triton_kernel(name) for name in names} == OUR_KERNELS
+    assert category_of_triton_kernel("vectorized_elementwise_kernel") is None
+
+
+@pytest.mark.parametrize("kernel", OUR_KERNELS)
+def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(kernel):
+    """AdamW's run in the backward, SwiGLU's inside a Function that is mostly matrix products."""
+    t = Timeline()
+    with t.range("forward"), t.op("aten::something_else"):
+        t.launch(kernel, 1.0)
+    with t.backward("torch::autograd::AccumulateGrad", seq=-1):
+        t.launch(kernel, 2.0, linked=False)
+    t.launch(kernel, 4.0, linked=False, called=False)
+    profile = t.attribute()
+    assert found(profile) == {OUR_KERNELS[kernel]: 7.0}
+    assert {name: part["us"] for name, part in profile["phases"].items() if part["us"]} == {
+        "forward": 1.0, "backward": 2.0, "other": 4.0
+    }  # fmt: skip
+
+
+def test_matrix_products_inside_our_functions_are_matrix_products():
+    t = Timeline()
+    with t.range("forward"):
+        with t.op("NormLinearFunction", seq=1):
+            t.launch("_rmsnorm_fwd_kernel", 1.0)
+            t.call("aten::mm", "nvjet_hsh", 2.0)
+        with t.op("SwiGLULinearFunction", seq=2):
+            t.launch("_swiglu_fwd_kernel", 4.0)
+            t.call("aten::mm", "nvjet_hsh", 8.0)
+    with t.backward("SwiGLULinearFunctionBackward", seq=2):
+        t.call("aten::mm", "nvjet_hsh", 16.0)
+        t.launch("_swiglu_bwd_kernel", 32.0)
+    with t.backward("NormLinearFunctionBackward", seq=1):
+        t.call("aten::addmm_", "nvjet_hsh", 64.0)
+        t.launch("_rmsnorm_bwd_kernel", 128.0)
+        t.call("aten::add_", "vectorized_elementwise", 256.0)  # the residual's gradient
+    assert found(t.attribute()) == {
+        "matmul": 2.0 + 8 + 16 + 64,
+        "normalization": 1.0 + 128 + 256,
+        "activation": 36.0,
+    }
+
+
+def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobodys():
+    """Both happen in autograd's wrapper, after the node itself: dW = sum over rows; dx += the
+    residual's.
+    """
+    t = Timeline()
+    with t.range("normalization"):
+        t.call("aten::mul", "mul", 1.0, seq=7)
+    with t.op(EVALUATE + "MulBackward0", seq=7, fwd_thread=MAIN, thread=AUTOGRAD):
+        with t.op("MulBackward0", seq=7, fwd_thread=MAIN, thread=AUTOGRAD, scope=1):
+            t.call("aten::mul", "mul", 2.0, thread=AUTOGRAD)
+        t.call("aten::sum", "reduce", 4.0, thread=AUTOGRAD)
+        t.call("aten::add_", "add", 8.0, thread=AUTOGRAD)
+    assert found(t.attribute()) == {"normalization": 7.0, OTHER: 8.0}
+
+
+def test_gradient_accumulation_into_a_weight_is_found_though_it_has_no_forward_operation():
+    t = Timeline()
+    with t.backward("torch::autograd::AccumulateGrad", seq=-1):
+        t.call("aten::add_", "add", 1.0)
+    profile = t.attribute()
+    assert found(profile) == {OTHER: 1.0} and profile["phases"]["backward"]["us"] == 1.0
+
+
+def test_a_kernel_launched_straight_from_a_range_is_found_through_its_cuda_call():
+    t = Timeline()
+    with t.range("optimizer"):
+        t.launch("_adamw_kernel", 3.0, linked=False)
+    profile = t.attribute()
+    assert found(profile) == {"optimizer": 3.0}
+    assert profile["phases"]["optimizer"] == {"us": 3.0, "launches": 1}
+    assert operations(profile) == [{"name": "_adamw_kernel", "us": 3.0, "calls": 1}]
+
+
+def test_a_kernel_of_unknown_origin_is_counted_by_its_name_or_as_unattributed():
+    t = Timeline()
+    names = ["sm90_xmma_gemm_bf16", "nvjet_tst", "flash_fwd_kernel", "vectorized_elementwise"]
+    for power, name in enumerate(names):
+        t.launch(name, 2.0**power, linked=False, called=False)
+    profile = t.attribute()
+    assert found(profile) == {"matmul": 3.0, "attention": 4.0, UNATTRIBUTED: 8.0}
+    assert profile["phases"]["other"] == {"us": 15.0, "launches": 4}
+
+
+def test_ranges_on_the_gpus_timeline_are_not_counted():
+    t = Timeline()
+    with t.range("normalization"):
+        t.call("aten::mul", "mul", 5.0)
+    t.events.append(
+        FunctionEvent(
+            0, "normalization", 0, 1000, 1005, device_type=DeviceType.CUDA, is_user_annotation=True
+        )
+    )
+    profile = t.attribute()
+    assert found(profile) == {"normalization": 5.0} and profile["busy_us"] == 5.0
+    assert [row["name"] for row in profile["operations"]] == ["aten::mul"]
+
+
+def test_the_profilers_own_overhead_is_not_gpu_time():
+    """On a long GPU step CUPTI reports its full buffer as an event on the GPU's timeline."""
+    t = Timeline()
+    with t.range("loss"):
+        t.call("aten::mul", "mul", 5.0)
+    t.events.append(
+        FunctionEvent(0, "Command Buffer Full", 0, 1000, 1005, device_type=DeviceType.CUDA)
+    )
+    profile = t.attribute()
+    assert found(profile) == {"loss": 5.0} and profile["busy_us"] == 5.0
+
+
+def test_a_cuda_call_that_shares_an_operations_id_does_not_double_its_kernels():
+    """Operations and CUDA calls are numbered separately; PyTorch then notes the kernels at both."""
+    t = Timeline()
+    with t.range("optimizer"), t.op("cudaEventRecord") as call:
+        call.append_kernel("mul", 0, 5.0)
+    with t.range("loss"):
+        t.call("aten::mul", "mul", 5.0)
+    assert found(t.attribute()) == {"loss": 5.0}
+
+
+def test_equal_kernels_of_different_operations_are_shared_out_between_them():
+    t = Timeline()
+    for name in ["normalization", "loss", "loss"]:
+        with t.range(name):
+            t.call("aten::mul", "mul", 5.0)
+    profile = t.attribute()
+    assert found(profile) == {"normalization": 5.0, "loss": 10.0}
+    assert operations(profile) == [{"name": "aten::mul", "us": 15.0, "calls": 3}]
+
+
+def test_calls_count_operations_and_launches_count_kernels():
+    t = Timeline()
+    with t.range("loss"), t.op("aten::cross_entropy_loss"):
+        t.launch("first", 1.0)
+        t.launch("second", 2.0)
+    profile = t.attribute()
+    assert operations(profile) == [{"name": "aten::cross_entropy_loss", "us": 3.0, "calls": 1}]
+    assert profile["categories"]["loss"]["launches"] == 2
+
+
+def test_what_an_operation_moves_counts_once_and_where_its_kernels_time_does():
+    """An operation may launch several kernels, and call others that launch their own."""
+    t = Timeline()
+    with t.range("loss"), t.op("aten::sum") as total:
+        with t.op("aten::fill_") as fill:
+            t.launch("fill", 1.0)
+        t.launch("first", 2.0)
+        t.launch("second", 4.0)
+    with t.range("normalization"):
+        for _ in range(2):
+            t.call("TritonRMSNormFunction", "_rmsnorm_fwd_kernel", 8.0)
+    with t.range("forward"), t.op("aten::mm") as unlaunched:
+        pass
+    sizes = Sizes(weights=0, stream=300, heads=0, inner=0, logits=0, layers=3, width=2)
+    costs = {total.id: Cost(100.0, 10.0), fill.id: Cost(7.0, 0.0), unlaunched.id: Cost(9, 9)}
+    profile = t.attribute(costs, sizes)
+    found = {
+        name: (p["us"], p["bytes"], p["flops"])
+        for name, p in profile["categories"].items()
+        if p["launches"]
+    }
+    assert found == {"loss": (7.0, 107.0, 10.0), "normalization": (16.0, 2 * 2 * 100, 2 * 4 * 50)}
+    rows = {row["name"]: (row["launches"], row["bytes"]) for row in profile["operations"]}
+    assert rows == {
+        "aten::sum": (2, 100.0),
+        "aten::fill_": (1, 7.0),
+        "TritonRMSNormFunction": (2, 400.0),
+    }
+
+
+def test_without_a_gpu_an_operation_or_what_it_calls_is_counted():
+    """aten::mean sums and divides, and nll_loss_backward first fills its result: the larger of the
+    two counts.
+    """
+    t = Timeline()
+    with t.op("aten::mean") as mean:
+        with t.op("aten::sum") as total, t.op("aten::fill_") as fill:
+            pass
+        with t.op("aten::div_") as div:
+            pass
+    costs = {mean.id: 50.0, total.id: 50.0, fill.id: 2.0, div.id: 4.0}
+    events = EventList(t.events, use_device="cuda")
+    events._build_tree()
+    costs = {number: Cost(n_bytes, 0.0) for number, n_bytes in costs.items()}
+    assert set(counted_once(events, costs)) == {total.id, div.id}
+
+
+def test_overlapping_kernels_keep_the_gpu_busy_once():
+    t = Timeline()
+    with t.range("forward"), t.op("aten::mul"):
+        t.launch("a", 10.0, at=100.0)
+        t.launch("b", 4.0, at=103.0)
+        t.launch("c", 10.0, at=105.0)
+        t.launch("d", 5.0, at=200.0)
+    profile = t.attribute()
+    assert profile["busy_us"] == 20.0 and found(profile) == {OTHER: 29.0}
+
+
+def test_phases_tell_the_loss_from_the_forward_pass_it_lies_in():
+    t = Timeline()
+    with t.range("forward"):
+        t.call("aten::mm", "gemm", 1.0, seq=1)
+        with t.range("loss"):
+            t.call("aten::_log_softmax", "softmax", 2.0, seq=2)
+    with t.range("backward"):
+        t.call("aten::ones_like", "fill", 4.0)
+        with t.backward("LogSoftmaxBackward0", seq=2):
+            t.call("aten::_log_softmax_backward_data", "softmax_bwd", 8.0)
+    with t.range("optimizer"):
+        t.call("aten::_foreach_add_", "add", 16.0)
+    phases = t.attribute()["phases"]
+    assert {name: part["us"] for name, part in phases.items()} == {
+        "forward": 1.0, "loss": 2.0, "backward": 12.0, "optimizer": 16.0, "other": 0.0
+    }  # fmt: skip
+
+
+def random_profile(seed: int) -> tuple[dict, float, int]:
+    """A profile of random nesting, and what all its kernels take together."""
+    draw = random.Random(seed)
+    t, total, count = Timeline(), 0.0, 0
+    names = ["forward", "loss", "normalization", "mlp", "optimizer", "something else"]
+    operations = [f"aten::op{i}" for i in range(40)] + ["aten::mm", "TritonRMSNormFunction"]
+    for _ in range(120):
+        with contextlib.ExitStack() as nest:
+            for _ in range(draw.randrange(4)):
+                nest.enter_context(t.range(draw.choice(names)))
+            if draw.random() < 0.3:
+                nest.enter_context(t.backward("SomeBackward0", seq=draw.randrange(9)))
+            nest.enter_context(t.op(draw.choice(operations), seq=draw.randrange(-1, 9)))
+            for _ in range(draw.randrange(3)):
+                us = draw.randrange(1, 2000) / 32
+                t.launch(
+                    draw.choice("abc"), us, linked=draw.random() < 0.8, called=draw.random() < 0.8
+                )
+                total, count = total + us, count + 1
+    return t.attribute(), total, count
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_kernel_is_counted_exactly_once(seed):
+    profile, total, count = random_profile(seed)
+    for parts in (profile["categories"], profile["phases"]):
+        assert sum(part["us"] for part in parts.values()) == pytest.approx(total)
+        assert sum(part["launches"] for part in parts.values()) == count
+    assert sum(row["us"] for row in profile["operations"]) == pytest.approx(total)
+    assert profile["busy_us"] == pytest.approx(total)
+
+
+# ---------------------------------------------------------------- when the GPU waits
+
+
+def event(name: str, start: float, end: float, number: int, on_gpu: bool = False) -> FunctionEvent:
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return FunctionEvent(number, name, 0, start, end, device_type=device, use_device="cuda")
+
+
+def idle_of(
+    *launches: tuple[float, float, float], waits: tuple[tuple[float, float], ...] = ()
+) -> dict:
+    """idle_times of kernels, each (when its launch begins, when it begins, when it ends), a launch
+    taking 2 us.
+    """
+    events = [event("cudaDeviceSynchronize", *times, 99) for times in waits]
+    for number, (launched, start, end) in enumerate(launches, 1):
+        events += [
+            event("cudaLaunchKernel", launched, launched + 2, number),
+            event("mul", start, end, number, True),
+        ]
+    found = idle_times(EventList(events, use_device="cuda"))
+    return {key: found[key] for key in ("idle_us", "synchronization_us", "host_us")}
+
+
+def test_a_queued_kernel_makes_nobody_wait():
+    """The 1 us between two kernels is the GPU's own."""
+    assert idle_of((0, 5, 20), (4, 21, 40), (8, 41, 50)) == {
+        "idle_us": 0,
+        "synchronization_us": 0,
+        "host_us": 0,
+    }
+
+
+def test_a_late_launch_is_idle_time_and_tells_the_hosts_pace():
+    idle = idle_of((0, 5, 10), (12, 17, 20), (30, 35, 40), (33, 41, 60))
+    assert idle == {"idle_us": 7 + 15, "synchronization_us": 0, "host_us": 15}  # 12 and 18 us
+
+
+def test_idle_time_after_the_host_waited_is_synchronizations():
+    """As .item() does: wait for the kernel, come back at 12, launch the next at 14."""
+    idle = idle_of((0, 5, 10), (14, 19, 30), (34, 40, 50), waits=((3, 12), (52, 60)))
+    assert idle == {"idle_us": 9 + 10, "synchronization_us": 9, "host_us": 20}
+
+
+def test_the_wait_that_ends_the_timing_is_no_idle_time():
+    assert idle_of((0, 5, 10), (3, 11, 30), waits=((0, 0), (6, 31)))["idle_us"] == 0
+
+
+def test_kernels_that_overlap_leave_no_gap():
+    assert idle_of((0, 5, 100), (50, 60, 70), (90, 95, 120))["idle_us"] == 0

@@ -1,0 +1,64 @@
+"""The matrix of contracts and subjects: a contract is a test that runs for every subject that is
+not exempt.
+
+    @contract("dtype", lambda subject: subject.dtypes)
+    def test_outputs_and_gradients_match_float64(subject, dtype): ...
+
+Its name, without "test_", is what a subject's record gives a reason for in `exempt`.
+tests/contracts_test.py asserts that there is no hole: that every pair either runs or has a reason.
+"""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from tests.subject import Subject
+from tests.subjects import SUBJECTS
+
+RUNS: dict[str, set[str]] = {}  # contract: the subjects for which it runs
+DTYPE_IDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def contract(
+    argument: str = "",
+    cases: Callable[[Subject], Iterable] = lambda subject: [None],
+    exhaustive: Callable[..., bool] = lambda subject, case=None: False,
+):
+    """Run a test for every subject, and for every case of it.
+
+    argument: the name under which the test gets its case; none if there is one case only.
+    cases: the cases of a subject.
+    exhaustive: (subject, case) -> is this one left to the runs that leave nothing out?
+    """
+
+    def decorate(test):
+        name = test.__name__.removeprefix("test_")
+        rows = []
+        for subject in SUBJECTS.values():
+            if name in subject.exempt:
+                continue
+            for case in cases(subject):
+                marks = [pytest.mark.exhaustive] if exhaustive(subject, case) else []
+                values = [subject, case] if argument else [subject]
+                case_id = [case_name(case)] if argument else []
+                rows.append(
+                    pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks)
+                )
+        RUNS[name] = {row.values[0].name for row in rows}
+        return pytest.mark.parametrize(["subject", argument] if argument else ["subject"], rows)(
+            test
+        )
+
+    return decorate
+
+
+def case_name(case) -> str:
+    if isinstance(case, tuple):
+        return "-".join(map(case_name, case))
+    return DTYPE_IDS.get(case, str(case)) if isinstance(case, torch.dtype) else str(case)
+
+
+def is_variant(subject: Subject, case=None) -> bool:
+    """Does another subject run the same kernels?"""
+    return subject.variant_of is not None

@@ -1,0 +1,309 @@
+"""Every function does with its tensors what autograd expects of one: no more, no less, and never
+silently wrong.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from harness.checking import FLOOR, assert_all_passed, relative_error
+from tests import tiles
+from tests.contracts import contract, is_variant
+from tests.subject import (
+    as_tuple,
+    checks,
+    gradients,
+    leaves_of,
+    run,
+    same_bits,
+)
+
+# inf - inf in lanes that are masked; the interpreter's NumPy comments on it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poison_new_tensors"),
+]
+ROWS = (3, 4)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    tiles.small_tiles(monkeypatch)
+
+
+def make(subject, dtype=torch.float32):
+    return subject.make(ROWS, subject.size, dtype)
+
+
+def call(subject, leaves):
+    return as_tuple(subject.function(*leaves.values()))
+
+
+def backward(outputs, douts, **options):
+    torch.autograd.backward(outputs, list(douts.values()), **options)
+
+
+def assert_same(subject, grad, expected):
+    """To the bit, unless a second backward takes another way than the first."""
+    if subject.exact_again:
+        assert torch.equal(grad, expected)
+    else:
+        assert relative_error(grad, expected) <= FLOOR[grad.dtype]
+
+
+def assert_grads(subject, leaves, expected, factor=1):
+    """Each leaf has `factor` times the gradient of one backward."""
+    for name in subject.differentiable:
+        assert_same(subject, leaves[name].grad, factor * expected[f"d{name}"])
+
+
+# ---- More than one backward, more than one loss --------------------------------------------------
+
+
+@contract()
+def test_second_backward_through_a_retained_graph(subject):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    outputs = call(subject, leaves)
+    for keep in (True, True, False):
+        for part, grad in gradients(outputs, leaves, douts, retain_graph=keep).items():
+            assert_same(subject, grad, expected[part])
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(outputs, leaves, douts)
+
+
+@contract()
+def test_second_backward_adds_to_the_leaves_own_gradients(subject):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    outputs = call(subject, leaves)
+    backward(outputs, douts, retain_graph=True)
+    kept = [
+        leaves[name].grad for name in subject.differentiable
+    ]  # autograd adds to these very tensors
+    backward(outputs, {name: 2 * dout for name, dout in douts.items()})
+    assert all(leaves[name].grad is grad for name, grad in zip(subject.differentiable, kept))
+    for name in subject.differentiable:
+        assert relative_error(leaves[name].grad, 3 * expected[f"d{name}"]) <= FLOOR[torch.float32]
+
+
+@contract()
+def test_gradients_accumulate_instead_of_overwriting(subject):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    for _ in range(2):
+        backward(call(subject, leaves), douts)
+    assert_grads(subject, leaves, expected, 2)
+
+
+@contract()
+def test_two_losses_on_one_result(subject):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    outputs = call(subject, leaves)
+    pairs = list(zip(outputs, douts.values()))
+    sum((out * dout).sum() for out, dout in pairs).backward(retain_graph=True)
+    sum((out * -3.0 * dout).sum() for out, dout in pairs).backward()
+    for name in subject.differentiable:
+        assert (
+            relative_error(leaves[name].grad, -2.0 * expected[f"d{name}"]) <= FLOOR[torch.float32]
+        )
+
+
+@contract()
+def test_two_calls_on_the_same_inputs(subject):
+    """The second with the targets, masks and other constants of other rows."""
+
+    def twice(function):
+        def both(*tensors):
+            others = [
+                t if name in subject.differentiable else t.flip(0)
+                for name, t in zip(inputs, tensors)
+            ]
+            pairs = zip(as_tuple(function(*tensors)), as_tuple(function(*others)))
+            return tuple(a + 3 * b for a, b in pairs)
+
+        return both
+
+    inputs, douts = make(subject)
+    double = subject.called_as(twice)
+    assert_all_passed(checks(double, inputs, douts))
+
+
+# ---- Which gradients are computed ----------------------------------------------------------------
+
+
+def some_of(names):
+    return [some for n in range(1, len(names)) for some in itertools.combinations(names, n)]
+
+
+@contract("needed", lambda subject: some_of(subject.differentiable), exhaustive=is_variant)
+def test_frozen_inputs_leave_the_others_their_gradients(subject, needed):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs, needed)
+    pairs = [pair for pair in zip(call(subject, leaves), douts.values()) if pair[0].requires_grad]
+    torch.autograd.backward(*zip(*pairs))
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, expected[f"d{name}"]) if name in needed else leaf.grad is None
+
+
+@contract()
+def test_outputs_that_nobody_uses_send_no_gradient(subject):
+    inputs, douts = make(subject)
+    for name, dout in douts.items():
+        leaves, wide = leaves_of(subject, inputs), leaves_of(subject, inputs)
+        index = list(douts).index(name)
+        call(subject, leaves)[index].backward(dout)
+        as_tuple(subject.reference(*wide.values()))[index].backward(dout)
+        for found, expected in zip(leaves.values(), wide.values()):
+            if expected.grad is None:
+                assert found.grad is None or not found.grad.any()
+            else:
+                assert relative_error(found.grad, expected.grad) < 1e-5
+
+
+@contract()
+def test_no_grad_and_inference_mode_give_the_same_numbers_and_keep_nothing(subject):
+    inputs, _ = make(subject)
+    leaves = leaves_of(subject, inputs)
+    expected = call(subject, leaves)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, saved_tensors() as saved:
+            outputs = call(subject, leaves)
+        assert not saved and not any(t.requires_grad for t in outputs)
+        assert all(map(torch.equal, outputs, expected))
+    frozen = call(subject, inputs)
+    assert all(t.grad_fn is None for t in frozen) and all(map(torch.equal, frozen, expected))
+
+
+@contract("upstream_needs_grad", lambda subject: (True, False))
+def test_second_derivative_is_refused_not_silently_zero(subject, upstream_needs_grad):
+    inputs, douts = make(subject)
+    leaves = leaves_of(subject, inputs)
+    douts = {name: dout.requires_grad_(upstream_needs_grad) for name, dout in douts.items()}
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradients(call(subject, leaves), leaves, douts, create_graph=True)
+
+
+# ---- What is changed, and when that is noticed ---------------------------------------------------
+
+
+@contract()
+def test_inputs_and_upstream_gradients_are_never_changed(subject):
+    inputs, douts = make(subject, torch.bfloat16)
+    tensors = [*inputs.values(), *douts.values()]
+    before = [t.clone() for t in tensors]
+    run(subject, subject.function, inputs, douts)
+    assert all(map(torch.equal, tensors, before))
+
+
+@contract("name", lambda subject: list(subject.make((1,), subject.size, torch.float32)[1]))
+def test_output_changed_in_place_is_allowed_or_noticed(subject, name):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, {**douts, name: 2 * douts[name]})
+    leaves = leaves_of(subject, inputs)
+    outputs = dict(zip(douts, call(subject, leaves)))
+    if name in subject.fixed_outputs:
+        with pytest.raises(RuntimeError, match=subject.fixed_outputs[name]):
+            outputs[name].mul_(2.0)
+    else:
+        outputs[name].mul_(2.0)
+        backward(list(outputs.values()), douts)
+        assert_grads(subject, leaves, expected)
+
+
+@contract("name", lambda subject: list(subject.make((1,), subject.size, torch.float32)[0]))
+def test_input_changed_before_the_backward_is_noticed_or_does_not_count(subject, name):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, {key: t.clone() for key, t in inputs.items()})
+    outputs = call(subject, leaves)
+    used = [out for key, out in zip(douts, outputs) if key not in subject.fixed_outputs]
+    douts = {key: dout for key, dout in douts.items() if key not in subject.fixed_outputs}
+    with torch.no_grad():
+        leaves[name].copy_(leaves[name].flip(0))
+    if name in subject.saved:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(used, douts)
+    else:
+        backward(used, douts)
+        assert_grads(subject, leaves, expected)
+
+
+class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
+    """The list of the tensors that are kept for a backward meanwhile."""
+
+    def __init__(self):
+        self.saved = []
+        super().__init__(lambda t: self.saved.append(t) or t, lambda t: t)
+
+    def __enter__(self):
+        super().__enter__()
+        return self.saved
+
+
+@contract()
+def test_saved_tensors_are_what_the_record_says(subject):
+    inputs, _ = make(subject)
+    leaves = leaves_of(subject, inputs)
+    with saved_tensors() as saved:
+        outputs = call(subject, leaves)
+    places = {t.untyped_storage().data_ptr(): name for name, t in leaves.items()}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert {places[place] for place in found if place in places} == set(subject.saved)
+    known = {*places, *(out.untyped_storage().data_ptr() for out in outputs)}
+    assert sum(size for place, size in found.items() if place not in known) == subject.saved_bytes(
+        inputs
+    )
+
+
+# ---- In the company of other parts of PyTorch ----------------------------------------------------
+
+
+def offloaded(function, *inputs):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*inputs)
+
+
+WAYS = {
+    "checkpoint": lambda *call: checkpoint(*call, use_reentrant=False),
+    "reentrant checkpoint": lambda *call: checkpoint(*call, use_reentrant=True),
+    "saved on the CPU": offloaded,
+}
+
+
+@contract("way", lambda subject: WAYS, exhaustive=is_variant)
+def test_recomputed_or_offloaded(subject, way):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    outputs = as_tuple(WAYS[way](subject.function, *leaves.values()))
+    backward(outputs, douts)  # the reentrant checkpoint refuses torch.autograd.grad
+    assert all(map(torch.equal, outputs, expected.values()))
+    assert_grads(subject, leaves, expected)
+
+
+class Named(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+@contract("kind", lambda subject: ("parameter", "subclass"))
+def test_parameters_and_subclasses_with_memory_of_their_own_are_taken(subject, kind):
+    inputs, douts = make(subject)
+    expected = run(subject, subject.function, inputs, douts)
+    leaves = leaves_of(subject, inputs)
+    for name in subject.differentiable:
+        if kind == "parameter":
+            leaves[name] = torch.nn.Parameter(inputs[name])
+        else:
+            leaves[name] = inputs[name].detach().as_subclass(Named).requires_grad_()
+    found = gradients(call(subject, leaves), leaves, douts)
+    assert all(torch.equal(grad, expected[part]) for part, grad in found.items())
+    assert same_bits(run(subject, subject.function, inputs, douts), expected)

@@ -1,0 +1,231 @@
+"""Every function inside of torch.compile: in one graph, in memory that the compiler lays out,
+without new compilations.
+
+The first size of each graph has rows that the compiler pads: it leaves gaps only between long rows
+whose length it knows, and so a compiled graph shows strides that eager PyTorch never does.
+"""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.checking import DEVICE, assert_all_passed
+from tests import tiles
+from tests.contracts import contract, is_variant
+from tests.fixtures import COMPILED_DTYPE, compiled_once
+from tests.subject import (
+    Subject,
+    as_tuple,
+    checks,
+    compare_parts,
+    in_float64,
+    references,
+    run,
+    same_bits,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("compiler_pads_rows"),
+]
+
+
+def always(subject, case=None):
+    return True
+
+
+def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = None) -> Subject:
+    """The subject between matrix products: a function of what its inputs are products of, and of
+    the others.
+
+    activations: the inputs that are products, and so neither inputs nor results of the graph; the
+    subject's own unless told.
+    """
+    activations = subject.activations if activations is None else activations
+    K = 24
+
+    def make(rows, size, dtype, seed=0):
+        inputs, douts = subject.make(rows, size, dtype, seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+        given = {"left": normal(*rows, K)} if activations else {}
+        for name, t in inputs.items():
+            if name in activations:
+                given[f"to_{name}"] = normal(K, t.shape[-1]) / K**0.5
+            else:
+                given[name] = t
+        gradients = {}
+        for name, dout in douts.items():
+            if dout.ndim > len(rows):  # else a loss, of each row or of all
+                given[f"from_{name}"] = normal(dout.shape[-1], 8) / dout.shape[-1] ** 0.5
+                dout = normal(*rows, 8)
+            gradients[name] = dout
+        return given, gradients
+
+    names = list(subject.make((1,), subject.size, torch.float32)[0])
+    outputs = list(subject.make((1,), subject.size, torch.float32)[1])
+
+    def graph(function):
+        def call(*tensors):
+            given = dict(zip(places, tensors))
+            inputs = []
+            for name in names:
+                if name in activations:
+                    t = given["left"] @ given[f"to_{name}"]
+                    inputs.append(t if name in subject.differentiable else t.detach())
+                else:
+                    inputs.append(given[name] * 1.0 if name in subject.results else given[name])
+            results = zip(outputs, as_tuple(function(*inputs)))
+            return tuple(
+                out @ given[f"from_{name}"] if f"from_{name}" in given else out * 0.5
+                for name, out in results
+            )
+
+        return call
+
+    places = list(make((1,), subject.size, torch.float32)[0])
+    constants = [name for name in names if name not in subject.differentiable]
+    leaves = tuple(
+        place
+        for place in places
+        if place not in constants and place.removeprefix("to_") not in constants
+    )
+    return replace(subject.called_as(graph), make=make, differentiable=leaves, split=None)
+
+
+def graph_of(subject: Subject) -> Subject:
+    return (subject.in_a_graph or in_a_larger_graph)(subject)
+
+
+def orders_of_sizes(subject):
+    """(dynamic, the number of the size that is compiled first)."""
+    return itertools.product((True, None), range(len(subject.compiled_first)))
+
+
+def sizes_of(subject, first=0):
+    """(rows, size) of one graph after another."""
+    rows, size = subject.compiled_first[first]
+    return [(rows, size), *((rows, other or size) for rows, other in subject.compiled_next)]
+
+
+@contract(
+    "case",
+    orders_of_sizes,
+    exhaustive=lambda subject, case: is_variant(subject) or case != (True, 0),
+)
+def test_larger_graph(subject, case):
+    dynamic, first = case
+    graph = graph_of(subject)
+    compiled = torch.compile(graph.function, fullgraph=True, dynamic=dynamic)
+    for number, (rows, size) in enumerate(sizes_of(subject, first)):
+        # what was compiled for any size must do for the others
+        with compiled_once() if dynamic and number > 0 else contextlib.nullcontext():
+            found = checks(graph, *graph.make(rows, size, COMPILED_DTYPE), ours=compiled)
+        assert_all_passed(found)
+
+
+@contract(exhaustive=always)
+def test_other_numbers_of_rows_compile_at_most_once_more(subject):
+    """Without a word about dynamic sizes."""
+    graph = graph_of(subject)
+    compiled = torch.compile(graph.function, fullgraph=True)
+    (first, *rest), size = sizes_of(subject)[0]
+    for number, n_rows in enumerate((first, first + 1, first + 4, first + 2)):
+        with compiled_once() if number > 1 else contextlib.nullcontext():
+            found = checks(graph, *graph.make((n_rows, *rest), size, COMPILED_DTYPE), ours=compiled)
+        assert_all_passed(found)
+
+
+@contract(exhaustive=always)
+def test_inputs_of_the_graph_before_a_product(subject):
+    """They are leaves, which eager in-place functions refuse to overwrite; the compiler decides for
+    itself.
+    """
+    graph = in_a_larger_graph(subject, activations=())
+    compiled = torch.compile(graph.function, fullgraph=True)
+    rows, size = sizes_of(subject)[0]
+    inputs, douts = graph.make(rows, size, COMPILED_DTYPE)
+    before = {name: t.clone() for name, t in inputs.items()}
+    assert_all_passed(checks(graph, inputs, douts, ours=compiled))
+    assert same_bits(inputs, before)
+
+
+@contract(exhaustive=always)
+def test_forward_alone(subject):
+    graph = graph_of(subject)
+    rows, size = sizes_of(subject)[0]
+    inputs, douts = graph.make(rows, size, COMPILED_DTYPE)
+    compiled = torch.compile(graph.function, fullgraph=True)
+
+    def outputs(function, tensors):
+        with torch.no_grad():
+            return dict(zip(douts, as_tuple(function(*tensors.values()))))
+
+    found, wide = outputs(compiled, inputs), outputs(graph.reference, in_float64(inputs))
+    assert_all_passed(
+        compare_parts(graph, found, inputs, wide, [outputs(graph.eager or graph.reference, inputs)])
+    )
+
+
+@contract(
+    "dynamic",
+    lambda subject: (False, True),
+    exhaustive=lambda subject, dynamic: True,
+)
+def test_eagers_bits(subject, dynamic, monkeypatch):
+    """The function alone: all its inputs are leaves, some of them frozen."""
+    tiles.small_tiles(monkeypatch)
+    compiled = torch.compile(subject.function, fullgraph=True, dynamic=dynamic)
+    first = subject.differentiable[:1]
+    for rows in ((2, 6), (2, 5)):
+        inputs, douts = subject.make(rows, subject.size, torch.bfloat16)
+        for needed in (subject.differentiable, first):
+            found, expected = (
+                run(subject, f, inputs, douts, needed) for f in (compiled, subject.function)
+            )
+            assert same_bits(found, expected)
+
+
+@contract("rows", lambda subject: ((0,), (), (2, 3, 4)), exhaustive=always)
+def test_any_number_of_dimensions(subject, rows, monkeypatch):
+    tiles.small_tiles(monkeypatch)
+    compiled = torch.compile(subject.function, fullgraph=True)
+    inputs, douts = subject.make(rows, subject.size, torch.float32)
+    if len(rows) > 2:
+        inputs = {
+            name: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t
+            for name, t in inputs.items()
+        }
+    assert same_bits(
+        run(subject, compiled, inputs, douts), run(subject, subject.function, inputs, douts)
+    )
+
+
+@contract(exhaustive=always)
+def test_sum_sends_a_gradient_of_stride_zero(subject):
+    compiled = torch.compile(
+        lambda *inputs: sum(t.sum() for t in as_tuple(subject.function(*inputs))), fullgraph=True
+    )
+    inputs, douts = subject.make((3, 4), subject.size, torch.float32)
+    douts = {name: torch.ones_like(dout) for name, dout in douts.items()}
+    leaves = {
+        name: t.detach().requires_grad_(name in subject.differentiable)
+        for name, t in inputs.items()
+    }
+    compiled(*leaves.values()).backward()
+    found = dict(zip(douts, as_tuple(subject.function(*inputs.values()))))
+    found |= {f"d{name}": leaves[name].grad for name in subject.differentiable}
+    assert_all_passed(compare_parts(subject, found, inputs, *references(subject, inputs, douts)))
+
+
+@contract(exhaustive=is_variant)
+def test_bad_input_is_refused_with_the_same_sentence(subject):
+    bad = subject.bad_input()[subject.bad_when_compiled]
+    with pytest.raises(Exception, match=bad.sentence):
+        torch.compile(subject.function, fullgraph=True, backend="aot_eager")(*bad.inputs)

@@ -1,0 +1,155 @@
+"""What only a GPU can show of every function: large offsets, graphs, waiting, compiling, memory, a
+second GPU.
+"""
+
+import gc
+
+import pytest
+import torch
+
+from harness.checking import FLOOR, assert_all_passed, relative_error
+from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
+from tests import tiles
+from tests.contracts import contract
+from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
+from tests.subject import checks, compare_parts, references, run
+
+pytestmark = needs_gpu
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    tiles.small_tiles(monkeypatch)
+
+
+def make(subject, seed=0):
+    return subject.make(subject.gpu_rows, subject.gpu_size, BF16, seed)
+
+
+@contract("dtype", lambda subject: subject.dtypes)
+def test_sizes_of_real_models(subject, dtype, monkeypatch):
+    tiles.shipped_tiles(monkeypatch)
+    assert_all_passed(checks(subject, *subject.make(subject.gpu_rows, subject.gpu_size, dtype)))
+
+
+@contract()
+def test_rows_beyond_int32_in_memory(subject, monkeypatch):
+    """The last rows begin beyond 2**31 elements; all others are zeros, which have nothing to
+    say.
+    """
+    tiles.shipped_tiles(monkeypatch)
+    tail = 4
+    inputs, douts = subject.make((tail,), subject.gpu_size, BF16)
+    width = max(inputs[name].numel() // tail for name in subject.row_inputs)
+    n_rows = 2**31 // width + 8
+    rows = {
+        name: t
+        for name, t in (inputs | {f"d{name}": t for name, t in douts.items()}).items()
+        if name in subject.row_inputs or name[1:] in douts
+    }
+    gc.collect()
+    torch.cuda.empty_cache()
+    needed = 3 * sum(n_rows * t.numel() // tail * t.element_size() for t in rows.values())
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+
+    def placed(t):
+        whole = t.new_zeros((n_rows, *t.shape[1:]))
+        whole[-tail:] = t
+        return whole
+
+    far = {name: placed(t) if name in rows else t for name, t in inputs.items()}
+    far_douts = {name: placed(dout) for name, dout in douts.items()}
+    found = run(subject, subject.function, far, far_douts)
+    ref64, eagers = references(subject, inputs, douts)
+    whole = {name for name, t in found.items() if t.shape[:1] == (n_rows,)}
+    last = {name: t[-tail:] if name in whole else t for name, t in found.items()}
+    assert_all_passed(compare_parts(subject, last, inputs, ref64, eagers))
+    gradients = [found[name] for name in whole if name.startswith("d")]
+    assert not any(gradient[:-tail].any() for gradient in gradients)
+
+
+@contract()
+def test_forward_and_backward_can_be_captured_in_a_cuda_graph(subject):
+    inputs, douts = make(subject)
+    graph, results = captured(lambda: run(subject, subject.function, inputs, douts), steps_before=3)
+    new_inputs, new_douts = make(subject, seed=1)
+    for old, new in zip(
+        (*inputs.values(), *douts.values()), (*new_inputs.values(), *new_douts.values())
+    ):
+        old.copy_(new)
+    graph.replay()
+    expected = run(subject, subject.function, inputs, douts)
+    for part, result in results.items():
+        if subject.made_by_kernels_alone:
+            assert torch.equal(result, expected[part]), part
+        else:  # cuBLAS may choose another order of sums where it captures
+            assert relative_error(result, expected[part]) <= FLOOR[BF16], part
+
+
+@contract()
+def test_nothing_waits_for_the_gpu(subject):
+    inputs, douts = make(subject)
+    run(subject, subject.function, inputs, douts)  # compiling may wait
+    with waiting_forbidden():
+        run(subject, subject.function, inputs, douts)
+
+
+@needs_two_gpus
+@contract()
+def test_tensors_on_a_gpu_that_is_not_the_current_one(subject):
+    inputs, douts = make(subject)
+    here = run(subject, subject.function, inputs, douts)
+    assert torch.cuda.current_device() == 0
+    inputs, douts = (
+        {name: t.to("cuda:1") for name, t in tensors.items()} for tensors in (inputs, douts)
+    )
+    there = run(subject, subject.function, inputs, douts)
+    assert torch.cuda.current_device() == 0
+    for part, result in there.items():
+        assert result.device == torch.device("cuda:1")
+        if subject.made_by_kernels_alone:
+            assert torch.equal(result.to("cuda:0"), here[part]), part
+        else:
+            assert relative_error(result, here[part]) <= FLOOR[BF16], part
+
+
+@contract()
+def test_new_row_counts_compile_no_new_kernels(subject, compiled_kernels, monkeypatch):
+    tiles.shipped_tiles(monkeypatch)
+
+    def step(n_rows):
+        run(subject, subject.function, *subject.make((n_rows,), subject.gpu_size, BF16))
+
+    kernels = [
+        k
+        for module in subject.kernels
+        for k in vars(module).values()
+        if isinstance(k, triton.JITFunction)
+    ]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    step(48)
+    assert compiled_kernels, (
+        "the hook must see the first compilation, or it proves nothing about the others"
+    )
+    compiled_kernels.clear()
+    for n_rows in (1, 2, 15, 16, 17, 33, 1000, 1024):
+        step(n_rows)
+    assert compiled_kernels == []
+
+
+@contract()
+def test_memory_is_bounded(subject, monkeypatch):
+    """Outputs, gradients, what the record says, and nothing else."""
+    tiles.shipped_tiles(monkeypatch)
+    inputs, douts = subject.make((8192,), subject.gpu_size, BF16)
+    outputs = run(subject, subject.function, inputs, douts)
+    del outputs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = run(subject, subject.function, inputs, douts)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= sum(t.nbytes for t in outputs.values()) + subject.workspace(inputs)

@@ -1,0 +1,34 @@
+"""Every function refuses what it cannot take, with a sentence that says what was given and what was
+expected.
+"""
+
+import pytest
+import torch
+
+from tests.contracts import contract
+from tests.subject import as_tuple
+
+
+@contract("mistake", lambda subject: subject.bad_input())
+def test_bad_input_is_refused_with_a_sentence(subject, mistake):
+    bad = subject.bad_input()[mistake]
+    with pytest.raises(bad.error, match=bad.sentence):
+        (subject.entry or subject.function)(*bad.inputs)
+
+
+@contract("name", lambda subject: list(subject.make((1,), subject.size, torch.float32)[0]))
+def test_dtensor_is_refused_with_a_sentence(subject, name, as_dtensor):
+    inputs, _ = subject.make((2, 3), subject.size, torch.float32)
+    inputs[name] = as_dtensor(inputs[name])
+    sentence = r"is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)"
+    with pytest.raises(TypeError, match=sentence):
+        (subject.entry or subject.function)(*inputs.values())
+
+
+@contract()
+def test_cpu_tensors_without_the_interpreter_are_refused_with_a_sentence(subject, monkeypatch):
+    inputs, _ = subject.make((2, 3), subject.size, torch.float32)
+    for module in subject.kernels:
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=subject.refused_on_cpu):
+        as_tuple(subject.function(*(t.cpu() for t in inputs.values())))

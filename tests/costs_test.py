@@ -1,0 +1,266 @@
+"""What an operation or a kernel moves and computes, counted by hand and in real steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import profile_baseline
+from harness import architecture, costs
+from harness.attribution import category_of_triton_kernel
+from harness.costs import NOTHING, Cost
+from harness.kernel_facts import OTHER, ROWS, RUNGS, Sizes
+from harness.workload import Workload
+from tests.kernel_facts_test import launched_kernels
+
+RESULTS = Path(__file__).parents[1] / "results"
+SIZES = Sizes(weights=1000, stream=100, heads=60, inner=300, logits=400, layers=2, width=2)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# ---------------------------------------------------------------- bytes and FLOPs of an operation
+
+
+def counted(tmp_path: Path, function) -> dict[str, Cost]:
+    """Name -> cost of the operations that function() calls, through the profiler and its trace."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        function()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    found = costs.costs_of_trace(trace, SIZES, seq_len=8)
+    return {event.name: found[event.id] for event in profiler.events() if event.id in found}
+
+
+def randn(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+MATRIX, OTHER_MATRIX, COLUMN = randn(6, 4), randn(4, 5), randn(6, 1)
+NARROW, LIST = randn(6, 4, dtype=BF16), [randn(3, 2, dtype=BF16), randn(4, dtype=BF16)]
+INDEX = torch.tensor([0, 2, 2])
+OPERATIONS = {  # how it is called: the operation, bytes read + written by hand, FLOPs
+    "mm": (lambda: MATRIX @ OTHER_MATRIX, "aten::mm", 4 * (24 + 20 + 30), 2 * 6 * 4 * 5),
+    "mm into": (
+        lambda: torch.mm(MATRIX, OTHER_MATRIX, out=torch.empty(6, 5)),
+        "aten::mm",
+        4 * 74,
+        240,
+    ),
+    "addmm in place": (
+        lambda: randn(6, 5).addmm_(MATRIX, OTHER_MATRIX),
+        "aten::addmm_",
+        4 * 104,
+        240,
+    ),
+    "bmm": (lambda: randn(2, 6, 4).bmm(randn(2, 4, 5)), "aten::bmm", 2 * 4 * 74, 480),
+    "same shapes": (lambda: MATRIX * MATRIX.clone(), "aten::mul", 4 * 3 * 24, 24),
+    "a number": (lambda: MATRIX * 2.0, "aten::mul", 4 * (2 * 24) + 8, 24),
+    "broadcast": (lambda: MATRIX + COLUMN, "aten::add", 4 * (24 + 6 + 24), 24),
+    "a view that repeats": (
+        lambda: MATRIX * COLUMN.expand(6, 4),
+        "aten::mul",
+        4 * (24 + 6 + 24),
+        24,
+    ),
+    "two dtypes": (lambda: NARROW * MATRIX, "aten::mul", 24 * (2 + 4 + 4), 24),
+    "in place": (lambda: randn(6, 4).add_(MATRIX), "aten::add_", 4 * 3 * 24, 24),
+    "to another dtype": (lambda: MATRIX.to(BF16), "aten::copy_", 24 * (4 + 2), 0),
+    "copy of a view that repeats": (
+        lambda: COLUMN.expand(6, 4).contiguous(),
+        "aten::copy_",
+        4 * (24 + 6),
+        0,
+    ),
+    "fill": (lambda: torch.full((6, 4), 1.0), "aten::fill_", 4 * 24, 0),
+    "cat": (lambda: torch.cat(LIST[:1] * 2), "aten::cat", 2 * 2 * 12, 0),
+    "sum over rows": (lambda: MATRIX.sum(0), "aten::sum", 4 * (24 + 4), 24),
+    "sum of everything": (lambda: MATRIX.sum(), "aten::sum", 4 * (24 + 1), 24),
+    "sum over the last": (lambda: MATRIX.sum(-1, keepdim=True), "aten::sum", 4 * (24 + 6), 24),
+    "log_softmax": (lambda: MATRIX.log_softmax(-1), "aten::_log_softmax", 4 * 48, 24),
+    "rows by their number": (
+        lambda: torch.nn.functional.embedding(INDEX, MATRIX),
+        "aten::index_select",
+        3 * 8 + 2 * 4 * 12,
+        0,
+    ),
+    "picked numbers": (
+        lambda: torch.nn.functional.nll_loss(randn(3, 4), INDEX),
+        "aten::nll_loss_forward",
+        3 * 8 + 2 * 4 * 3,
+        0,
+    ),
+    "list in place": (
+        lambda: torch._foreach_mul_(list(LIST), 2.0),
+        "aten::_foreach_mul_",
+        2 * 2 * 10,
+        10,
+    ),
+    "list": (
+        lambda: torch._foreach_sqrt([t.abs() for t in LIST]),
+        "aten::_foreach_sqrt",
+        2 * 2 * 10,
+        10,
+    ),
+    "two lists": (
+        lambda: torch._foreach_lerp_(list(LIST), LIST, 0.1),
+        "aten::_foreach_lerp_",
+        3 * 2 * 10,
+        10,
+    ),
+    "squares of a gradient": (
+        lambda: torch._foreach_addcmul_(list(LIST), LIST, LIST, 0.1),
+        "aten::_foreach_addcmul_",
+        3 * 2 * 10,
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_bytes_and_flops_of_an_operation(name, tmp_path):
+    call, operation, n_bytes, flops = OPERATIONS[name]
+    assert counted(tmp_path, call)[operation] == (n_bytes, flops)
+
+
+def test_a_list_too_long_for_the_profiler_is_all_parameters(tmp_path):
+    """PyTorch records no shapes of more than 30 tensors; LLaMA 3.1 8B's AdamW has lists of 291."""
+    found = counted(
+        tmp_path, lambda: torch._foreach_mul_([randn(5, dtype=BF16) for _ in range(31)], 2.0)
+    )
+    assert found["aten::_foreach_mul_"] == (2 * SIZES.weights, SIZES.weights / SIZES.width)
+
+
+def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
+    q, k, v = (randn(2, heads, 8, 16).requires_grad_() for heads in (4, 2, 2))
+
+    def attend():
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        out.backward(torch.randn_like(out))
+
+    found = counted(tmp_path, attend)
+    forward, backward = (
+        cost for name, cost in sorted(found.items()) if costs.ATTENTION.match(name)
+    )
+    product = (
+        2 * (2 * 4) * 8 * 8 * 16 / 2
+    )  # of T x T scores with D columns, for every head of every sequence; half
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)
+    large, small, per_row = 4 * q.numel(), 4 * k.numel(), 4 * 2 * 4 * 8
+    assert forward.n_bytes == 2 * large + 2 * small  # q, k, v in, the result out
+    assert (
+        backward.n_bytes == 3 * large + 2 * small + per_row + large + 2 * small
+    )  # and its gradients
+
+
+@pytest.mark.parametrize(
+    "name", ["aten::view", "aten::empty", "aten::item", "aten::linear", "MulBackward0", "mul"]
+)
+def test_what_does_no_work_itself_costs_nothing(name):
+    inputs = {
+        "Input Dims": [[6, 4]],
+        "Input Strides": [[4, 1]],
+        "Input type": ["float"],
+        "Concrete Inputs": [""],
+    }
+    assert costs.cost_of_call(name, inputs, SIZES, 8) == NOTHING
+    assert costs.cost_of_call("aten::neg", inputs, SIZES, 8) == (2 * 96, 24)
+
+
+def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
+    counted = (
+        costs.ELEMENTWISE | costs.REDUCTIONS | costs.FILLS | costs.PICKS | costs.ROW_PICKS
+        | {"copy", "cat", *costs.MATMULS}
+    )  # fmt: skip
+    for path in sorted(RESULTS.glob("profile_*.json")):
+        rows = [
+            row
+            for row in json.loads(path.read_text())["operations"]
+            if row["name"].startswith("aten::")
+        ]
+        total = sum(row["us"] for row in rows)
+        unknown = [
+            row["name"]
+            for row in rows
+            if row["us"] > 1e-4 * total
+            and not costs.ATTENTION.match(row["name"])
+            and row["name"].removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
+            not in counted
+        ]
+        assert not unknown, path.name
+
+
+# ---------------------------------------------------------------- bytes of our kernels
+
+
+def test_every_kernel_of_ours_is_counted_or_moves_next_to_nothing():
+    scale_by_1 = {"_scale_kernel", "_cross_entropy_scale_kernel", "_reverse_kl_bwd_kernel"}
+    small = {"_rmsnorm_dw_kernel"} | scale_by_1
+    names = {name for row in ROWS for name in launched_kernels(row.lesson)}
+    assert {name for name in names if costs.cost_of_kernel(name, 1, SIZES) is None} == small
+    assert costs.cost_of_kernel("vectorized_elementwise_kernel", 1, SIZES) is None
+
+
+# of a step with all kernels but the fused layer, whose norms compute their output once more
+LAUNCHES = {
+    "_rmsnorm_fwd_kernel": 2 * SIZES.layers,
+    "_rmsnorm_bwd_kernel": 2 * SIZES.layers,
+    "_rope_kernel": 2 * SIZES.layers,
+    "_swiglu_fwd_kernel": SIZES.layers,
+    "_swiglu_bwd_kernel": SIZES.layers,
+    "_adamw_kernel": 17,
+    "_cross_entropy_inplace_kernel": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "rung", [rung for rung in RUNGS if rung.category], ids=lambda rung: rung.name
+)
+def test_what_our_kernels_move_is_what_is_necessary(rung):
+    """The two counts agree: the passes of a category's kernels add up to its floor."""
+    moved = sum(
+        launches * costs.cost_of_kernel(name, launches, SIZES).n_bytes
+        for name, launches in LAUNCHES.items()
+        if category_of_triton_kernel(name) == rung.category
+    )
+    assert moved == pytest.approx(rung.floor_bytes(SIZES))
+
+
+# ---------------------------------------------------------------- a whole step
+
+
+def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
+    """In bf16: the products as the model has them, 116 bytes a number and norm, 20 passes of AdamW.
+
+    rmsnorm_kernel.py counts 128 bytes; 12 of them add gradients where two paths meet, which no
+    layer owns.
+    """
+    config = architecture.tiny_config()
+    config.hidden_size = 512  # so that what there is one of per row does not count
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
+    monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
+    flags = ["--model", "tiny", "--dtype", "bf16", "--seq-len", "32", "--warmup", "1"]
+    workload = Workload.from_flags(profile_baseline.parse_args(flags), on_gpu=False)
+    trace = str(tmp_path / "trace.json")
+    record = profile_baseline.profile_training(workload, trace, stacks=False)
+    parts, sizes = record["categories"], Sizes(**record["sizes"])
+    in_attention = 6 * config.num_hidden_layers * 4 * config.head_dim * 32
+    products = architecture.flops_per_token(config, 32) - in_attention  # and the angles' small one
+    assert parts["matmul"]["flops"] == pytest.approx(32 * products, rel=1e-3)
+    numbers = 5 * 32 * 512
+    assert parts["normalization"]["bytes"] == pytest.approx(116 * numbers, rel=0.03)
+    assert parts["optimizer"]["bytes"] == pytest.approx(20 * sizes.weights, rel=0.01)
+    assert parts["activation"]["bytes"] == pytest.approx(
+        28 * 2 * 32 * 160, rel=0.01
+    )  # swiglu_kernel.py
+    heads = 2 * 4 * config.head_dim * 32 * 32  # the scores' columns, over both layers
+    assert parts["attention"]["flops"] == pytest.approx(7 * heads, rel=1e-3)
+    assert all(record["categories"][name]["bytes"] > 0 for name in ("rotary", "loss", OTHER))
+    rows = record["operations"]
+    for key in ("bytes", "flops"):
+        assert sum(row[key] for row in rows) == pytest.approx(
+            sum(part[key] for part in parts.values())
+        )

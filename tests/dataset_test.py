@@ -1,0 +1,145 @@
+"""Every token is trained on or held out, none twice, and prompts and padding are masked."""
+
+import pytest
+import torch
+
+from harness import (
+    architecture,
+    dataset,
+    loading,
+    training_run,
+)
+from harness.command_line import UserError
+from harness.dataset import IGNORE_INDEX as IGNORE
+from tests.small_workloads import (
+    jsonl,
+    tiny_workload,
+)
+
+END = 256  # the tiny model's end-of-text token
+
+
+def test_packing_loses_and_repeats_no_token():
+    texts = ["first text", "second, longer text", "third"]
+    tokens = [token for text in texts for token in [*text.encode(), END]]
+    rows = dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=100)
+    assert len(rows) == len(tokens) // 7
+    assert all(ids.shape == (7,) and torch.equal(ids, labels) for ids, labels in rows)
+    assert torch.cat([ids for ids, _ in rows]).tolist() == tokens[: 7 * len(rows)]
+    assert (
+        len(dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=2))
+        == 2
+    )
+
+
+def test_no_stdlib_file_is_both_trained_on_and_held_out():
+    train, validation = dataset.read_texts("stdlib")
+    assert len(train) > 50 and len(validation) > 5
+    assert not {text for text in train if text} & {text for text in validation if text}
+
+
+def test_held_out_part_of_a_text_file_is_not_trained_on(tmp_path):
+    path = tmp_path / "numbers.txt"
+    path.write_text("".join(f"{i:07d}\n" for i in range(500)))  # every 8 bytes occur once
+    data = dataset.load_data(
+        tiny_workload("--data", str(path), "--seq-len", "8", "--steps", "1000"),
+        architecture.tiny_config(),
+        1000,
+    )
+    train = {tuple(batch.input_ids[0].tolist()) for batch in data.train}
+    validation = {tuple(batch.input_ids[0].tolist()) for batch in data.validation}
+    assert len(train) == 450 and len(validation) == dataset.VALIDATION_BATCHES
+    assert not train & validation
+
+
+@pytest.mark.parametrize("source", ["stdlib", "synthetic"])
+def test_no_batch_is_repeated_within_a_run(source):
+    workload = tiny_workload("--data", source, "--batch-size", "2", "--steps", "20")
+    data = dataset.load_data(workload, architecture.tiny_config(), 20)
+    assert len(data.train) == 20 and len(data.validation) == dataset.VALIDATION_BATCHES
+    assert all(batch.input_ids.shape == (2, 16) and batch.n_tokens == 32 for batch in data.train)
+    assert (
+        len({tuple(batch.input_ids.flatten().tolist()) for batch in data.train + data.validation})
+        == 24
+    )
+
+
+def test_data_depends_on_the_seed_and_on_nothing_else():
+    def tokens(seed: str) -> list[list]:
+        data = dataset.load_data(
+            tiny_workload("--seed", seed, "--steps", "8"), architecture.tiny_config(), 8
+        )
+        return [batch.input_ids.tolist() for batch in data.train]
+
+    assert tokens("3") == tokens("3")
+    assert tokens("3") != tokens("4")
+    assert sorted(tokens("3")) == sorted(tokens("4"))  # only the order is drawn
+
+
+def test_every_epoch_covers_every_sequence_once():
+    order = list(dataset.epochs(n_sequences=7, n_wanted=24, seed=0))
+    assert len(order) == 24
+    for start in (0, 7, 14):
+        assert sorted(order[start : start + 7]) == list(range(7))
+    assert len(set(order[21:])) == 3
+    assert order[:7] != order[7:14]
+
+
+def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
+    path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdef"), ("x", "y"))
+    data = dataset.load_data(
+        tiny_workload("--data", str(path), "--batch-size", "2"), architecture.tiny_config(), 1
+    )
+    (batch,) = data.train
+    rows = sorted(zip(batch.input_ids.tolist(), batch.labels.tolist()), key=lambda row: row[0][1:])
+    assert rows == [
+        (list(b"abcdef") + [END], [IGNORE, *b"bcdef", END]),
+        (list(b"abcd") + [END, 0, 0], [IGNORE, IGNORE, *b"cd", END, IGNORE, IGNORE]),
+    ]
+    assert batch.n_tokens == 7 + 5
+    (held_out,) = data.validation
+    assert held_out.input_ids.tolist() == [[*b"xy", END]]
+    assert held_out.labels.tolist() == [[IGNORE, *b"y", END]]
+
+
+def test_long_example_is_cut_at_its_end(tmp_path):
+    path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
+    examples, n_skipped = dataset.read_jsonl(
+        str(path), lambda text: list(text.encode()), [END], seq_len=4
+    )
+    (ids, labels), _ = examples
+    assert n_skipped == 0
+    assert ids.tolist() == list(b"abcd")
+    assert labels.tolist() == [IGNORE, IGNORE, *b"cd"]
+
+
+@pytest.mark.parametrize("example", [("abcdefgh", "completion cut away"), ("", "")])
+def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
+    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example, ("c", "d"))
+    examples, n_skipped = dataset.read_jsonl(
+        str(path), lambda text: list(text.encode()), [END], seq_len=8
+    )
+    assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
+    assert n_skipped == 1
+    jsonl(path, example, example)
+    with pytest.raises(UserError, match="line 1: no completion token is left to train on"):
+        dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
+
+
+def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n'
+        '{"prompt": "", "completion": "e\\u2029f"}'
+    )
+    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
+    assert [bytes(ids.tolist()).decode() for ids, _ in examples] == ["a\u2028bc\u0085d", "e\u2029f"]
+
+
+def test_padding_changes_no_loss(tmp_path):
+    path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdefghij"), ("x", "y"))
+    model = loading.load_model(tiny_workload())
+    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
+    together = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=3))
+    one_by_one = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=1))
+    assert together == pytest.approx(one_by_one, rel=1e-6)

@@ -1,0 +1,18 @@
+"""Faults in patching.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "harness.patching"
+TESTS = "tests.patching_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_loss_and_gradient_are_hugging_faces[17]": [
+        ("labels not shifted", "pad(labels[..., 1:], (0, 1)", "pad(labels, (0, 0)"),
+    ],
+    "test_another_ignore_index_is_hugging_faces[False-17]": [
+        ("ignore_index dropped", "cross_entropy(logits, shift_labels, ignore_index)", "cross_entropy(logits, shift_labels, IGNORE_INDEX)"),
+        ("ignored labels counted", "(shift_labels != ignore_index).sum()", "(shift_labels != IGNORE_INDEX).sum()"),
+    ],
+    "test_a_subclass_and_what_make_gives_back_stay": [
+        ("subclass replaced", "if type(module) is cls]", "if isinstance(module, cls)]"),
+    ],
+}  # fmt: skip

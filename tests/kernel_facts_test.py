@@ -1,0 +1,151 @@
+"""What a new kernel costs: each row of the facts has its other places, and they agree with it."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+from harness.kernel_facts import CATEGORIES, KERNELS, ROWS, RUNGS, Facts, Sizes, launch_of
+
+HERE = Path(__file__).parents[1]  # the project's folder
+WITH_KERNELS = [row for row in ROWS if row.launches]
+
+
+def file_of(module: str) -> Path:
+    return HERE / f"{module.replace('.', '/')}.py"
+
+
+def launched_kernels(lesson: str) -> set[str]:
+    """The functions of a lesson that Triton compiles and that are launched, by its source.
+
+    What only another kernel calls does not end in _kernel.
+    """
+    tree = ast.parse(file_of(lesson).read_text())
+    compiled = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+    subscripted = {
+        node.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+    }
+    assert all(name.endswith("_kernel") for name in compiled & subscripted)
+    return {name for name in compiled if name.endswith("_kernel")}
+
+
+def of_every_row(function):
+    return pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)(function)
+
+
+def of_every_row_with_kernels(function):
+    return pytest.mark.parametrize("row", WITH_KERNELS, ids=lambda row: row.name)(function)
+
+
+def test_names_are_unique():
+    assert len({row.name for row in ROWS}) == len({row.lesson for row in ROWS}) == len(ROWS)
+    assert [row.rung for row in RUNGS] == list(range(1, len(RUNGS) + 1))
+
+
+@of_every_row
+def test_a_row_has_its_lesson_its_test_and_its_page(row: Facts):
+    assert file_of(row.lesson).is_file() and file_of(row.test).is_file()
+    if row.lesson.startswith("next_steps."):  # the others are the playbook's, in README.md
+        assert (HERE / "docs" / f"{row.name}.md").is_file()
+
+
+@of_every_row
+def test_a_row_has_faults_for_the_mutation_check(row: Facts):
+    faults = importlib.import_module(f"tests.faults.{row.lesson.rpartition('.')[2]}")
+    assert row.lesson == faults.SOURCE and faults.FAULTS
+
+
+@of_every_row
+def test_each_kernel_that_a_lesson_launches_is_covered_by_one_prefix(row: Facts):
+    names = launched_kernels(row.lesson)
+    assert bool(names) == bool(row.launches)
+    found = {name: launch_of(name) for name in names}
+    assert not [name for name, known in found.items() if known is None or known[0] is not row]
+    for launch in row.launches:
+        assert any(name.startswith(launch.prefix) for name in names), launch.prefix
+    others = [each for each in ROWS for each in each.launches if each not in row.launches]
+    for launch in row.launches:
+        assert not any(each.prefix.startswith(launch.prefix) for each in others), launch.prefix
+
+
+def test_a_kernel_that_is_not_ours_is_known_to_no_row():
+    assert launch_of("vectorized_elementwise_kernel") is None
+
+
+@of_every_row_with_kernels
+def test_a_kernel_has_a_benchmark_problem(row: Facts):
+    from harness.benchmark_specs import SPECS
+    from next_steps import benchmark_contenders, benchmark_problems
+
+    assert row.name in SPECS
+    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_contenders.CONTENDERS
+
+
+@of_every_row_with_kernels
+def test_a_kernel_has_a_compile_case(row: Facts):
+    from tools.compile_cases import CASES
+
+    assert CASES[row.name]
+
+
+def test_no_other_place_knows_a_kernel_that_has_no_row():
+    from harness.benchmark_specs import SPECS
+    from next_steps import benchmark_contenders, benchmark_problems
+    from tools.compile_cases import CASES
+
+    names = [row.name for row in WITH_KERNELS]
+    assert list(SPECS) == names
+    for table in (benchmark_problems.PROBLEMS, benchmark_contenders.CONTENDERS, CASES):
+        assert set(table) == set(names)
+
+
+@of_every_row
+def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
+    from next_steps import memory_ledger
+
+    sizes = set(Sizes.__annotations__)
+    assert row.replaces <= set(CATEGORIES) and set(row.advice) <= set(CATEGORIES)
+    assert set(row.functions.values()) <= set(CATEGORIES)
+    assert {launch.tensor for launch in row.launches} - {None} <= sizes
+    assert row.floor is None or row.floor[0] in sizes
+    assert bool(row.rung) == bool(row.floor), "the ladder predicts each of its rungs"
+    for part in row.memory:
+        name, phase = part if isinstance(part, tuple) else (part, None)
+        assert name in memory_ledger.PARTS and phase in [None, *memory_ledger.PHASES]
+    assert set(row.allocates.values()) <= set(memory_ledger.KINDS)
+
+
+@of_every_row
+def test_a_rows_functions_and_module_are_the_lessons(row: Facts):
+    """By their names: what is renamed there must be renamed here."""
+    source = file_of(row.lesson).read_text()
+    classes = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    functions = [name for name in classes if name.endswith("Function")]
+    for part in row.functions:
+        assert any(part in name for name in functions), part
+    if row.module:
+        modules = importlib.import_module("transformers.models.llama.modeling_llama")
+        assert hasattr(modules, row.module[1])
+        files = file_of(row.lesson), *file_of("next_steps.ladder").parent.glob("*.py")
+        assert any(f"class {row.module[0]}(" in each.read_text() for each in files)
+
+
+def test_what_kernels_knows_is_what_is_patched_in():
+    """apply_kernels.py has a patch for each, and for nothing else."""
+    from next_steps import apply_kernels
+
+    source = file_of("next_steps.apply_kernels").read_text()
+    for row in ROWS:
+        assert (row.name in KERNELS) == (row.patches is not None)
+        assert row.patches in (None, "model", "loss", "optimizer")
+        if row.patches:
+            assert f'"{row.name}"' in source, f"no patch for {row.name}"
+    assert set(apply_kernels.model_kernels(KERNELS)) == set(KERNELS) - {"adamw"}

@@ -1,0 +1,363 @@
+"""LLaMA's MLP on SwiGLU's kernels: one autograd function where its layers are plain, the layers
+themselves where not.
+
+What every function has to do is asked in tests/contracts_*_test.py, there under the name of
+swiglu_mlp.
+"""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
+from next_steps.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
+from tests import tiles
+from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
+from tests.subjects.fused_layer import mlp_reference
+
+MLP_SIZES = (1024, 4096, 14_336) if HAS_GPU else (24, 40, 112)  # N, H, I
+DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
+PARTS = "out", "dx", "dW_gate", "dW_up", "dW_down"
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Let small tensors take several blocks too."""
+    tiles.small_tiles(monkeypatch)
+
+
+def run(function, *inputs):
+    """Output and gradients, of one forward and one backward; the last input is the gradient for the
+    output.
+    """
+    *inputs, dout = inputs
+    leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def make_mlp_inputs(dtype=torch.float32, sizes=MLP_SIZES, seed=0):
+    """x (N, H), w_gate and w_up (I, H), w_down (H, I), dout (N, H)."""
+    n_rows, H, I = sizes
+    generator = torch.Generator().manual_seed(seed)
+    x, dout = (0.2 + torch.randn((n_rows, H), generator=generator) for _ in range(2))
+    w_gate, w_up = (torch.randn((I, H), generator=generator) / H**0.5 for _ in range(2))
+    w_down = torch.randn((H, I), generator=generator) / I**0.5
+    return tuple(t.to(DEVICE, dtype) for t in (x, w_gate, w_up, w_down, dout))
+
+
+def mlp_checks(inputs, function=SwiGLUMLPFunction.apply, name="MLP") -> list[Check]:
+    with poisoned_outputs():
+        ours = run(function, *inputs)
+    ref64 = run(mlp_reference, *(t.double() for t in inputs))
+    eager = run(mlp_reference, *inputs)
+    return [compare(f"{name} {part}", *abc) for part, *abc in zip(PARTS, ours, ref64, eager)]
+
+
+# ---- The MLP -------------------------------------------------------------------------------------
+
+SMALL = (9, 40, 112)
+
+
+def llama_mlp(dtype=torch.float32, hidden_act="silu", bias=False):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    _, H, I = SMALL
+    sizes = {"hidden_size": H, "intermediate_size": I, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, hidden_act=hidden_act, mlp_bias=bias)
+    torch.manual_seed(0)
+    return LlamaMLP(config).to(DEVICE, dtype)
+
+
+def grads_of(module, x, dout, run_module=None):
+    """out, dx and the parameters' gradients, by name."""
+    x = x.detach().requires_grad_()
+    out = (module if run_module is None else run_module)(x)
+    names, parameters = zip(*module.named_parameters())
+    grads = torch.autograd.grad(out, (x, *parameters), dout)
+    return {"out": out.detach(), **dict(zip(("x", *names), grads))}
+
+
+def compare_modules(theirs, ours, x, dout, run_ours=None) -> list[Check]:
+    """One check for the output and each gradient of `ours`, which shares its parameters with
+    `theirs`.
+    """
+    eager, found = grads_of(theirs, x, dout), grads_of(ours, x, dout, run_ours)
+    assert found.keys() == eager.keys()
+    dtype = x.dtype
+    ref64 = grads_of(theirs.double(), x.double(), dout.double())
+    theirs.to(dtype)
+    return [compare(name, found[name], ref64[name], eager[name]) for name in found]
+
+
+def is_fused(out):
+    return type(out.grad_fn).__name__ == "SwiGLUMLPFunctionBackward"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_module_replaces_llama_mlp_and_shares_its_weights(dtype):
+    theirs = llama_mlp(dtype).eval()
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys() and not ours.training
+    assert all(
+        ours.get_submodule(n) is theirs.get_submodule(n)
+        for n in ("gate_proj", "up_proj", "down_proj")
+    )
+    x, *_, dout = make_mlp_inputs(dtype, SMALL)
+    assert is_fused(ours(x))
+    assert_all_passed(compare_modules(theirs, ours, x, dout))
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_pytorch_tanh"])
+def test_mlp_of_another_activation_is_refused_with_a_sentence(hidden_act):
+    with pytest.raises(ValueError, match=f"hidden_act is '{hidden_act}', expected 'silu'"):
+        TritonLlamaMLP.from_llama_mlp(llama_mlp(hidden_act=hidden_act))
+
+
+@pytest.mark.parametrize("lead", [(1,), (2, 1, 3), (0,), (2, 0)])
+def test_mlp_of_any_batch(lead):
+    _, *weights, _ = make_mlp_inputs(sizes=SMALL)
+    x, dout = (t.view(*lead, SMALL[1]) for t in torch.randn(2, *lead, SMALL[1], device=DEVICE))
+    checks = mlp_checks((x, *weights, dout))
+    assert_all_passed(checks)
+
+
+def test_mlp_of_unusual_strides():
+    x, *weights, dout = make_mlp_inputs(sizes=SMALL)
+    x, dout = (t.view(3, 3, -1).transpose(0, 1) for t in (x, dout))
+    assert_all_passed(mlp_checks((x, *weights, dout.contiguous())))
+    assert_all_passed(
+        mlp_checks((x[:, :, :1].expand_as(x), *weights, dout[:1, :1, :1].expand_as(dout)))
+    )
+    assert_all_passed(mlp_checks((x, *(w.t().contiguous().t() for w in weights), dout)))
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operations that run meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any(wanted)]
+
+
+@pytest.mark.parametrize(
+    "wanted", WANTED, ids=lambda w: "".join("xgud"[i] for i in range(4) if w[i])
+)
+def test_frozen_weights_get_no_gradient_and_no_matmul(wanted):
+    *inputs, dout = make_mlp_inputs(sizes=SMALL)
+    _, *expected = run(SwiGLUMLPFunction.apply, *inputs, dout)
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted)]
+    out = SwiGLUMLPFunction.apply(*leaves)
+    with Recorder() as recorder, poisoned_outputs() as shapes:
+        out.backward(dout)
+    for leaf, need, grad in zip(leaves, wanted, expected):
+        assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+    # dy is one, dx one and one that adds; and nothing else adds
+    assert (
+        recorder.names.count("mm") == 1 + sum(wanted)
+        and recorder.names.count("addmm_") == wanted[0]
+    )
+    assert not {"add", "add_", "addmm"} & set(recorder.names) and shapes == []
+
+
+def test_mlp_backward_that_was_interrupted_cannot_be_repeated():
+    *leaves, dout = (t.requires_grad_() for t in make_mlp_inputs(sizes=SMALL))
+    out = SwiGLUMLPFunction.apply(*leaves)
+    with (
+        mock.patch.object(torch.Tensor, "addmm_", side_effect=MemoryError("out of memory")),
+        pytest.raises(MemoryError),
+    ):
+        out.backward(dout.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout.detach())
+
+
+def saving_on_the_cpu(mlp, x):
+    with torch.autograd.graph.save_on_cpu():
+        return mlp(x)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda mlp, x: checkpoint(mlp, x, use_reentrant=False),
+        lambda mlp, x: checkpoint(mlp, x, use_reentrant=True),
+        saving_on_the_cpu,
+    ],
+    ids=["checkpoint", "reentrant checkpoint", "saved on the CPU"],
+)
+def test_mlp_recomputed_or_offloaded(way):
+    mlp = TritonLlamaMLP.from_llama_mlp(llama_mlp())
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    expected = grads_of(mlp, x, dout)
+    x.requires_grad_()
+    out = way(mlp, x)
+    out.backward(dout)  # the reentrant one refuses torch.autograd.grad
+    found = {"out": out, "x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- The MLP, where it is not fused --------------------------------------------------------------
+
+
+class LoRALinear(torch.nn.Module):
+    """As the common libraries write it."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.Linear(base.in_features, rank, bias=False, device=DEVICE)
+        self.lora_B = torch.nn.Linear(rank, base.out_features, bias=False, device=DEVICE)
+
+    def forward(self, x):
+        return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "names", [("gate_proj", "up_proj", "down_proj"), ("down_proj",), ("up_proj",)]
+)
+def test_lora_around_the_projections(names, inplace):
+    theirs = llama_mlp()
+    for name in names:
+        setattr(theirs, name, LoRALinear(getattr(theirs, name)))
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    ours.act_fn.inplace = inplace
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    assert not is_fused(ours(x))
+    assert_all_passed(compare_modules(theirs, ours, x, dout))
+
+
+def test_bias_is_added():
+    theirs = llama_mlp(bias=True)
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    assert_all_passed(compare_modules(theirs, ours, x, dout))
+
+
+@pytest.mark.parametrize("where", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_hooks_are_called_and_what_they_keep_is_not_overwritten(where, register):
+    theirs = llama_mlp()
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    kept = []
+
+    def hook(module, *tensors):
+        tensors = [t[0] if isinstance(t, tuple) else t for t in tensors]
+        kept.extend((t, t.detach().clone()) for t in tensors)
+
+    handle = getattr(getattr(ours, where), register)(hook)
+    found = grads_of(ours, x, dout)
+    handle.remove()
+    assert kept and all(torch.equal(t, copy) for t, copy in kept)
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(found.values(), grads_of(theirs, x, dout).values())
+    )
+
+
+def test_global_hooks_are_called():
+    ours = TritonLlamaMLP.from_llama_mlp(llama_mlp())
+    x = make_mlp_inputs(sizes=SMALL)[0]
+    called = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: called.append(module)
+    )
+    ours(x)
+    handle.remove()
+    assert ours.gate_proj in called and ours.down_proj in called
+
+
+def test_forward_that_a_library_replaced_is_called():
+    ours = TritonLlamaMLP.from_llama_mlp(llama_mlp())
+    x = make_mlp_inputs(sizes=SMALL)[0]
+    called, forward = [], ours.up_proj.forward
+    ours.up_proj.forward = lambda x: called.append(x) or forward(x)  # as offloading does it
+    ours(x)
+    assert called
+
+
+def test_parametrized_weight_is_used():
+    theirs = llama_mlp()
+    torch.nn.utils.parametrizations.weight_norm(theirs.up_proj)
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    assert_all_passed(compare_modules(theirs, ours, x, dout))
+
+
+def test_autocast_casts_as_it_does_for_llama_mlp():
+    theirs = llama_mlp()
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+
+    def autocast(module):
+        return lambda x: torch.autocast(x.device.type, torch.bfloat16)(module)(x)
+
+    found = grads_of(ours, x, dout.bfloat16(), autocast(ours))
+    eager = grads_of(theirs, x, dout.bfloat16(), autocast(theirs))
+    ref64 = grads_of(theirs.double(), x.double(), dout.double())
+    assert found["out"].dtype == torch.bfloat16 and found["gate_proj.weight"].dtype == torch.float32
+    assert_all_passed(
+        [compare(n, found[n], ref64[n], eager[n], dtype=torch.bfloat16) for n in found]
+    )
+
+
+def test_layer_that_keeps_its_output_raises_in_place():
+    mlp = TritonLlamaMLP.from_llama_mlp(llama_mlp())
+    mlp.gate_proj = torch.nn.Sequential(mlp.gate_proj, torch.nn.Tanh())
+    mlp.act_fn.inplace = True
+    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        mlp(x).backward(dout)
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+@pads_rows
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
+    theirs = llama_mlp(COMPILED_DTYPE)
+    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic)
+    for n_rows in (9, 6):
+        x, *_, dout = make_mlp_inputs(COMPILED_DTYPE, (n_rows, *SMALL[1:]))
+        assert_all_passed(compare_modules(theirs, ours, x, dout, compiled))
+
+
+# ---- What only a GPU can show --------------------------------------------------------------------
+
+
+def measure_saved_memory() -> dict[str, int]:
+    """Bytes that stay allocated between the forward and the backward of one MLP, its output
+    apart.
+    """
+    x, *weights, _ = (t.requires_grad_() for t in make_mlp_inputs(torch.bfloat16))
+    saved = {}
+    for way, function in (("eager PyTorch", mlp_reference), ("ours", SwiGLUMLPFunction.apply)):
+        function(x, *weights)  # the matmuls' workspace stays too, but is taken once
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = function(x, *weights)
+        saved[way] = torch.cuda.memory_allocated() - before - out.nbytes
+        del out
+    return saved
+
+
+# ---- The table -----------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""The longest sequence is where the memory or the model ends, and nothing else is called that."""
+
+import pytest
+import torch
+
+import finetune_optimized
+from harness import architecture, run_records, stepping
+from next_steps import longest
+from tests.small_workloads import smaller_config
+
+# a dozen rows are all that Triton's interpreter gets through in a tenth of a second
+TINY = ["--model", "tiny", "--dtype", "fp32"]
+# the third step may be a CUDA graph
+SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
+GPU = {
+    "gpu": "Made Up",
+    "torch": "0",
+    "triton": "0",
+    "transformers": "0",
+    "date": "-",
+    "commit": "-",
+    "cpu": "x86_64",
+}
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+def test_the_longest_sequence_from_a_record():
+    record = {
+        "kind": "longest",
+        "environment": GPU,
+        "model": "tiny",
+        "weights": "random weights",
+        "parameters": 1234,
+        "dtype": "bf16",
+        "kernels": ["rmsnorm", "adamw"],
+        "lengths": [1024, 2048],
+        "peaks": [1, 2],
+        "length_step": 1024,
+        "stopped_by": "the GPU's memory",
+    }
+    text = longest.render(record)
+    assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of 1,024" in text
+    assert "stopped by the GPU's memory" in text and "custom kernels: rmsnorm, adamw" in text
+    nothing = longest.render(record | {"lengths": [], "first_length": 4096, "kernels": []})
+    assert "less than 4,096 tokens" in nothing and "custom kernels: none" in nothing
+
+
+def test_the_longest_sequence_is_limited_by_the_models_positions(
+    monkeypatch, tmp_path, run_script, small_model
+):
+    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    path = tmp_path / "longest.json"
+    outcome = run_script(
+        finetune_optimized,
+        *TINY,
+        "--seq-len",
+        "6",
+        "--longest",
+        "--kernels",
+        "rmsnorm,adamw",
+        "--json",
+        str(path),
+    )
+    assert outcome.code == 0, outcome.err
+    record = run_records.read_record(str(path), "longest")
+    # from the next multiple of 4 on
+    assert record["lengths"] == [8, 12] and len(record["peaks"]) == 2
+    assert (
+        record["kernels"] == ["rmsnorm", "adamw"]
+        and record["stopped_by"] == "the model's positions"
+    )
+    assert "12 tokens (in steps of 4; stopped by the model's positions)" in outcome.out
+    assert longest.render(record) in outcome.out
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *flags):
+    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    real = stepping.timed_step
+
+    def timed_step(model, optimizer, batch):
+        if batch.input_ids.shape[1] == fails_at:
+            raise error
+        return real(model, optimizer, batch)
+
+    monkeypatch.setattr(stepping, "timed_step", timed_step)
+    return run_script(
+        finetune_optimized, *TINY, "--seq-len", "4", "--longest", "--kernels", "none", *flags
+    )
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["PyTorch", "Triton", "cuBLAS"])
+def test_the_longest_sequence_is_limited_by_memory(
+    error, monkeypatch, tmp_path, run_script, small_model
+):
+    path = tmp_path / "longest.json"
+    outcome = longest_until(error, 12, monkeypatch, run_script, "--json", str(path))
+    assert (
+        outcome.code == 0 and "8 tokens (in steps of 4; stopped by the GPU's memory)" in outcome.out
+    )
+    assert run_records.read_record(str(path), "longest")["lengths"] == [4, 8]
+
+
+def test_not_even_the_shortest_sequence_fits(monkeypatch, run_script, small_model):
+    outcome = longest_until(OUT_OF_MEMORY[0], 4, monkeypatch, run_script)
+    assert outcome.code == 0 and "less than 4 tokens" in outcome.out
+
+
+def test_another_failure_is_not_called_a_lack_of_memory(monkeypatch, run_script, small_model):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        longest_until(RuntimeError("shapes cannot be multiplied"), 8, monkeypatch, run_script)

@@ -1,0 +1,112 @@
+"""The house: which floor may import which, no circle, and no module that has grown too long."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1]  # the project's folder
+LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel"}  # at the root: the playbook's
+LONGEST = 400  # lines of a module; lessons and tests are as long as they read well
+WIDEST = 100  # columns
+INTERPRETER = "harness.interpreter_rounding"  # a lesson goes without it where it is carried away to
+
+# Arrows only go down: a floor, and what it may import.
+BELOW = {
+    "scripts": {"next_steps", "lessons", "harness", "tools"},
+    "tools": {"scripts", "tools", "next_steps", "lessons", "harness"},
+    "next_steps": {"next_steps", "lessons", "harness"},
+    "harness": {"harness"},
+    "lessons": set(),
+}
+
+
+def tracked(pattern: str) -> list[Path]:
+    """Files that git knows, and new ones that it does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
+    listed = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
+    return sorted(HERE / name for name in set(listed.splitlines()) if (HERE / name).exists())
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {name_of(file): file for file in tracked("*.py")}
+
+
+def floor_of(module: str) -> str:
+    if module in LESSONS:
+        return "lessons"
+    package = module.partition(".")[0]
+    return package if package in ("harness", "next_steps", "tools", "tests") else "scripts"
+
+
+MODULES = [m for m in SOURCES if floor_of(m) != "tests" and not m.endswith("_test")]
+IS_LESSON = {
+    module: module in LESSONS or (floor_of(module) == "next_steps" and module.endswith("_kernel"))
+    for module in MODULES
+}
+
+
+def imports(module: str) -> set[str]:
+    """Modules of this project that a module imports, also inside of functions.
+
+    Of a package, what is taken out of it.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            taken = inner & set(SOURCES)
+            found |= taken or {node.module}
+    return found & set(SOURCES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows_only_go_down(module):
+    floor = floor_of(module)
+    for other in imports(module):
+        if IS_LESSON[module] and other == INTERPRETER:
+            continue
+        assert floor_of(other) in BELOW[floor], f"{module} ({floor}) imports {other}"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if IS_LESSON[module]])
+def test_a_lesson_can_be_carried_away(module):
+    """It needs PyTorch and Triton; linear + cross-entropy may need cross-entropy beside it."""
+    needed = imports(module) - {INTERPRETER}
+    assert needed <= ({"cross_entropy_kernel"} if "linear_cross" in module else set())
+
+
+def test_no_circle():
+    """Not even one that an import inside of a function hides."""
+    graph = {module: imports(module) & set(MODULES) for module in MODULES}
+    while graph:
+        leaves = {module for module, needed in graph.items() if not needed & set(graph)}
+        assert leaves, f"these import each other: {', '.join(sorted(graph))}"
+        graph = {module: needed for module, needed in graph.items() if module not in leaves}
+
+
+def test_the_harness_is_never_run_by_itself():
+    for module in MODULES:
+        if floor_of(module) == "harness":
+            top = ast.parse(SOURCES[module].read_text()).body
+            assert not any(
+                isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in top
+            )
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not IS_LESSON[module]])
+def test_no_module_is_too_long(module):
+    assert len(SOURCES[module].read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if not m.startswith("tests.faults")])
+def test_no_line_is_too_wide(module):
+    lines = SOURCES[module].read_text().splitlines()
+    wide = [number for number, line in enumerate(lines, start=1) if len(line) > WIDEST]
+    assert not wide, f"lines {wide} of {module}"

@@ -1,0 +1,221 @@
+"""What a test needs to know of a differentiable function: `Subject`; and how any of them is run and
+compared.
+
+The records are in tests/subjects.py, what is asked of all of them in tests/contracts_*_test.py.
+
+A function's results are one dictionary, its *parts*: the outputs by their names, and the gradient
+of an input called x as "dx".
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import torch
+
+from harness.checking import HAS_GPU, compare
+
+Parts = dict[str, torch.Tensor | None]
+# The compiler leaves gaps only between long rows whose length it knows: those of a graph's first
+# size.
+PADDED_WIDTHS = (1289, 5000, 5001) if HAS_GPU else (1289,)
+HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A call that must be refused."""
+
+    inputs: tuple
+    error: type[Exception]
+    sentence: str  # a regular expression of what it says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One differentiable function, and all that the contracts need to know of it.
+
+    Sizes are what `make` understands: a row's width for most, several widths for some.
+    """
+
+    name: str
+    kernels: tuple[ModuleType, ...]  # the files whose kernels are launched
+    function: Callable  # of the inputs, in the order in which `make` gives them
+    reference: Callable  # the same in eager PyTorch, in any dtype
+    make: (
+        Callable  # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
+    )
+    differentiable: tuple[str, ...]
+    size: object
+    entry: Callable | None = (
+        None  # what a user calls, where `function` hands it copies that it may overwrite
+    )
+    variant_of: str | None = None  # a subject that runs the same kernels
+
+    # -- how it is compared
+    eager: Callable | None = (
+        None  # what decides the allowance, in the kernel's dtype; the reference unless told
+    )
+    eagers: Callable | None = (
+        None  # (inputs, douts) -> several such results, of which the most lenient decides
+    )
+    split: Callable | None = (
+        None  # (inputs) -> {part: {label: which elements are compared by themselves}}
+    )
+    wrong_answers: Callable | None = (
+        None  # (inputs, douts, right parts), in float64 -> {mistake: parts that differ}
+    )
+    dtypes: tuple[torch.dtype, ...] = HALF_AND_SINGLE
+    made_by_pytorch: tuple[str, ...] = ()  # parts that no kernel has a share in
+    made_by_kernels_alone: bool = (
+        True  # else by matrix products too, whose library may choose another order of sums
+    )
+
+    # -- sizes and layouts
+    ragged_sizes: tuple = ()  # next to powers of two and to ends of tiles
+    large_sizes: tuple = ()  # of real models, or where launch settings change
+    more_layouts: dict[str, dict] = field(
+        default_factory=dict
+    )  # input: {name: function of a tensor}
+    far: tuple[
+        tuple[str, int], ...
+    ] = ()  # inputs or "d" + outputs, and the dimension that is laid beyond int32
+    far_rows: tuple[int, ...] = (3,)
+    far_size: object = None  # `size` unless told
+
+    # -- autograd
+    saved: tuple[str, ...] = ()  # inputs that are kept for the backward, and so must not be changed
+    saved_bytes: Callable = lambda inputs: 0  # bytes kept beside inputs and outputs, in fp32
+    fixed_outputs: dict[str, str] = field(
+        default_factory=dict
+    )  # output: what autograd says if it is changed
+    exact_again: bool = (
+        True  # a second backward and accumulation give the same bits, not only the same numbers
+    )
+
+    # -- torch.compile
+    activations: tuple[str, ...] = ()  # inputs that are products inside of a larger graph
+    results: tuple[str, ...] = ()  # inputs that are other results inside of it
+    in_a_graph: Callable | None = (
+        None  # (subject) -> the subject inside of a larger graph, if not as others are
+    )
+    compiled_first: tuple = ()  # (rows, size): the first of each graph; the compiler pads its rows
+    compiled_next: tuple = ()  # (rows, size): the others
+
+    # -- a GPU
+    gpu_rows: tuple[int, ...] = (64,)
+    gpu_size: object = None
+    workspace: Callable | None = (
+        None  # (inputs) -> bytes that may be taken beyond outputs and gradients
+    )
+    row_inputs: tuple[str, ...] = ()  # inputs that have the rows, for rows that begin beyond int32
+
+    # -- refusals
+    bad_input: Callable = dict  # () -> {name: BadInput}
+    refused_on_cpu: str = ""  # a regular expression
+    bad_when_compiled: str = ""  # which of bad_input is also tried inside of torch.compile
+
+    exempt: dict[str, str] = field(
+        default_factory=dict
+    )  # contract: the sentence that says why it cannot apply
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def called_as(self, change: Callable[[Callable], Callable]) -> "Subject":
+        """The subject whose function, and whose reference, are what `change` makes of them."""
+        changed = {"function": change(self.function), "reference": change(self.reference)}
+        if self.eager is not None:
+            changed["eager"] = change(self.eager)
+        return replace(self, **changed, eagers=None)
+
+
+def as_tuple(outputs) -> tuple[torch.Tensor, ...]:
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+
+
+def in_float64(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def leaves_of(subject: Subject, inputs: Parts, needed: Iterable[str] | None = None) -> Parts:
+    """The inputs, with their strides; those that are needed, or else all differentiable ones, are
+    leaves.
+    """
+    needed = subject.differentiable if needed is None else needed
+    return {name: t.detach().requires_grad_(name in needed) for name, t in inputs.items()}
+
+
+def gradients(outputs, leaves: Parts, douts: Parts, **options) -> Parts:
+    """The gradients of those leaves that need one."""
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    pairs = [pair for pair in zip(as_tuple(outputs), douts.values()) if pair[0].requires_grad]
+    outputs, douts = zip(*pairs)
+    return dict(zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), douts, **options)))
+
+
+def run(subject: Subject, function: Callable, inputs: Parts, douts: Parts, needed=None) -> Parts:
+    """The parts of one forward and one backward; the inputs are used as they are, strides
+    included.
+    """
+    leaves = leaves_of(subject, inputs, needed)
+    outputs = as_tuple(function(*leaves.values()))
+    parts = dict(zip(douts, (out.detach() for out in outputs), strict=True))
+    return parts | gradients(outputs, leaves, douts)
+
+
+def references(
+    subject: Subject, inputs: Parts, douts: Parts, needed=None
+) -> tuple[Parts, list[Parts]]:
+    """(parts in float64, the same of eager PyTorch in the inputs' dtypes, as often as the subject
+    says).
+    """
+    ref64 = run(subject, subject.reference, in_float64(inputs), in_float64(douts), needed)
+    if subject.eagers is not None and needed is None:
+        return ref64, subject.eagers(inputs, douts)
+    return ref64, [run(subject, subject.eager or subject.reference, inputs, douts, needed)]
+
+
+def compare_parts(
+    subject: Subject, found: Parts, inputs: Parts, ref64: Parts, eagers: list[Parts], dtype=None
+):
+    """One Check for each part, or for each piece of a part that the subject has compared by itself.
+
+    dtype: whose floor applies; each part's own unless told.
+    """
+    assert found.keys() == ref64.keys(), (
+        f"{subject}: the parts are {list(found)}, expected {list(ref64)}"
+    )
+    pieces = subject.split(inputs) if subject.split else {}
+    result = []
+    for part, ref in ref64.items():
+        for label, mask in pieces.get(part, {"": None}).items():
+            tensors = [found[part], ref, *(eager[part] for eager in eagers)]
+            if mask is not None:
+                tensors = [None if t is None else t.masked_fill(~mask, 0) for t in tensors]
+            ours, wide, *theirs = tensors
+            name = f"{subject} {part}{label and f' ({label})'}"
+            candidates = [compare(name, ours, wide, eager, dtype) for eager in theirs]
+            result.append(max(candidates, key=lambda check: check.allowed))
+    return result
+
+
+def checks(
+    subject: Subject,
+    inputs: Parts,
+    douts: Parts,
+    ours: Callable | None = None,
+    needed=None,
+    dtype=None,
+):
+    """list[Check]: the function, or `ours` in its place, against float64."""
+    found = run(subject, ours or subject.function, inputs, douts, needed)
+    return compare_parts(subject, found, inputs, *references(subject, inputs, douts, needed), dtype)
+
+
+def same_bits(a: Parts, b: Parts) -> bool:
+    """Are all parts equal?  NaN is equal to NaN."""
+    assert a.keys() == b.keys()
+    return all(
+        torch.equal(torch.nan_to_num(x, 7.0), torch.nan_to_num(b[k], 7.0)) for k, x in a.items()
+    )

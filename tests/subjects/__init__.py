@@ -1,0 +1,19 @@
+"""The differentiable functions that every contract is asked of, one record each; a new kernel is a
+new record.
+"""
+
+from tests.subject import Subject
+from tests.subjects import (
+    cross_entropy,
+    fused_layer,
+    linear_cross_entropy,
+    reverse_kl,
+    rmsnorm,
+    rope,
+    swiglu,
+)
+
+LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
+SUBJECTS: dict[str, Subject] = {
+    subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
+}

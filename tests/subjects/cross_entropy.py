@@ -1,0 +1,246 @@
+"""Cross-entropy: the mean's loss and every row's, with a gradient of its own and over the
+logits.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+import cross_entropy_kernel
+from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+from harness.checking import DEVICE, HAS_GPU
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+
+def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
+    """Logits with a mean in each row; every third row is sure of its target, every fifth is
+    ignored.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn((*rows, V), generator=generator)
+    logits += torch.randn((*rows, 1), generator=generator) + offset
+    targets = torch.randint(V, rows, generator=generator)
+    each, row_targets = logits.view(-1, V), targets.view(-1)
+    confident = torch.arange(len(each))[2::3]
+    each[confident, row_targets[confident]] += 20
+    row_targets[1::5] = ignore_index
+    upstream = 0.5 + torch.rand((), generator=generator)
+    return {"logits": logits.to(DEVICE, dtype), "targets": targets.to(DEVICE)}, {
+        "loss": upstream.to(DEVICE)
+    }
+
+
+def make_of_rows(rows, V, dtype, seed=0, **options):
+    inputs, _ = make(rows, V, dtype, seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
+
+
+def rounded_once(make):
+    """With upstream gradients of 1 and -1 in fp16 and bf16.
+
+    In place, any other factor rounds a gradient a second time that has been stored already; what
+    that costs is asked in cross_entropy_more_test.
+    """
+
+    def with_signs(rows, V, dtype, seed=0):
+        inputs, douts = make(rows, V, dtype, seed)
+        return inputs, douts if dtype == torch.float32 else {"loss": douts["loss"].sign()}
+
+    return with_signs
+
+
+def loss(reduction):
+    return TritonCrossEntropyLoss(reduction=reduction)
+
+
+def loss_inplace(reduction):
+    """Of results, which may be overwritten."""
+    overwriting = TritonCrossEntropyLoss(reduction=reduction, inplace=True)
+
+    def function(logits, targets):
+        return overwriting(logits.clone(memory_format=torch.contiguous_format), targets)
+
+    return function
+
+
+def reference(reduction):
+    return lambda logits, targets: cross_entropy_reference(logits, targets, reduction=reduction)
+
+
+def eager(reduction):
+    """As Hugging Face writes it, logits.float() first: the most exact form, the hardest to
+    match.
+    """
+    return lambda logits, targets: cross_entropy_reference(
+        logits.float(), targets, reduction=reduction
+    )
+
+
+def target_and_other_entries(inputs):
+    """In a norm over both, the target entries (softmax - 1) drown the others: 0 at the others would
+    look fine.
+    """
+    V = inputs["logits"].shape[-1]
+    is_target = inputs["targets"].unsqueeze(-1) == torch.arange(V, device=DEVICE)
+    return {"dlogits": {"target entries": is_target, "other entries": ~is_target}}
+
+
+def wrong_answers(inputs, douts, right):
+    logits, targets, g = inputs["logits"], inputs["targets"], right["dlogits"]
+    V, valid = logits.shape[-1], targets != -100
+    reduction = "none" if douts["loss"].ndim else "mean"
+
+    def gradient_for(other_targets):
+        leaf = logits.detach().requires_grad_()
+        row_loss = cross_entropy_reference(leaf, other_targets, reduction="none")
+        (row_loss * (douts["loss"] / (valid.sum() if reduction == "mean" else 1))).sum().backward()
+        return leaf.grad
+
+    wrong = {
+        "other entries zeroed": g.where(F.one_hot(targets.clamp(min=0), V) == 1, 0),
+        "target not subtracted": g + F.one_hot(targets.clamp(min=0), V) * g.abs().amax(),
+        "target off by one": gradient_for(((targets + 1) % V).where(valid, targets)),
+        "ignored rows trained": gradient_for(targets.clamp(min=0)),
+    }
+    if reduction == "mean":
+        wrong["mean over all rows"] = g * valid.sum() / len(targets)
+    return {mistake: {"dlogits": gradient} for mistake, gradient in wrong.items()}
+
+
+def bad_input():
+    x, t = torch.zeros(2, 5, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    of = "expected a tensor of torch"
+    logits, targets = f"{of}.float16", f"{of}.int64"
+    return {
+        "logits no tensor": BadInput(([[0.0]], t), TypeError, f"logits is a list, {logits}"),
+        "targets no tensor": BadInput(
+            (x, [0, 1]), TypeError, f"targets is a list, {targets} or torch.int32"
+        ),
+        "float64 logits": BadInput(
+            (x.double(), t), TypeError, f"logits is torch.float64, {logits}"
+        ),
+        "integer logits": BadInput((x.long(), t), TypeError, f"logits is torch.int64, {logits}"),
+        "class probabilities": BadInput((x, x), TypeError, f"targets is torch.float32, {targets}"),
+        "uint8 targets": BadInput(
+            (x, t.to(torch.uint8)), TypeError, f"targets is torch.uint8, {targets}"
+        ),
+        "boolean targets": BadInput((x, t.bool()), TypeError, f"targets is torch.bool, {targets}"),
+        "no vocabulary": BadInput(
+            (x[:, :0], t),
+            ValueError,
+            r"\(2, 0\) and targets \(2,\), expected \(..., V\) with V >= 1",
+        ),
+        "0-D logits": BadInput(
+            (x[0, 0], t[0]), ValueError, r"logits has shape \(\) and targets \(\)"
+        ),
+        "too few targets": BadInput(
+            (x, t[:1]), ValueError, r"logits has shape \(2, 5\) and targets \(1,\), expected"
+        ),
+        "vocabulary second": BadInput(
+            (x[..., None], t[:, None]), ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"
+        ),
+        "two devices": BadInput(
+            (x, t.to("meta")), ValueError, "logits is on .*, targets on meta, expected one GPU"
+        ),
+        "without memory": BadInput(
+            (x.to("meta"), t.to("meta")),
+            ValueError,
+            "logits is on meta, targets on meta, expected one GPU",
+        ),
+        "sparse logits": BadInput(
+            (x.to_sparse(), t),
+            TypeError,
+            "logits is torch.sparse_coo, expected torch.strided: pass its to_de",
+        ),
+        "sparse targets": BadInput(
+            (x, t.to_sparse()), TypeError, "targets is torch.sparse_coo, expected torch.strided"
+        ),
+    }
+
+
+def bytes_of_statistics(inputs):
+    """Of each row three numbers."""
+    return 3 * 4 * inputs["targets"].numel()
+
+
+MEAN = Subject(
+    name="cross_entropy",
+    kernels=(cross_entropy_kernel,),
+    function=loss("mean"),
+    reference=reference("mean"),
+    eager=eager("mean"),
+    make=make,
+    differentiable=("logits",),
+    split=target_and_other_entries,
+    wrong_answers=wrong_answers,
+    size=150,
+    ragged_sizes=(1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193),
+    large_sizes=(5001,),
+    far=(("logits", 0),),
+    saved=("logits", "targets"),
+    saved_bytes=lambda inputs: bytes_of_statistics(inputs) + 8,  # the number of valid rows
+    activations=("logits",),
+    compiled_first=tuple(((5,), width) for width in (*PADDED_WIDTHS, 50_257 if HAS_GPU else 5001)),
+    compiled_next=(((9,), 2048), ((6,), 1100), ((7,), 1290)),
+    gpu_size=5001,
+    workspace=lambda inputs: 2**20,
+    row_inputs=("logits", "targets"),
+    bad_input=bad_input,
+    bad_when_compiled="too few targets",
+    refused_on_cpu="on cpu, expected one GPU: move them, or set TRITON_INTERPRET",
+    exempt={
+        "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient",
+        "rows_beyond_int32_in_memory": "the mean is over all; cross_entropy_rows has every row's",
+    },
+)
+
+ROWS = replace(
+    MEAN,
+    name="cross_entropy_rows",
+    variant_of="cross_entropy",
+    function=loss("none"),
+    reference=reference("none"),
+    eager=eager("none"),
+    make=make_of_rows,
+    saved_bytes=bytes_of_statistics,
+    gpu_size=128_256,
+    exempt={
+        "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient"
+    },
+)
+
+ONCE = "the gradient lies where the logits lay; a second backward is refused: its own test"
+COPIES = "it is called with a copy, which it may overwrite"
+OVERWRITES = {
+    "second_backward_through_a_retained_graph": ONCE,
+    "second_backward_adds_to_the_leaves_own_gradients": ONCE,
+    "two_losses_on_one_result": ONCE,
+    "saved_tensors_are_what_the_record_says": COPIES,
+    "memory_is_bounded": "the copy counts; the table of cross_entropy_test measures without it",
+}
+
+SUBJECTS = (
+    MEAN,
+    ROWS,
+    replace(
+        MEAN,
+        name="cross_entropy_inplace",
+        function=loss_inplace("mean"),
+        entry=TritonCrossEntropyLoss(inplace=True),
+        make=rounded_once(make),
+        saved=(),
+        exempt=MEAN.exempt | OVERWRITES,
+    ),
+    replace(
+        ROWS,
+        name="cross_entropy_inplace_rows",
+        variant_of="cross_entropy_inplace",
+        function=loss_inplace("none"),
+        entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
+        make=rounded_once(make_of_rows),
+        saved=(),
+        exempt=ROWS.exempt | OVERWRITES,
+    ),
+)

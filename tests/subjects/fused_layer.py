@@ -1,0 +1,312 @@
+"""RMSNorm with matrix products, SwiGLU with its product, the MLP, and all of them together."""
+
+import torch
+import torch.nn.functional as F
+
+import rmsnorm_kernel
+from harness.checking import DEVICE
+from next_steps import swiglu_kernel
+from next_steps.fused_layer import (
+    NormLinearFunction,
+    SwiGLULinearFunction,
+    norm_linear_reference,
+    swiglu_linear_reference,
+)
+from next_steps.llama_mlp import SwiGLUMLPFunction
+from next_steps.swiglu_kernel import swiglu_reference
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+EPS = 1e-5
+SIZE = 24, 40  # H, I
+RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
+
+
+def norm_linear(x, norm_weight, *weights, eps=EPS):
+    return NormLinearFunction.apply(x, norm_weight, eps, *weights)
+
+
+def norm_reference(x, norm_weight, *weights, eps=EPS):
+    return tuple(norm_linear_reference(x, norm_weight, eps, *weights))
+
+
+def swiglu_linear(gate, up, weight):
+    """Of results, which its backward may overwrite."""
+    gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
+    return SwiGLULinearFunction.apply(gate, up, weight)
+
+
+def mlp_reference(x, w_gate, w_up, w_down):
+    return F.linear(swiglu_reference(F.linear(x, w_gate), F.linear(x, w_up)), w_down)
+
+
+def layer(norm, swiglu):
+    """The second half of a layer: the residual, and what the MLP adds to it."""
+
+    def function(x, norm_weight, w_gate, w_up, w_down):
+        residual, gate, up = norm(x, norm_weight, w_gate, w_up)
+        return residual + swiglu(gate, up, w_down)
+
+    return function
+
+
+def drawn(rows, size, dtype, seed):
+    """By name, all that these functions take or get back: (..., H) or (..., I), weights (out,
+    in).
+    """
+    H, I = size
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, mean=0.0, scale=1.0):
+        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+    return {
+        "x": normal(*rows, H, mean=0.5, scale=1.5),
+        "norm_weight": normal(H, mean=0.5),
+        "w_gate": normal(I, H, scale=H**-0.5),
+        "w_up": normal(I, H, scale=H**-0.5),
+        "w_down": normal(H, I, scale=I**-0.5),
+        "gate": normal(*rows, I, mean=0.3, scale=2.0),
+        "up": normal(*rows, I, mean=0.5),
+        "dx": normal(*rows, H, mean=0.25),
+        "dgate": normal(*rows, I, mean=0.25),
+        "dup": normal(*rows, I, mean=0.25),
+    }
+
+
+def make_norm(rows, size, dtype, seed=0):
+    """The two products differ in width."""
+    t = drawn(rows, size, dtype, seed)
+    half = -(-size[1] // 2)
+    inputs = {name: t[name] for name in ("x", "norm_weight", "w_gate")} | {
+        "w_up": t["w_up"][:half].clone()
+    }
+    return inputs, {"residual": t["dx"], "gate": t["dgate"], "up": t["dup"][..., :half].clone()}
+
+
+def make_swiglu(rows, size, dtype, seed=0):
+    t = drawn(rows, size, dtype, seed)
+    return {name: t[name] for name in ("gate", "up", "w_down")}, {"out": t["dx"]}
+
+
+def make_mlp(rows, size, dtype, seed=0):
+    t = drawn(rows, size, dtype, seed)
+    return {name: t[name] for name in ("x", "w_gate", "w_up", "w_down")}, {"out": t["dx"]}
+
+
+def make_layer(rows, size, dtype, seed=0):
+    t = drawn(rows, size, dtype, seed)
+    return {name: t[name] for name in ("x", "norm_weight", "w_gate", "w_up", "w_down")}, {
+        "out": t["dx"]
+    }
+
+
+def wrong_norm_gradients(inputs, douts, right):
+    x, w, w_gate, w_up = inputs.values()
+    dx_residual, dgate, dup = douts.values()
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    x_hat = x * rstd
+
+    def dx(dy, rstd=rstd):
+        hat = x * rstd
+        return rstd * (w * dy - hat * (w * dy * hat).mean(-1, keepdim=True))
+
+    both = dgate @ w_gate + dup @ w_up
+    return {
+        "dx without the residual's gradient": {"dx": dx(both)},
+        "dx with the residual's gradient twice": {"dx": 2 * dx_residual + dx(both)},
+        "dx of the first product alone": {"dx": dx_residual + dx(dgate @ w_gate)},
+        "dx through the norm without its mean": {"dx": dx_residual + rstd * w * both},
+        "dnorm_weight of the first product alone": {
+            "dnorm_weight": (dgate @ w_gate * x_hat).sum(0)
+        },
+        "dnorm_weight with the residual's gradient": {
+            "dnorm_weight": ((both + dx_residual) * x_hat).sum(0)
+        },
+        "dnorm_weight of x": {"dnorm_weight": (both * x).sum(0)},
+        "dw_gate of x": {"dw_gate": dgate.t() @ x},
+        "dw_gate without the norm's weight": {"dw_gate": dgate.t() @ x_hat},
+        "dw_gate without its last row": {"dw_gate": dgate[:-1].t() @ (w * x_hat)[:-1]},
+    }
+
+
+def wrong_swiglu_gradients(inputs, douts, right):
+    gate, up, w_down = inputs.values()
+    (dout,) = douts.values()
+    s, dh = torch.sigmoid(gate), dout @ w_down
+    return {
+        "dgate without up": {"dgate": dh * s * (1 + gate * (1 - s))},
+        "dgate of a linear gate": {"dgate": dh * up * s},
+        "dgate with up's gradient": {"dgate": dh * gate * s},
+        "dw_down of gate": {"dw_down": dout.t() @ gate},
+        "dw_down without up": {"dw_down": dout.t() @ (gate * s)},
+        "dw_down of dgate": {"dw_down": dout.t() @ (dh * up)},
+    }
+
+
+def wrong_mlp_gradients(inputs, douts, right):
+    x, w_gate, w_up, w_down = inputs.values()
+    (dout,) = douts.values()
+    gate, up = x @ w_gate.t(), x @ w_up.t()
+    s, dh = torch.sigmoid(gate), dout @ w_down
+    dgate, dup = dh * up * s * (1 + gate * (1 - s)), dh * gate * s
+    return {
+        "dx of gate alone": {"dx": dgate @ w_gate},
+        "dx of up alone": {"dx": dup @ w_up},
+        "dw_gate of up": {"dw_gate": dup.t() @ x},
+        "dw_up without its last row": {"dw_up": dup[:-1].t() @ x[:-1]},
+        "dw_down of gate": {"dw_down": dout.t() @ gate},
+    }
+
+
+def wrong_layer_gradients(inputs, douts, right):
+    (dout,) = douts.values()
+    return {
+        "out without the residual": {"out": right["out"] - inputs["x"]},
+        "dx without the residual's gradient": {"dx": right["dx"] - dout},
+        "dnorm_weight off by one": {"dnorm_weight": right["dnorm_weight"].roll(1)},
+        "dw_gate and dw_up exchanged": {"dw_gate": right["dw_up"], "dw_up": right["dw_gate"]},
+    }
+
+
+def bad_norm_input():
+    x, norm_weight, w_gate, w_up = make_norm((4,), SIZE, torch.float32)[0].values()
+    return {
+        "x of another H": BadInput(
+            (x[:, :-1], norm_weight, w_gate, w_up),
+            ValueError,
+            r"x has shape \(4, 23\), expected \(..., 24\)",
+        ),
+        "x is float64": BadInput(
+            (x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"
+        ),
+    }
+
+
+def bad_swiglu_input():
+    gate, up, w_down = make_swiglu((4,), SIZE, torch.float32)[0].values()
+    return {
+        "two shapes": BadInput(
+            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+        )
+    }
+
+
+def bad_mlp_input():
+    x, w_gate, w_up, w_down = make_mlp((4,), SIZE, torch.float32)[0].values()
+    return {
+        "two widths": BadInput(
+            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+        ),
+        "float64": BadInput(
+            [t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"
+        ),
+    }
+
+
+def bad_layer_input():
+    x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
+    return {
+        "x of another H": BadInput(
+            (x[:, :-1], norm_weight, *weights), ValueError, r"x has shape \(4, 23\)"
+        )
+    }
+
+
+def bytes_of_rstd(inputs):
+    return 4 * inputs["x"].shape[:-1].numel()
+
+
+def bytes_of_gate_and_up(inputs):
+    return 2 * 4 * inputs["x"].shape[:-1].numel() * len(inputs["w_gate"])
+
+
+KERNELS = (rmsnorm_kernel, swiglu_kernel)
+OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
+TABLE = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
+OVERWRITES = {
+    "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite; "
+    "fused_layer_test looks at what the function itself keeps"
+}
+COMMON = {
+    "made_by_kernels_alone": False,
+    "size": SIZE,
+    "ragged_sizes": RAGGED,
+    "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
+    "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
+    "gpu_size": (256, 512),
+    "exempt": {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": TABLE},
+}
+
+SUBJECTS = (
+    Subject(
+        name="norm_linear",
+        kernels=(rmsnorm_kernel,),
+        function=norm_linear,
+        reference=norm_reference,
+        make=make_norm,
+        differentiable=("x", "norm_weight", "w_gate", "w_up"),
+        wrong_answers=wrong_norm_gradients,
+        made_by_pytorch=("residual",),
+        far=(("x", 0),),
+        saved=("x", "norm_weight", "w_gate", "w_up"),
+        saved_bytes=bytes_of_rstd,
+        fixed_outputs={"residual": "being modified inplace"},
+        activations=("x",),
+        bad_input=bad_norm_input,
+        bad_when_compiled="x of another H",
+        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **COMMON,
+    ),
+    Subject(
+        name="swiglu_linear",
+        kernels=(swiglu_kernel,),
+        function=swiglu_linear,
+        entry=SwiGLULinearFunction.apply,
+        reference=swiglu_linear_reference,
+        make=make_swiglu,
+        differentiable=("gate", "up", "w_down"),
+        wrong_answers=wrong_swiglu_gradients,
+        far=(("gate", 0), ("up", 0)),
+        saved=("w_down",),
+        activations=("gate", "up"),
+        bad_input=bad_swiglu_input,
+        bad_when_compiled="two shapes",
+        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **COMMON | {"exempt": COMMON["exempt"] | OVERWRITES},
+    ),
+    Subject(
+        name="swiglu_mlp",
+        kernels=(swiglu_kernel,),
+        function=SwiGLUMLPFunction.apply,
+        reference=mlp_reference,
+        make=make_mlp,
+        differentiable=("x", "w_gate", "w_up", "w_down"),
+        wrong_answers=wrong_mlp_gradients,
+        far=(("x", 0),),
+        saved=("x", "w_gate", "w_up", "w_down"),
+        saved_bytes=bytes_of_gate_and_up,
+        activations=("x",),
+        bad_input=bad_mlp_input,
+        bad_when_compiled="two widths",
+        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **COMMON,
+    ),
+    Subject(
+        name="norm_and_mlp",
+        kernels=KERNELS,
+        variant_of="norm_linear",
+        function=layer(norm_linear, SwiGLULinearFunction.apply),
+        reference=layer(norm_reference, swiglu_linear_reference),
+        make=make_layer,
+        differentiable=("x", "norm_weight", "w_gate", "w_up", "w_down"),
+        wrong_answers=wrong_layer_gradients,
+        far=(("x", 0),),
+        saved=("x", "norm_weight", "w_gate", "w_up", "w_down"),
+        saved_bytes=lambda inputs: bytes_of_rstd(inputs) + bytes_of_gate_and_up(inputs),
+        activations=("x",),
+        bad_input=bad_layer_input,
+        bad_when_compiled="x of another H",
+        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **COMMON,
+    ),
+)

@@ -1,0 +1,211 @@
+"""Linear + cross-entropy: gradients in the forward (mean), and in the backward (every row's
+loss).
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from cross_entropy_kernel import cross_entropy_reference
+from harness.checking import DEVICE
+from next_steps import linear_cross_entropy_kernel
+from next_steps.linear_cross_entropy_kernel import (
+    TritonLinearCrossEntropyLoss,
+    linear_cross_entropy_reference,
+)
+from tests.subject import BadInput, Subject
+
+CHUNK = 4  # rows: most tests have several chunks
+
+
+def make(rows, size, dtype, seed=0, ignore_index=-100):
+    """hidden, weight, targets; every third token is sure of its target, every fourth is ignored.
+
+    size: (H, V).
+    """
+    H, V = size
+    generator = torch.Generator().manual_seed(seed)
+    hidden = 0.2 + torch.randn((*rows, H), generator=generator)
+    weight = 3 * torch.randn((V, H), generator=generator) / H**0.5
+    targets = torch.randint(V, rows, generator=generator)
+    each, row_targets = hidden.view(-1, H), targets.view(-1)
+    each[2::3] += 2 * weight[row_targets[2::3]]
+    row_targets[1::4] = ignore_index
+    upstream = 0.5 + torch.rand((), generator=generator)
+    inputs = {
+        "hidden": hidden.to(DEVICE, dtype),
+        "weight": weight.to(DEVICE, dtype),
+        "targets": targets.to(DEVICE),
+    }
+    return inputs, {"loss": upstream.to(DEVICE)}
+
+
+def make_of_rows(rows, size, dtype, seed=0, **options):
+    inputs, _ = make(rows, size, dtype, seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
+
+
+def reference(reduction):
+    return lambda *inputs: linear_cross_entropy_reference(*inputs, reduction=reduction)
+
+
+def eager_loss(hidden, weight, targets, **options):
+    """As Hugging Face writes it, logits.float() before the loss: the most exact form, the hardest
+    to match.
+    """
+    return cross_entropy_reference(F.linear(hidden, weight).float(), targets, **options)
+
+
+def eager(reduction):
+    return lambda *inputs: eager_loss(*inputs, reduction=reduction)
+
+
+def rows_of_targets_and_others(inputs):
+    """Of dweight: in a norm over both, the targets' rows drown the others, and 0 at the others
+    would look fine.
+    """
+    words = torch.arange(len(inputs["weight"]), device=DEVICE)
+    is_target = torch.isin(words, inputs["targets"].flatten())[:, None]
+    return {"dweight": {"targets' rows": is_target, "other rows": ~is_target}}
+
+
+def wrong_answers(inputs, douts, right):
+    """Mistakes that chunks invite."""
+    x, w, t = inputs.values()
+    upstream, valid = douts["loss"], inputs["targets"] != -100
+    dx, dw = right["dhidden"], right["dweight"]
+    per_row = upstream if upstream.ndim else (upstream / valid.sum()).expand(t.shape)
+
+    def gradients(rows, targets, row_upstream):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x[rows], w)]
+        row_loss = linear_cross_entropy_reference(*leaves, targets, reduction="none")
+        return torch.autograd.grad((row_loss * row_upstream).sum(), leaves)
+
+    everything = slice(None)
+    of_others = torch.isin(torch.arange(len(w)).to(t), t)[:, None]
+    trained = gradients(everything, t.clamp(min=0), per_row)
+    wrong = {
+        "dweight of the last chunk only": (dx, gradients(slice(8, None), t[8:], per_row[8:])[1]),
+        "other words' rows zeroed": (dx, dw * of_others),
+        "mean over all rows": (dx * 8 / 11, dw * 8 / 11),
+        "ignored rows trained": trained,
+    }
+    if not upstream.ndim:
+        parts = [
+            gradients(slice(i, i + 4), t[i : i + 4], upstream / valid[i : i + 4].sum())
+            for i in (0, 4, 8)
+        ]
+        wrong["mean of each chunk"] = (
+            torch.cat([p[0] for p in parts]) / 3,
+            sum(p[1] for p in parts) / 3,
+        )
+    return {mistake: {"dhidden": dx, "dweight": dw} for mistake, (dx, dw) in wrong.items()}
+
+
+def bad_input():
+    x, w = torch.zeros(2, 4, device=DEVICE), torch.zeros(5, 4, device=DEVICE)
+    t = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    shapes = r"expected \(..., H\) and \(V, H\)"
+    return {
+        "hidden no tensor": BadInput(
+            ([[0.0]], w, t), TypeError, "hidden is a list, expected a tensor of torch.float16"
+        ),
+        "targets no tensor": BadInput(
+            (x, w, [0]),
+            TypeError,
+            "targets is a list, expected a tensor of torch.int64 or torch.int32",
+        ),
+        "float64 weight": BadInput(
+            (x, w.double(), t),
+            TypeError,
+            "weight is torch.float64, expected a tensor of torch.float16",
+        ),
+        "float targets": BadInput(
+            (x, w, x[:, 0]), TypeError, "targets is torch.float32, expected a tensor of torch.int64"
+        ),
+        "two dtypes": BadInput(
+            (x, w.half(), t),
+            TypeError,
+            "hidden is torch.float32 and weight torch.float16, expected one dtype",
+        ),
+        "weight transposed": BadInput(
+            (x, w.t(), t), ValueError, rf"\(2, 4\) and weight \(4, 5\), {shapes}"
+        ),
+        "weight 1-D": BadInput(
+            (x, w[0], t), ValueError, r"hidden has shape \(2, 4\) and weight \(4,\), expected"
+        ),
+        "no vocabulary": BadInput(
+            (x, w[:0], t), ValueError, r"hidden has shape \(2, 4\) and weight \(0, 4\), expected"
+        ),
+        "0-D hidden": BadInput(
+            (x[0, 0], w, t[0]), ValueError, r"hidden has shape \(\) and weight \(5, 4\)"
+        ),
+        "too few targets": BadInput(
+            (x, w, t[:1]), ValueError, r"hidden has shape \(2, 4\) and targets \(1,\), expected"
+        ),
+        "two devices": BadInput(
+            (x, w.to("meta"), t),
+            ValueError,
+            "hidden is on .*, weight on meta, targets on .*, expected one GPU",
+        ),
+        "without memory": BadInput(
+            (x.to("meta"), w.to("meta"), t.to("meta")),
+            ValueError,
+            "hidden is on meta, .*, expected one GPU",
+        ),
+        "sparse weight": BadInput(
+            (x, w.to_sparse(), t),
+            TypeError,
+            "weight is torch.sparse_coo, expected torch.strided: pass its",
+        ),
+    }
+
+
+FORWARD = Subject(
+    name="linear_cross_entropy",
+    kernels=(linear_cross_entropy_kernel,),
+    function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK),
+    reference=reference("mean"),
+    eager=eager("mean"),
+    make=make,
+    differentiable=("hidden", "weight"),
+    split=rows_of_targets_and_others,
+    wrong_answers=wrong_answers,
+    made_by_kernels_alone=False,
+    size=(16, 70),
+    ragged_sizes=tuple((H, V) for H in (1, 17) for V in (1, 7, 8, 9, 65)),
+    large_sizes=((64, 300),),
+    far=(("hidden", 0),),
+    saved=("hidden", "weight", "targets"),
+    # the first backward scales the forward's gradient, a second computes it anew
+    exact_again=False,
+    activations=("hidden",),
+    results=("weight",),
+    compiled_first=(((11,), (1289, 70)),),
+    compiled_next=(((23,), (1289, 70)), ((30,), (1100, 77))),
+    gpu_rows=(600,),
+    gpu_size=(128, 1000),
+    row_inputs=("hidden", "targets"),
+    bad_input=bad_input,
+    bad_when_compiled="too few targets",
+    refused_on_cpu="on cpu, expected one GPU: move them, or set TRITON_INTERPRET",
+    exempt={
+        "rows_beyond_int32_in_memory": "no chunk is so large; its own test scales large gradients",
+        "memory_is_bounded": "its own test measures it, with LLaMA's vocabulary",
+    },
+)
+
+SUBJECTS = (
+    FORWARD,
+    replace(
+        FORWARD,
+        name="linear_cross_entropy_rows",
+        function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
+        reference=reference("none"),
+        eager=eager("none"),
+        make=make_of_rows,
+        exact_again=True,
+    ),
+)

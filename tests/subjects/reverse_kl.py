@@ -1,0 +1,237 @@
+"""Reverse KL: the gradient in the forward (batchmean), and in the backward (every row's loss, a
+temperature).
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from harness.checking import DEVICE
+from next_steps import reverse_kl_kernel
+from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+INF = float("inf")
+TEMPERATURE = 0.7
+
+
+def make(rows, V, dtype, seed=0, offset=0.0):
+    """Student, teacher and a mask: logits with a mean in each row, a related teacher, confident
+    rows, one row off.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator)
+
+    student = 3 * normal(*rows, V) + normal(*rows, 1) + offset
+    teacher = student + normal(*rows, V) - 2 * offset * normal(*rows, 1).sign()
+    each = student.view(-1, V)
+    confident = torch.arange(len(each))[2::3]
+    each[confident, torch.randint(V, (len(confident),), generator=generator)] += 20
+    mask = torch.ones(rows, dtype=torch.bool)
+    mask.view(-1)[1::5] = False
+    upstream = 0.5 + torch.rand((), generator=generator)
+    inputs = {
+        "student_logits": student.to(DEVICE, dtype),
+        "teacher_logits": teacher.to(DEVICE, dtype),
+    }
+    return inputs | {"mask": mask.to(DEVICE)}, {"loss": upstream.to(DEVICE)}
+
+
+def make_of_rows(rows, V, dtype, seed=0, **options):
+    inputs, _ = make(rows, V, dtype, seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
+
+
+def reference(**options):
+    return lambda student, teacher, mask: reverse_kl_reference(student, teacher, mask, **options)
+
+
+def eager(**options):
+    return lambda student, teacher, mask: reverse_kl_reference(
+        student.float(), teacher.float(), mask, **options
+    )
+
+
+def closed_form(
+    student, teacher, mask, grad_output, temperature=1.0, reduction="batchmean", ignore_index=-100
+):
+    """The gradient as p * (log p - log q - KL)."""
+    counted = torch.ones_like(student[..., 0], dtype=torch.bool) if mask is None else mask
+    counted = counted if counted.dtype == torch.bool else counted != ignore_index
+    log_p, log_q = ((x.float() / temperature).log_softmax(-1) for x in (student, teacher))
+    ratio = (log_p - log_q).masked_fill(log_p == -INF, 0)
+    kl = (log_p.exp() * ratio).sum(-1, keepdim=True)
+    scale = counted / (temperature * (counted.sum() if reduction == "batchmean" else 1))
+    scale = scale if grad_output is None else scale * grad_output
+    gradient = (log_p.exp() * (ratio - kl) * scale.unsqueeze(-1)).to(student.dtype)
+    return gradient.masked_fill(~counted.unsqueeze(-1), 0)
+
+
+def eight_times(**options):
+    """Eager PyTorch in two formulas and with the columns in four orders.
+
+    At the most probable column two nearly equal numbers are subtracted, and what is left of their
+    digits is luck, eager's too.  So its worst error counts.
+    """
+
+    def eagers(inputs, douts):
+        student, teacher, mask = inputs.values()
+        generator = torch.Generator().manual_seed(0)
+        results = []
+        for _ in range(4):
+            order = torch.randperm(student.shape[-1], generator=generator).to(student.device)
+            s, t = student[..., order], teacher[..., order]
+            leaf = s.detach().requires_grad_()
+            loss = eager(**options)(leaf, t, mask)
+            loss.backward(douts["loss"])
+            for gradient in (leaf.grad, closed_form(s, t, mask, douts["loss"], **options)):
+                results.append(
+                    {"loss": loss.detach(), "dstudent_logits": gradient[..., order.argsort()]}
+                )
+        return results
+
+    return eagers
+
+
+def most_probable_and_others(inputs):
+    student = inputs["student_logits"]
+    best = student.argmax(-1, keepdim=True) == torch.arange(
+        student.shape[-1], device=student.device
+    )
+    return {"dstudent_logits": {"most probable columns": best, "other columns": ~best}}
+
+
+def wrong_answers_at(**options):
+    def wrong_answers(inputs, douts, right):
+        student, teacher, mask = inputs.values()
+        upstream, g = douts["loss"], right["dstudent_logits"]
+        T = options.get("temperature", 1.0)
+        p, q = ((x / T).softmax(-1) for x in (student, teacher))
+        of_row = (upstream / (1 if upstream.ndim else mask.sum())) * mask
+
+        def gradient_for(mask, **changed):
+            leaf = student.detach().requires_grad_()
+            loss = reverse_kl_reference(leaf, teacher, mask, **(options | changed))
+            loss.backward(upstream)
+            return leaf.grad
+
+        wrong = {
+            "others zeroed": g.where(F.one_hot(student.argmax(-1), student.shape[-1]) == 1, 0),
+            "the KL not subtracted": g + p * of_row[:, None],
+            "forward KL": (p - q) / T * of_row[:, None],
+            "another temperature": gradient_for(mask, temperature=1.01 * T),
+            "other rows trained": gradient_for(None)
+            * (1 if upstream.ndim else len(mask) / mask.sum()),
+        }
+        if not upstream.ndim:
+            wrong["mean over all rows"] = g * mask.sum() / len(mask)
+        return {mistake: {"dstudent_logits": gradient} for mistake, gradient in wrong.items()}
+
+    return wrong_answers
+
+
+def bad_input():
+    x, m = torch.zeros(2, 5, device=DEVICE), torch.ones(2, dtype=torch.bool, device=DEVICE)
+    of = "expected a tensor of torch.float16"
+    return {
+        "student no tensor": BadInput(
+            ([[0.0]], x, m), TypeError, f"student_logits is a list, {of}"
+        ),
+        "teacher no tensor": BadInput(
+            (x, None, m), TypeError, f"teacher_logits is a NoneType, {of}"
+        ),
+        "float64": BadInput(
+            (x.double(), x, m), TypeError, f"student_logits is torch.float64, {of}"
+        ),
+        "probabilities as mask": BadInput(
+            (x, x, x), TypeError, "mask is torch.float32, expected a tensor of torch.bool"
+        ),
+        "no vocabulary": BadInput(
+            (x[:, :0], x[:, :0], m),
+            ValueError,
+            r"shape \(2, 0\) on .*expected \(..., V\) twice, V >= 1",
+        ),
+        "0-D": BadInput((x[0, 0], x[0, 0], None), ValueError, r"student_logits has shape \(\)"),
+        "two vocabularies": BadInput(
+            (x, x[:, :4], m),
+            ValueError,
+            r"student_logits has shape \(2, 5\) .*, teacher_logits has shape \(2, 4\)",
+        ),
+        "too short a mask": BadInput(
+            (x, x, m[:1]),
+            ValueError,
+            r"mask has shape \(1,\) on .*; expected .*for a mask: reshape",
+        ),
+        "two devices": BadInput(
+            (x, x.to("meta"), m), ValueError, "on meta, mask .*; expected one GPU"
+        ),
+        "without memory": BadInput(
+            (x.to("meta"), x.to("meta"), None), ValueError, "on meta; expected one GPU"
+        ),
+        "sparse": BadInput(
+            (x, x.to_sparse(), m),
+            TypeError,
+            "teacher_logits is torch.sparse_coo, expected torch.strided: pass",
+        ),
+    }
+
+
+def bytes_of_statistics(inputs):
+    """Of each row five numbers."""
+    return 5 * 4 * inputs["mask"].numel()
+
+
+ALONE = {"frozen_inputs_leave_the_others_their_gradients": "the student alone can have a gradient"}
+MEAN = Subject(
+    name="reverse_kl",
+    kernels=(reverse_kl_kernel,),
+    function=TritonReverseKLLoss(),
+    reference=reference(),
+    eager=eager(),
+    eagers=eight_times(),
+    make=make,
+    differentiable=("student_logits",),
+    split=most_probable_and_others,
+    wrong_answers=wrong_answers_at(),
+    size=150,
+    ragged_sizes=(2, 7, 8, 9, 127, 128, 129),
+    large_sizes=(5001,),
+    far=(("student_logits", 0), ("teacher_logits", 0)),
+    saved=("student_logits", "teacher_logits", "mask"),
+    saved_bytes=lambda inputs: bytes_of_statistics(inputs) + 8,  # the number of rows that count
+    # the first backward scales the forward's gradient, a second computes it anew
+    exact_again=False,
+    activations=("student_logits", "teacher_logits"),
+    compiled_first=tuple(((5,), width) for width in sorted({*PADDED_WIDTHS, 5001})),
+    compiled_next=(((9,), 2048), ((6,), 1100), ((7,), 1290)),
+    gpu_size=5001,
+    workspace=lambda inputs: 2**20,
+    row_inputs=("student_logits", "teacher_logits", "mask"),
+    bad_input=bad_input,
+    bad_when_compiled="two vocabularies",
+    refused_on_cpu="on cpu; expected one GPU: move them, or set TRITON_INTERPRET",
+    exempt=ALONE
+    | {"rows_beyond_int32_in_memory": "the mean is over all rows; reverse_kl_rows has every row's"},
+)
+
+HOT = {"temperature": TEMPERATURE, "reduction": "none"}
+SUBJECTS = (
+    MEAN,
+    replace(
+        MEAN,
+        name="reverse_kl_rows",
+        function=TritonReverseKLLoss(**HOT),
+        reference=reference(**HOT),
+        eager=eager(**HOT),
+        eagers=eight_times(**HOT),
+        make=make_of_rows,
+        saved_bytes=bytes_of_statistics,
+        exact_again=True,
+        wrong_answers=wrong_answers_at(**HOT),
+        exempt=ALONE,
+    ),
+)

@@ -1,0 +1,162 @@
+"""RMSNorm, with a weight and without."""
+
+from dataclasses import replace
+
+import torch
+
+import rmsnorm_kernel
+from harness.checking import DEVICE
+from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+EPS = 1e-5
+
+
+def make(rows, H, dtype, seed=0):
+    """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
+    constant.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = 0.5 + 1.5 * torch.randn((*rows, H), generator=generator)
+    weight = 0.5 + torch.randn(H, generator=generator)
+    dy = 0.25 + torch.randn((*rows, H), generator=generator)
+    x, weight, dy = (t.to(DEVICE, dtype) for t in (x, weight, dy))
+    return {"x": x, "weight": weight}, {"y": dy}
+
+
+def make_without_weight(*arguments, **options):
+    inputs, douts = make(*arguments, **options)
+    return {"x": inputs["x"]}, douts
+
+
+def norm(x, weight=None, eps=EPS):
+    return TritonRMSNormFunction.apply(x, weight, eps)
+
+
+def reference(x, weight=None, eps=EPS):
+    return rmsnorm_reference(x, weight, eps)
+
+
+def wrong_answers(inputs, douts, right):
+    x, weight, dy = inputs["x"], inputs.get("weight", 1.0), douts["y"]
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    x_hat, wdy = x * rstd, weight * dy
+    c1 = (wdy * x_hat).mean(-1, keepdim=True)
+    wrong = {
+        "y of LayerNorm": {"y": (x - x.mean(-1, keepdim=True)) * rstd * weight},
+        "dx without the c1 term": {"dx": rstd * wdy},
+        "dx with rstd for rstd^3": {"dx": rstd * (wdy - x * c1 / rstd)},
+        "dx with the mean over a padded block": {"dx": rstd * (wdy - x_hat * c1 / 2)},
+    }
+    if "weight" not in inputs:
+        return wrong
+    dw, dw_rows = right["dweight"], (dy * x_hat).flatten(0, -2)
+    return wrong | {
+        "y without the weight": {"y": x_hat},
+        "dx without the weight": {"dx": rstd * (dy - x_hat * (dy * x_hat).mean(-1, keepdim=True))},
+        "dw of x instead of x_hat": {"dweight": (dy * x).flatten(0, -2).sum(0)},
+        "dw without its last row": {"dweight": dw_rows[:-1].sum(0)},
+        "dw of one program lost": {"dweight": dw - dw_rows[3::8].sum(0)},
+        "dw off by one column": {"dweight": dw.roll(1)},
+    }
+
+
+def bad_input():
+    ones = torch.ones(4, 64, device=DEVICE)
+    w = ones[0]
+    float64, shape = "is torch.float64, expected float16", r"x has shape \(4, 63\), expected"
+    return {
+        "x is a list": BadInput(([1.0], w), TypeError, "x is a list, expected a tensor"),
+        "x is None": BadInput((None, w), TypeError, "x is a NoneType, expected a tensor"),
+        "weight is a number": BadInput(
+            (ones, 1.0), TypeError, "weight is a float, expected a tensor"
+        ),
+        "x is int64": BadInput(
+            (ones.long(), w), TypeError, "x is torch.int64, expected float16, bfloat16 or float32"
+        ),
+        "x is float64": BadInput((ones.double(), w), TypeError, f"x {float64}"),
+        "weight is float64": BadInput((ones, w.double()), TypeError, f"weight {float64}"),
+        "weight is elsewhere": BadInput(
+            (ones, w.to("meta")), ValueError, f"weight is on meta, expected x's {DEVICE}"
+        ),
+        "weight is 2-D": BadInput(
+            (ones, ones), ValueError, r"weight has shape \(4, 64\), expected \(H,\)"
+        ),
+        "weight is 0-D": BadInput(
+            (ones, ones.sum()), ValueError, r"weight has shape \(\), expected \(H,\)"
+        ),
+        "row too long": BadInput((ones, ones.new_ones(32_769)), ValueError, "H from 1 to 32,768"),
+        "row empty": BadInput((ones[:, :0], w[:0]), ValueError, "H from 1 to 32,768"),
+        "x of another H": BadInput(
+            (ones[:, :63], w), ValueError, rf"{shape} \(..., 64\): fit the weight"
+        ),
+        "x is 0-D": BadInput(
+            (ones.sum(), w), ValueError, r"x has shape \(\), expected \(..., 64\)"
+        ),
+        "x is sparse": BadInput(
+            (ones.to_sparse(), w), TypeError, "x is torch.sparse_coo, expected torch.strided"
+        ),
+        "weight is sparse": BadInput(
+            (ones, w.to_sparse()), TypeError, "weight is torch.sparse_coo, expected torch.strided"
+        ),
+        "without memory": BadInput(
+            (ones.to("meta"), w.to("meta")), ValueError, "x is on meta, expected a GPU: move it"
+        ),
+    }
+
+
+def bad_input_without_weight():
+    ones = torch.ones(4, 64, device=DEVICE)
+    return {
+        "x is 0-D": BadInput(
+            (ones.sum(),), ValueError, r"x has shape \(\), expected \(..., H\) with H from 1"
+        ),
+        "row empty": BadInput((ones[:, :0],), ValueError, "H from 1 to 32,768"),
+        "row too long": BadInput((ones.new_ones(32_769),), ValueError, "H from 1 to 32,768"),
+    }
+
+
+def bytes_of_rstd(inputs):
+    return 4 * inputs["x"].shape[:-1].numel()
+
+
+NORM = Subject(
+    name="rmsnorm",
+    kernels=(rmsnorm_kernel,),
+    function=norm,
+    reference=reference,
+    make=make,
+    differentiable=("x", "weight"),
+    wrong_answers=wrong_answers,
+    size=64,
+    ragged_sizes=(2, 3, 31, 32, 33, 127, 129, 255, 257, 1000, 1023, 1025),
+    large_sizes=(5000,),
+    far=(("x", 0), ("dy", 0)),
+    saved=("x", "weight"),
+    saved_bytes=bytes_of_rstd,
+    activations=("x",),
+    compiled_first=tuple(((5,), width) for width in PADDED_WIDTHS),
+    compiled_next=(((4,), 2048), ((16,), 48)),
+    gpu_size=4096,
+    workspace=lambda inputs: bytes_of_rstd(inputs) + 8 * 2**20,  # and the partial sums of dw
+    row_inputs=("x",),
+    bad_input=bad_input,
+    bad_when_compiled="x of another H",
+    refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+)
+
+SUBJECTS = (
+    NORM,
+    replace(
+        NORM,
+        name="rmsnorm_without_weight",
+        variant_of="rmsnorm",
+        make=make_without_weight,
+        large_sizes=(5000, 16_385),
+        differentiable=("x",),
+        saved=("x",),
+        bad_input=bad_input_without_weight,
+        bad_when_compiled="row empty",
+        exempt={"frozen_inputs_leave_the_others_their_gradients": "x alone can have a gradient"},
+    ),
+)

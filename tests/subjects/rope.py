@@ -1,0 +1,307 @@
+"""RoPE of queries and keys at once, by angles that belong to tokens."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from harness.checking import DEVICE, HAS_GPU
+from next_steps import rope_kernel
+from next_steps.rope_kernel import TritonRoPEFunction, rope_reference
+from tests.subject import BadInput, Subject, as_tuple
+
+SIZE = 4, 2, 16  # query heads, key heads, D
+# qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between rows of more than 1,024
+# elements whose
+# length it knows, unless they begin at multiples of 128 bytes.
+PACKED_HEADS = [(9, 2, 80)] + ([(17, 2, 64), (2, 2, 176)] if HAS_GPU else [])
+
+
+def batch_and_tokens(rows):
+    """(B, T) of any number of dimensions."""
+    return (1, 1, *rows)[-2:] if len(rows) < 3 else (rows[0] * rows[1], rows[2])
+
+
+def make(rows, size, dtype, seed=0, angle_dtype=None, shared=False):
+    """q, k, cos, sin and the gradients of both outputs, laid out as in Hugging Face: transposed (B,
+    T, heads, D).
+
+    The angles are no angles but any numbers, with halves that differ: a kernel that mixes up two of
+    them is found out.
+    """
+    B, T = batch_and_tokens(rows)
+    n_q_heads, n_k_heads, D = size
+    generator = torch.Generator().manual_seed(seed)
+
+    def heads(n_heads, mean):
+        x = mean + torch.randn((B, T, n_heads, D), generator=generator)
+        return x.to(DEVICE, dtype).transpose(1, 2)
+
+    def angles():
+        return torch.randn((1 if shared else B, T, D), generator=generator).to(
+            DEVICE, angle_dtype or dtype
+        )
+
+    inputs = {
+        "q": heads(n_q_heads, 0.5),
+        "k": heads(n_k_heads, -0.5),
+        "cos": angles(),
+        "sin": angles(),
+    }
+    return inputs, {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
+
+
+def eager(q, k, cos, sin):
+    """The reference, in the dtypes of q and k where cos made it fp32."""
+    q_rot, k_rot = rope_reference(q, k, cos, sin)
+    return q_rot.to(q.dtype), k_rot.to(k.dtype)
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((-x2, x1), -1)
+
+
+def wrong_answers(inputs, douts, right):
+    q, k, cos, sin = inputs.values()
+    dq_rot, dk_rot = douts.values()
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def interleaved(x):
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    def first_half_twice(t):
+        return t.chunk(2, -1)[0].repeat(1, 1, 1, 2)
+
+    k_rot = right["k_rot"]
+    wrong = {
+        "q_rot not rotated": {"q_rot": q},
+        "q_rot without sin": {"q_rot": q * cos},
+        "q_rot the other way": {"q_rot": q * cos - rotate_half(q) * sin},
+        "q_rot in pairs of neighbours": {"q_rot": q * cos + interleaved(q) * sin},
+        "q_rot with the first half of cos": {
+            "q_rot": q * first_half_twice(cos) + rotate_half(q) * sin
+        },
+        "q_rot with the first half of sin": {
+            "q_rot": q * cos + rotate_half(q) * first_half_twice(sin)
+        },
+        "q_rot with another token's angles": {
+            "q_rot": q * cos.roll(1, 2) + rotate_half(q) * sin.roll(1, 2)
+        },
+        "k_rot is another head's": {"k_rot": k_rot.roll(1, 1)},
+        "k_rot lacks its last head": {"k_rot": torch.cat((k_rot[:, :-1], k[:, -1:]), 1)},
+        "dq rotated forward": {"dq": dq_rot * cos + rotate_half(dq_rot) * sin},
+        "dq with sin not exchanged": {"dq": dq_rot * cos - rotate_half(dq_rot) * sin},
+        "dk rotated forward": {"dk": dk_rot * cos + rotate_half(dk_rot) * sin},
+    }
+    if len(q) > 1:
+        turned = q * cos.roll(1, 0) + rotate_half(q) * sin.roll(1, 0)
+        wrong["q_rot with another sample's angles"] = {"q_rot": turned}
+    return wrong
+
+
+def projection(n_heads_before, n_heads_after):
+    """Part of a fused projection: the heads of q, k and v lie side by side in each token."""
+
+    def place(t):  # (B, heads, T, D)
+        B, heads, T, D = t.shape
+        memory = t.new_full((B, T, n_heads_before + heads + n_heads_after, D), torch.nan)
+        view = memory[:, :, n_heads_before : n_heads_before + heads].transpose(1, 2)
+        return view.copy_(t)
+
+    return place
+
+
+def overlapping_windows(t):
+    """Each token's columns begin one element after the token's before."""
+    memory = torch.cat((t[:, :, 0], t[:, :, 1:, -1]), -1)  # (B, heads, D + T - 1)
+    return memory.unfold(2, t.shape[-1], 1)
+
+
+def part_of_a_table(t):
+    """Tokens 4 to 4 + T of a longer table."""
+    return F.pad(t, (0, 0, 4, 2), value=torch.nan)[:, 4:-2]
+
+
+HEADS = {
+    "part of a fused projection": projection(2, 3),
+    "overlapping windows": overlapping_windows,
+    "contiguous": lambda t: t.contiguous(),
+}
+ANGLES = {"part of a longer table": part_of_a_table}
+
+
+def bad_input():
+    x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    T, V = TypeError, ValueError
+    expected = r"expected \(2, 3, 16\)"
+    heads = r"expected \(2, heads, 3, 16\)"
+    table = (
+        r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): "
+        "index it with position_ids first"
+    )
+    neighbours = (
+        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
+        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
+    )
+    partial = (
+        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
+        r"for which pass q\[..., :12\]"
+    )
+    rows = {
+        "q is a list": ([1.0], x, a, a, T, "q is a list, expected a tensor"),
+        "k is None": (x, None, a, a, T, "k is a NoneType, expected a tensor"),
+        "cos is a number": (x, x, 1.0, a, T, "cos is a float, expected a tensor"),
+        "q is int64": (
+            x.long(),
+            x,
+            a,
+            a,
+            T,
+            "q is torch.int64, expected float16, bfloat16 or float32",
+        ),
+        "k is float64": (x, x.double(), a, a, T, "k is torch.float64, expected float16"),
+        "sin is float64": (x, x, a, a.double(), T, "sin is torch.float64, expected float16"),
+        "k is elsewhere": (x, x.to("meta"), a, a, V, f"k is on meta, expected q's {DEVICE}"),
+        "cos is elsewhere": (x, x, a.to("meta"), a, V, f"cos is on meta, expected q's {DEVICE}"),
+        "q is 3-D": (x[0], x, a, a, V, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
+        "q of an odd D": (
+            x[..., :15],
+            x,
+            a,
+            a,
+            V,
+            r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096",
+        ),
+        "q of no columns": (x[..., :0], x, a, a, V, "even D from 2 to 4,096"),
+        "q of a large D": (x.repeat(1, 1, 1, 257), x, a, a, V, "even D from 2 to 4,096"),
+        "k is 3-D": (x, x[0], a, a, V, rf"k has shape \(4, 3, 16\), {heads}"),
+        "k of another T": (x, x[:, :, :2], a, a, V, rf"k has shape \(2, 4, 2, 16\), {heads}"),
+        "k of another D": (x, x[..., :8], a, a, V, rf"k has shape \(2, 4, 3, 8\), {heads}"),
+        "k of another batch": (x, x[:1], a, a, V, rf"k has shape \(1, 4, 3, 16\), {heads}"),
+        "cos is a long table": (x, x, a.repeat(1, 3, 1)[0], a, V, rf"cos has shape {table}"),
+        "cos is 0-D": (x, x, a.sum(), a, V, rf"cos has shape \(\), {expected}"),
+        "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], V, neighbours),
+        "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], V, partial),
+        "q is sparse": (x.to_sparse(), x, a, a, T, "q is torch.sparse_coo, expected torch.strided"),
+        "cos is sparse": (
+            x,
+            x,
+            a.to_sparse(),
+            a,
+            T,
+            "cos is torch.sparse_coo, expected torch.strided",
+        ),
+        "without memory": (
+            *(t.to("meta") for t in (x, x, a, a)),
+            V,
+            "q is on meta, expected a GPU",
+        ),
+        "cos is unsqueezed": (
+            x,
+            x,
+            a[:, None],
+            a,
+            V,
+            rf"cos has shape \(2, 1, 3, 16\), {expected}",
+        ),
+        "cos of another T": (x, x, a[:, :1], a, V, rf"cos has shape \(2, 1, 16\), {expected}"),
+        "sin of half of D": (x, x, a, a[..., :8], V, rf"sin has shape \(2, 3, 8\), {expected}"),
+        "sin of another batch": (
+            x,
+            x,
+            a,
+            a.repeat(2, 1, 1),
+            V,
+            rf"sin has shape \(4, 3, 16\), {expected}",
+        ),
+    }
+    return {mistake: BadInput(row[:4], *row[4:]) for mistake, row in rows.items()}
+
+
+def rotation(B, T, D, theta=10_000.0):
+    """cos and sin (B, T, D) of LLaMA's angles, halves equal, in fp32."""
+    angles = torch.arange(T)[:, None] * theta ** (-torch.arange(0, D, 2) / D)
+    angles = torch.cat((angles, angles), dim=-1).expand(B, T, D).to(DEVICE)
+    return angles.cos(), angles.sin()
+
+
+def of_packed_heads(subject: Subject) -> Subject:
+    """Attention's projections: q, k and v are views of one product, and each is multiplied
+    again.
+    """
+
+    def make(rows, size, dtype, seed=0):
+        (B, T), (n_q_heads, n_k_heads, D) = batch_and_tokens(rows), size
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+        cos, sin = (t[:1].to(dtype) for t in rotation(B, T, D))
+        inputs = {
+            "x": normal(B, T, 24),
+            "w_qkv": normal(24, (n_q_heads + 2 * n_k_heads) * D) / 5,
+            "w_out": normal(D, 6),
+            "cos": cos,
+            "sin": sin,
+            "heads": torch.empty(n_q_heads, n_k_heads, 0),  # their numbers, as a shape
+        }
+        return inputs, {
+            name: normal(B, T, n, 6) for name, n in zip("qkv", (n_q_heads, n_k_heads, n_k_heads))
+        }
+
+    def graph(function):
+        def call(x, w_qkv, w_out, cos, sin, heads):
+            n_q_heads, n_k_heads, _ = heads.shape
+            qkv = (x @ w_qkv).view(*x.shape[:2], -1, cos.shape[-1])
+            q, k, v = qkv.split([n_q_heads, n_k_heads, n_k_heads], dim=2)
+            q, k = as_tuple(function(q.transpose(1, 2), k.transpose(1, 2), cos, sin))
+            return tuple(t @ w_out for t in (q.transpose(1, 2), k.transpose(1, 2), v))
+
+        return call
+
+    return replace(subject.called_as(graph), make=make, differentiable=("x", "w_qkv", "w_out"))
+
+
+SUBJECTS = (
+    Subject(
+        name="rope",
+        kernels=(rope_kernel,),
+        function=TritonRoPEFunction.apply,
+        reference=rope_reference,
+        eager=eager,
+        make=make,
+        differentiable=("q", "k"),
+        wrong_answers=wrong_answers,
+        size=SIZE,
+        ragged_sizes=tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
+        large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
+        more_layouts={
+            "q": HEADS,
+            "k": HEADS,
+            "dq_rot": HEADS,
+            "dk_rot": HEADS,
+            "cos": ANGLES,
+            "sin": ANGLES,
+        },
+        far=tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
+        + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
+        far_rows=(3, 3),
+        far_size=(3, 3, 4),
+        saved=("cos", "sin"),
+        in_a_graph=of_packed_heads,
+        compiled_first=tuple(((2, 3), heads) for heads in PACKED_HEADS),
+        compiled_next=(((2, 5), None), ((3, 7), None)),  # with the same heads
+        gpu_rows=(2, 96),
+        gpu_size=(32, 8, 128),
+        workspace=lambda inputs: 2**20,
+        bad_input=bad_input,
+        bad_when_compiled="k of another D",
+        refused_on_cpu="q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        exempt={
+            "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
+            "rows_beyond_int32_in_memory": "tokens are not rows; rope_test has both orders",
+        },
+    ),
+)

@@ -1,0 +1,124 @@
+"""SwiGLU, in memory of its own and over its inputs."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from harness.checking import DEVICE
+from next_steps import swiglu_kernel
+from next_steps.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+
+def make(rows, width, dtype, seed=0):
+    """Gates of both signs, up and the gradient for y with a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    gate = 0.3 + 2.0 * torch.randn((*rows, width), generator=generator)
+    up = 0.5 + torch.randn((*rows, width), generator=generator)
+    dy = 0.25 + torch.randn((*rows, width), generator=generator)
+    gate, up, dy = (t.to(DEVICE, dtype) for t in (gate, up, dy))
+    return {"gate": gate, "up": up}, {"y": dy}
+
+
+def swiglu(gate, up):
+    return TritonSwiGLUFunction.apply(gate, up, False)
+
+
+def swiglu_inplace(gate, up):
+    """Of results, which may be overwritten."""
+    gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
+    return TritonSwiGLUFunction.apply(gate, up, True)
+
+
+def wrong_answers(inputs, douts, right):
+    gate, up, dy = inputs["gate"], inputs["up"], douts["y"]
+    s = gate.sigmoid()
+    y, dgate, dup = right["y"], right["dgate"], right["dup"]
+    end = torch.arange(y.numel(), device=y.device).view(y.shape) >= y.numel() - 16
+    return {
+        "y without gate": {"y": s * up},
+        "y with gate and up swapped": {"y": gate * up * up.sigmoid()},
+        "y of GELU": {"y": F.gelu(gate) * up},
+        "y with its end unwritten": {"y": y.masked_fill(end, 0)},
+        "dgate with sigmoid held constant": {"dgate": dy * up * s},
+        "dgate without up": {"dgate": dgate / up},
+        "dgate with s for 1 - s": {"dgate": dy * up * s * (1 + gate * s)},
+        "dgate with silu for s": {"dgate": dy * up * s * gate * (1 + gate * (1 - s))},
+        "dup of gate, not silu": {"dup": dy * gate},
+        "dup of y": {"dup": dy * y},
+        "dup and dgate swapped": {"dup": dgate, "dgate": dup},
+        "dup off by one": {"dup": dup.roll(1)},
+    }
+
+
+def bad_input():
+    ones = torch.ones(4, 64, device=DEVICE)
+    up_shape = r"up has shape torch.Size\(\[1, 64\]\), expected gate's .*\[4, 64\]"
+    dtype = "up has dtype torch.float16, expected gate's torch.float32"
+    dense = "is torch.sparse_coo, expected torch.strided"
+    return {
+        "gate is a list": BadInput(
+            ([1.0], ones), TypeError, "gate is a list, expected a tensor of torch.float16 or"
+        ),
+        "up is a number": BadInput(
+            (ones, 1.0), TypeError, "up is a float, expected a tensor of torch.float16 or"
+        ),
+        "gate is float64": BadInput(
+            (ones.double(), ones), TypeError, "gate is torch.float64, expected a tensor of"
+        ),
+        "up is int64": BadInput(
+            (ones, ones.long()), TypeError, "up is torch.int64, expected a tensor of"
+        ),
+        "two dtypes": BadInput((ones, ones.half()), ValueError, dtype),
+        "two shapes": BadInput((ones, ones[:1]), ValueError, up_shape),
+        "two devices": BadInput(
+            (ones, ones.to("meta")), ValueError, f"up has device meta, expected gate's {DEVICE}"
+        ),
+        "gate is sparse": BadInput((ones.to_sparse(), ones), TypeError, f"gate {dense}"),
+        "up is sparse": BadInput((ones, ones.to_sparse()), TypeError, f"up {dense}"),
+        "without memory": BadInput(
+            (ones.to("meta"), ones.to("meta")), ValueError, "gate is on meta, expected a GPU"
+        ),
+    }
+
+
+SWIGLU = Subject(
+    name="swiglu",
+    kernels=(swiglu_kernel,),
+    function=swiglu,
+    reference=swiglu_reference,
+    make=make,
+    differentiable=("gate", "up"),
+    wrong_answers=wrong_answers,
+    size=64,
+    ragged_sizes=(1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000),
+    large_sizes=(5000,),
+    far=(("gate", 0), ("up", 0), ("dy", 0)),
+    saved=("gate", "up"),
+    activations=("gate", "up"),
+    compiled_first=tuple(((5,), width) for width in PADDED_WIDTHS),
+    compiled_next=(((4,), 2048), ((16,), 48)),
+    gpu_size=14_336,
+    workspace=lambda inputs: 2**20,
+    row_inputs=("gate", "up"),
+    bad_input=bad_input,
+    bad_when_compiled="two shapes",
+    refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+)
+
+SUBJECTS = (
+    SWIGLU,
+    replace(
+        SWIGLU,
+        name="swiglu_inplace",
+        variant_of="swiglu",
+        function=swiglu_inplace,
+        entry=TritonSwiGLU(inplace=True),
+        saved=(),
+        exempt={
+            "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite",
+            "memory_is_bounded": "the copies count; its own test measures it without them",
+        },
+    ),
+)

@@ -1,0 +1,54 @@
+"""Tiles and blocks so small that tests of a few hundred columns fill several of them.
+
+What these functions replace is private to the kernels' files; no other test file knows it.
+"""
+
+import cross_entropy_kernel
+from next_steps import reverse_kl_kernel, swiglu_kernel
+
+SHIPPED_OPTIONS = cross_entropy_kernel._options
+SHIPPED_LAUNCH = reverse_kl_kernel._launch
+SHIPPED_BLOCK_SIZE = swiglu_kernel.BLOCK_SIZE
+
+
+def cross_entropy_tiles(monkeypatch, rows: int = 2, cols: int = 32) -> None:
+    """Tiles of rows x cols logits."""
+
+    def options(logits, warps, rows_of_shipped_tile=None):
+        return {"TILE_ROWS": rows, "TILE_COLS": cols, "num_warps": warps}
+
+    monkeypatch.setattr(cross_entropy_kernel, "_options", options)
+
+
+def reverse_kl_tiles(monkeypatch, rows: int = 2, threads: int = 8) -> None:
+    """Tiles of rows x 8 x threads columns."""
+    tile = {"TILE_ROWS": rows, "THREADS": threads, "num_warps": 4}
+
+    class Tiled:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: self.kernel[grid](*args, **(options | tile))
+
+    def launch(kernel, *args):
+        SHIPPED_LAUNCH(Tiled(kernel), *args)
+
+    monkeypatch.setattr(reverse_kl_kernel, "_launch", launch)
+
+
+def swiglu_blocks(monkeypatch, size: int = 128) -> None:
+    monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", size)
+
+
+def small_tiles(monkeypatch) -> None:
+    """Of every kernel.  A GPU takes the shipped ones too where a test asks for them."""
+    cross_entropy_tiles(monkeypatch)
+    reverse_kl_tiles(monkeypatch)
+    swiglu_blocks(monkeypatch)
+
+
+def shipped_tiles(monkeypatch) -> None:
+    monkeypatch.setattr(cross_entropy_kernel, "_options", SHIPPED_OPTIONS)
+    monkeypatch.setattr(reverse_kl_kernel, "_launch", SHIPPED_LAUNCH)
+    monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", SHIPPED_BLOCK_SIZE)

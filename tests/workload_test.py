@@ -1,0 +1,182 @@
+"""A workload comes back whole from flags and records; what forbids a comparison is said."""
+
+import json
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+import profile_baseline
+from harness import workload as module
+from harness.workload import PRETRAINED, RANDOM, Workload, finetune_parser
+from next_steps import finetune_options
+
+RESULTS = Path(__file__).parents[1] / "results"
+EVERYTHING = Workload(
+    model="DIR",
+    random_init=True,
+    dtype="fp32",
+    data="text.txt",
+    batch_size=2,
+    seq_len=24,
+    seed=3,
+    steps=7,
+    lr=0.25,
+    teacher="other/model",
+    student_layers=2,
+    temperature=2.5,
+    kernels=("rmsnorm", "adamw"),
+    stochastic_rounding=True,
+    cuda_graph=True,
+    warmup=5,
+)
+
+
+def baseline(*flags: str) -> Workload:
+    return Workload.from_flags(finetune_parser("").parse_args([*flags]), on_gpu=False)
+
+
+def optimized(monkeypatch, *flags: str) -> Workload:
+    monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *flags])
+    return Workload.from_flags(finetune_options.parse_args(""), on_gpu=True)
+
+
+# ---------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("on_gpu, expected", [(True, (512, "bf16")), (False, (64, "fp32"))])
+def test_length_and_dtype_depend_on_the_gpu_unless_told(on_gpu, expected):
+    parse = finetune_parser("").parse_args
+    found = Workload.from_flags(parse([]), on_gpu)
+    assert (found.seq_len, found.dtype) == expected
+    told = Workload.from_flags(parse(["--seq-len", "9", "--dtype", "bf16"]), on_gpu)
+    assert (told.seq_len, told.dtype) == (9, "bf16")
+
+
+def test_the_learning_rate_depends_on_the_model_unless_told():
+    rates = [baseline(*flags).lr for flags in ([], ["--model", "tiny"], ["--lr", "0.5"])]
+    assert rates == [1e-5, 1e-3, 0.5]
+
+
+def test_a_script_without_steps_has_none():
+    args = profile_baseline.parse_args(["--model", "tiny", "--warmup", "2"])
+    found = Workload.from_flags(args, on_gpu=False)
+    assert (found.steps, found.lr, found.warmup) == (None, None, 2)
+
+
+def test_the_model_is_the_teachers_unless_told(monkeypatch):
+    assert optimized(monkeypatch, "--teacher", "tiny").model == "tiny"
+    assert optimized(monkeypatch, "--teacher", "tiny", "--model", "DIR").model == "DIR"
+
+
+FLAGS = [
+    [],
+    ["--model", "tiny", "--random-init", "--data", "synthetic", "--seed", "0", "--steps", "3"],
+    ["--kernels", "none"],
+    ["--kernels", "all", "--stochastic-rounding", "--cuda-graph", "--lr", "1e-4"],
+    ["--opponent", "liger", "--batch-size", "4"],
+    ["--teacher", "tiny", "--student-layers", "1", "--temperature", "2.5", "--dtype", "fp32"],
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_flags_made_of_a_workload_give_it_again(monkeypatch, flags):
+    workload = optimized(monkeypatch, *flags)
+    if "--opponent" in flags:  # with --kernels beside it, it is refused
+        workload = replace(workload, kernels=())
+    again = optimized(monkeypatch, *workload.as_flags())
+    assert again.as_record() == (workload.as_record() | {"kernels": again.as_record()["kernels"]})
+    if workload.kernels:
+        assert again == workload and again.kernels == workload.kernels
+
+
+def test_flags_are_those_of_the_scripts_that_have_them():
+    workload = baseline("--model", "tiny", "--seed", "3", "--random-init")
+    assert baseline(*workload.as_flags()) == workload
+    args = profile_baseline.parse_args(replace(workload, steps=None, lr=None).as_flags())
+    profiled = Workload.from_flags(args, on_gpu=True)
+    assert replace(profiled, warmup=None, steps=20, lr=1e-3) == workload
+
+
+def test_it_cannot_be_changed_on_the_way():
+    with pytest.raises(FrozenInstanceError):
+        EVERYTHING.seed = 4
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_a_record_says_all_of_it():
+    again = Workload.from_record(json.loads(json.dumps(EVERYTHING.as_record())))
+    assert again == EVERYTHING
+    how = [each.name for each in fields(Workload) if not each.compare and each.name != "warmup"]
+    assert [getattr(again, name) for name in how] == [getattr(EVERYTHING, name) for name in how]
+
+
+@pytest.mark.parametrize(
+    "model, teacher, random_init, expected",
+    [
+        ("tiny", None, False, (RANDOM, None)),
+        ("DIR", None, False, (PRETRAINED, None)),
+        ("DIR", None, True, (RANDOM, None)),
+        ("tiny", "DIR", False, (RANDOM, PRETRAINED)),
+        ("DIR", "tiny", False, (PRETRAINED, RANDOM)),
+        ("DIR", "DIR", True, (RANDOM, RANDOM)),
+    ],
+)
+def test_weights_in_words(model, teacher, random_init, expected):
+    workload = Workload(model=model, teacher=teacher, random_init=random_init)
+    record = workload.as_record()
+    assert (record["weights"], record.get("teacher_weights")) == expected
+    assert Workload.from_record(record).as_record() == record
+
+
+FINETUNED = [
+    path
+    for path in sorted(RESULTS.glob("*.json"))
+    if json.loads(path.read_text()).get("kind") == "finetune"
+]
+
+
+@pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
+def test_recorded_runs_are_read_whatever_their_age(path):
+    record = json.loads(path.read_text())
+    said = Workload.from_record(record).as_record()
+    assert {key: record[key] for key in said} == said
+    assert set(record["kernels"]) <= {*module.kernels_in_words(record).split(", ")}
+
+
+def test_only_what_is_trained_is_compared():
+    other = replace(EVERYTHING, kernels=(), cuda_graph=False, stochastic_rounding=False)
+    assert not EVERYTHING.differences(other)
+    assert other == EVERYTHING
+    changed = replace(other, batch_size=4, random_init=False)
+    assert EVERYTHING.differences(changed) == [
+        "weights pretrained weights (not random weights)",
+        "batch_size 4 (not 2)",
+        "teacher_weights pretrained weights (not random weights)",
+    ]
+
+
+def test_a_teacher_that_the_other_lacks_is_a_difference():
+    labels = replace(EVERYTHING, teacher=None, student_layers=None, temperature=None)
+    assert labels.differences(EVERYTHING) == [
+        "teacher other/model (not None)",
+        "teacher_weights random weights (not None)",
+        "student_layers 2 (not None)",
+        "temperature 2.5 (not None)",
+    ]
+
+
+# ---------------------------------------------------------------- in words
+
+
+def test_what_a_run_used_is_named_in_new_and_in_older_records():
+    new = EVERYTHING.as_record()
+    older = {"kernels": ["rmsnorm", "adamw", "stochastic_rounding", "cuda_graph"]}
+    expected = "rmsnorm, adamw, stochastic_rounding, cuda_graph"
+    assert module.kernels_in_words(new) == module.kernels_in_words(older) == expected
+    assert new["kernels"] == ["rmsnorm", "adamw"]
+    opponent = Workload(opponent="liger").as_record()
+    assert module.kernels_in_words(opponent) == "Liger-Kernel" and opponent["kernels"] == []
+    assert module.kernels_in_words(Workload().as_record()) == "none"

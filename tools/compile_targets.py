@@ -1,0 +1,40 @@
+"""The GPUs that every kernel is compiled for."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    backend: str  # as Triton's GPUTarget has it
+    arch: int | str
+    warp_size: int
+    max_shared: int  # bytes of shared memory of one program, by the vendor's documentation
+    # 32-bit registers per thread that may live in memory, as Triton 3.7.1's assembler leaves them.
+    allowed_spills: int = 0
+
+    @property
+    def vendor(self) -> str:
+        """The name of Triton's backend."""
+        return {"cuda": "nvidia", "hip": "amd"}[self.backend]
+
+
+TARGETS = {
+    "sm_90": Target("cuda", 90, 32, 227 << 10),
+    "sm_100": Target("cuda", 100, 32, 227 << 10, allowed_spills=2),
+    "sm_103": Target("cuda", 103, 32, 227 << 10),
+    "sm_120": Target("cuda", 120, 32, 99 << 10, allowed_spills=2),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel, or (with `error`) a case that did not compile."""
+
+    kernel: str
+    case: str
+    target: str
+    registers: int | None = None  # per thread
+    spills: int | None = None  # 32-bit registers per thread that live in memory
+    shared: int | None = None  # bytes per program
+    error: str | None = None

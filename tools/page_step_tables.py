@@ -1,0 +1,255 @@
+"""The pages' tables of whole steps: the gain, fine-tuning, profiles, memory, distillation."""
+
+from collections.abc import Callable
+
+import profile_baseline
+from harness import profile_comparison
+from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
+from harness.run_records import relative_differences
+from next_steps import ladder
+from tools.page_outputs import column_spans, position
+from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
+
+
+def strongest(rows: dict[str, dict], in_place: bool) -> str:
+    """The fastest of somebody else, of those that do (or do not) overwrite their inputs."""
+    others = [name for name in rows if not is_ours(name) and name not in (EAGER, HOST_FLOOR)]
+    others = [name for name in others if name.endswith("in place") == in_place]
+    return min(others, key=lambda name: us_of(rows[name]))
+
+
+def ms_and_gb(ms: float, n_bytes: int, digits: int = 0) -> str:
+    return f"{ms:.{digits}f} ms, {n_bytes / 1e9:.1f} GB"
+
+
+def gains_of_kernels() -> list[list[str]]:
+    body = []
+    for kernel, tokens, label in (
+        ("rmsnorm", 65_536, "RMSNorm, 65,536 × 4,096"),
+        ("cross_entropy", 8192, "loss, 8,192 × 128,256"),
+        ("cross_entropy", 8192, "the same, in place"),
+    ):
+        rows = rows_at(load(f"benchmark_{kernel}"), tokens)
+        place = "in place" in label
+        rival, ours = strongest(rows, place), rows[IN_PLACE if place else OURS]
+
+        def cell(row: dict, kernel: str = kernel) -> str:
+            if kernel == "cross_entropy":
+                return ms_and_gb(us_of(row) / 1e3, row["extra_bytes"], digits=2)
+            return f"{us_of(row) / 1e3:.2f} ms"
+
+        gain = times(us_of(rows[EAGER]) / us_of(ours), 1)
+        over_rival = times(us_of(rows[rival]) / us_of(ours))
+        other = f"{rival.split(',')[0]}: {cell(rows[rival])}"
+        body.append([label, cell(rows[EAGER]), other, cell(ours), gain, over_rival])
+    return body
+
+
+def gains() -> str:
+    """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
+    body = gains_of_kernels()
+    for size in ("1x512", "4x2048"):
+        runs = [load(f"finetune_{which}_{size}") for which in ("baseline", "optimized")]
+        base_s, ours_s = (run["median_seconds"] for run in runs)
+        base, ours = (
+            ms_and_gb(1e3 * run["median_seconds"], run["peak_memory_bytes"]) for run in runs
+        )
+        label = f"step, {in_words(size)}, these two"
+        body.append([label, base, "–", ours, times(base_s / ours_s), "–"])
+    for size in ("1x512", "4x2048"):
+        rungs = {rung["name"]: rung for rung in load(f"ladder_{size}")["rungs"]}
+        shown = rungs["baseline"], list(rungs.values())[-1], rungs[ladder.CUDA_GRAPH]
+        base_ms, liger_ms, graph_ms = (rung["step_ms"] for rung in shown)
+        base, liger, graph = (
+            ms_and_gb(rung["step_ms"], rung["peak_memory_bytes"]) for rung in shown
+        )
+        ratios = [times(ms / graph_ms) for ms in (base_ms, liger_ms)]
+        body.append(
+            [f"step, {in_words(size)}, every kernel", base, f"Liger: {liger}", graph, *ratios]
+        )
+    return markdown(["", "Hugging Face", "strongest other", "ours", "gain", "over other"], body)
+
+
+def gpus() -> str:
+    """Which model trains on which GPU, by the estimator, in GB at 1 x 512 and 4 x 2,048 tokens."""
+    body = []
+    for memory, model in (
+        ("24 GB", "Llama-3.2-1B"),
+        ("48 GB", "Llama-3.2-3B"),
+        ("80 GB", "Llama-3.1-8B"),
+    ):
+        records = [load(f"estimate_{model}_{size}") for size in ("1x512", "4x2048")]
+        estimates = [estimate for record in records for estimate in record["estimates"]]
+        peaks = [f"{estimate['peak_memory_bytes'] / 1e9:.1f}" for estimate in estimates]
+        room = 0.95 * float(memory.removesuffix(" GB"))
+        peaks = [peak if float(peak) < room else f"({peak})" for peak in peaks]
+        body.append([memory, f"`{records[0]['model']}`", *peaks])
+    headers = ["GPU", "--model", "1 × 512, none", "--kernels all"]
+    return markdown([*headers, "4 × 2,048, none", "--kernels all"], body)
+
+
+# step: what a page calls it, the arguments of the measurement on a CPU, the GPU's record
+DURATIONS = {
+    "3": ("`profile_baseline.py`", "profile_baseline.py --model tiny", "profile_1x512"),
+    "6": ("`rmsnorm_test.py`", "rmsnorm_test.py", None),
+    "7": ("`benchmark_kernels.py --kernel rmsnorm`", "benchmark_kernels.py --kernel rmsnorm", None),
+    "9": ("`cross_entropy_test.py`", "cross_entropy_test.py", None),
+    "10": (
+        "`benchmark_kernels.py --kernel cross_entropy`",
+        "benchmark_kernels.py --kernel cross_entropy",
+        None,
+    ),
+    "11": (
+        "`finetune_optimized.py`",
+        "finetune_optimized.py --model tiny --seq-len 64",
+        "finetune_optimized_1x512",
+    ),
+    "12": ("`finetune_optimized.py --ladder`", None, "ladder_1x512"),
+}
+
+
+def steps_seconds(record: dict) -> float:
+    """The GPU's time in the steps of a recorded run, without its set-up."""
+    if record["kind"] == "profile":
+        n_steps = record["warmup_steps"] + len(record["step_ms"]) + profile_baseline.PROFILED_STEPS
+        return n_steps * record["median_step_ms"] / 1e3
+    if record["kind"] == "ladder":
+        return sum(record["steps"] * rung["step_ms"] for rung in record["rungs"]) / 1e3
+    return sum(record["seconds"])
+
+
+def seconds_in_words(seconds: float | None) -> str:
+    if seconds is None:
+        return "not measured"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def durations() -> str:
+    """How long the playbook's commands take."""
+    on_cpu = load("durations_cpu")["seconds"]
+    body = []
+    for step, (command, measured, name) in DURATIONS.items():
+        on_gpu = "not recorded" if name is None else f"{steps_seconds(load(name)):.0f} s"
+        body.append([command, step, on_gpu, seconds_in_words(on_cpu.get(measured))])
+    headers = ["command", "step", "steps alone, on the GPU", "all of it, on a CPU core"]
+    return markdown(headers, body)
+
+
+def ladder_table(size: str) -> str:
+    """The ladder, in the columns that a page has room for."""
+    record, body, before = load(f"ladder_{size}"), [], None
+    base = record["rungs"][0]
+    for rung in record["rungs"]:
+        name, gain = rung["name"], ["", ""]
+        if rung["predicted_ms"] is not None:
+            name = f"+ {name}"
+            gain = [f"{before - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
+        speed, memory = (
+            rung[key] / base[key] for key in ("tokens_per_second", "peak_memory_bytes")
+        )
+        gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
+        difference = f"{max(relative_differences(base, rung)):.1e}"
+        step = f"{rung['step_ms']:,.1f}"
+        body.append([name, *gain, step, times(speed), gb, times(memory), difference])
+        before = rung["step_ms"]
+    headers = ["rung", "predicted, ms", "gained, ms", "step, ms"]
+    return markdown([*headers, "tokens/s", "GB", "of baseline", "loss diff."], body)
+
+
+def compare(before_name: str, after_name: str, rows: str = "") -> str:
+    """Two profiles, in the columns that a page has room for.
+
+    Args:
+        rows: the last words of the rows shown, with commas between; all unless given.
+    """
+    text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
+    start = position(text, "Category", 0)
+    stop = position(text, "Step", start) + 1
+    spans = column_spans(text[start + 1])
+    shown = [text[start], *text[start + 2 : stop]]
+    cells = [[line.ljust(200)[a:b].strip() for a, b in spans] for line in shown]
+    keep = [0, 1, 2, 3, 4, 7, 8]
+    headers, *body = ([row[i] for i in keep] for row in cells)
+    body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
+    return markdown(headers, body)
+
+
+def peaks(*names: str) -> str:
+    """What the memory is made of at the peak, of several memory profiles."""
+    records = [load(name) for name in names]
+    body = []
+    for part in records[0]["parts"]:
+        gb = [record["parts"].get(part, 0) / 1e9 for record in records]
+        if max(gb) > 0.05:
+            body.append([part, *(f"{each:.2f}" for each in gb)])
+    body.append(["total", *(f"{record['peak_memory_bytes'] / 1e9:.2f}" for record in records)])
+    headers = ["GB at the peak, tokens, --kernels"]
+    for record in records:
+        kernels = "all" if record["kernels"] else "none"
+        headers.append(f"{record['batch_size']} × {record['seq_len']:,}, {kernels}")
+    return markdown(headers, body)
+
+
+def longest() -> str:
+    """The longest sequences that fit."""
+    body = []
+    for which in ("baseline", "all"):
+        record = load(f"longest_{which}")
+        label = f"`--kernels {'none' if which == 'baseline' else 'all'}`"
+        tokens, peak = record["lengths"][-1], record["peaks"][-1]
+        body.append([label, f"{tokens:,}", f"{peak / 1e9:.1f}"])
+    return markdown(["", "longest sequence, tokens", "peak, GB"], body)
+
+
+def quality() -> str:
+    """What stochastic rounding is worth."""
+    records = (load(f"quality_{name}") for name in ("fp32", "bf16", "stochastic"))
+    fp32, bf16, rounded = (record["validation_loss_after"] for record in records)
+    closed = f"{100 * (bf16 - rounded) / (bf16 - fp32):.0f} %"
+    body = [
+        ["fp32, `torch.optim.AdamW`", f"{fp32:.4f}", ""],
+        ["bf16, `torch.optim.AdamW`", f"{bf16:.4f}", "0 %"],
+        ["bf16, our kernel, stochastic rounding", f"{rounded:.4f}", closed],
+    ]
+    return markdown(["after 400 steps", "validation loss", "of the gap to fp32 closed"], body)
+
+
+def distillation() -> str:
+    """The small students, on a CPU."""
+    teacher = load("distill_teacher_tiny")["validation_loss_after"]
+    body = [["the teacher", "", "", "", f"{teacher:.2f}"]]
+    for label, name in (
+        ("its first layer", "distill_tiny_first_layer"),
+        ("a layer with random weights", "distill_tiny"),
+    ):
+        record = load(name)
+        losses = record["losses"][0], record["losses"][-1]
+        found = [*losses, record["validation_loss_before"], record["validation_loss_after"]]
+        body.append([label, *(f"{value:.2f}" for value in found)])
+    headers = ["", "reverse KL in step 1", "in step 20", "validation loss before", "after"]
+    return markdown(headers, body)
+
+
+def distillation_8b() -> str:
+    """The large student, with and without the kernels."""
+    body = []
+    for label, name in (("`--kernels all`", "distill_8b"), ("`--kernels none`", "distill_8b_none")):
+        record = load(name)
+        step, memory = 1e3 * record["median_seconds"], record["peak_memory_bytes"] / 1e9
+        ends = [f"{record['losses'][i]:.3f}" for i in (0, -1)]
+        body.append([label, f"{step:.0f}", f"{memory:.1f}", *ends])
+    return markdown(["", "step, ms", "peak, GB", "reverse KL in step 1", "in step 20"], body)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "gains": gains,
+    "gpus": gpus,
+    "durations": durations,
+    "ladder": ladder_table,
+    "compare": compare,
+    "peaks": peaks,
+    "longest": longest,
+    "quality": quality,
+    "distillation": distillation,
+    "distillation_8b": distillation_8b,
+}

@@ -1,0 +1,174 @@
+"""A GPU that is not there: kernels are launched for it, compiled, and kept instead of being run.
+
+Two things are faked: the tensors (in PyTorch's FakeTensorMode they have a shape, strides and a CUDA
+device, but no memory) and Triton's driver (it names a target to compile for, and keeps the binary
+instead of loading it).
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tools.compile_cases import Case
+from tools.compile_targets import TARGETS, Row
+
+# after the kernels, which decide how Triton will run
+import triton  # isort: skip
+from triton.backends.compiler import GPUTarget  # isort: skip
+from triton.errors import TritonError  # isort: skip
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def gpu_target(name: str) -> GPUTarget:
+    target = TARGETS[name]
+    return GPUTarget(target.backend, target.arch, target.warp_size)
+
+
+class StubDriver:
+    """The part of Triton's driver that a launch touches.
+
+    Each target is a device of its own number, because Triton keeps the kernels it has compiled in a
+    table per device number.
+    """
+
+    def __init__(self, names: list[str]):
+        self.names, self.device = names, 0
+        self.loaded: list[tuple[str, bytes, int]] = []
+        self.utils = self  # Triton looks for the two functions after next in driver.utils
+
+    def launcher_cls(self, src, metadata):
+        return lambda *args: None
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int):
+        self.loaded.append((name, binary, shared))
+        # module, function, registers, spills (`resources` reads these two), threads that a program
+        # may have
+        return 0, 0, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict:
+        return {"max_shared_mem": TARGETS[self.names[self.device]].max_shared}
+
+    def get_current_target(self) -> GPUTarget:
+        return gpu_target(self.names[self.device])
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class StubContext(SimpleNamespace):
+    """The `ctx` that autograd hands a Function; autograd itself would want PyTorch with CUDA."""
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+
+@contextlib.contextmanager
+def pretend_gpu():
+    """CUDA tensors without memory, on a GPU of the target's generation.
+
+    With an H100's multiprocessors and cache.
+    """
+
+    def properties(device) -> SimpleNamespace:
+        arch = triton.runtime.driver.active.get_current_target().arch  # 103 or "gfx942"
+        major, minor = divmod(arch, 10) if isinstance(arch, int) else (9, 4)
+        return SimpleNamespace(
+            multi_processor_count=132, L2_cache_size=50 * 2**20, major=major, minor=minor
+        )
+
+    with (
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "get_device_properties", properties),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        # aligned, as every allocation is
+        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),
+        FakeTensorMode(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def launch(case: Case, dtype: torch.dtype) -> None:
+    """Evaluation, then forward and backward as in training; or just the call."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    arguments = case.arguments(make)
+    if not isinstance(case.function, type):
+        case.function(*arguments)
+        return
+    needs_grad = [
+        isinstance(a, torch.Tensor) and a.is_floating_point() and i not in case.frozen
+        for i, a in enumerate(arguments)
+    ]
+    context = StubContext(needs_input_grad=tuple(needs_grad))
+    case.function.apply(*arguments)
+    outputs = case.function.forward(context, *arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    case.function.backward(context, *map(torch.empty_like, outputs))
+
+
+# ---------------------------------------------------------------- what the compiler reports
+
+
+def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
+    """(registers, spilled registers) of a compiled kernel."""
+    if gpu.backend == "hip":
+        return amd_note(binary, b".vgpr_count"), amd_note(binary, b".vgpr_spill_count")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
+    return int(registers), (int(stack) + int(local)) // 4
+
+
+def amd_note(binary: bytes, key: bytes) -> int:
+    """A number from the metadata in an AMD binary.
+
+    It is MessagePack: the key, then either one byte below 128, or a marker and the number in 1, 2
+    or 4 bytes.
+    """
+    value = binary[binary.index(key) + len(key) :]
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(value[0])
+    return value[0] if width is None else int.from_bytes(value[1 : 1 + width], "big")
+
+
+def compile_all(cases: Sequence[Case], names: list[str]) -> list[Row]:
+    """A row for every different kernel that the cases launch on the named targets.
+
+    A kernel that two cases share is listed at the first.
+    """
+    driver = StubDriver(names)
+    triton.runtime.driver.set_active(driver)
+    rows = []
+    with pretend_gpu():
+        for driver.device, name in enumerate(names):
+            for case in (case for case in cases if name.startswith(case.targets)):
+                for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
+                    label = f"{case.name}, {dtype_name}"
+                    error = None
+                    try:
+                        launch(case, DTYPES[dtype_name])
+                    except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
+                        error = f"{type(failure).__name__}: {str(failure).strip()}"
+                    for kernel, binary, shared in driver.loaded:
+                        registers, spills = resources(binary, driver.get_current_target())
+                        rows.append(Row(kernel, label, name, registers, spills, shared))
+                    driver.loaded.clear()
+                    if error:
+                        rows.append(Row("(none)", label, name, error=error))
+    return rows
