@@ -1677,7 +1677,6 @@ def test_nothing_waits_for_the_gpu(device):
         train(optimizer, grads[1:])
 
 
-@needs_gpu
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", ["floats", "ones", "lr in a tensor", "tensors", "maximize"])
 def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
@@ -1699,7 +1698,6 @@ def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
-@needs_gpu
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_a_whole_step_under_torch_compile(tensor_lr):
     torch._dynamo.reset()
