@@ -230,7 +230,7 @@ SUBJECTS = (
         function=loss_inplace("mean"),
         entry=TritonCrossEntropyLoss(inplace=True),
         make=rounded_once(make),
-        saved=(),
+        saved=("targets",),  # and the logits' memory, which now holds the gradient
         exempt=MEAN.exempt | OVERWRITES,
     ),
     replace(
@@ -240,7 +240,7 @@ SUBJECTS = (
         function=loss_inplace("none"),
         entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
         make=rounded_once(make_of_rows),
-        saved=(),
+        saved=("targets",),  # and the logits' memory, which now holds the gradient
         exempt=ROWS.exempt | OVERWRITES,
     ),
 )
