@@ -81,7 +81,6 @@ BLOCK_SIZE, NUM_WARPS = 1024, 4
 # Philox passes the hardest tests of randomness from 7 rounds on (Salmon et al., 2011); tl.philox's
 # default is 10.
 ROUNDS = tl.constexpr(7)
-SCALARS = ("lr", "beta1", "beta2", "eps", "weight_decay")  # numbers, or tensors of one
 
 
 def adamw_reference(p, g, m, v, step, lr, beta1, beta2, eps, weight_decay):
@@ -258,16 +257,18 @@ def adamw_step(
 
     Raises TypeError or ValueError, before anything is written, for anything else.
     """
-    scalars = dict(zip(SCALARS, (lr, beta1, beta2, eps, weight_decay)))
+    scalars = lr, beta1, beta2, eps, weight_decay
     launch = _launch_compiled if torch.compiler.is_compiling() else _launch
     launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
 
 
-def _launch(p, grad, m, v, steps_done, scalars: dict, seed, index: int, maximize: bool) -> None:
+def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximize: bool) -> None:
     _check(p, grad, m, v, steps_done)
     device = p.device
-    numbers_there = [_number_for(device, name, value) for name, value in scalars.items()]
-    lr, beta1, beta2, eps, weight_decay = numbers_there
+    lr, beta1, beta2, eps, weight_decay = scalars
+    lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
+    beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
+    weight_decay = _number_for(device, "weight_decay", weight_decay)
     if (n := p.numel()) == 0:
         return
     # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
@@ -408,8 +409,7 @@ def _is_number(value) -> bool:
     " Tensor?[] tensors, float[] floats, int? seed, int index, bool maximize) -> ()",
 )
 def _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
-    values = (number if t is None else t for t, number in zip(tensors, floats))
-    scalars = dict(zip(SCALARS, values))
+    scalars = tuple(number if t is None else t for t, number in zip(tensors, floats))
     _launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
 
 
@@ -420,7 +420,7 @@ def _(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
 
 def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize) -> None:
     tensors, floats = [], []
-    for name, value in scalars.items():
+    for name, value in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), scalars):
         is_tensor = isinstance(value, torch.Tensor)
         tensors.append(value if is_tensor else None)
         floats.append(0.0 if is_tensor else _number_for(p.device, name, value))
