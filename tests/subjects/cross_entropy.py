@@ -37,6 +37,13 @@ def make_of_rows(rows, V, dtype, seed=0, **options):
     return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
 
 
+def bad_input_of_the_module():
+    """Of the module in place, which asks the logits whether they need a gradient before all."""
+    mistakes = bad_input()
+    del mistakes["logits no tensor"]
+    return mistakes
+
+
 def rounded_once(make):
     """With upstream gradients of 1 and -1 in fp16 and bf16.
 
@@ -230,6 +237,7 @@ SUBJECTS = (
         function=loss_inplace("mean"),
         entry=TritonCrossEntropyLoss(inplace=True),
         make=rounded_once(make),
+        bad_input=bad_input_of_the_module,
         saved=("targets",),  # and the logits' memory, which now holds the gradient
         exempt=MEAN.exempt | OVERWRITES,
     ),
@@ -240,6 +248,7 @@ SUBJECTS = (
         function=loss_inplace("none"),
         entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
         make=rounded_once(make_of_rows),
+        bad_input=bad_input_of_the_module,
         saved=("targets",),  # and the logits' memory, which now holds the gradient
         exempt=ROWS.exempt | OVERWRITES,
     ),

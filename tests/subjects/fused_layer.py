@@ -221,6 +221,10 @@ def bytes_of_gate_and_up(inputs):
 
 
 KERNELS = (rmsnorm_kernel, swiglu_kernel)
+COMPILER = {
+    "forward_alone": "torch.compile drops the first argument of a forward that takes *weights, "
+    "where nothing needs a gradient"
+}
 OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
 TABLE = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
 OVERWRITES = {
@@ -255,7 +259,8 @@ SUBJECTS = (
         bad_input=bad_norm_input,
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
-        **COMMON,
+        multiplied=("w_gate", "w_up"),
+        **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
     ),
     Subject(
         name="swiglu_linear",
@@ -272,6 +277,7 @@ SUBJECTS = (
         bad_input=bad_swiglu_input,
         bad_when_compiled="two shapes",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_down",),
         **COMMON | {"exempt": COMMON["exempt"] | OVERWRITES},
     ),
     Subject(
@@ -290,6 +296,7 @@ SUBJECTS = (
         bad_input=bad_mlp_input,
         bad_when_compiled="two widths",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("x", "w_gate", "w_up", "w_down"),
         **COMMON,
     ),
     Subject(
@@ -308,6 +315,7 @@ SUBJECTS = (
         bad_input=bad_layer_input,
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
-        **COMMON,
+        multiplied=("w_gate", "w_up", "w_down"),
+        **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
     ),
 )

@@ -12,6 +12,7 @@ from harness.checking import DEVICE
 from next_steps import linear_cross_entropy_kernel
 from next_steps.linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,
+    linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
 from tests.subject import BadInput, Subject
@@ -167,6 +168,7 @@ FORWARD = Subject(
     name="linear_cross_entropy",
     kernels=(linear_cross_entropy_kernel,),
     function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK),
+    entry=linear_cross_entropy_forward,
     reference=reference("mean"),
     eager=eager("mean"),
     make=make,
