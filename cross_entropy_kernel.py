@@ -1,6 +1,8 @@
 """Cross-entropy in Triton: the loss and its gradient, without a softmax tensor in memory.
 
-    loss = F.cross_entropy(logits.float().view(-1, V), targets.view(-1))        # logits (..., V)
+    loss = F.cross_entropy(logits.float().view(-1, V), targets.view(-1), ignore_index=-100)
+
+logits are (..., V), targets (...).
 
 The maths, for one row, that is, one token's V logits (max and sum run over its columns j):
 
@@ -30,9 +32,9 @@ to bf16.)  In place, the forward knows m and d, reads the logits again, now from
 and writes the gradient over them.
 
 The file goes from the maths to the hardware, twice: for the forward, and for the backward.  Each
-time the plain kernel comes first.  It is right, and the benchmark measures it, as `ours, the
-plain form`.  Then comes what the hardware asks for beyond it, one small function for each thing,
-and then the kernel that is used.  The gradient in place, last, is made of the same functions.
+time the plain kernel comes first.  It is right, and the benchmark measures it ("ours, the plain
+form").  Then comes what the hardware asks for beyond it, one small function for each thing, and
+then the kernel that is used.  The gradient in place, last, is made of the same functions.
 
 New ideas of Triton, after those of rmsnorm_kernel.py:
 

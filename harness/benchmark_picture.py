@@ -48,8 +48,10 @@ def digits():
 def line_style(name: str) -> dict:
     """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, PLAIN
+    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS
     marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
+    if name == PLAIN:
+        marker = "v"
     return {
         "color": colour,
         "marker": marker,

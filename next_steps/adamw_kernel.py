@@ -217,7 +217,7 @@ def _adamw_kernel(
     _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)
 
 
-# A number or what a pointer points to, in fp32; torch.compile passes Python floats as fp64.
+# A number or what a pointer points to, in fp32.
 @triton.jit
 def _scalar(value):
     if isinstance(value, tl.tensor) and value.dtype.is_ptr():
@@ -257,8 +257,15 @@ def adamw_step(
 
     Raises TypeError or ValueError, before anything is written, for anything else.
     """
+    scalars = lr, beta1, beta2, eps, weight_decay
+    launch = _launch_compiled if torch.compiler.is_compiling() else _launch
+    launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
+
+
+def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximize: bool) -> None:
     _check(p, grad, m, v, steps_done)
     device = p.device
+    lr, beta1, beta2, eps, weight_decay = scalars
     lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
     beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
     weight_decay = _number_for(device, "weight_decay", weight_decay)
@@ -386,6 +393,38 @@ def _is_number(value) -> bool:
         plain = value.layout == torch.strided and not is_traceable_wrapper_subclass(value)
         return plain and value.numel() == 1 and not value.is_complex()
     return isinstance(value, numbers.Real)
+
+
+# ---- What torch.compile sees in place of the kernel
+#
+# It takes no kernel whose arguments are tuples, and would hand over strides as it has traced them.
+# The body of an operator gets real tensors.  See rmsnorm_kernel.py.  An operator's list holds
+# tensors or numbers, not both: where there is a tensor, the number in its place does not count.
+
+
+@torch.library.custom_op(
+    "tutorial::adamw_step",
+    mutates_args=("p", "m", "v"),
+    schema="(Tensor(a!) p, Tensor grad, Tensor(b!) m, Tensor(c!) v, Tensor steps_done,"
+    " Tensor?[] tensors, float[] floats, int? seed, int index, bool maximize) -> ()",
+)
+def _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
+    scalars = tuple(number if t is None else t for t, number in zip(tensors, floats))
+    _launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
+
+
+@_operator.register_fake
+def _(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
+    _check(p, grad, m, v, steps_done)
+
+
+def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize) -> None:
+    tensors, floats = [], []
+    for name, value in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), scalars):
+        is_tensor = isinstance(value, torch.Tensor)
+        tensors.append(value if is_tensor else None)
+        floats.append(0.0 if is_tensor else _number_for(p.device, name, value))
+    _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, bool(maximize))
 
 
 # ---- The optimizer

@@ -21,10 +21,10 @@ from unittest import mock
 import pytest
 
 from harness.checking import HAS_GPU
-from tests import (
-    faults,
-    subjects,  # noqa: F401  every kernel is imported before the first mutant, which no other one may find
-)
+from tests import faults
+
+# so that every kernel is imported before the first mutant, which no other one may find
+from tests import subjects  # noqa: F401  # isort: skip
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
 
