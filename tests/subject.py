@@ -120,9 +120,7 @@ class Subject:
     multiplied: tuple[str, ...] = ()
 
     # {contract: the sentence that says why it cannot apply}
-    exempt: dict[str, str] = field(
-        default_factory=dict
-    )  # contract: the sentence that says why it cannot apply
+    exempt: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return self.name

@@ -235,6 +235,7 @@ COMMON = {
     "made_by_kernels_alone": False,
     "size": SIZE,
     "ragged_sizes": RAGGED,
+    "large_sizes": ((300, 700),),
     "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
     "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
     "gpu_size": (256, 512),
