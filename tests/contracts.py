@@ -20,16 +20,22 @@ RUNS: dict[str, set[str]] = {}  # contract: the subjects for which it runs
 DTYPE_IDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def is_variant(subject: Subject, case=None) -> bool:
+    """Does another subject run the same kernels?"""
+    return subject.variant_of is not None
+
+
 def contract(
     argument: str = "",
     cases: Callable[[Subject], Iterable] = lambda subject: [None],
-    exhaustive: Callable[..., bool] = lambda subject, case=None: False,
+    exhaustive: Callable[..., bool] = is_variant,
 ):
     """Run a test for every subject, and for every case of it.
 
     argument: the name under which the test gets its case; none if there is one case only.
     cases: the cases of a subject.
-    exhaustive: (subject, case) -> is this one left to the runs that leave nothing out?
+    exhaustive: (subject, case) -> is this one left to the runs that leave nothing out?  Unless
+        told, those of a variant are.
     """
 
     def decorate(test):
@@ -57,8 +63,3 @@ def case_name(case) -> str:
     if isinstance(case, tuple):
         return "-".join(map(case_name, case))
     return DTYPE_IDS.get(case, str(case)) if isinstance(case, torch.dtype) else str(case)
-
-
-def is_variant(subject: Subject, case=None) -> bool:
-    """Does another subject run the same kernels?"""
-    return subject.variant_of is not None

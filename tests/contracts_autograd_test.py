@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.checking import FLOOR, assert_all_passed, relative_error
 from tests import tiles
-from tests.contracts import contract, is_variant
+from tests.contracts import contract
 from tests.subject import (
     as_tuple,
     checks,
@@ -143,7 +143,7 @@ def some_of(names):
     return [some for n in range(1, len(names)) for some in itertools.combinations(names, n)]
 
 
-@contract("needed", lambda subject: some_of(subject.differentiable), exhaustive=is_variant)
+@contract("needed", lambda subject: some_of(subject.differentiable))
 def test_frozen_inputs_leave_the_others_their_gradients(subject, needed):
     inputs, douts = make(subject)
     expected = run(subject, subject.function, inputs, douts)
@@ -279,7 +279,7 @@ WAYS = {
 }
 
 
-@contract("way", lambda subject: WAYS, exhaustive=is_variant)
+@contract("way", lambda subject: WAYS)
 def test_recomputed_or_offloaded(subject, way):
     inputs, douts = make(subject)
     expected = run(subject, subject.function, inputs, douts)

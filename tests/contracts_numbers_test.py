@@ -44,12 +44,20 @@ def test_new_tensors_are_poisoned():
 # ---- The numbers ---------------------------------------------------------------------------------
 
 
-@contract("dtype", lambda subject: subject.dtypes)
+def is_a_variants_half(subject, dtype):
+    return is_variant(subject) and dtype != torch.float32
+
+
+@contract("dtype", lambda subject: subject.dtypes, exhaustive=is_a_variants_half)
 def test_outputs_and_gradients_match_float64(subject, dtype):
     assert_all_passed(checks(subject, *subject.make((5, 3), subject.size, dtype)))
 
 
-@contract("size", lambda subject: subject.ragged_sizes)
+@contract(
+    "size",
+    lambda subject: subject.ragged_sizes,
+    exhaustive=lambda subject, size: is_variant(subject) or size not in subject.ragged_sizes[::3],
+)
 def test_ragged_sizes(subject, size):
     assert_all_passed(checks(subject, *subject.make((5,), size, torch.float32)))
 
@@ -63,7 +71,7 @@ def with_gaps(tensors):
     return placed
 
 
-@contract("size", lambda subject: subject.ragged_sizes[-3:], exhaustive=is_variant)
+@contract("size", lambda subject: subject.ragged_sizes[-3:])
 def test_ragged_rows_with_gaps_between_them(subject, size):
     inputs, douts = subject.make((5,), size, torch.float32)
     assert_all_passed(checks(subject, with_gaps(inputs), with_gaps(douts)))
@@ -79,9 +87,12 @@ def test_large_sizes_with_the_shipped_tiles(subject, case, monkeypatch):
     assert_all_passed(checks(subject, *subject.make((3,), *case)))
 
 
+# on the CPU there are at most 8 programs
 @contract(
-    "n_rows", lambda subject: (1, 2, 7, 8, 9, 17, 40)
-)  # on the CPU there are at most 8 programs
+    "n_rows",
+    lambda subject: (1, 2, 7, 8, 9, 17, 40),
+    exhaustive=lambda subject, n_rows: is_variant(subject) or n_rows not in (1, 9),
+)
 def test_no_row_is_lost_between_programs(subject, n_rows):
     assert_all_passed(checks(subject, *subject.make((n_rows,), subject.size, torch.float32)))
 
@@ -149,14 +160,19 @@ def strided_cases(subject):
             yield name, layout
 
 
-def is_minor_layout(subject, case):
-    return case[1].startswith("every second of dimension") or case[1] == "gaps of 16"
+CORE = (
+    "gaps and an odd offset",
+    "every second column",
+    "columns outermost",
+    "dimension 0 repeated (stride 0)",
+    "all repeated (strides 0)",
+)
 
 
 @contract(
     "case",
     strided_cases,
-    exhaustive=lambda subject, case: is_variant(subject) or is_minor_layout(subject, case),
+    exhaustive=lambda subject, case: is_variant(subject) or case[1] not in CORE,
 )
 def test_any_strides(subject, case):
     name, layout = case
@@ -179,7 +195,7 @@ def test_sum_backward_sends_a_gradient_of_stride_zero(subject):
     assert_all_passed(compare_parts(subject, found, inputs, *references(subject, inputs, douts)))
 
 
-@contract("name", lambda subject: subject.differentiable, exhaustive=is_variant)
+@contract("name", lambda subject: subject.differentiable)
 def test_gradient_reaches_the_tensor_behind_a_view(subject, name):
     inputs, douts = subject.make(ROWS, subject.size, torch.float32)
     expected = run(subject, subject.function, inputs, douts)[f"d{name}"]
@@ -191,7 +207,7 @@ def test_gradient_reaches_the_tensor_behind_a_view(subject, name):
     assert relative_error(behind.grad.permute(order), expected) < FLOOR[torch.float32]
 
 
-@contract("case", lambda subject: subject.far, exhaustive=is_variant)
+@contract("case", lambda subject: subject.far)
 def test_rows_beyond_int32(subject, case, far_apart):
     name, dim = case
     inputs, douts = subject.make(subject.far_rows, subject.far_size or subject.size, torch.bfloat16)
@@ -207,7 +223,7 @@ def test_rows_beyond_int32(subject, case, far_apart):
 
 @contract("dtype", lambda subject: (torch.float32, torch.bfloat16))
 def test_every_run_gives_the_same_bits(subject, dtype):
-    rows = (17, 300) if HAS_GPU else (17,)
+    rows = (17, 300) if HAS_GPU else (5,)
     inputs, douts = subject.make(rows, subject.size, dtype)
     first, second, third = (run(subject, subject.function, inputs, douts) for _ in range(3))
     assert same_bits(first, second) and same_bits(first, third)
