@@ -1,10 +1,12 @@
 """Is the fused AdamW right?
 
-`python adamw_test.py` prints three checks for each dtype and what stochastic rounding does; `pytest adamw_test.py`
-runs the same checks and many more.  Without a GPU the kernel runs on the CPU, in Triton's interpreter.
+`python -m tests.adamw_test` prints three checks for each dtype and what stochastic rounding does;
+`pytest tests/adamw_test.py` runs the same checks and many more.  Without a GPU the kernel runs on
+the CPU, in Triton's interpreter.
 
-Everything is judged against float64 and allowed twice the error of torch.optim.AdamW (see checking.py).  Of a weight
-it is the change that is compared: a step is so small beside the weight that a wrong one would hide behind it.
+Everything is judged against float64 and allowed twice the error of torch.optim.AdamW (see
+checking.py).  Of a weight it is the change that is compared: a step is so small beside the weight
+that a wrong one would hide behind it.
 """
 
 import copy
@@ -58,7 +60,9 @@ def randn(*shape, dtype=FP32, seed=0):
 
 
 def make_params(*shapes, dtype=FP32):
-    return [torch.nn.Parameter(randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]
+    return [
+        torch.nn.Parameter(randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)
+    ]
 
 
 def gradients(p, steps, seed=100):
@@ -66,7 +70,7 @@ def gradients(p, steps, seed=100):
 
 
 def train(optimizer, grads_of_steps):
-    """Steps with the given gradients, one list for each step; a None leaves its parameter without one."""
+    """Steps with the given gradients, one list a step; a None leaves its parameter without one."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for grads in grads_of_steps:
         for p, g in zip(params, grads):
@@ -75,12 +79,20 @@ def train(optimizer, grads_of_steps):
 
 
 def eager_steps(p, grads, lr, betas, eps, weight_decay, moments_dtype=FP32):
-    """(p, m, v) after eager steps in fp32, or in fp64 for an fp64 p, each rounded to its own dtype after each step."""
+    """(p, m, v) after eager steps in fp32, or in fp64 for an fp64 p.
+
+    Each is rounded to its own dtype after each step.
+    """
     wide = torch.promote_types(p.dtype, FP32)
-    p_dtype, moments_dtype = p.dtype, torch.promote_types(moments_dtype, wide) if wide != FP32 else moments_dtype
+    p_dtype, moments_dtype = (
+        p.dtype,
+        torch.promote_types(moments_dtype, wide) if wide != FP32 else moments_dtype,
+    )
     m = v = torch.zeros_like(p, dtype=moments_dtype)
     for step, g in enumerate(grads, start=1):
-        new = adamw_reference(p.to(wide), g.to(wide), m.to(wide), v.to(wide), step, lr, *betas, eps, weight_decay)
+        new = adamw_reference(
+            p.to(wide), g.to(wide), m.to(wide), v.to(wide), step, lr, *betas, eps, weight_decay
+        )
         p, m, v = (t.to(dtype) for t, dtype in zip(new, (p_dtype, moments_dtype, moments_dtype)))
     return p, m, v
 
@@ -94,7 +106,9 @@ def steps_and_change(optimizer_class, start, grads, **options):
     return p.detach().double() - start.double(), state["exp_avg"], state["exp_avg_sq"]
 
 
-def check_against_float64(name, start, grads, moments_dtype, stochastic=False, **settings) -> list[Check]:
+def check_against_float64(
+    name, start, grads, moments_dtype, stochastic=False, **settings
+) -> list[Check]:
     """The weights' change, m and v after some steps, each against float64."""
     settings = {**SETTINGS, **settings}
     options = {"moments_dtype": moments_dtype, "stochastic_rounding": stochastic}
@@ -116,7 +130,7 @@ def kind_checks(kind) -> list[Check]:
     return check_against_float64(kind, start, gradients(start, 4), moments_dtype, stochastic)
 
 
-# ---- The numbers -------------------------------------------------------------------------------------------
+# ---- The numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +145,10 @@ def test_reference_is_torchs_formula():
     theirs = torch.optim.AdamW([p], foreach=False, **SETTINGS)
     train(theirs, [[g] for g in grads])
     ours = eager_steps(start, grads, **SETTINGS)
-    assert all(torch.equal(a, b) for a, b in zip(ours, (p, theirs.state[p]["exp_avg"], theirs.state[p]["exp_avg_sq"])))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ours, (p, theirs.state[p]["exp_avg"], theirs.state[p]["exp_avg_sq"]))
+    )
 
 
 @triton.jit
@@ -144,16 +161,24 @@ def one_minus_power_kernel(log_beta, steps_ptr, out_ptr):
 def test_bias_correction_does_not_cancel_in_the_first_steps_nor_drift_in_late_ones(beta):
     steps = [1, 2, 3, 5, 10, 100, 499, 500, 693, 1000, 10_000, 1_000_000]
     out = torch.full((len(steps),), NAN, device=DEVICE)
-    one_minus_power_kernel[(len(steps),)](math.log(beta), torch.tensor(steps, dtype=FP32, device=DEVICE), out)
-    exact = torch.tensor([-math.expm1(step * math.log(beta)) for step in steps], dtype=torch.float64)
-    assert ((out.cpu().double() - exact) / exact).abs().max() < 5e-7  # 1 - exp(...) in fp32: 5e-5 for beta 0.999
+    one_minus_power_kernel[(len(steps),)](
+        math.log(beta), torch.tensor(steps, dtype=FP32, device=DEVICE), out
+    )
+    exact = torch.tensor(
+        [-math.expm1(step * math.log(beta)) for step in steps], dtype=torch.float64
+    )
+    assert (
+        (out.cpu().double() - exact) / exact
+    ).abs().max() < 5e-7  # 1 - exp(...) in fp32: 5e-5 for beta 0.999
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0), (0.9, 0.95), (0.0, 0.999)])
 def test_first_step_is_corrected_for_moments_that_began_at_zero(betas):
     # m / (1 - beta1) is g and v / (1 - beta2) its square, so each weight moves by lr, up to eps.
     p, grads = randn(64), gradients(randn(64), 1)
-    change, _, _ = steps_and_change(TritonAdamW, p, grads, lr=0.25, betas=betas, eps=0.0, weight_decay=0.0)
+    change, _, _ = steps_and_change(
+        TritonAdamW, p, grads, lr=0.25, betas=betas, eps=0.0, weight_decay=0.0
+    )
     torch.testing.assert_close(change, -0.25 * grads[0].double().sign(), rtol=5e-6, atol=0.0)
 
 
@@ -166,7 +191,9 @@ def test_step_continues_from_the_count_it_is_given(done):
     eager = adamw_reference(p, g, m, v, done + 1, *settings)[0]
     start, counter = p.double(), torch.tensor(float(done), device=DEVICE)
     adamw_step(p, g, m, v, counter, *settings)
-    assert_all_passed([compare("weights", p.double() - start, ref64 - start, eager.double() - start, dtype=FP32)])
+    assert_all_passed(
+        [compare("weights", p.double() - start, ref64 - start, eager.double() - start, dtype=FP32)]
+    )
     assert counter == done, "the launcher must leave the count to its caller"
 
 
@@ -174,7 +201,9 @@ def test_step_continues_from_the_count_it_is_given(done):
 def test_eps_is_used_where_it_shows(eps):
     start = randn(100)
     grads = [1e-5 * g for g in gradients(start, 3)]
-    assert_all_passed(check_against_float64("small gradients", start, grads, FP32, eps=eps, weight_decay=0.0))
+    assert_all_passed(
+        check_against_float64("small gradients", start, grads, FP32, eps=eps, weight_decay=0.0)
+    )
 
 
 def test_zero_gradient_only_decays_the_weights():
@@ -187,7 +216,9 @@ def test_zero_gradient_only_decays_the_weights():
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_gradient_that_is_not_finite_does_what_it_does_in_torch_and_stays_in_its_element(value, stochastic, dtype):
+def test_gradient_that_is_not_finite_does_what_it_does_in_torch_and_stays_in_its_element(
+    value, stochastic, dtype
+):
     start = randn(100, dtype=dtype)
     grads = gradients(start, 2)
     clean = steps_and_change(TritonAdamW, start, grads, stochastic_rounding=stochastic)
@@ -200,7 +231,7 @@ def test_gradient_that_is_not_finite_does_what_it_does_in_torch_and_stays_in_its
         assert torch.equal(a[others], c[others])
 
 
-# ---- The checks can fail -----------------------------------------------------------------------------------
+# ---- The checks can fail -----------------------------------------------------------------------
 
 
 def wrong_steps(p, grads, lr, betas, eps, weight_decay, mistake):
@@ -212,7 +243,9 @@ def wrong_steps(p, grads, lr, betas, eps, weight_decay, mistake):
         if mistake == "weight decay in the gradient":
             g = g + weight_decay * p
         elif mistake != "no weight decay":
-            p = p * (1 - (weight_decay if mistake == "weight decay without lr" else lr * weight_decay))
+            p = p * (
+                1 - (weight_decay if mistake == "weight decay without lr" else lr * weight_decay)
+            )
         m = m + (g - m) * (beta1 if mistake == "beta1 for 1 - beta1" else 1 - beta1)
         v = v * beta2 + (g if mistake == "g not squared" else g * g) * (1 - beta2)
         bias1 = 1 if mistake == "m not corrected" else max(1 - beta1**t, 0.1)
@@ -226,9 +259,21 @@ def wrong_steps(p, grads, lr, betas, eps, weight_decay, mistake):
     return p
 
 
-MISTAKES = ["counts from 0", "counts from 2", "weight decay in the gradient", "no weight decay", "beta1 for 1 - beta1",
-            "weight decay without lr", "g not squared", "m not corrected", "v not corrected", "no square root",
-            "correction outside the root", "uphill", "g for m"]  # fmt: skip
+MISTAKES = [
+    "counts from 0",
+    "counts from 2",
+    "weight decay in the gradient",
+    "no weight decay",
+    "beta1 for 1 - beta1",
+    "weight decay without lr",
+    "g not squared",
+    "m not corrected",
+    "v not corrected",
+    "no square root",
+    "correction outside the root",
+    "uphill",
+    "g for m",
+]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -239,13 +284,15 @@ def test_comparator_rejects_known_wrong_answers(dtype):
     wide, wide_grads = start.double(), [g.double() for g in grads]
     ref64 = eager_steps(wide, wide_grads, **SETTINGS)[0] - wide
     for mistake in ["right", *MISTAKES, *(["eps squared"] if dtype == FP32 else [])]:
-        answer = wrong_steps(wide, wide_grads, **SETTINGS, mistake=mistake).to(dtype).double() - wide
+        answer = (
+            wrong_steps(wide, wide_grads, **SETTINGS, mistake=mistake).to(dtype).double() - wide
+        )
         check = compare(mistake, answer, ref64, theirs, dtype=dtype)
         assert check.passed == (mistake == "right"), str(check)
     assert not compare("no step", 0 * ref64, ref64, theirs, dtype=dtype).passed
 
 
-# ---- Stochastic rounding -----------------------------------------------------------------------------------
+# ---- Stochastic rounding -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -253,7 +300,18 @@ def round_kernel(x_ptr, out_ptr, seed, index, step, TENSOR: tl.constexpr, BLOCK_
     block = tl.program_id(0)
     lane = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     x = tl.load(x_ptr + lane)
-    _store(out_ptr, lane, lane >= 0, x, seed, block, TENSOR, index, tl.cast(step, tl.float32), BLOCK_SIZE)
+    _store(
+        out_ptr,
+        lane,
+        lane >= 0,
+        x,
+        seed,
+        block,
+        TENSOR,
+        index,
+        tl.cast(step, tl.float32),
+        BLOCK_SIZE,
+    )
 
 
 N = 2**14
@@ -262,7 +320,9 @@ N = 2**14
 def rounded(x, seed=0, index=0, step=1, tensor=0, block_size=2048):
     """fp32 x (N,) stochastically rounded to bf16 by the kernel's own function."""
     out = torch.full((N,), NAN, dtype=BF16, device=DEVICE)
-    round_kernel[(N // block_size,)](x, out, seed, index, step, TENSOR=tensor, BLOCK_SIZE=block_size)
+    round_kernel[(N // block_size,)](
+        x, out, seed, index, step, TENSOR=tensor, BLOCK_SIZE=block_size
+    )
     return out
 
 
@@ -277,7 +337,9 @@ def fp32_of_bits(*patterns):
 
 def test_rounding_goes_to_one_of_the_two_neighbours_only():
     x = randn(N) * torch.exp2(20 * randn(N, seed=1))
-    beyond = bits(rounded(x).float()) - (bits(x) & -65536)  # the neighbour nearer to 0, or the next one
+    beyond = bits(rounded(x).float()) - (
+        bits(x) & -65536
+    )  # the neighbour nearer to 0, or the next one
     assert ((beyond == 0) | (beyond == 65536)).all() and 0.4 < (beyond > 0).double().mean() < 0.6
 
 
@@ -287,7 +349,10 @@ def test_representable_numbers_infinities_and_nan_stay_what_they_are():
         torch.tensor([0.0, -0.0, 1.0, -1.5, INF, -INF, 2.0**-133, -(2.0**-133)], device=DEVICE),
         fp32_of_bits(0x7F7F0000, 0x80010000, 0xFF7F0000),
     ])  # fmt: skip
-    for values, same in ((nans, lambda out, x: out.isnan()), (exact, lambda out, x: bits(out.float()) == bits(x))):
+    for values, same in (
+        (nans, lambda out, x: out.isnan()),
+        (exact, lambda out, x: bits(out.float()) == bits(x)),
+    ):
         x = values.repeat(N // len(values) + 1)[:N].contiguous()
         assert same(rounded(x), x).all()
 
@@ -295,15 +360,18 @@ def test_representable_numbers_infinities_and_nan_stay_what_they_are():
 def test_beyond_the_largest_bf16_is_infinity_as_in_rounding_to_nearest():
     x = fp32_of_bits(0x7F7FC000).expand(N).contiguous()  # three quarters of the way
     out = rounded(x)
-    assert 0.7 < out.isinf().double().mean() < 0.8 and (out[~out.isinf()] == torch.finfo(BF16).max).all()
+    assert (
+        0.7 < out.isinf().double().mean() < 0.8
+        and (out[~out.isinf()] == torch.finfo(BF16).max).all()
+    )
 
 
 @pytest.mark.parametrize("fraction", [1, 655, 21_845, 32_768, 60_000, 65_535])  # of 65,536
 def test_rounding_is_right_on_average(fraction):
     for sign in (0, 0x80000000):
         x = fp32_of_bits(sign + 0x3F800000 + fraction).expand(N).contiguous()
-        up = sum((rounded(x, step=step) != rounded(fp32_of_bits(sign + 0x3F800000).expand(N).contiguous())).sum().item()
-                 for step in (1, 2))  # fmt: skip
+        nearer_to_zero = rounded(fp32_of_bits(sign + 0x3F800000).expand(N).contiguous())
+        up = sum((rounded(x, step=step) != nearer_to_zero).sum().item() for step in (1, 2))
         chance = fraction / 65_536
         assert abs(up - 2 * N * chance) <= 5 * math.sqrt(2 * N * chance * (1 - chance)) + 1
 
@@ -319,8 +387,19 @@ def coins(**key):
     return 2.0 * (rounded(fp32_of_bits(0x3F808000).expand(N).contiguous(), **key) > 1).double() - 1
 
 
-KEYS = [{}, {"seed": 1}, {"seed": 2**40}, {"index": 1}, {"step": 2}, {"step": 3}, {"tensor": 1}, {"tensor": 2},
-        {"index": 1, "step": 2}, {"index": 2}, {"seed": 1, "index": 1}]  # fmt: skip
+KEYS = [
+    {},
+    {"seed": 1},
+    {"seed": 2**40},
+    {"index": 1},
+    {"step": 2},
+    {"step": 3},
+    {"tensor": 1},
+    {"tensor": 2},
+    {"index": 1, "step": 2},
+    {"index": 2},
+    {"seed": 1, "index": 1},
+]
 
 
 def test_draws_of_other_seeds_parameters_steps_and_tensors_are_not_correlated():
@@ -338,7 +417,10 @@ def test_draws_of_neighbouring_elements_are_not_correlated():
 def test_every_run_gives_the_same_bits_and_another_seed_other_ones():
     start = randn(3000, dtype=BF16)
     grads = gradients(start, 2)
-    runs = [steps_and_change(TritonAdamW, start, grads, stochastic_rounding=True, seed=seed) for seed in (5, 5, 6)]
+    runs = [
+        steps_and_change(TritonAdamW, start, grads, stochastic_rounding=True, seed=seed)
+        for seed in (5, 5, 6)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1]))
     assert not any(torch.equal(a, b) for a, b in zip(runs[0], runs[2]))
 
@@ -363,11 +445,14 @@ def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
     assert torch.equal(alone, b)
 
 
-# ---- What stochastic rounding is good for ------------------------------------------------------------------
+# ---- What stochastic rounding is good for ------------------------------------------------------
 
 
 def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
-    """name: (fraction of weights like a language model's that one step moves, mean movement in units of fp32's)."""
+    """name: what one step does to weights like a language model's.
+
+    (fraction of them that it moves, mean movement in units of fp32's)
+    """
     start, sign = 0.02 * randn(n), randn(n, seed=1).sign()
     results = {}
     for name, optimizer_class, dtype, options in (
@@ -387,7 +472,9 @@ def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
 
 def test_small_steps_are_kept_on_average():
     results = moved_weights()
-    assert results["bf16, torch.optim.AdamW"][0] < 0.25 and results["bf16, torch.optim.AdamW"][1] < 0.4
+    assert (
+        results["bf16, torch.optim.AdamW"][0] < 0.25 and results["bf16, torch.optim.AdamW"][1] < 0.4
+    )
     assert abs(results["fp32"][1] - 1) < 0.01
     assert abs(results["bf16, stochastic"][1] - 1) < 0.03
 
@@ -402,7 +489,9 @@ def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
         v[stochastic] = optimizer.state[p]["exp_avg_sq"]
         v[stochastic].fill_(1.0)
         train(optimizer, [[torch.zeros_like(p)]] * steps)
-    assert (v[False] == 1).all(), "rounded to nearest, v does not decay at all: that is the fault to show"
+    assert (v[False] == 1).all(), (
+        "rounded to nearest, v does not decay at all: that is the fault to show"
+    )
     assert abs(v[True].double().mean() / 0.999**steps - 1) < 0.002
 
 
@@ -413,7 +502,11 @@ def small_model_losses(steps=40) -> dict[str, float]:
     start = [randn(16, 32, seed=3) / 4, randn(32, 1, seed=4) / 32**0.5]
 
     def loss_of(weights, rows=slice(None)):
-        return (torch.relu(x[rows] @ weights[0].float()) @ weights[1].float() - y[rows]).square().mean()
+        return (
+            (torch.relu(x[rows] @ weights[0].float()) @ weights[1].float() - y[rows])
+            .square()
+            .mean()
+        )
 
     losses = {}
     for name, optimizer_class, dtype, options in (
@@ -437,7 +530,7 @@ def test_small_model_trains_as_in_fp32():
     assert lag["bf16, stochastic"] < 0.2 * lag["bf16, torch.optim.AdamW"], losses
 
 
-# ---- Shapes and layouts ------------------------------------------------------------------------------------
+# ---- Shapes and layouts ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 2047, 2048, 2049, 4095, 4097])
@@ -450,7 +543,9 @@ def test_neighbours_in_memory_stay_untouched(n, dtype):
     adamw_step(p, grad, m, v, torch.zeros((), device=DEVICE), 0.05, 0.8, 0.95, 1e-3, 0.3, seed=0)
     assert all((t[:64] == 7).all() and (t[64 + n :] == 7).all() for t in memory)
     assert torch.equal(grad, g), "the gradient must not change"
-    change, *moments = steps_and_change(TritonAdamW, start, [g], **SETTINGS, stochastic_rounding=True)
+    change, *moments = steps_and_change(
+        TritonAdamW, start, [g], **SETTINGS, stochastic_rounding=True
+    )
     assert torch.equal(p.double() - start.double(), change)
     assert torch.equal(m, moments[0]) and torch.equal(v, moments[1])
 
@@ -564,7 +659,7 @@ def test_empty_parameter_counts_its_steps(shape):
     assert optimizer.state[p]["step"] == 2
 
 
-# ---- The contract of an optimizer --------------------------------------------------------------------------
+# ---- The contract of an optimizer --------------------------------------------------------------
 
 SHAPES = ((13, 9), (40,), (), (6, 5))
 
@@ -581,7 +676,14 @@ def params_of(optimizer):
 
 def random_grads(optimizer, steps, seed=100):
     """A list of gradients for each step."""
-    return list(zip(*(gradients(p.detach(), steps, seed + 50 * i) for i, p in enumerate(params_of(optimizer)))))
+    return list(
+        zip(
+            *(
+                gradients(p.detach(), steps, seed + 50 * i)
+                for i, p in enumerate(params_of(optimizer))
+            )
+        )
+    )
 
 
 def assert_close(ours, theirs):
@@ -800,7 +902,9 @@ def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
         return loss
 
     before = p.detach().clone()
-    assert optimizer.step(closure).item() == before.square().sum().item() and not torch.equal(p, before)
+    assert optimizer.step(closure).item() == before.square().sum().item() and not torch.equal(
+        p, before
+    )
     assert optimizer.step() is None
 
 
@@ -823,7 +927,7 @@ def test_gradients_accumulate_before_a_step():
     assert torch.equal(p, q)
 
 
-# ---- Saving and loading ------------------------------------------------------------------------------------
+# ---- Saving and loading ------------------------------------------------------------------------
 
 SAVED = {
     "fp32": (FP32, {}),
@@ -887,7 +991,9 @@ def test_state_is_exchanged_with_torch(to_torch, dtype):
         train(optimizer, grads[2:])
     for p, q in zip(params_of(ours), params_of(theirs)):
         assert ours.state[p]["step"] == theirs.state[q]["step"] == 4
-        torch.testing.assert_close(p, q, rtol=1e-5 if dtype == FP32 else 2e-2, atol=1e-6 if dtype == FP32 else 2e-2)
+        torch.testing.assert_close(
+            p, q, rtol=1e-5 if dtype == FP32 else 2e-2, atol=1e-6 if dtype == FP32 else 2e-2
+        )
 
 
 def test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none():
@@ -896,9 +1002,15 @@ def test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none():
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0]["lr"].fill_(0.3)
     train(optimizer, random_grads(optimizer, 1))
-    known = [optimizer.param_groups[0]["lr"], *(t for state in optimizer.state.values() for t in state.values())]
+    known = [
+        optimizer.param_groups[0]["lr"],
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
     optimizer.load_state_dict(saved)
-    now = [optimizer.param_groups[0]["lr"], *(t for state in optimizer.state.values() for t in state.values())]
+    now = [
+        optimizer.param_groups[0]["lr"],
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
     assert all(a is b for a, b in zip(known, now)) and now[0] == torch.tensor(0.1)
     assert all(state["step"] == 1 for state in optimizer.state.values())
     train(optimizer, random_grads(optimizer, 1))
@@ -910,7 +1022,10 @@ def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
     train(source, random_grads(source, 1))
     target = TritonAdamW(make_params(*SHAPES, dtype=BF16), moments_dtype=FP32)
     target.load_state_dict(source.state_dict())
-    assert all(state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32 for state in target.state.values())
+    assert all(
+        state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32
+        for state in target.state.values()
+    )
 
 
 @pytest.mark.parametrize("own", ["numbers", "tensors"])
@@ -1084,7 +1199,7 @@ def test_names_of_parameters_are_saved_and_loaded():
     assert target.param_groups[0]["param_names"] == ["w"]
 
 
-# ---- Stepping inside the backward --------------------------------------------------------------------------
+# ---- Stepping inside the backward --------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
@@ -1109,7 +1224,10 @@ def test_steps_inside_the_backward_are_the_same_steps(dtype, stochastic):
     for in_backward in (False, True):
         model = Model(dtype)
         options = {"stochastic_rounding": stochastic, "step_in_backward": in_backward}
-        groups = [{"params": [model.embedding]}, {"params": [model.hidden, model.bias], "weight_decay": 0.3}]
+        groups = [
+            {"params": [model.embedding]},
+            {"params": [model.hidden, model.bias], "weight_decay": 0.3},
+        ]
         optimizer = TritonAdamW(groups, lr=0.05, **options)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         for seed in range(3):
@@ -1135,7 +1253,11 @@ def test_gradients_never_exist_all_at_once(monkeypatch):
     monkeypatch.setattr(adamw_kernel, "adamw_step", counting_step)
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
-    assert alive == [0, 0, 0]  # three steps, a tied weight's too; its own gradient is held by the hook alone
+    assert alive == [
+        0,
+        0,
+        0,
+    ]  # three steps, a tied weight's too; its own gradient is held by the hook alone
     optimizer.step()
     assert alive == [0, 0, 0]
 
@@ -1145,7 +1267,9 @@ def test_gradient_accumulation_is_refused_and_a_step_recovers():
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
     weights = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"a second gradient reached a parameter before step\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"a second gradient reached a parameter before step\(\)"
+    ):
         model.loss(1).backward()
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
     optimizer.step()
@@ -1157,7 +1281,9 @@ def test_gradient_accumulation_is_refused_and_a_step_recovers():
 def test_step_without_a_backward_is_refused():
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    with pytest.raises(RuntimeError, match=r"no backward has stepped a parameter since the last step\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"no backward has stepped a parameter since the last step\(\)"
+    ):
         optimizer.step()
     model.loss().backward()
     optimizer.step()
@@ -1168,7 +1294,9 @@ def test_step_without_a_backward_is_refused():
 def test_gradients_of_before_are_refused():
     model = Model()
     model.loss().backward()
-    with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True would add to it"):
+    with pytest.raises(
+        ValueError, match="a parameter has a gradient, and step_in_backward=True would add to it"
+    ):
         TritonAdamW(model.parameters(), step_in_backward=True)
     model.zero_grad()
     model.bias.requires_grad_(False)
@@ -1337,7 +1465,10 @@ def test_close_removes_the_hooks_and_step_uses_gradients_again():
 
 
 def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
-    """A hook that held it would keep it and all parameters for ever: the memory of a model that is no longer there."""
+    """A hook that held it would keep it and all parameters for ever.
+
+    That is the memory of a model that is no longer there.
+    """
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
@@ -1354,7 +1485,7 @@ def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
     assert parameter() is None
 
 
-# ---- Bad input ---------------------------------------------------------------------------------------------
+# ---- Bad input ---------------------------------------------------------------------------------
 
 
 def launch(
@@ -1379,15 +1510,27 @@ EXPANDED, SLIDING = (
     torch.ones(9, device=DEVICE).as_strided((4, 6), (1, 1)),
 )
 BAD_INPUT = {  # name: (arguments, exception, what its sentence says)
-    "float64": ({"p": ONES.double()}, TypeError, "p is torch.float64, torch.strided, expected torch.float16 or"),
+    "float64": (
+        {"p": ONES.double()},
+        TypeError,
+        "p is torch.float64, torch.strided, expected torch.float16 or",
+    ),
     "complex": ({"p": ONES.to(torch.complex64)}, TypeError, "p is torch.complex64"),
     "sparse gradient": (
         {"grad": ONES.to_sparse()},
         TypeError,
         "grad is torch.float32, torch.sparse_coo, expected",
     ),
-    "bf16 gradient": ({"grad": ONES.bfloat16()}, TypeError, "grad is torch.bfloat16, .*expected torch.float32"),
-    "fp16 moments": ({"v": ONES.half()}, TypeError, "v is torch.float16, .*expected torch.bfloat16 or torch.float32"),
+    "bf16 gradient": (
+        {"grad": ONES.bfloat16()},
+        TypeError,
+        "grad is torch.bfloat16, .*expected torch.float32",
+    ),
+    "fp16 moments": (
+        {"v": ONES.half()},
+        TypeError,
+        "v is torch.float16, .*expected torch.bfloat16 or torch.float32",
+    ),
     "shorter gradient": (
         {"grad": ONES[:3]},
         ValueError,
@@ -1462,7 +1605,9 @@ def test_bad_input_is_refused_with_a_sentence(arguments, error, sentence):
 def test_cpu_tensor_without_the_interpreter_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setattr(adamw_kernel, "INTERPRETED", False)
     ones = ONES.cpu()
-    with pytest.raises(ValueError, match="p is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError, match="p is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"
+    ):
         launch(ones, ones, ones, ones, torch.zeros(()))
 
 
@@ -1591,7 +1736,10 @@ def test_stochastic_rounding_of_fp16_is_refused_and_of_fp32_does_nothing():
     with pytest.raises(ValueError, match="stochastic_rounding is True, expected False for float16"):
         TritonAdamW(make_params((3,), dtype=FP16), stochastic_rounding=True)
     start, (g,) = randn(100), gradients(randn(100), 1)
-    runs = [steps_and_change(TritonAdamW, start, [g], stochastic_rounding=stochastic) for stochastic in (False, True)]
+    runs = [
+        steps_and_change(TritonAdamW, start, [g], stochastic_rounding=stochastic)
+        for stochastic in (False, True)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
@@ -1602,7 +1750,7 @@ def test_sparse_gradient_of_an_embedding_is_refused():
         TritonAdamW(embedding.parameters()).step()
 
 
-# ---- What only a GPU can show ------------------------------------------------------------------------------
+# ---- What only a GPU can show ------------------------------------------------------------------
 
 
 @needs_gpu
@@ -1662,7 +1810,10 @@ def test_capture_without_a_step_before_is_refused():
     p = torch.nn.Parameter(randn(64))
     p.grad = torch.ones_like(p)
     optimizer = TritonAdamW([p])
-    with pytest.raises(RuntimeError, match="without state is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="without state is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         optimizer.step()
 
 
@@ -1757,10 +1908,14 @@ def test_step_allocates_nothing_and_the_backward_frees_gradients(in_backward):
 def test_sizes_compile_at_most_once_for_those_that_16_divides_and_once_for_the_others(monkeypatch):
     compiled = []
     runtime = triton.knobs.runtime
-    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"]))
+    monkeypatch.setattr(
+        runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"])
+    )
     adamw_kernel._adamw_kernel.device_caches.clear()
     for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
-        optimizer = TritonAdamW(make_params((n,), (n,), dtype=BF16), lr=n * 1e-6, seed=n, stochastic_rounding=True)
+        optimizer = TritonAdamW(
+            make_params((n,), (n,), dtype=BF16), lr=n * 1e-6, seed=n, stochastic_rounding=True
+        )
         train(optimizer, random_grads(optimizer, 2))
         assert len(compiled) == kernels
 
@@ -1770,7 +1925,9 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
     start, g = randn(3000, dtype=BF16), gradients(randn(3000, dtype=BF16), 1)
     here = steps_and_change(TritonAdamW, start, g, stochastic_rounding=True)
     with torch.cuda.device(0):
-        there = steps_and_change(TritonAdamW, start.to("cuda:1"), [t.to("cuda:1") for t in g], stochastic_rounding=True)
+        there = steps_and_change(
+            TritonAdamW, start.to("cuda:1"), [t.to("cuda:1") for t in g], stochastic_rounding=True
+        )
     assert all(torch.equal(a, b.to(a.device)) for a, b in zip(here, there))
     for lr in (0.1, torch.tensor(0.1), torch.tensor(0.1, device="cuda:0")):
         params = [torch.nn.Parameter(t) for t in (start.clone(), start.to("cuda:1"))]
@@ -1780,13 +1937,16 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
         assert torch.equal(params_of(mixed)[0], params_of(mixed)[1].to("cuda:0"))
 
 
-# ---- The table ---------------------------------------------------------------------------------------------
+# ---- The table ---------------------------------------------------------------------------------
 
 
 def main() -> int:
     command_line.Parser(__doc__).parse_args()
     if not HAS_GPU:
-        print("No GPU found: the kernel runs on the CPU, in Triton's interpreter, at smaller shapes.\n")
+        print(
+            "No GPU found: the kernel runs on the CPU, in Triton's interpreter,"
+            " at smaller shapes.\n"
+        )
     print("AdamW Correctness Tests")
     print("=" * 60)
     passed = True
