@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.checking import DEVICE, assert_all_passed
+from harness.checking import DEVICE, FLOOR, assert_all_passed, relative_error
 from tests import tiles
 from tests.contracts import contract, is_variant
 from tests.fixtures import COMPILED_DTYPE, compiled_once
@@ -65,7 +65,7 @@ def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = No
         for name, dout in douts.items():
             if dout.ndim > len(rows):  # else a loss, of each row or of all
                 given[f"from_{name}"] = normal(dout.shape[-1], 8) / dout.shape[-1] ** 0.5
-                dout = normal(*rows, 8)
+                dout = normal(*dout.shape[:-1], 8)
             gradients[name] = dout
         return given, gradients
 
@@ -137,7 +137,8 @@ def test_other_numbers_of_rows_compile_at_most_once_more(subject):
     graph = graph_of(subject)
     compiled = torch.compile(graph.function, fullgraph=True)
     (first, *rest), size = sizes_of(subject)[0]
-    for number, n_rows in enumerate((first, first + 1, first + 4, first + 2)):
+    # at least 8: some versions of PyTorch compile apart for the few rows below
+    for number, n_rows in enumerate((first + 8, first + 9, first + 15, first + 11)):
         with compiled_once() if number > 1 else contextlib.nullcontext():
             found = checks(graph, *graph.make((n_rows, *rest), size, COMPILED_DTYPE), ours=compiled)
         assert_all_passed(found)
@@ -174,6 +175,17 @@ def test_forward_alone(subject):
     )
 
 
+def assert_like_eager(subject, compiled, inputs, douts, needed=None):
+    """To the bit, or for a subject that compiled code computes otherwise within one rounding."""
+    found, expected = (run(subject, f, inputs, douts, needed) for f in (compiled, subject.function))
+    if same_bits(found, expected):
+        return
+    assert not subject.exact_compiled
+    for part, t in found.items():
+        error = relative_error(t, expected[part])
+        assert error <= max(FLOOR[t.dtype], torch.finfo(t.dtype).eps), f"{part}: {error:.1e}"
+
+
 @contract(
     "dynamic",
     lambda subject: (False, True),
@@ -187,10 +199,7 @@ def test_eagers_bits(subject, dynamic, monkeypatch):
     for rows in ((2, 6), (2, 5)):
         inputs, douts = subject.make(rows, subject.size, torch.bfloat16)
         for needed in (subject.differentiable, first):
-            found, expected = (
-                run(subject, f, inputs, douts, needed) for f in (compiled, subject.function)
-            )
-            assert same_bits(found, expected)
+            assert_like_eager(subject, compiled, inputs, douts, needed)
 
 
 @contract("rows", lambda subject: ((0,), (), (2, 3, 4)), exhaustive=always)
@@ -203,9 +212,7 @@ def test_any_number_of_dimensions(subject, rows, monkeypatch):
             name: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t
             for name, t in inputs.items()
         }
-    assert same_bits(
-        run(subject, compiled, inputs, douts), run(subject, subject.function, inputs, douts)
-    )
+    assert_like_eager(subject, compiled, inputs, douts)
 
 
 @contract(exhaustive=always)

@@ -288,7 +288,9 @@ def test_function_is_as_exact_as_eager_wherever_its_tensors_lie(subject, case):
     # of a repeated number some gradients are 0, but for rounding errors
     assume(all(t.norm() > 1e-3 for t in ref64.values()))
     found = run(subject, subject.function, inputs, douts, needed)
-    assert_all_passed(compare_parts(subject, found, inputs, ref64, eagers))
+    # each part as a whole: of the few elements of a piece, eager's error is a matter of luck
+    whole = replace(subject, split=None)
+    assert_all_passed(compare_parts(whole, found, inputs, ref64, eagers))
 
 
 # ---- RMSNorm and cross-entropy, likewise ---------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a test needs to know of a differentiable function: `Subject`; and how any of them is run and
 compared.
 
-The records are in tests/subjects.py, what is asked of all of them in tests/contracts_*_test.py.
+The records are in tests/subjects/, what is asked of all of them in tests/contracts_*_test.py.
 
 A function's results are one dictionary, its *parts*: the outputs by their names, and the gradient
 of an input called x as "dx".
@@ -93,6 +93,8 @@ class Subject:
     exact_again: bool = True
 
     # ---- torch.compile
+    # a compiled call gives eager's bits, not only the same numbers
+    exact_compiled: bool = True
     # inputs that are matrix products inside of a larger graph, or other results
     activations: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
@@ -174,7 +176,9 @@ def references(
     says).
     """
     ref64 = run(subject, subject.reference, in_float64(inputs), in_float64(douts), needed)
-    if subject.eagers is not None and needed is None:
+    if subject.eagers is not None and set(needed or subject.differentiable) == set(
+        subject.differentiable
+    ):
         return ref64, subject.eagers(inputs, douts)
     return ref64, [run(subject, subject.eager or subject.reference, inputs, douts, needed)]
 
