@@ -282,7 +282,7 @@ def test_fp16_gradient_waits_for_the_loss_scale():
     weight *= 0.05
     weight[targets[valid]] = 12 * hidden[valid] / hidden[valid].square().sum(-1, keepdim=True)
     scale = torch.tensor(2.0**10, device=DEVICE)
-    # the loss, about exp(-12), is the luck of how three logits are rounded: a product's, not a kernel's
+    # the loss, about exp(-12), is the luck of how a product rounds three logits
     _, *gradients = run_checks(hidden.half(), weight.half(), targets, scale)
     assert_all_passed(gradients)
 
