@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import profile_baseline
 from harness import profile_comparison
 from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.run_records import relative_differences
@@ -88,51 +87,30 @@ def gpus() -> str:
     return markdown([*headers, "4 × 2,048, none", "--kernels all"], body)
 
 
-# step: what a page calls it, the arguments of the measurement on a CPU, the GPU's record
-DURATIONS = {
-    "3": ("`profile_baseline.py`", "profile_baseline.py --model tiny", "profile_1x512"),
-    "6": ("`rmsnorm_test.py`", "rmsnorm_test.py", None),
-    "7": ("`benchmark_kernels.py --kernel rmsnorm`", "benchmark_kernels.py --kernel rmsnorm", None),
-    "9": ("`cross_entropy_test.py`", "cross_entropy_test.py", None),
-    "10": (
-        "`benchmark_kernels.py --kernel cross_entropy`",
-        "benchmark_kernels.py --kernel cross_entropy",
-        None,
-    ),
-    "11": (
-        "`finetune_optimized.py`",
-        "finetune_optimized.py --model tiny --seq-len 64",
-        "finetune_optimized_1x512",
-    ),
-    "12": ("`finetune_optimized.py --ladder`", None, "ladder_1x512"),
-}
+# step, what a page calls the command, what was added to it on the GPU, and on a CPU
+DURATIONS = (
+    ("3", "profile_baseline.py", " --random-init", " --model tiny"),
+    ("6", "rmsnorm_test.py", "", ""),
+    ("7", "benchmark_kernels.py --kernel rmsnorm", "", ""),
+    ("9", "cross_entropy_test.py", "", ""),
+    ("10", "benchmark_kernels.py --kernel cross_entropy", "", ""),
+    ("11", "finetune_baseline.py", " --random-init", " --model tiny --seq-len 64"),
+    ("11", "finetune_optimized.py", " --random-init", " --model tiny --seq-len 64"),
+)
 
 
-def steps_seconds(record: dict) -> float:
-    """The GPU's time in the steps of a recorded run, without its set-up."""
-    if record["kind"] == "profile":
-        n_steps = record["warmup_steps"] + len(record["step_ms"]) + profile_baseline.PROFILED_STEPS
-        return n_steps * record["median_step_ms"] / 1e3
-    if record["kind"] == "ladder":
-        return sum(record["steps"] * rung["step_ms"] for rung in record["rungs"]) / 1e3
-    return sum(record["seconds"])
-
-
-def seconds_in_words(seconds: float | None) -> str:
-    if seconds is None:
-        return "not measured"
+def seconds_in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def durations() -> str:
-    """How long the playbook's commands take."""
-    on_cpu = load("durations_cpu")["seconds"]
+    """How long the playbook's commands take, from start to end."""
+    on_gpu, on_cpu = (load(f"durations_{where}")["seconds"] for where in ("gpu", "cpu"))
     body = []
-    for step, (command, measured, name) in DURATIONS.items():
-        on_gpu = "not recorded" if name is None else f"{steps_seconds(load(name)):.0f} s"
-        body.append([command, step, on_gpu, seconds_in_words(on_cpu.get(measured))])
-    headers = ["command", "step", "steps alone, on the GPU", "all of it, on a CPU core"]
-    return markdown(headers, body)
+    for step, command, gpu_flags, cpu_flags in DURATIONS:
+        measured = on_gpu[command + gpu_flags], on_cpu[command + cpu_flags]
+        body.append([f"`{command}`", step, *map(seconds_in_words, measured)])
+    return markdown(["command", "step", "on an H200, random weights", "on a CPU core"], body)
 
 
 def ladder_table(size: str) -> str:
