@@ -46,7 +46,7 @@ def in_a_larger_graph(subject: Subject, activations: tuple[str, ...] | None = No
     subject's own unless told.
     """
     activations = subject.activations if activations is None else activations
-    K = 23  # no other size: the compiler takes equal sizes for one
+    K = 61  # no other size, and more than rows: the compiler compares them
 
     def make(rows, size, dtype, seed=0):
         inputs, douts = subject.make(rows, size, dtype, seed)
