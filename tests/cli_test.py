@@ -754,7 +754,12 @@ def test_flags_are_answered_before_pytorch_is_imported(script, flags, code):
 
 def interrupted(script: str, folder: Path) -> Outcome:
     """Importing PyTorch takes seconds; here it takes as long as Ctrl-C needs to come."""
-    (folder / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # a shell's background job ignores Ctrl-C, and so would this process
+    (folder / "torch.py").write_text(
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+    )
     return process(script=script, PYTHONPATH=str(folder))
 
 

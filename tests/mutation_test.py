@@ -52,9 +52,13 @@ class Outcomes:
 
 
 def tests_imported() -> list[str]:
-    """The modules that have imported a kernel in order to test it."""
+    """The modules that have imported a kernel in order to test it, and the package of most of them,
+    whose attributes they are.
+    """
     others = {__name__, "tests.conftest", "tests.fixtures"}  # they know no kernel
-    names = [name for name in sys.modules if name.startswith("tests.") or name.endswith("_test")]
+    names = [
+        name for name in sys.modules if f"{name}.".startswith("tests.") or name.endswith("_test")
+    ]
     return [name for name in names if name not in others and not name.startswith("tests.faults")]
 
 
