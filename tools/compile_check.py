@@ -1,7 +1,7 @@
 """Compile every kernel for every supported GPU, on a machine that needs none.
 
-    python -m tools.compile_check                      # sm_90, sm_100, sm_103 (GB300), sm_120,
-    gfx942 python -m tools.compile_check --targets sm_103
+    python -m tools.compile_check    # sm_90, sm_100, sm_103 (GB300), sm_120, gfx942: minutes
+    python -m tools.compile_check --targets sm_103
 
 The kernels are reached through the autograd Functions that users call (compile_cases.py), launched
 on a GPU that is not there (pretended_gpu.py).
