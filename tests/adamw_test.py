@@ -133,6 +133,7 @@ def kind_checks(kind) -> list[Check]:
 # ---- The numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_match_float64(kind):
     assert_all_passed(kind_checks(kind))
@@ -366,6 +367,7 @@ def test_beyond_the_largest_bf16_is_infinity_as_in_rounding_to_nearest():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fraction", [1, 655, 21_845, 32_768, 60_000, 65_535])  # of 65,536
 def test_rounding_is_right_on_average(fraction):
     for sign in (0, 0x80000000):
@@ -425,6 +427,7 @@ def test_every_run_gives_the_same_bits_and_another_seed_other_ones():
     assert not any(torch.equal(a, b) for a, b in zip(runs[0], runs[2]))
 
 
+@pytest.mark.exhaustive
 def test_block_size_of_a_launch_does_not_show_in_the_results(monkeypatch):
     start = randn(5001, dtype=BF16)
     grads = gradients(start, 2)
@@ -470,6 +473,7 @@ def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_small_steps_are_kept_on_average():
     results = moved_weights()
     assert (
@@ -479,6 +483,7 @@ def test_small_steps_are_kept_on_average():
     assert abs(results["bf16, stochastic"][1] - 1) < 0.03
 
 
+@pytest.mark.exhaustive
 def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
     steps, n = 30, 4000
     v = {}
@@ -524,6 +529,7 @@ def small_model_losses(steps=40) -> dict[str, float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_small_model_trains_as_in_fp32():
     losses = small_model_losses()
     lag = {name: abs(loss - losses["fp32"]) for name, loss in losses.items()}
@@ -533,6 +539,7 @@ def test_small_model_trains_as_in_fp32():
 # ---- Shapes and layouts ------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 2047, 2048, 2049, 4095, 4097])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_neighbours_in_memory_stay_untouched(n, dtype):
@@ -596,6 +603,7 @@ WITH_GAPS = {  # shape of the memory, a view of it with gaps between its element
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gaps", WITH_GAPS)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_parameters_with_gaps_between_their_elements(gaps, in_backward):
@@ -769,6 +777,7 @@ NUMBERS = {  # the same settings, given as PyTorch takes them; betas that are th
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
 @pytest.mark.parametrize("given", NUMBERS)
 def test_numbers_and_tensors_give_the_same_bits(given, device):
@@ -865,6 +874,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_of_pytorch_gives_its_steps(name, kind):
@@ -952,6 +962,7 @@ def through_a_file(state_dict):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["load_state_dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", SAVED)
 def test_run_continues_with_the_same_bits(kind, way):
@@ -1148,6 +1159,7 @@ UNFIT = {  # name: (what makes a state unfit, exception, what its sentence says)
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("spoil, error, sentence", UNFIT.values(), ids=UNFIT)
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, error, sentence, started):
@@ -1828,6 +1840,7 @@ def test_nothing_waits_for_the_gpu(device):
         train(optimizer, grads[1:])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", ["floats", "ones", "lr in a tensor", "tensors", "maximize"])
 def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
@@ -1849,6 +1862,7 @@ def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_a_whole_step_under_torch_compile(tensor_lr):
     torch._dynamo.reset()

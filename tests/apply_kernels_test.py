@@ -203,6 +203,7 @@ ALL_LAUNCHES = FUSED | {
 # ---------------------------------------------------------------- training
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
 def test_patched_model_has_the_unpatched_loss_and_gradients(names, launches):
     batch = make_batch()
@@ -231,6 +232,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["rope"])], ids="+".join)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
@@ -251,6 +253,7 @@ def test_embeddings_may_be_given_and_labels_may_come_shifted():
     assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_layer_would_be_noticed(monkeypatch):
     batch = make_batch()
     expected = loss_and_gradients(make_model(), batch)
@@ -264,6 +267,7 @@ def test_a_wrong_layer_would_be_noticed(monkeypatch):
                 assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_another_label_may_be_ignored(names, training):
@@ -278,6 +282,7 @@ def test_another_label_may_be_ignored(names, training):
     assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
     model, batch = make_model(names), make_batch()
@@ -345,6 +350,7 @@ def test_head_whose_backward_needs_the_logits(names):
     assert_equal(loss_and_gradients(wrap(make_model(names), "lm_head", SoftCap), batch), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [2, torch.tensor([1, 3])])
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_logits_to_keep_are_kept(names, keep):
@@ -378,6 +384,7 @@ def test_tied_embeddings(names):
     assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["swiglu", "rope"])], ids="+".join)
@@ -406,6 +413,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trained", TRAINED)
 def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
     batch, models = make_batch(), [make_model(), make_model(MODEL_KERNELS)]
@@ -433,6 +441,7 @@ def test_gradients_of_micro_batches_add_up():
     assert_equal(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_two_backwards_through_one_graph():
     model, batch = make_model(MODEL_KERNELS), make_batch()
     _, *expected = loss_and_gradients(make_model(), batch).values()
@@ -511,6 +520,7 @@ def test_in_evaluation_a_tuple_may_be_asked_for(names):
     assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
 
 
+@pytest.mark.exhaustive
 def test_generation_with_and_without_a_cache(launches):
     ids = make_batch()["input_ids"]
     options = {
@@ -546,6 +556,7 @@ def test_one_token_after_the_other_through_the_cache():
     assert relative_error(torch.cat(logits, dim=1), expected) < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_hidden_states_and_attentions_are_returned_on_request(training, launches):
     """And the recorders that transformers leaves behind for them do not keep the fused layer from
@@ -600,12 +611,14 @@ def test_parameters_and_keys_are_the_same(names):
     }
 
 
+@pytest.mark.exhaustive
 def test_applied_twice_is_applied_once(launches):
     model = apply_kernels.apply_kernels(make_model(MODEL_KERNELS), MODEL_KERNELS)
     loss_and_gradients(model, make_batch())
     assert launches == ALL_LAUNCHES
 
 
+@pytest.mark.exhaustive
 def test_kernels_may_come_one_after_the_other(launches):
     model = make_model()
     for name in MODEL_KERNELS:
@@ -622,6 +635,7 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))]
 )
@@ -650,6 +664,7 @@ print(output.logits is None, repr(output.loss.item()))
 """
 
 
+@pytest.mark.exhaustive
 def test_pickled_model_is_loaded_by_another_process(tmp_path):
     torch.save((make_model(MODEL_KERNELS), make_batch()), tmp_path / "model.pt")
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
@@ -676,6 +691,7 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(patched.state_dict()["model.norm.weight"], changed["model.norm.weight"])
 
 
+@pytest.mark.exhaustive
 def test_a_copy_is_patched_and_on_its_own(launches):
     batch, original = make_batch(), make_model(MODEL_KERNELS)
     expected = loss_and_gradients(make_model(), batch)
@@ -702,6 +718,7 @@ def replica(
     return twin
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_replica_for_another_gpu_computes_with_its_own_weights(names, launches):
     model, other, batch = make_model(names), make_model(), make_batch()
@@ -778,6 +795,7 @@ def wrap(model, name, wrapper):
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "lm_head"]
@@ -827,6 +845,7 @@ REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_
 
 
 # around the embedding's neighbours
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("register", REGISTER)
 def test_hooks_on_parts_are_called(register):
@@ -880,6 +899,7 @@ def test_hooks_on_every_module_are_called():
     assert counts[1]["TritonRMSNorm"] == N_NORMS and counts[1]["TritonLlamaMLP"] == LAYERS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["self_attn.v_proj", "self_attn", "mlp", "mlp.gate_proj", "input_layernorm"]
 )
@@ -944,6 +964,7 @@ def assert_not_bypassed(expected, found, without):
     assert_equal(found, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("named_alike", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
 def test_subclass_of_a_part_keeps_its_forward(name, named_alike, launches):
@@ -963,6 +984,7 @@ def test_subclass_of_a_part_keeps_its_forward(name, named_alike, launches):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_subclass_of_the_model_keeps_its_forward(names, training, launches):
@@ -1036,6 +1058,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrapper_around_a_part_is_called(wrapper, wrapped_first, launches):
@@ -1049,6 +1072,7 @@ def test_wrapper_around_a_part_is_called(wrapper, wrapped_first, launches):
     assert launches["swiglu_fwd"] == LAYERS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CLASSES)
 def test_forward_that_a_part_had_before_is_called(name):
     def with_their_forward(model):
@@ -1060,6 +1084,7 @@ def test_forward_that_a_part_had_before_is_called(name):
     assert_not_bypassed(with_their_forward(make_model()), found, make_model())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "cls", dict.fromkeys([*CLASSES.values(), LlamaForCausalLM]), ids=lambda cls: cls.__name__
 )
@@ -1089,6 +1114,7 @@ def test_rotary_function_that_was_replaced_before_is_called(monkeypatch, launche
     assert not launches["rope"] and launches["swiglu_fwd"] == LAYERS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("before", [True, False])
 def test_another_activation_in_one_mlp_is_called(before):
     def with_gelu(model):
@@ -1100,6 +1126,7 @@ def test_another_activation_in_one_mlp_is_called(before):
     assert_not_bypassed(with_gelu(make_model()), found, make_model())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["input_layernorm", "self_attn", "mlp", "mlp.act_fn", "mlp.up_proj"]
 )
@@ -1118,6 +1145,7 @@ def their_loss(logits, labels, vocab_size, **kwargs):
     return logits.logsumexp(dim=-1).mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("set_first", [True, False])
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
@@ -1169,6 +1197,7 @@ def test_unknown_name_is_refused_and_nothing_is_replaced(names, launches):
     assert not launches
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu"], ["fused_layer"]], ids="+".join)
 def test_another_activation_is_refused(names, launches):
     model = make_model(hidden_act="gelu")
@@ -1263,6 +1292,7 @@ def test_trainer_makes_the_same_training_of_it(tmp_path, names, accumulate, laun
     assert relative_error(predictions[1], predictions[0]) < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_trainer_takes_triton_adamw(tmp_path, launches):
     def optimizer(model):
         return TritonAdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
@@ -1276,6 +1306,7 @@ def test_trainer_takes_triton_adamw(tmp_path, launches):
 # ---------------------------------------------------------------- what only a GPU can show
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
 def test_bf16_is_as_wrong_as_without_the_kernels(names):
     batch = make_batch()

@@ -155,6 +155,7 @@ def run(run_script, checkpoint, monkeypatch):
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "mutation"),
     [
@@ -172,6 +173,7 @@ def test_a_damaged_config_is_one_sentence_with_file_and_field(run, checkpoint, s
     assert "step 1" not in outcome.out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "script",
     mostly("finetune_optimized", [name for name in SCRIPTS if name != "finetune_baseline"]),
@@ -446,6 +448,7 @@ def test_brackets_without_end_in_a_config_are_one_sentence(run, checkpoint):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU, reason="with a GPU no interpreter is needed")
 @pytest.mark.parametrize(
     "flags",

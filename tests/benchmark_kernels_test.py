@@ -204,6 +204,7 @@ def test_queued_calls_are_timed_together_and_divided(monkeypatch):
 # ---------------------------------------------------------------- the first call
 
 
+@pytest.mark.exhaustive
 def test_first_call_is_timed_in_a_new_process_with_an_empty_cache(monkeypatch):
     caches, run_process = [], subprocess.run
 
@@ -573,6 +574,7 @@ def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     assert len({(style["color"], style["marker"]) for style in styles}) == len(styles)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])
 def test_functions_that_are_compiled_are_one_graph(kernel):
     size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[
@@ -642,6 +644,7 @@ def test_row_in_one_tile_is_right_though_slow(vocab):
         torch.testing.assert_close(other.function(*problem.inputs), loss)
 
 
+@pytest.mark.exhaustive
 def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tmp_path):
     """What its lesson and page say of a multiprocessor's 65,536 registers."""
     code = """
@@ -742,6 +745,7 @@ class Destroys(torch.autograd.Function):
 DESTROYERS = {"ours": TritonCrossEntropyLoss(inplace=True), "another": Destroys.apply}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("name", DESTROYERS)
 def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, monkeypatch):

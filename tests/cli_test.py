@@ -629,15 +629,18 @@ def process(*flags: str, script: str = "finetune_baseline.py", **environment: st
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.exhaustive
 def test_process_without_a_gpu_and_without_flags():
     assert_refused(process(), "needs a CUDA GPU", "--model tiny")
 
 
+@pytest.mark.exhaustive
 def test_process_without_a_network(tmp_path):
     outcome = process("--model", "some/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert_refused(outcome, "some/model", "could not be reached")
 
 
+@pytest.mark.exhaustive
 def test_process_with_libraries_that_would_warn(checkpoint):
     change_config(checkpoint, num_hidden_layers=3, bos_token_id=999)
     assert_refused(process(*TINY, "--model", str(checkpoint)), "do not fit its config.json")
@@ -739,6 +742,7 @@ except SystemExit as stop:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags, code", [(["--help"], 0), (["--frobnicate"], 2)], ids=["help", "wrong"]
 )
@@ -776,6 +780,7 @@ def test_an_error_during_the_imports_is_still_shown(tmp_path):
     assert outcome.code == 1 and "Traceback" in outcome.err and "ZeroDivisionError" in outcome.err
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
     number = signal.SIGTERM
     told = tmp_path / "pid"
@@ -810,6 +815,7 @@ command_line.run_main(finetune_optimized.main)
 # ---------------------------------------------------------------- what a good run prints
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
 def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
     title = {finetune_baseline: "Baseline Results", finetune_optimized: "Optimized Results"}[script]

@@ -113,6 +113,7 @@ def test_comparator_rejects_denominator_that_is_not_rescaled(rescale):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [(1, 16), (2, 32), (4, 16), (16, 64)])
 def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
@@ -120,6 +121,7 @@ def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_table_shape_with_the_shipped_tiles(dtype, monkeypatch):
     tiles.shipped_tiles(monkeypatch)
@@ -139,12 +141,14 @@ def test_worked_example_of_the_readme(monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [80.0, -1e4])
 def test_large_offset_does_not_cost_digits(dtype, offset):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype, offset=offset)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("height", [5.0, 10.0, 15.0])
 def test_gradient_of_confident_rows(height):
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -212,6 +216,7 @@ def check_every_row(name, ours, ref64, eager):
         assert_all_passed(checks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, magnitude", MAGNITUDES)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_logits_of_any_magnitude(dtype, magnitude, inplace):
@@ -240,6 +245,7 @@ def test_loss_of_a_target_far_below_is_finite_as_long_as_pytorchs():
 # ---- -inf, inf and NaN logits --------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mask", ["first chunk", "middle chunk", "all but one", "scattered", "lowest float"]
 )
@@ -277,6 +283,7 @@ def assert_only_row_3_differs(loss_and_gradient_a, loss_and_gradient_b):
         assert not torch.equal(a[3], b[3])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", ["all -inf", "target -inf", "one inf", "one NaN"])
 def test_unusual_row_is_as_in_pytorch_and_leaves_the_other_rows_alone(row):
     logits, targets = make_inputs()
@@ -303,6 +310,7 @@ def test_nan_logits_of_an_ignored_row_stay_out():
 # ---- targets -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 1, 16, SMALL_V + 5, 2**40])
 def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     logits, targets = make_inputs(ignore_index=ignore_index)
@@ -327,6 +335,7 @@ def test_no_valid_row_is_as_in_pytorch(n_rows, reduction):
     assert torch.equal(gradient, torch.zeros_like(logits))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [SMALL_V, SMALL_V + 10, -1, -99, 2**31, 2**40, -(2**40)])
 def test_target_outside_the_vocabulary_gives_nan_for_its_row_only(target):
     logits, targets = make_inputs()
@@ -450,6 +459,7 @@ def test_no_grad_and_frozen_logits_build_no_graph():
     assert torch.equal(frozen, unrecorded)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_launchers_work_without_autograd(reduction):
     logits, targets = make_inputs(dtype=torch.bfloat16)
@@ -485,6 +495,7 @@ def overwritten(values, targets, grad_output=None, **options):
     return loss.detach(), leaf.grad
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(SMALL_ROWS, SMALL_V), (2, 3, SMALL_V), (SMALL_V,), (9, 1), (7, 64)]
@@ -500,6 +511,7 @@ def test_inplace_writes_the_gradient_over_the_logits(shape, dtype, reduction):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_inplace_gradient_is_multiplied_by_any_grad_output(dtype, reduction):
@@ -521,6 +533,7 @@ def test_inplace_ignored_row_gets_zeros_even_where_its_logits_are_nan():
     assert (leaf.grad[targets == -100] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_inplace_table_shape_with_the_shipped_tiles(monkeypatch):
     tiles.shipped_tiles(monkeypatch)
     for vocab in (V, 777):
@@ -613,6 +626,7 @@ def test_inplace_refuses_memory_that_cannot_hold_the_gradient(layout):
 # ---- Hugging Face --------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_items_in_batch", [None, 11])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_agrees_with_hugging_face_on_shifted_labels(dtype, num_items_in_batch):
@@ -778,6 +792,7 @@ def test_torch_compile_in_place_refuses_other_uses_before_the_loss(use, nothing_
         run_graph(compiled, *graph_inputs(5, SMALL_V))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout", ["contiguous", "padded vocabulary", "transposed", "1-D, scalar target"]
 )

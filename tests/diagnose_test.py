@@ -410,6 +410,7 @@ def test_bad_input_is_one_sentence(run_script, flags, words):
 # ---------------------------------------------------------------- real runs
 
 
+@pytest.mark.exhaustive
 def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, monkeypatch):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     outputs = [

@@ -90,6 +90,7 @@ def plain_student(teacher, loss=plain_loss, **options):
 # ---------------------------------------------------------------- the loss
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(
     "names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"]
@@ -118,6 +119,7 @@ def on_labels(logits, teacher_logits, labels):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", [forward_kl, unshifted, every_position, on_labels])
 def test_another_loss_would_be_noticed(wrong):
     student, teacher = pair()
@@ -167,6 +169,7 @@ def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
     assert hidden.grad_fn is None and logits.grad_fn is None and not logits.requires_grad
 
 
+@pytest.mark.exhaustive
 def test_the_kernels_named_run_in_both_models(monkeypatch):
     counter = Counter()
     students = [pair(ALL, fused=fused)[0] for fused in (True, False)]
@@ -251,6 +254,7 @@ def trained_teacher(run_script, tmp_path, small_model) -> str:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_run_says_who_taught_whom(distilled):
     record, printed = distilled("--temperature", "2", "--student-layers", "2")
     expected = {
@@ -327,6 +331,7 @@ def test_without_a_teacher_the_model_is_the_default(workload_of):
     assert workload_of("--model", "tiny").model == "tiny"
 
 
+@pytest.mark.exhaustive
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
     record, _ = distilled(
         "--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER
@@ -337,6 +342,7 @@ def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, train
     assert record["validation_loss_after"] < record["validation_loss_before"] - 0.05
 
 
+@pytest.mark.exhaustive
 def test_all_kernels_train_the_same_student(distilled):
     eager, _ = distilled(*EAGER)
     fused, _ = distilled("--kernels", "all")
@@ -349,6 +355,7 @@ def test_all_kernels_train_the_same_student(distilled):
         )
 
 
+@pytest.mark.exhaustive
 def test_stochastic_rounding_is_said(distilled):
     record, _ = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
     assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True

@@ -348,6 +348,7 @@ def combinations(n):
     return [choice for choice in itertools.product([True, False], repeat=n) if any(choice)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("needed", combinations(4), ids=lambda c: "".join("10"[not n] for n in c))
 def test_norm_linear_with_frozen_inputs(needed):
     """Also without a matrix product whose result nobody asked for."""
@@ -377,6 +378,7 @@ UNUSED = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("used, needed", UNUSED, ids=lambda c: "".join("10"[not n] for n in c))
 def test_outputs_that_nobody_uses(used, needed):
     """The gradient of such an output is None, and it is not filled up with zeros; that of its

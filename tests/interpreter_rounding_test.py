@@ -188,6 +188,7 @@ for entries in (others, ~others):
 """
 
 
+@pytest.mark.exhaustive
 def test_users_gradient_at_logits_near_10_000_is_fp32s():
     assert all(error <= FLOOR[torch.float32] for error in run(LARGE_LOGITS))
 
@@ -206,11 +207,13 @@ for optimizer_class in (TritonAdamW, torch.optim.AdamW):
 """
 
 
+@pytest.mark.exhaustive
 def test_users_bf16_weights_keep_their_norm_over_40_steps():
     ours, pytorchs = run(OPTIMIZER_STEPS)
     assert ours == pytest.approx(pytorchs, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -231,6 +234,7 @@ def test_every_kernel_file_brings_it(kernel):
     assert run(code) == [1]
 
 
+@pytest.mark.exhaustive
 def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
     (tmp_path / "cross_entropy_kernel.py").write_text(
         (HERE / "cross_entropy_kernel.py").read_text()
@@ -239,6 +243,7 @@ def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
     assert len(errors) == 2 and max(errors) < 1e-2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first", ["harness.interpreter_rounding", "harness.device", "rmsnorm_kernel"]
 )
@@ -253,6 +258,7 @@ print(int(rmsnorm_kernel.INTERPRETED), int(patched))
     assert run(code) == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_changed_where_kernels_are_compiled():
     code = "import sys, harness.device, rmsnorm_kernel; "
     code += "print(int('triton.runtime.interpreter' in sys.modules))"

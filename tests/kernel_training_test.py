@@ -78,6 +78,7 @@ def test_an_unknown_opponent_is_refused(run_script):
     assert outcome.code == 2 and "nobody" in outcome.err and outcome.err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
     monkeypatch, tmp_path, run_script, small_model
 ):

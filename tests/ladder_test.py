@@ -284,6 +284,7 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
     assert record["categories_ms"]["normalization"] > 0 and record["busy_ms"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
     workload = small_workload("--data", "synthetic", "--seed", "3", "--lr", "0.5")
     record = ladder.run_script("finetune_baseline.py", workload)
@@ -299,6 +300,7 @@ def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
     assert record["seed"] == 3 and record["lr"] == 0.5 and record["kind"] == "finetune"
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_fails_is_one_sentence_with_its_own_message():
     workload = replace(small_workload("--model", "/nowhere/at/all"), kernels=("rmsnorm",))
     with pytest.raises(command_line.RunError) as caught:

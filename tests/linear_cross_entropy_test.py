@@ -120,6 +120,7 @@ def run_checks(
 # ---- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [1, 4, 11, None])
 def test_one_chunk_and_many_give_the_reference(chunk_size, dtype):
@@ -128,6 +129,7 @@ def test_one_chunk_and_many_give_the_reference(chunk_size, dtype):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp32_dweight", [False, True])
 def test_both_kinds_of_sum_give_the_reference(fp32_dweight, dtype):
@@ -135,6 +137,7 @@ def test_both_kinds_of_sum_give_the_reference(fp32_dweight, dtype):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype), kernel_options=kernel_options))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_table_shape(dtype):
     assert_all_passed(run_checks(*make_inputs((N_ROWS,), H, V, dtype)))
@@ -158,6 +161,7 @@ def test_chunks_are_few_equal_and_of_whole_tiles():
     assert [rows(n, 5) for n in (3, 23)] == [5, 5]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, magnitude", [(d, m) for d, m in MAGNITUDES if d != torch.float16])
 @pytest.mark.parametrize(
     "reduction", ["sum", "none"]
@@ -203,18 +207,21 @@ def dweight_errors(dtype, fp32_dweight):
     return errors, relative_error(eager[2], ref64[2])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_error_of_dweight_does_not_grow_with_the_number_of_chunks(dtype):
     errors, _ = dweight_errors(dtype, fp32_dweight=True)
     assert max(errors) <= 1.05 * min(errors)
 
 
+@pytest.mark.exhaustive
 def test_error_of_dweight_is_bounded_by_default():
     (one, four, sixteen), eager = dweight_errors(torch.bfloat16, fp32_dweight=None)
     assert four <= 2 * eager + FLOOR[torch.bfloat16]
     assert sixteen <= 1.05 * one
 
 
+@pytest.mark.exhaustive
 def test_error_of_dweight_would_grow_if_every_chunk_rounded_it():
     (one, _, sixteen), _ = dweight_errors(torch.bfloat16, fp32_dweight=False)
     assert sixteen > 1.3 * one
@@ -223,6 +230,7 @@ def test_error_of_dweight_would_grow_if_every_chunk_rounded_it():
 # ---- reductions, targets, upstream gradients -----------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_arbitrary_grad_output(reduction, dtype):
@@ -287,6 +295,7 @@ def test_fp16_gradient_waits_for_the_loss_scale():
     assert_all_passed(gradients)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ignore_index", [-100, 0, SMALL_V + 5, 2**40])
 def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     inputs = make_inputs(ignore_index=ignore_index)
@@ -328,6 +337,7 @@ def test_no_valid_row_is_as_in_pytorch(shape, reduction):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [SMALL_V, -1, 2**40])
 def test_target_outside_the_vocabulary_gives_nan(target):
     hidden, weight, targets = make_inputs()
@@ -371,6 +381,7 @@ class Log(TorchDispatchMode):
         return sum(name in ("mm", "addmm_") for name in self.names)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_frozen_head_gets_no_gradient_and_no_buffer(reduction):
     inputs = make_inputs()
@@ -384,6 +395,7 @@ def test_frozen_head_gets_no_gradient_and_no_buffer(reduction):
     assert log.products() == (2 if reduction == "mean" else 3) * 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_frozen_hidden_states_get_no_gradient(reduction):
     inputs = make_inputs()
@@ -462,6 +474,7 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_leaves_dtype():
     assert all(torch.equal(a, b.float()) for a, b in zip(ours, expected))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_launcher_works_without_autograd(reduction):
     inputs = make_inputs()

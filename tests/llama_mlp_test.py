@@ -152,6 +152,7 @@ class Recorder(TorchDispatchMode):
 WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any(wanted)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "wanted", WANTED, ids=lambda w: "".join("xgud"[i] for i in range(4) if w[i])
 )

@@ -49,6 +49,7 @@ def test_the_longest_sequence_from_a_record():
     assert "less than 4,096 tokens" in nothing and "custom kernels: none" in nothing
 
 
+@pytest.mark.exhaustive
 def test_the_longest_sequence_is_limited_by_the_models_positions(
     monkeypatch, tmp_path, run_script, small_model
 ):

@@ -73,6 +73,7 @@ def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) 
 # ---------------------------------------------------------------- recorded runs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", REQUIRED)
 def test_the_recorded_peak_is_met(name):
     record = recorded(name)
@@ -160,6 +161,7 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     return sum(saved.values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join
 )
@@ -182,6 +184,7 @@ def test_every_kept_tensor_has_a_kind(kernels):
     assert {block.kind for block in ledger.kept()} <= set(memory_ledger.KINDS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_every_layer_keeps_the_same(kernels):
     config = architecture.tiny_config()
@@ -311,6 +314,7 @@ def test_without_kernels_there_is_one_column(run_script):
     assert outcome.code == 0 and "chosen" not in outcome.out
 
 
+@pytest.mark.exhaustive
 def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
     def estimated_before(config, dtype, *shape):
         assert config.hidden_size == 4096 and dtype == torch.bfloat16

@@ -164,6 +164,7 @@ def observed_once(*kernels: str) -> Observed:
     return observe(list(kernels))
 
 
+@pytest.mark.exhaustive
 @SETS
 def test_every_part_is_what_it_is_said_to_be(kernels):
     check_books(observed_once(*kernels))
@@ -202,6 +203,7 @@ FAULTS_IN_READING_THEM = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS_IN_THE_BOOKS)
 def test_wrong_books_are_noticed(monkeypatch, fault):
     monkeypatch.setattr(Ledger, *FAULTS_IN_THE_BOOKS[fault])
@@ -209,6 +211,7 @@ def test_wrong_books_are_noticed(monkeypatch, fault):
         check_books(observe([]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 @pytest.mark.parametrize("fault", FAULTS_IN_READING_THEM)
 def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
@@ -497,6 +500,7 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     assert sum(event["action"] == "alloc" for trace in traces for event in trace) > 100
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("memory_*.json")), ids=lambda path: path.stem)
 def test_the_recorded_parts_explain_the_peak_as_the_estimate_told_it(path):
     record = json.loads(path.read_text())

@@ -189,6 +189,7 @@ def test_every_norm_is_replaced_and_no_weight_copied():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "names", [[], ["rmsnorm"], ["cross_entropy"], ["rmsnorm", "cross_entropy"]]
 )
@@ -207,6 +208,7 @@ def test_each_named_kernel_is_patched_in_and_no_other(names):
     assert largest_error(loss_and_gradients(model, batch), expected)[0] < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_patched_model_has_the_unpatched_loss_and_gradients():
     batch = tiny_batch()
     model = uneven_norms(loading.load_model(tiny_workload()))
@@ -216,6 +218,7 @@ def test_patched_model_has_the_unpatched_loss_and_gradients():
     assert error < 1e-5, f"{name} is off by {error:.1e}"
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_kernel_changes_loss_or_gradients():
     def wrong_eps(module):
         norm = TritonRMSNorm.from_llama_rmsnorm(module)
@@ -248,6 +251,7 @@ def test_a_wrong_kernel_changes_loss_or_gradients():
         )
 
 
+@pytest.mark.exhaustive
 def test_gradient_accumulation_adds_up_to_one_large_batch():
     model = uneven_norms(loading.load_model(tiny_workload()))
     batch = tiny_batch(batch_size=2)

@@ -147,6 +147,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict, str]]:
     return results
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["baseline", "custom"])
 def test_a_run_leaves_a_trace_and_a_record_that_renders_to_what_was_printed(runs, name):
     record, printed = runs[name]
@@ -281,6 +282,7 @@ def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_profile_with_all_kernels(tmp_path):
     """Kernels run as operations of their Function here; the optimizer steps inside the backward."""
     outputs = ["--json", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]

@@ -275,6 +275,7 @@ def calls(draw):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
 @drawn(25, calls())
 def test_function_is_as_exact_as_eager_wherever_its_tensors_lie(subject, case):

@@ -128,6 +128,7 @@ def test_pages_are_short(page):
     assert len(TEXTS[page].splitlines()) <= (560 if page.name == "README.md" else 200)
 
 
+@pytest.mark.exhaustive
 @with_pages
 def test_snippets_run_as_printed(page, tmp_path):
     """One after the other, as one file: what a snippet names, an earlier one of the page has

@@ -161,6 +161,7 @@ def test_reference_is_pytorchs_kl_div(reduction):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [(1, 4), (4, 2), (4, 16)])
 def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
@@ -168,6 +169,7 @@ def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])  # the two remedies
 def test_table_shape_with_the_shipped_tiles(dtype, reduction, monkeypatch):
@@ -177,6 +179,7 @@ def test_table_shape_with_the_shipped_tiles(dtype, reduction, monkeypatch):
     assert_all_passed(run_checks(*inputs, grad_output, reduction=reduction))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 127, 128, 129])
 def test_ragged_vocabulary_next_to_powers_of_two_and_chunk_ends(vocab):
     student, teacher, mask = make_inputs((4, vocab))
@@ -187,12 +190,14 @@ def test_ragged_vocabulary_next_to_powers_of_two_and_chunk_ends(vocab):
         assert_all_passed(run_checks(student, teacher, mask))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.05, 2, 10.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_temperature_divides_both_and_no_square_multiplies(temperature, dtype):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype), temperature=temperature))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dtype, offset", [(dtype, 80.0) for dtype in DTYPES] + [(torch.float32, -1e4)]
 )
@@ -224,6 +229,7 @@ def test_overflow_of_exp_without_the_maximum():
     assert_all_passed([loss, other, compare("p * log-ratio", *before, dtype=torch.float32)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n_kept", [0, 1, 300, 700, 2**30])
 def test_any_part_of_a_row_may_be_kept_in_the_cache(monkeypatch, n_kept):
     launch = reverse_kl_kernel._launch
@@ -319,6 +325,7 @@ def check_every_row(student, teacher, loss, gradient, temperature=1.0):
         assert_all_passed([max(checks, key=lambda check: check.allowed)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, magnitude, temperature", MAGNITUDES)
 @pytest.mark.parametrize("now", [True, False])  # the two remedies
 def test_logits_of_any_magnitude(dtype, magnitude, temperature, now):
@@ -333,6 +340,7 @@ def test_logits_of_any_magnitude(dtype, magnitude, temperature, now):
     check_every_row(student, teacher, loss, gradient, temperature)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "fill", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9]
 )
@@ -358,6 +366,7 @@ def test_rows_at_an_end_of_the_range(end):
 # ---- -inf, inf and NaN logits --------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("padded", ["first chunk", "middle chunk", "scattered", "all but one"])
 @pytest.mark.parametrize("who", ["both", "student"])
 def test_padded_vocabulary_is_not_nan(padded, who):
@@ -395,6 +404,7 @@ def assert_only_row_3_differs(pair_a, pair_b):
         assert not torch.equal(a[3], b[3])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [[100], [0], [149], [1, 70, 140]])
 def test_mass_where_the_teacher_has_none_is_inf_as_in_pytorch(columns):
     student, teacher, _ = make_inputs()
@@ -420,6 +430,7 @@ def test_mass_that_underflows_where_the_teacher_has_none_is_not_nan():
     assert loss.isfinite() and gradient.isfinite().all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("who", ["student", "teacher"])
 @pytest.mark.parametrize("what", ["all -inf", "one inf", "one nan"])
 def test_unusual_row_is_nan_as_in_pytorch_and_leaves_the_other_rows_alone(who, what):
@@ -444,6 +455,7 @@ def test_nan_logits_of_rows_that_do_not_count_stay_out():
 # ---- mask and reduction --------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_reductions_with_and_without_a_mask(reduction, masked):
@@ -454,6 +466,7 @@ def test_reductions_with_and_without_a_mask(reduction, masked):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "ignore_index, dtype", [(-100, torch.int64), (0, torch.int64), (1, torch.int32)]
 )
@@ -502,6 +515,7 @@ PAIRS += [("contiguous", layout) for layout in LAYOUTS]
 PAIRS = list(dict.fromkeys(PAIRS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("student_layout, teacher_layout", PAIRS)
 def test_layouts_of_student_and_teacher(student_layout, teacher_layout):
     vocab = (
@@ -518,6 +532,7 @@ def test_layouts_of_student_and_teacher(student_layout, teacher_layout):
 # ---- upstream gradients and autograd -------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
 def test_any_grad_output(factor, dtype):
@@ -531,6 +546,7 @@ def test_loss_is_fp32_and_gradient_has_the_students_dtype():
     assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 3.0)])
 @pytest.mark.parametrize("reduction", ["sum", "none"])  # the two remedies
 def test_second_backward_through_a_retained_graph(reduction, factors):
@@ -602,6 +618,7 @@ def test_teacher_that_needs_a_gradient_is_refused():
         TritonReverseKLLoss()(student, teacher, mask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_launchers_work_without_autograd(reduction):
     student, teacher, mask = make_inputs(dtype=torch.bfloat16)
@@ -655,6 +672,7 @@ def run_shard(rank, file, inputs, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU, reason="two processes on the CPU")
 def test_vocabulary_split_over_two_processes(tmp_path):
     student, teacher, mask = make_inputs()
@@ -675,6 +693,7 @@ def test_vocabulary_split_over_two_processes(tmp_path):
         assert_all_passed(compare_both(f"two processes, {reduction}", whole, *references, student))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inf", [False, True])
 def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
     student, teacher, _ = make_inputs(offset=20.0)
@@ -773,6 +792,7 @@ def test_torch_compile_of_logits_that_are_a_leaf(shape, reduction, nothing_poiso
     torch.testing.assert_close(ours[1], expected[1])  # 0.5 is not multiplied at the same place
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout", ["contiguous", "padded by sixteen", "transposed", "odd row stride"]
 )

@@ -129,6 +129,7 @@ def test_row_of_one_column():
     assert_all_passed(check_against_float64("H=1", 1e-3 * x, weight, dy))
 
 
+@pytest.mark.exhaustive
 def test_longest_row_that_is_accepted():
     shape = (2, rmsnorm_kernel.MAX_HIDDEN_SIZE)
     assert_all_passed(check_against_float64("H=32768", *make_inputs(shape, torch.float32)))
@@ -151,6 +152,7 @@ def test_no_partial_sum_is_lost_at_the_end(n_programs, n_cols):
     assert relative_error(dw, partial.double().sum(0)) < FLOOR[torch.float32]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dw_error_does_not_grow_with_rows(dtype):
     few, many = (256, 65_536) if HAS_GPU else (8, 384)
@@ -375,6 +377,7 @@ def test_parameter_that_is_a_dtensor_is_refused_with_a_sentence(as_dtensor):
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("need_dweight", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 64), (0, 64)])

@@ -130,6 +130,7 @@ def test_any_numbers_of_heads(n_q_heads, n_k_heads):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("B, T", [(1, 1), (1, 5), (5, 1), (3, 7)])
 @pytest.mark.parametrize(
     "shared", [False, True], ids=["positions of each sample", "shared positions"]
@@ -138,6 +139,7 @@ def test_every_token_has_its_own_angles(B, T, shared):
     assert_all_passed(check_against_float64("tokens", *make_inputs((B, T, 2, 1, 8), shared=shared)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("which", [(2,), (3,), (2, 3)], ids=["cos", "sin", "both"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 2, 16), (3, 3, 2, 1, 8), (1, 5, 2, 1, 8)])
 def test_angles_without_a_batch_are_every_samples(shape, which):
@@ -283,6 +285,7 @@ def test_adjacent_columns_are_not_copied(layout, monkeypatch):
     assert pointers[:4] == [t.data_ptr() for t in (x, x, cos, sin)] and len(pointers) == 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["samples", "heads", "tokens"])
 @pytest.mark.parametrize("far", [0, 1], ids=["q", "k"])
 def test_heads_beyond_int32(far_apart, far, dim):
@@ -357,6 +360,7 @@ def test_other_unsqueeze_dim_is_refused_with_a_sentence():
         triton_apply_rotary_pos_emb(*make_inputs()[:4], unsqueeze_dim=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("positions", ["shared", "of each sample"])
 def test_llama_gives_the_same_logits_and_gradients(attention, positions, monkeypatch):
@@ -524,6 +528,7 @@ def test_torch_compile_of_any_strides(shape, view):
     assert all(map(torch.equal, ours, expected)) and ours[0].stride() == expected[0].stride()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("shape, view", LAYOUTS.values(), ids=LAYOUTS)
 def test_operator_promises_torch_compile_what_it_returns(shape, view, backward):

@@ -77,6 +77,7 @@ def workload_of(flags: list[str]) -> Workload:
     return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
 
 
+@pytest.mark.exhaustive
 def test_text_is_tokenized_into_words(smollm, english):
     workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
     data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
@@ -107,6 +108,7 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.exhaustive
 def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
     """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these
     weights.
@@ -123,6 +125,7 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, engl
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tmp_path):
     path = tmp_path / "run.json"
     steps = ["--steps", "4", "--lr", "5e-5", "--json", str(path)]
@@ -138,6 +141,7 @@ def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tm
     assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypatch, tmp_path):
     monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
     records = []
@@ -193,6 +197,7 @@ def half_distilled(smollm, english, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.exhaustive
 def test_half_of_the_layers_learn_from_all(half_distilled):
     record = half_distilled(seq_len=128, steps=5, kernels="none")
     assert record["student_layers"] == 15 and record["teacher_parameters"] == 134_515_008

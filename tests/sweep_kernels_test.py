@@ -57,6 +57,7 @@ def stubbed_timer(monkeypatch):
 # ---------------------------------------------------------------- settings
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel, i", EVERY_LAUNCH)
 def test_every_setting_is_launched_as_asked_and_right(kernel, i, stubbed_timer):
     launch = make_launch(kernel, i)
@@ -97,6 +98,7 @@ def test_backward_makes_room_for_as_many_programs_as_it_launches(stubbed_timer):
         assert row["fault"] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
     monkeypatch.setattr(sweep_kernels, "HAS_GPU", has_gpu)
@@ -358,6 +360,7 @@ def finished(tmp_path_factory):
     return result.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_sweep_has_a_table_for_every_launch_and_size(finished):
     stdout, record = finished
     assert record["kind"] == "sweep"

@@ -99,6 +99,7 @@ def dtype_checks(dtype) -> list[Check]:
 # ---- The numbers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_activation_and_mlp_match_float64(dtype):
     assert_all_passed(dtype_checks(dtype))
@@ -429,6 +430,7 @@ def test_torch_compile_of_the_backward_alone(need_y, inplace):
     assert all(map(torch.equal, sources, (*expected[:written], *(gate, up, dy)[written:])))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("need_y", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 64), (0, 64), ()])
 def test_operators_promise_torch_compile_what_they_return(shape, need_y):

@@ -32,6 +32,7 @@ def run(*command: str, **env: str) -> subprocess.CompletedProcess:
 # ---------------------------------------------------------------- compile_check.py
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
     result = run("-m", "tools.compile_check", "--targets", "sm_103", TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -119,6 +120,7 @@ command_line.run_main(compile_check.main)
 """
 
 
+@pytest.mark.exhaustive
 def test_kernel_that_spills_and_kernel_that_does_not_compile_fail_the_check(tmp_path):
     script = tmp_path / "broken_kernels.py"
     script.write_text(BROKEN_KERNELS)
@@ -134,6 +136,7 @@ def test_kernel_that_spills_and_kernel_that_does_not_compile_fail_the_check(tmp_
 # ---------------------------------------------------------------- check_toolchain.py
 
 
+@pytest.mark.exhaustive
 def test_toolchain_says_yes_here():
     result = run(str(HERE / "check_toolchain.py"))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -152,6 +155,7 @@ def test_toolchain_says_yes_here():
         assert name in result.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", ["triton", "transformers"])
 def test_missing_package_is_one_sentence_with_a_remedy(tmp_path, package):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name={package!r})")
@@ -223,6 +227,7 @@ def make_test(folder: Path, tests: str, target: str = "test") -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @pytest.mark.parametrize(
     "tests, count, passes",
@@ -245,6 +250,7 @@ def test_make_tests_last_line_counts_all_tests(tmp_path, tests, count, passes):
     assert (result.returncode == 0) == passes, result.stdout + result.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @pytest.mark.parametrize("target, count", [("test", 1), ("test-all", 2)])
 def test_what_is_exhaustive_is_left_to_test_all(tmp_path, target, count):

@@ -60,6 +60,7 @@ def test_both_scripts_show_the_same_loop():
         assert loops[0].count(step) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
     """To the bit: the loop of next_steps, which takes any kernels, with the same two."""
     flags = ["--seq-len", "8", "--steps", "2"]
@@ -153,6 +154,7 @@ KERNEL_FLAGS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flags, kernels", KERNEL_FLAGS.values(), ids=KERNEL_FLAGS)
 def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, flags, kernels):
     steps = 5 if "all" in flags else 10  # the interpreter is slow
@@ -176,6 +178,7 @@ def test_optimized_run_follows_the_baseline_in_bf16(monkeypatch, tmp_path, kerne
     assert max(loss_differences(baseline, optimized)) < 1e-2
 
 
+@pytest.mark.exhaustive
 def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_path):
     folder = tmp_path / "saved"
     trained = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "2", "--save", str(folder))
