@@ -214,6 +214,7 @@ def test_zero_gradient_only_decays_the_weights():
     assert not m.any() and not v.any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -378,6 +379,7 @@ def test_rounding_is_right_on_average(fraction):
         assert abs(up - 2 * N * chance) <= 5 * math.sqrt(2 * N * chance * (1 - chance)) + 1
 
 
+@pytest.mark.exhaustive
 def test_rounding_does_not_depend_on_the_block_size():
     x = randn(N)
     assert torch.equal(rounded(x, block_size=256), rounded(x, block_size=4096))
@@ -404,6 +406,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_draws_of_other_seeds_parameters_steps_and_tensors_are_not_correlated():
     tosses = torch.stack([coins(**key) for key in KEYS])
     correlation = tosses @ tosses.T / N - torch.eye(len(KEYS), dtype=torch.float64, device=DEVICE)
@@ -986,6 +989,7 @@ def test_run_continues_with_the_same_bits(kind, way):
     assert not any(p is q for p, q in zip(params_of(optimizer), params_of(resumed)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("to_torch", [False, True])
 def test_state_is_exchanged_with_torch(to_torch, dtype):
@@ -1039,6 +1043,7 @@ def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own", ["numbers", "tensors"])
 @pytest.mark.parametrize("saved", ["numbers", "tensors"])
 def test_settings_are_loaded_into_what_the_optimizer_has(own, saved):
@@ -1230,6 +1235,7 @@ class Model(torch.nn.Module):
         return self(tokens).float().square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, stochastic", [(FP32, False), (BF16, True)])
 def test_steps_inside_the_backward_are_the_same_steps(dtype, stochastic):
     optimizers = []
@@ -1373,6 +1379,7 @@ def test_state_loaded_after_a_backward_replaces_what_that_stepped():
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["cpu", "gpu", "maximize"])
 def test_steps_inside_the_backward_take_the_same_options(kind):
     def make(in_backward):

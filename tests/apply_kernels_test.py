@@ -244,6 +244,7 @@ def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
     assert_equal(loss_and_gradients(make_model(names), batch), expected)
 
 
+@pytest.mark.exhaustive
 def test_embeddings_may_be_given_and_labels_may_come_shifted():
     model, patched = make_model(), make_model(MODEL_KERNELS)
     batch = make_batch()
@@ -319,6 +320,7 @@ def test_the_gradient_takes_the_logits_memory_in_training_only(inplace):
     assert inplace == [True, False]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [*rarely(["cross_entropy"]), MODEL_KERNELS], ids="+".join)
 def test_logits_that_somebody_else_holds_are_not_overwritten(names):
     batch, held = make_batch(), []
@@ -343,6 +345,7 @@ class SoftCap(torch.nn.Module):
         return torch.tanh(self.head(hidden_states))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_head_whose_backward_needs_the_logits(names):
     batch = make_batch()
@@ -372,6 +375,7 @@ def test_head_of_another_size_than_the_configuration_is_refused(names):
             model(**make_batch())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["linear_cross_entropy"])], ids="+".join)
 def test_tied_embeddings(names):
     """The head's gradient and the embedding's are added up in one tensor."""
@@ -425,6 +429,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
     assert_equal(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_micro_batches_add_up():
     model, patched, batch = make_model(), make_model(MODEL_KERNELS), make_batch()
     n_items = int((batch["labels"][:, 1:] != IGNORE).sum())
@@ -452,6 +457,7 @@ def test_two_backwards_through_one_graph():
         assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "names", [MODEL_KERNELS, *rarely(["fused_layer", "rmsnorm"], ["swiglu"])], ids="+".join
 )
@@ -464,6 +470,7 @@ def test_autocast_is_as_wrong_as_without_the_kernels(names):
     assert_all_passed(checks_against(ref64, found, eager))
 
 
+@pytest.mark.exhaustive
 def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     models = make_model(), make_model(["linear_cross_entropy"])
     optimizers = stepping.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
@@ -503,6 +510,7 @@ def z_loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
     return {"loss": loss.detach(), "logits": output.logits.detach(), **gradients}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted(names):
     batch = make_batch()
@@ -676,6 +684,7 @@ def test_pickled_model_is_loaded_by_another_process(tmp_path):
     assert float(loss) == pytest.approx(make_model()(**make_batch()).loss.item(), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_saved_and_loaded(tmp_path):
     batch, patched = make_batch(), make_model(MODEL_KERNELS)
     expected = loss_and_gradients(make_model(), batch)
@@ -813,6 +822,7 @@ def test_lora_is_not_bypassed(name, wrapped_first, launches):
     assert launches["scale"] == (0 if name == "lm_head" else 2)
 
 
+@pytest.mark.exhaustive
 def test_bias_is_not_forgotten():
     batch = make_batch()
     models = [make_model(n, attention_bias=True, mlp_bias=True) for n in ((), MODEL_KERNELS)]
@@ -872,6 +882,7 @@ def test_hook_on_the_activation_of_a_fused_layer_is_called():
     assert called == [1]
 
 
+@pytest.mark.exhaustive
 def test_hook_changes_what_comes_after_it():
     batch = make_batch()
     models = make_model(), make_model(MODEL_KERNELS)
@@ -1161,6 +1172,7 @@ def test_loss_function_of_the_users_own_wins(names, set_first, training, launche
     assert relative_error(patched(**make_batch()).logits, model(**make_batch()).logits) < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", LOSSES, ids="+".join)
 def test_another_loss_of_transformers_wins(names):
     model, patched = make_model(), make_model(names)

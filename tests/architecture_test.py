@@ -46,6 +46,7 @@ def test_the_8b_config_is_llama_3_1():
     assert architecture.parameter_count(config) == 8_030_261_248
 
 
+@pytest.mark.exhaustive
 def test_rope_scaling_reaches_the_frequencies():
     config = architecture.llama_3_1_8b_config()
     config.num_hidden_layers, config.intermediate_size, config.vocab_size = 1, 8, 8

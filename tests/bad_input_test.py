@@ -208,6 +208,7 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "script",
     mostly(EVERY_DAY, [name for name in SCRIPTS if "--" not in name or "estimate" in name]),
@@ -248,6 +249,7 @@ def test_dynamic_rotary_scaling_changes_nothing_within_the_models_positions(chec
     assert torch.equal(*losses)
 
 
+@pytest.mark.exhaustive
 def test_the_estimate_of_flash_attention_is_that_of_the_fused_one():
     config = architecture.tiny_config()
     shape = torch.bfloat16, 1, 64, []

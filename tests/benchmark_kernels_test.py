@@ -289,6 +289,7 @@ def test_one_size_has_no_summary_and_several_name_theirs(finished):
     assert "Hidden size: 64\n" in two and "Hidden size: 128\n" in two
 
 
+@pytest.mark.exhaustive
 def test_plot_has_room_for_every_size(finished, tmp_path):
     record = with_sizes(finished[1], "rmsnorm", 64, 128)
     for size, name in ((1, "one"), (2, "two")):
@@ -772,6 +773,7 @@ def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(name, mo
     assert torch.equal(problem.inputs[0], before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_in_place_runs_again_and_leaves_the_problem_unchanged():
     """Each implementation must begin from the same inputs, also after one that destroys its own."""

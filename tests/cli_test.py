@@ -579,6 +579,7 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized, profile_baseline])
 def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path, script):
     """512 tokens take Triton's interpreter a minute a step."""
@@ -767,6 +768,7 @@ def interrupted(script: str, folder: Path) -> Outcome:
     return process(script=script, PYTHONPATH=str(folder))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "compare_runs.py"])
 def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
     outcome = interrupted(script, tmp_path)

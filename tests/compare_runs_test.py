@@ -122,6 +122,7 @@ def test_runs_that_differ_in_dtype_are_named_by_it_and_by_their_validation_loss(
     }
 
 
+@pytest.mark.exhaustive
 def test_plot_is_a_picture(script, tmp_path):
     picture = tmp_path / "plot.png"
     code, _, _ = script(run(), run("Optimized"), flags=["--plot", str(picture)])

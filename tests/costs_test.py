@@ -234,6 +234,7 @@ def test_what_our_kernels_move_is_what_is_necessary(rung):
 # ---------------------------------------------------------------- a whole step
 
 
+@pytest.mark.exhaustive
 def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
     """In bf16: the products as the model has them, 116 bytes a number and norm, 20 passes of AdamW.
 

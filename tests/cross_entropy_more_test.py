@@ -347,6 +347,7 @@ def test_target_outside_the_vocabulary_gives_nan_for_its_row_only(target):
     assert TritonCrossEntropyLoss()(logits, targets).isnan()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ignore_index", [-100, 2**40])
 def test_int32_targets(ignore_index):
     logits, targets = make_inputs()

@@ -347,6 +347,7 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_both_profiles_are_drawn_in_one_picture(run_script, tmp_path):
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
     for path, record in zip(paths, before_and_after()):
@@ -360,6 +361,7 @@ def test_both_profiles_are_drawn_in_one_picture(run_script, tmp_path):
     assert is_picture(picture)
 
 
+@pytest.mark.exhaustive
 def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)

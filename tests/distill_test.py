@@ -156,6 +156,7 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     assert not torch.equal(student.lm_head.weight, alone.lm_head.weight)
 
 
+@pytest.mark.exhaustive
 def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
     # the kernel would refuse a teacher's logits that are part of a graph
     student, teacher = pair(ALL, fused=False)
@@ -300,6 +301,7 @@ def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_mode
     assert all(torch.equal(student[name], teacher[name]) for name in student)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "model", "n_layers"),
     [

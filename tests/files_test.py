@@ -350,6 +350,7 @@ def test_a_file_that_stdout_goes_to_keeps_what_was_printed(tmp_path):
 # nothing is changed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["json", "trace", "save"])
 def test_a_refused_run_leaves_nothing_behind(run_script, tmp_path, name):
     script = profile_baseline if name == "trace" else finetune_baseline
@@ -611,6 +612,7 @@ def profiled(profiler):
     return again, trace
 
 
+@pytest.mark.exhaustive
 def test_a_trace_goes_through_a_device_that_stays(run_script, device, tmp_path, monkeypatch):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     record = tmp_path / "run.json"
@@ -623,6 +625,7 @@ def test_a_trace_goes_through_a_device_that_stays(run_script, device, tmp_path, 
     assert made["categories"]["matmul"]["flops"] > 0 and made["trace_bytes"] > 1000
 
 
+@pytest.mark.exhaustive
 def test_a_trace_goes_through_a_link_that_stays(run_script, tmp_path, monkeypatch):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     (tmp_path / "link").symlink_to(tmp_path / "trace.json")

@@ -115,6 +115,7 @@ def test_the_table_from_a_record(gpu):
     assert (tables.NOT_MEANINGFUL in text) == (gpu is None)
 
 
+@pytest.mark.exhaustive
 def test_the_picture_has_every_rung_and_what_was_predicted(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)

@@ -307,6 +307,7 @@ def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     assert (loss_and_gradients(loss_fn, *inputs)[1][inputs[2] == ignore_index] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_nan_hidden_state_of_an_ignored_row_stays_out_of_loss_and_dhidden():
     hidden, weight, targets = make_inputs()
     loss_fn = TritonLinearCrossEntropyLoss(chunk_size=4)
@@ -464,6 +465,7 @@ def test_gradients_accumulate_over_micro_batches():
     )
 
 
+@pytest.mark.exhaustive
 def test_autocast_multiplies_in_its_dtype_and_returns_the_leaves_dtype():
     inputs = make_inputs()
     halves = [t.bfloat16() if t.is_floating_point() else t for t in inputs]
@@ -494,6 +496,7 @@ def test_launcher_works_without_autograd(reduction):
         assert len(linear_cross_entropy_forward(*leaves, **options, **needed)) == 2
 
 
+@pytest.mark.exhaustive
 def test_operator_for_the_compiler_describes_its_results():
     hidden, weight, targets = make_inputs((2, 3))
     operator = linear_cross_entropy_kernel._operator

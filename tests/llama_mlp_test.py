@@ -190,6 +190,7 @@ def saving_on_the_cpu(mlp, x):
         return mlp(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "way",
     [
@@ -226,6 +227,7 @@ class LoRALinear(torch.nn.Module):
         return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(x))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
     "names", [("gate_proj", "up_proj", "down_proj"), ("down_proj",), ("up_proj",)]

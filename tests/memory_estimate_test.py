@@ -223,6 +223,7 @@ def test_what_the_graph_holds_lives_until_the_backward():
         assert ledger.n_bytes == 3 * 512  # x, y and the gradient
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", [[], ["cross_entropy"], ["adamw"], KERNELS], ids="+".join)
 def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_highest_phase(kernels):
     estimated = tiny_estimate(*kernels)
@@ -328,6 +329,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
     assert re.search(r"^Total +80\.37$", outcome.out, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_the_weights_are_not_needed(run_script, tmp_path):
     config = architecture.tiny_config()
     config.save_pretrained(tmp_path)

@@ -241,6 +241,7 @@ def peak_by_the_profiler(observed: Observed) -> int:
     return max(itertools.accumulate(n_bytes for _, n_bytes in changes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU the allocator is asked instead")
 def test_the_sum_is_that_of_pytorchs_own_profiler():
     config = architecture.tiny_config()
@@ -279,6 +280,7 @@ def test_every_part_is_there_at_some_time():
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
     shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
@@ -420,6 +422,7 @@ def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record
     assert memory_tables.advice(large | {"peak_memory_bytes": 1000}) == []
 
 
+@pytest.mark.exhaustive
 def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)

@@ -205,6 +205,7 @@ def test_the_custom_kernels_replace_the_eager_operations(runs):
     ]
 
 
+@pytest.mark.exhaustive
 def test_python_stacks_are_in_the_trace_but_not_in_the_tables(runs, tmp_path):
     outputs = ["--json", str(tmp_path / "record.json"), "--trace", str(tmp_path / "trace.json")]
     record, _ = run("--seq-len", "64", "--warmup", "1", "--stacks", *outputs)
@@ -263,6 +264,7 @@ def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
     assert len(calls) == 4, "a layer was not fused under the profiler"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
     model = apply_kernels.apply_kernels(tiny_model(), [name])

@@ -403,6 +403,7 @@ def test_half_precision_only_rounds_the_norm(case, dtype):
         assert_rounded_once(half, single)
 
 
+@pytest.mark.exhaustive
 @drawn(
     25,
     loss_cases(MATRICES, dtype=torch.float16, ignored=0.3, inplace=False),
@@ -442,6 +443,7 @@ def test_permuted_rows_permute_the_norm(case):
     assert torch.equal(permuted[0], y[order]) and torch.equal(permuted[1], dx[order])
 
 
+@pytest.mark.exhaustive
 @drawn(20, loss_cases(MATRICES, reduction="none"), GARBAGE, st.sampled_from([0, -100, 10**6]))
 def test_loss_of_a_row_does_not_depend_on_the_others(case, garbage, garbage_target):
     assume(0 not in (case.logits.steps[0], case.targets.steps[0]))
@@ -455,6 +457,7 @@ def test_loss_of_a_row_does_not_depend_on_the_others(case, garbage, garbage_targ
 
 
 # in place rows are contiguous, and begin anywhere
+@pytest.mark.exhaustive
 @drawn(20, loss_cases(MATRICES, reduction="none", inplace=False))
 def test_permuted_rows_permute_the_loss(case):
     logits, targets, upstream = loss_inputs(case)

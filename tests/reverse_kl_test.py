@@ -205,6 +205,7 @@ def test_large_offset_does_not_cost_digits(dtype, offset):
     assert_all_passed(run_checks(*make_inputs(dtype=dtype, offset=offset)))
 
 
+@pytest.mark.exhaustive
 def test_rising_maxima_are_rescaled():
     student, teacher, mask = make_inputs()
     slope = torch.linspace(0, 30, SMALL_V, device=DEVICE)
@@ -245,6 +246,7 @@ def test_any_part_of_a_row_may_be_kept_in_the_cache(monkeypatch, n_kept):
         assert_all_passed(run_checks(*make_inputs((SMALL_ROWS, 700), dtype)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_logits_give_exactly_zero(dtype):
     student, _, mask = make_inputs(dtype=dtype)
@@ -258,6 +260,7 @@ def test_student_near_its_teacher():
     assert_all_passed(checks)
 
 
+@pytest.mark.exhaustive
 def test_logits_of_two_dtypes():
     student, teacher, mask = make_inputs(dtype=torch.bfloat16)
     assert_all_passed(run_checks(student, teacher.float() + 1e-3, mask))
@@ -591,6 +594,7 @@ def test_gradients_accumulate_over_micro_batches():
     )
 
 
+@pytest.mark.exhaustive
 def test_no_grad_and_frozen_student_build_no_graph_and_no_gradient(monkeypatch):
     student, teacher, mask = make_inputs()
     asked = []

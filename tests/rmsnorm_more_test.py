@@ -135,6 +135,7 @@ def test_longest_row_that_is_accepted():
     assert_all_passed(check_against_float64("H=32768", *make_inputs(shape, torch.float32)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n_programs", [1, 3, 100])
 def test_any_number_of_programs_gives_the_same_gradients(n_programs, monkeypatch):
     monkeypatch.setattr(rmsnorm_kernel, "MAX_DW_PARTIAL_BYTES", n_programs * 4 * 64)

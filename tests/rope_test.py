@@ -101,6 +101,7 @@ def main() -> int:
 # ---- The numbers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_forward_and_backward_match_float64(dtype):
     assert_all_passed(dtype_checks(dtype))
@@ -153,6 +154,7 @@ def test_angles_without_a_batch_are_every_samples(shape, which):
     assert_all_passed(check_against_float64("(T, D) with gaps", *inputs))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_angles_in_fp32_leave_q_and_k_their_dtype(dtype):
     inputs = make_inputs(dtype=dtype, angle_dtype=torch.float32)
@@ -166,6 +168,7 @@ def test_q_and_k_may_differ_in_dtype():
     assert_all_passed(check_against_float64("mixed", q, k, cos, sin, dq_rot, dk_rot))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sum_is_rounded_once(dtype):
     # What is rounded once is float64's answer, but for ties.
@@ -180,6 +183,7 @@ def test_sum_is_rounded_once(dtype):
         assert relative_error(ours, ref) < relative_error(theirs, ref)
 
 
+@pytest.mark.exhaustive
 def test_rotation_keeps_lengths_and_the_backward_turns_it_back():
     q, k, *_ = make_inputs((2, 9, 4, 2, 32))
     cos, sin = rotation((2, 9, 4, 2, 32))

@@ -82,6 +82,7 @@ def test_a_lesson_can_be_carried_away(module):
     assert needed <= ({"cross_entropy_kernel"} if "linear_cross" in module else set())
 
 
+@pytest.mark.exhaustive
 def test_no_circle():
     """Not even one that an import inside of a function hides."""
     graph = {module: imports(module) & set(MODULES) for module in MODULES}

@@ -156,6 +156,7 @@ def test_wrong_gradient_off_the_targets_is_seen():
     assert fault.startswith("WRONG") and "other" in fault and "target" not in fault
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel, i", EVERY_LAUNCH)
 def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
     """New memory may be that of the result before, and hold it still."""
@@ -243,6 +244,7 @@ def test_setting_of_the_file_that_differs_from_itself_is_an_error(monkeypatch):
         sweep("rmsnorm", 5, 96, "fp32")
 
 
+@pytest.mark.exhaustive
 def test_in_place_is_compared_from_fresh_logits_and_timed_on_overwritten_ones(stubbed_timer):
     launch = make_launch("cross_entropy", 2)
     shipped, expected = carried(launch)
