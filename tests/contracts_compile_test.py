@@ -14,7 +14,7 @@ import torch
 
 from harness.checking import DEVICE, FLOOR, assert_all_passed, relative_error
 from tests import tiles
-from tests.contracts import contract, is_variant
+from tests.contracts import contract
 from tests.fixtures import COMPILED_DTYPE, compiled_once
 from tests.subject import (
     Subject,
@@ -118,7 +118,7 @@ def sizes_of(subject, first=0):
 @contract(
     "case",
     orders_of_sizes,
-    exhaustive=lambda subject, case: is_variant(subject) or case != (True, 0),
+    exhaustive=lambda subject, case: case != (True, 0),
 )
 def test_larger_graph(subject, case):
     dynamic, first = case

@@ -10,7 +10,7 @@ import torch
 from harness.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
 from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
-from tests.contracts import contract, is_variant
+from tests.contracts import contract
 from tests.layouts import Layout, layouts_of
 from tests.subject import (
     as_tuple,
@@ -44,11 +44,7 @@ def test_new_tensors_are_poisoned():
 # ---- The numbers ---------------------------------------------------------------------------------
 
 
-def is_a_variants_half(subject, dtype):
-    return is_variant(subject) and dtype != torch.float32
-
-
-@contract("dtype", lambda subject: subject.dtypes, exhaustive=is_a_variants_half)
+@contract("dtype", lambda subject: subject.dtypes)
 def test_outputs_and_gradients_match_float64(subject, dtype):
     assert_all_passed(checks(subject, *subject.make((5, 3), subject.size, dtype)))
 
@@ -56,7 +52,7 @@ def test_outputs_and_gradients_match_float64(subject, dtype):
 @contract(
     "size",
     lambda subject: subject.ragged_sizes,
-    exhaustive=lambda subject, size: is_variant(subject) or size not in subject.ragged_sizes[::3],
+    exhaustive=lambda subject, size: size not in subject.ragged_sizes[::3],
 )
 def test_ragged_sizes(subject, size):
     assert_all_passed(checks(subject, *subject.make((5,), size, torch.float32)))
@@ -80,7 +76,7 @@ def test_ragged_rows_with_gaps_between_them(subject, size):
 @contract(
     "case",
     lambda subject: [(size, dtype) for size in subject.large_sizes for dtype in subject.dtypes],
-    exhaustive=lambda subject, case: is_variant(subject) or case[1] != torch.float32,
+    exhaustive=lambda subject, case: case[1] != torch.float32,
 )
 def test_large_sizes_with_the_shipped_tiles(subject, case, monkeypatch):
     tiles.shipped_tiles(monkeypatch)
@@ -91,7 +87,7 @@ def test_large_sizes_with_the_shipped_tiles(subject, case, monkeypatch):
 @contract(
     "n_rows",
     lambda subject: (1, 2, 7, 8, 9, 17, 40),
-    exhaustive=lambda subject, n_rows: is_variant(subject) or n_rows not in (1, 9),
+    exhaustive=lambda subject, n_rows: n_rows not in (1, 9),
 )
 def test_no_row_is_lost_between_programs(subject, n_rows):
     assert_all_passed(checks(subject, *subject.make((n_rows,), subject.size, torch.float32)))
@@ -172,7 +168,7 @@ CORE = (
 @contract(
     "case",
     strided_cases,
-    exhaustive=lambda subject, case: is_variant(subject) or case[1] not in CORE,
+    exhaustive=lambda subject, case: case[1] not in CORE,
 )
 def test_any_strides(subject, case):
     name, layout = case

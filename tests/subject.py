@@ -51,8 +51,6 @@ class Subject:
     size: object
     # what a user calls, where `function` hands it copies to overwrite or looks at the inputs itself
     entry: Callable | None = None
-    # a subject that runs the same kernels
-    variant_of: str | None = None
 
     # ---- How it is compared
     # what decides the allowance, in the kernel's dtype; the reference unless told

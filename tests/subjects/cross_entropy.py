@@ -206,7 +206,6 @@ MEAN = Subject(
 ROWS = replace(
     MEAN,
     name="cross_entropy_rows",
-    variant_of="cross_entropy",
     function=loss("none"),
     reference=reference("none"),
     eager=eager("none"),
@@ -244,7 +243,6 @@ SUBJECTS = (
     replace(
         ROWS,
         name="cross_entropy_inplace_rows",
-        variant_of="cross_entropy_inplace",
         function=loss_inplace("none"),
         entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
         make=rounded_once(make_of_rows),

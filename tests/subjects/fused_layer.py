@@ -303,7 +303,6 @@ SUBJECTS = (
     Subject(
         name="norm_and_mlp",
         kernels=KERNELS,
-        variant_of="norm_linear",
         function=layer(norm_linear, SwiGLULinearFunction.apply),
         reference=layer(norm_reference, swiglu_linear_reference),
         make=make_layer,

@@ -150,7 +150,6 @@ SUBJECTS = (
     replace(
         NORM,
         name="rmsnorm_without_weight",
-        variant_of="rmsnorm",
         make=make_without_weight,
         large_sizes=(5000, 16_385),
         differentiable=("x",),

@@ -112,7 +112,6 @@ SUBJECTS = (
     replace(
         SWIGLU,
         name="swiglu_inplace",
-        variant_of="swiglu",
         function=swiglu_inplace,
         entry=TritonSwiGLU(inplace=True),
         saved=(),
