@@ -1,7 +1,7 @@
 """Is the fused cross-entropy right?
 
-    python cross_entropy_test.py    # the loss, its gradient, and the memory of four ways to compute
-them pytest cross_entropy_test.py    # the same checks, and those below
+    python cross_entropy_test.py    # the loss, its gradient, and the memory that four ways take
+    pytest cross_entropy_test.py    # the same checks, and those below
 
 All is judged against float64 and allowed twice the error of eager PyTorch: harness/checking.py says
 why.  Eager is written here as Hugging Face writes it, logits.float() first: its most exact form,
@@ -19,11 +19,14 @@ from harness import command_line
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+from harness import timing
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -33,6 +36,8 @@ from harness.checking import (
     compare,
     print_checks,
     print_loss,
+    print_title,
+    print_verdict,
 )
 
 N_ROWS, V = (512, 128_256) if HAS_GPU else (24, 1_000)  # LLaMA 3.1's vocabulary
@@ -165,33 +170,20 @@ WAYS = {
 }
 
 
-class Produce(torch.autograd.Function):
-    """A copy of `values` that is an operation's result, as logits are; its backward takes no
-    memory.
-    """
-
-    @staticmethod
-    def forward(ctx, anchor, values):
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.new_zeros(()), None
-
-
 def measure_extra_memory() -> tuple[int, dict[str, int]]:
     """Bytes of the logits, and for each way the peak beyond them in forward and backward."""
     values = torch.randn((N_ROWS, V), dtype=torch.bfloat16, device=DEVICE)
     targets = torch.randint(V, (N_ROWS,), device=DEVICE)
-    extra = {}
-    for way, loss_fn in WAYS.items():
-        logits = Produce.apply(torch.zeros((), device=DEVICE, requires_grad=True), values)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+
+    def forward_and_backward(loss_fn):
+        logits = timing.as_a_result(values)
         loss_fn(logits, targets).backward()
-        extra[way] = torch.cuda.max_memory_allocated() - before
-        del logits
-    return values.nbytes, extra
+
+    peaks = {
+        way: timing.peak_extra_bytes(partial(forward_and_backward, loss_fn))
+        for way, loss_fn in WAYS.items()
+    }
+    return values.nbytes, {way: peak - values.nbytes for way, peak in peaks.items()}
 
 
 def memory_is_as_promised(logits_bytes: int, extra: dict[str, int]) -> bool:
@@ -226,11 +218,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print(
-            "No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n"
-        )
-    print("Cross-Entropy Correctness Tests\n" + "=" * 60)
+    print_title("Cross-Entropy")
     print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
     passed = True
@@ -243,8 +231,7 @@ def main() -> int:
         passed &= print_loss(loss, ref64[0], ours[0])
         passed &= print_checks(gradients)
     passed &= print_memory()
-    print("\n" + "=" * 60 + f"\nAll cross-entropy tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("cross-entropy", passed)
 
 
 if __name__ == "__main__":

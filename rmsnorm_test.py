@@ -25,6 +25,8 @@ from harness.checking import (
     assert_all_passed,
     compare,
     print_checks,
+    print_title,
+    print_verdict,
 )
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
@@ -128,18 +130,12 @@ def test_wrong_answers_are_rejected(dtype):
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print("No GPU found: the kernels run on the CPU, in Triton's interpreter,", end=" ")
-        print("at smaller shapes.\n")
-    print("RMSNorm Correctness Tests")
-    print("=" * 60)
+    print_title("RMSNorm")
     passed = True
     for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
         print(f"\nTest {number}: {title}")
         passed &= print_checks(dtype_checks(dtype))
-    print("\n" + "=" * 60)
-    print(f"All RMSNorm correctness tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("RMSNorm correctness", passed)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,22 @@ def assert_all_passed(checks: list[Check]) -> None:
     assert not failed, "\n" + "\n".join(failed)
 
 
+def print_title(function: str) -> None:
+    """The first lines of a test that is run as a script."""
+    if not HAS_GPU:
+        print("No GPU found: the kernels run on the CPU, in Triton's interpreter,", end=" ")
+        print("at smaller shapes.\n")
+    print(f"{function} Correctness Tests")
+    print("=" * 60)
+
+
+def print_verdict(function: str, passed: bool) -> int:
+    """Its last lines, and its exit code."""
+    print("\n" + "=" * 60)
+    print(f"All {function} tests {'PASSED' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
 def print_checks(checks: list[Check], indent: str = "  ") -> bool:
     """Print one line per check; True when all passed."""
     for check in checks:

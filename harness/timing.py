@@ -118,6 +118,24 @@ def datasheet_tflops(gpu: str | None) -> float | None:
 # ---------------------------------------------------------------- memory
 
 
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_zeros(()), None
+
+
+def as_a_result(values: torch.Tensor) -> torch.Tensor:
+    """A copy that requires a gradient and, as logits are, is an operation's result; the operation
+    keeps nothing for its backward, and its own gradient is one number.
+    """
+    anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
+    return _Result.apply(anchor, values)
+
+
 def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
     """Peak GPU memory that fn() allocates beyond what was allocated before it; None on the CPU."""
     if not HAS_GPU:

@@ -25,7 +25,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.optim import lr_scheduler
 
 from harness import command_line
-from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, print_checks
+from harness.checking import (
+    DEVICE,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    print_checks,
+    print_title,
+    print_verdict,
+)
 from next_steps import adamw_kernel
 from next_steps.adamw_kernel import (
     TritonAdamW,
@@ -1963,13 +1972,7 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
 
 def main() -> int:
     command_line.Parser(__doc__).parse_args()
-    if not HAS_GPU:
-        print(
-            "No GPU found: the kernel runs on the CPU, in Triton's interpreter,"
-            " at smaller shapes.\n"
-        )
-    print("AdamW Correctness Tests")
-    print("=" * 60)
+    print_title("AdamW")
     passed = True
     for number, kind in enumerate(KINDS, start=1):
         print(f"\nTest {number}: {kind}")
@@ -1981,9 +1984,7 @@ def main() -> int:
     print("\nLoss of a small network after 40 steps")
     for name, loss in small_model_losses().items():
         print(f"  {name:<26} {loss:.4f}")
-    print("\n" + "=" * 60)
-    print(f"All AdamW correctness tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("AdamW correctness", passed)
 
 
 if __name__ == "__main__":

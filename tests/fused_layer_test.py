@@ -1,8 +1,7 @@
 """What is the fused layer's alone: what it saves, which products it leaves out, what swiglu_linear
 writes over.
 
-    python -m tests.fused_layer_test    # every result and gradient of both functions, and what they
-save
+    python -m tests.fused_layer_test    # results, gradients, and what is saved
 
 What every function has to do is asked in tests/contracts_*_test.py, of norm_linear, swiglu_linear
 and both together.
@@ -30,6 +29,8 @@ from harness.checking import (
     assert_all_passed,
     compare,
     print_checks,
+    print_title,
+    print_verdict,
     relative_error,
 )
 from next_steps import fused_layer, swiglu_kernel
@@ -186,20 +187,14 @@ def memory_rows() -> list[str]:
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print("No GPU found: the kernels run on the CPU, in Triton's interpreter,", end=" ")
-        print("at smaller shapes.\n")
-    print("Fused Layer Correctness Tests")
-    print("=" * 60)
+    print_title("Fused Layer")
     passed = True
     for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
         print(f"\nTest {number}: {title}")
         passed &= print_checks(dtype_checks(dtype))
     print("\nKept for the backward, FP32")
     print("\n".join(f"  {row}" for row in memory_rows()))
-    print("\n" + "=" * 60)
-    print(f"All fused layer correctness tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("fused layer correctness", passed)
 
 
 # ---- The numbers ---------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """What is linear + cross-entropy's alone: its chunks, the sum of dweight over them, the scaling of
 both gradients.
 
-    python -m tests.linear_cross_entropy_test   # the loss and both gradients, dweight over the
-chunks, memory
+    python -m tests.linear_cross_entropy_test   # loss, gradients, their memory
 
 What every function has to do, this one too, is asked in tests/contracts_*_test.py.  dweight is
 compared in two parts, the rows of words that are some token's target and those of all other words:
@@ -27,6 +26,8 @@ from harness.checking import (
     assert_all_passed,
     compare,
     print_checks,
+    print_title,
+    print_verdict,
     relative_error,
 )
 from next_steps import linear_cross_entropy_kernel
@@ -663,11 +664,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print(
-            "No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n"
-        )
-    print("Linear + Cross-Entropy Correctness Tests\n" + "=" * 60)
+    print_title("Linear + Cross-Entropy")
     print(f"{N_ROWS} rows, H = {H:,}, V = {V:,}.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
     passed = True
@@ -678,10 +675,7 @@ def main() -> int:
         passed &= print_checks(run_checks(*inputs, kernel_options={"chunk_size": -(-N_ROWS // 3)}))
     passed &= print_errors_of_dweight()
     passed &= print_memory()
-    print(
-        "\n" + "=" * 60 + f"\nAll linear + cross-entropy tests {'PASSED' if passed else 'FAILED'}"
-    )
-    return 0 if passed else 1
+    return print_verdict("linear + cross-entropy", passed)
 
 
 if __name__ == "__main__":

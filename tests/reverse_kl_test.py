@@ -1,8 +1,7 @@
 """What is reverse KL's alone: logits of any magnitude and -inf, masks, temperatures, a vocabulary
 over processes.
 
-    python -m tests.reverse_kl_test     # the loss, its gradient, and the memory of three ways to
-compute them
+    python -m tests.reverse_kl_test     # the loss, its gradient, and the memory that three ways take
 
 What every function has to do, reverse KL too, is asked in tests/contracts_*_test.py.  A gradient is
 compared in two parts, the student's most probable column of each row and all the others; at the
@@ -31,6 +30,8 @@ from harness.checking import (
     compare,
     print_checks,
     print_loss,
+    print_title,
+    print_verdict,
 )
 from next_steps import reverse_kl_kernel
 from next_steps.reverse_kl_kernel import (
@@ -43,7 +44,7 @@ from next_steps.reverse_kl_kernel import (
 )
 from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
-from tests.subjects.reverse_kl import bad_input, closed_form, make
+from tests.subjects.reverse_kl import bad_input, eager_in_orders, make, reference
 
 N_ROWS, V = (
     (512, 131_072) if HAS_GPU else (12, 1_000)
@@ -106,23 +107,12 @@ def compare_both(name, ours, ref64, eagers, student) -> list[Check]:
 
 
 def reference_and_eager(student, teacher, mask=None, grad_output=None, **options):
-    """(loss, gradient) in float64, and eight of eager PyTorch on logits.float()."""
-
-    def loss_fn(s, t, m):
-        return reverse_kl_reference(s, t, m, **options)
-
-    ref64 = loss_and_gradient(loss_fn, student.double(), teacher.double(), mask, grad_output)
-    eagers = []
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        order = torch.randperm(student.shape[-1], generator=generator).to(student.device)
-        s, t = student[..., order], teacher[..., order]
-        loss, gradient = loss_and_gradient(
-            lambda s, t, m: loss_fn(s.float(), t.float(), m), s, t, mask, grad_output
-        )
-        for permuted in (gradient, closed_form(s, t, mask, grad_output, **options)):
-            eagers.append((loss, permuted[..., order.argsort()]))
-    return ref64, eagers
+    """(loss, gradient) in float64, and those of eager PyTorch in the columns' orders."""
+    ref64 = loss_and_gradient(
+        reference(**options), student.double(), teacher.double(), mask, grad_output
+    )
+    inputs = student, teacher, mask, grad_output
+    return ref64, list(eager_in_orders(*inputs, n_orders=4, **options))
 
 
 def run_checks(
@@ -148,12 +138,10 @@ def test_reference_is_pytorchs_kl_div(reduction):
         by_pytorch = F.kl_div(log_q, log_p, log_target=True, reduction=reduction)
         return rows if reduction == "none" else by_pytorch
 
-    def reference(s, t, _):
-        return reverse_kl_reference(s, t, temperature=0.7, reduction=reduction)
-
+    ours = reference(temperature=0.7, reduction=reduction)
     grad_output = torch.rand(SMALL_ROWS if reduction == "none" else (), device=DEVICE)
     for a, b in zip(
-        *(loss_and_gradient(f, student, teacher, None, grad_output) for f in (kl_div, reference))
+        *(loss_and_gradient(f, student, teacher, None, grad_output) for f in (kl_div, ours))
     ):
         torch.testing.assert_close(a, b)
 
@@ -919,10 +907,7 @@ def main() -> int:
         warnings.simplefilter(
             "ignore", RuntimeWarning
         )  # NumPy's, of the interpreter's inf - inf in masked lanes
-        print(
-            "No CUDA GPU: the kernels run on the CPU, in Triton's interpreter, at smaller shapes.\n"
-        )
-    print("Reverse-KL Correctness Tests\n" + "=" * 60)
+    print_title("Reverse-KL")
     print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
     passed = True
@@ -936,8 +921,7 @@ def main() -> int:
         passed &= print_loss(loss, ref64[0], ours[0])
         passed &= print_checks(gradients)
     passed &= print_memory()
-    print("\n" + "=" * 60 + f"\nAll reverse-KL tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("reverse-KL", passed)
 
 
 if __name__ == "__main__":

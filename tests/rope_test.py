@@ -28,6 +28,8 @@ from harness.checking import (
     assert_all_passed,
     compare,
     print_checks,
+    print_title,
+    print_verdict,
     relative_error,
 )
 from next_steps import rope_kernel
@@ -84,18 +86,12 @@ def dtype_checks(dtype) -> list[Check]:
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print("No GPU found: the kernel runs on the CPU, in Triton's interpreter,", end=" ")
-        print("at smaller shapes.\n")
-    print("RoPE Correctness Tests")
-    print("=" * 60)
+    print_title("RoPE")
     passed = True
     for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
         print(f"\nTest {number}: {title}")
         passed &= print_checks(dtype_checks(dtype))
-    print("\n" + "=" * 60)
-    print(f"All RoPE correctness tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("RoPE correctness", passed)
 
 
 # ---- The numbers ---------------------------------------------------------------------------------

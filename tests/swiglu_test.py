@@ -1,8 +1,7 @@
 """What is SwiGLU's alone: its rounding and its steep gates, and what the backward in place writes
 over.
 
-    python -m tests.swiglu_test         # outputs and gradients of SwiGLU and its MLP, and the
-memory that they take
+    python -m tests.swiglu_test     # outputs and gradients, also of an MLP, and the memory taken
 
 What every function has to do, SwiGLU too, is asked in tests/contracts_*_test.py; the MLP is
 tests/llama_mlp_test.py's.
@@ -15,11 +14,13 @@ if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
 
 import contextlib
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
+from harness import timing
 from harness.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -28,6 +29,8 @@ from harness.checking import (
     assert_all_passed,
     compare,
     print_checks,
+    print_title,
+    print_verdict,
     relative_error,
 )
 from next_steps import swiglu_kernel
@@ -514,20 +517,6 @@ def test_new_row_counts_do_not_compile_new_kernels(halves, monkeypatch):
     assert compiled[2:] == []
 
 
-class Produce(torch.autograd.Function):
-    """A copy of `values` that is an operation's result, as gate and up are; its backward takes no
-    memory.
-    """
-
-    @staticmethod
-    def forward(ctx, anchor, values):
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.new_zeros(()), None
-
-
 WAYS = {  # and how many tensors of gate's size it should take, beyond gate, up and dy
     "eager PyTorch": (swiglu_reference, 4),
     "ours": (act, 3),
@@ -539,18 +528,16 @@ def measure_extra_memory() -> tuple[int, dict[str, int]]:
     """Bytes of gate, and for each way the peak beyond gate, up and dy in forward and backward."""
     values = torch.randn(MEMORY_SHAPE, dtype=torch.bfloat16, device=DEVICE)
     dy = torch.randn_like(values)
-    extra = {}
-    for way, (function, _) in WAYS.items():
-        anchor = torch.zeros((), device=DEVICE, requires_grad=True)
-        gate, up = Produce.apply(anchor, values), Produce.apply(anchor, values)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y = function(gate, up)
-        y.backward(dy)
-        extra[way] = torch.cuda.max_memory_allocated() - before
-        del gate, up, y
-    return values.nbytes, extra
+
+    def forward_and_backward(function):
+        gate, up = timing.as_a_result(values), timing.as_a_result(values)
+        function(gate, up).backward(dy)
+
+    peaks = {
+        way: timing.peak_extra_bytes(partial(forward_and_backward, function))
+        for way, (function, _) in WAYS.items()
+    }
+    return values.nbytes, {way: peak - 2 * values.nbytes for way, peak in peaks.items()}
 
 
 def memory_is_as_promised(gate_bytes, extra, saved) -> bool:
@@ -599,19 +586,13 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    if not HAS_GPU:
-        print("No GPU found: the kernels run on the CPU, in Triton's interpreter,", end=" ")
-        print("at smaller shapes.\n")
-    print("SwiGLU Correctness Tests")
-    print("=" * 60)
+    print_title("SwiGLU")
     passed = True
     for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
         print(f"\nTest {number}: {title}")
         passed &= print_checks(dtype_checks(dtype))
     passed &= print_memory()
-    print("\n" + "=" * 60)
-    print(f"All SwiGLU correctness tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    return print_verdict("SwiGLU correctness", passed)
 
 
 if __name__ == "__main__":

@@ -71,28 +71,29 @@ def closed_form(
     return gradient.masked_fill(~counted.unsqueeze(-1), 0)
 
 
-def many_times(**options):
-    """Eager PyTorch in two formulas and with the columns in sixteen orders.
+def eager_in_orders(student, teacher, mask, grad_output, n_orders, **options):
+    """Yield (loss, gradient) of eager PyTorch in two formulas, with the columns in many orders.
 
     At the most probable column two nearly equal numbers are subtracted, and what is left of their
     digits is luck, eager's too.  So its worst error counts.
     """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(n_orders):
+        order = torch.randperm(student.shape[-1], generator=generator).to(student.device)
+        s, t = student[..., order], teacher[..., order]
+        leaf = s.detach().requires_grad_()
+        loss = eager(**options)(leaf, t, mask)
+        loss.backward(grad_output)
+        for gradient in (leaf.grad, closed_form(s, t, mask, grad_output, **options)):
+            yield loss.detach(), gradient[..., order.argsort()]
+
+
+def many_times(**options):
+    """A subject's eager results."""
 
     def eagers(inputs, douts):
-        student, teacher, mask = inputs.values()
-        generator = torch.Generator().manual_seed(0)
-        results = []
-        for _ in range(16):
-            order = torch.randperm(student.shape[-1], generator=generator).to(student.device)
-            s, t = student[..., order], teacher[..., order]
-            leaf = s.detach().requires_grad_()
-            loss = eager(**options)(leaf, t, mask)
-            loss.backward(douts["loss"])
-            for gradient in (leaf.grad, closed_form(s, t, mask, douts["loss"], **options)):
-                results.append(
-                    {"loss": loss.detach(), "dstudent_logits": gradient[..., order.argsort()]}
-                )
-        return results
+        pairs = eager_in_orders(*inputs.values(), douts["loss"], n_orders=16, **options)
+        return [{"loss": loss, "dstudent_logits": gradient} for loss, gradient in pairs]
 
     return eagers
 
