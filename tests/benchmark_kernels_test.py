@@ -95,6 +95,7 @@ def columns(line: str) -> list[str]:
     return [part.strip() for part in line.split("  ") if part.strip()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_begins_with_the_warning_that_there_is_no_gpu(finished):
     assert finished[0].startswith(tables.NO_GPU_NOTE)

@@ -258,6 +258,7 @@ def account(*kernels: str, workspaces: int = 0, ledger: Observer | None = None) 
     return memory_profile.account(ledger or observed_once(*kernels).ledger, workspaces)
 
 
+@pytest.mark.exhaustive
 @SETS
 def test_the_parts_add_up_to_the_peak_which_is_the_highest_of_phases_and_timeline(kernels):
     found = account(*kernels)

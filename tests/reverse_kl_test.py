@@ -1,7 +1,7 @@
 """What is reverse KL's alone: logits of any magnitude and -inf, masks, temperatures, a vocabulary
 over processes.
 
-    python -m tests.reverse_kl_test     # the loss, its gradient, and the memory that three ways take
+    python -m tests.reverse_kl_test     # the loss, its gradient, and what memory is taken
 
 What every function has to do, reverse KL too, is asked in tests/contracts_*_test.py.  A gradient is
 compared in two parts, the student's most probable column of each row and all the others; at the

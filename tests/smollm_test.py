@@ -206,6 +206,7 @@ def test_half_of_the_layers_learn_from_all(half_distilled):
     assert record["validation_loss_after"] < record["validation_loss_before"] - 2
 
 
+@pytest.mark.exhaustive
 def test_the_reverse_kl_kernel_teaches_the_same(half_distilled):
     eager, fused = (
         half_distilled(seq_len=8, steps=2, kernels=kernels) for kernels in ("none", "cross_entropy")
