@@ -607,7 +607,8 @@ def launch_scale(row_grads, drows, targets, ignore_index):
 
 def on_device_of(tensor):
     """A context: Triton launches on the current GPU, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    elsewhere = tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(tensor.device) if elsewhere else contextlib.nullcontext()
 
 
 def _options(logits, warps, tile_rows=None):
@@ -693,7 +694,10 @@ def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_
     """
     rows, row_targets = _checked_rows(logits, targets)
     refuse_foreign_memory("grad_output", grad_output)
-    row_grads = grad_output.expand(targets.shape).reshape(-1)  # a scalar: a view with stride 0
+    if grad_output.ndim == 0:
+        row_grads = grad_output.expand(len(rows))  # a view with stride 0
+    else:
+        row_grads = grad_output.expand(targets.shape).reshape(-1)
     if stats is None:
         launch_scale(row_grads, rows, row_targets, ignore_index)
         return rows.detach().view(logits.shape)

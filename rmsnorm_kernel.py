@@ -52,6 +52,7 @@ correct, but slower.
 """
 
 import contextlib
+import functools
 import math
 import os
 
@@ -70,6 +71,7 @@ with contextlib.suppress(ModuleNotFoundError):
     import harness.interpreter_rounding  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HIDDEN_SIZE = 32_768
 MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer, however many rows there are
 
@@ -227,6 +229,11 @@ def _rmsnorm_dw_kernel(
 
 
 # ---- Launchers -------------------------------------------------------------------------------
+#
+# On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
+# So a launcher does without what takes microseconds where nothing depends on it: a view of what is
+# contiguous, an empty tensor by its shape and not by another tensor, the properties of the GPU
+# looked up anew, a change to the device that is the current one.
 
 
 def rmsnorm_forward(
@@ -244,14 +251,15 @@ def rmsnorm_forward(
 
 def _launch_forward(x, weight, eps):
     _check(x, weight)
-    rows = _as_rows(x)
-    n_rows, H = rows.shape
+    rows, row_stride = _as_rows(x)
+    H = x.shape[-1]
+    n_rows = x.numel() // H
     y, rstd = _y_and_rstd(x, weight, n_rows)
     weight = None if weight is None else weight.contiguous()
     if n_rows > 0:
         with _on_device_of(x):
             _rmsnorm_fwd_kernel[(n_rows,)](
-                rows, rows.stride(0),
+                rows, row_stride,
                 weight,
                 y, H,
                 rstd,
@@ -281,9 +289,11 @@ def rmsnorm_backward(
 
 def _launch_backward(dy, x, weight, rstd, need_dweight):
     _check(x, weight, dy)
-    dx = x.new_empty(x.shape)  # (..., H)
-    dy_rows, x_rows = _as_rows(dy), _as_rows(x)
-    n_rows, H = x_rows.shape
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)  # (..., H)
+    dy_rows, dy_row_stride = _as_rows(dy)
+    x_rows, x_row_stride = _as_rows(x)
+    H = x.shape[-1]
+    n_rows = x.numel() // H
     _check_rstd(rstd, n_rows, x.device)
     rstd = rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -297,11 +307,11 @@ def _launch_backward(dy, x, weight, rstd, need_dweight):
     if weight is None and H > 2048:  # with fewer warps sm_103 spills 2 to 6 registers; not tuned
         options["num_warps"] = 8 if H <= 4096 else 16
     dw_partial = x.new_empty((n_programs, H), dtype=torch.float32) if need_dweight else None
-    dweight = weight.new_empty(H) if need_dweight else None  # (H,)
+    dweight = torch.empty_like(weight) if need_dweight else None  # (H,)
     with _on_device_of(x):
         _rmsnorm_bwd_kernel[(n_programs,)](
-            dy_rows, dy_rows.stride(0),
-            x_rows, x_rows.stride(0),
+            dy_rows, dy_row_stride,
+            x_rows, x_row_stride,
             weight,
             rstd,
             dx, H,
@@ -321,7 +331,7 @@ def _launch_backward(dy, x, weight, rstd, need_dweight):
 def _options(H: int) -> dict[str, int]:
     """Of both kernels.  A warp is 32 threads: from H = 4,096 on each has 32 values of a row."""
     num_warps = 4 if H <= 4096 else 8 if H <= 8192 else 16
-    return {"BLOCK_SIZE": triton.next_power_of_2(H), "num_warps": num_warps}
+    return {"BLOCK_SIZE": 1 << (H - 1).bit_length(), "num_warps": num_warps}
 
 
 def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
@@ -332,29 +342,41 @@ def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int
     if device.type != "cuda":
         return 4, 1  # few enough to make the programs loop on a CPU too
     per_processor = 4 if H <= 2048 else 2 if H <= 4096 else 1
-    n_programs = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    n_programs = per_processor * _n_processors(device)
     row_share = per_processor * row_bytes / 2**16
     stages = 1 if H > 8192 else 4 if 3 * row_share <= 1 else 3 if 2 * row_share <= 1 else 2
     return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
 
 
+@functools.cache
+def _n_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _y_and_rstd(x, weight, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward's results, not yet written."""
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    y = x.new_empty(x.shape, dtype=dtype)  # (..., H)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # (..., H)
     rstd = x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
     return y, rstd
 
 
-def _as_rows(t: torch.Tensor) -> torch.Tensor:
-    """View t (..., H) as (n_rows, H) with adjacent columns; copy only where no such view exists."""
+def _as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where t (..., H) lies as rows with adjacent columns, and the stride between rows.
+
+    A contiguous t lies so; any other is viewed as (n_rows, H), copied only if no such view exists.
+    """
+    if t.is_contiguous():
+        return t, t.shape[-1]
     rows = t.reshape(-1, t.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
 
 
 # ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ----
@@ -366,7 +388,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None
             continue
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
             _refuse_wrapper(name, t)
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        if t.dtype not in FLOATS:
             expected = "float16, bfloat16 or float32: convert it first."
             raise TypeError(f"{name} is {t.dtype}, expected {expected}")
         if t.layout is not torch.strided:

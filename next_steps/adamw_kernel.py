@@ -76,6 +76,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+MOMENTS = (torch.bfloat16, torch.float32)
 # 58.7 million bf16 weights on an H200: 195 us; with blocks of 2,048: 198; of 4,096: 203.
 BLOCK_SIZE, NUM_WARPS = 1024, 4
 # Philox passes the hardest tests of randomness from 7 rounds on (Salmon et al., 2011); tl.philox's
@@ -282,7 +283,7 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximiz
 
     stepped = dense(p), dense(m), dense(v)
     # A gradient through complex numbers may hold its values negated, and a bit that says so.
-    grad = dense(grad.resolve_neg())
+    grad = dense(grad.resolve_neg() if grad.is_neg() else grad)
     with _on_device_of(p):
         _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
             stepped[0],
@@ -337,7 +338,8 @@ def _log_and_complement(beta: float | torch.Tensor) -> tuple:
 
 def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
 
 
 # ---- Checks: what the kernel cannot compute is refused before it is handed any pointer
@@ -345,7 +347,8 @@ def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
 
 def _check_memory(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse a tensor without memory of its own that holds its elements, or of another dtype."""
-    if is_traceable_wrapper_subclass(t):
+    plain = type(t) is torch.Tensor or type(t) is torch.nn.Parameter
+    if not plain and is_traceable_wrapper_subclass(t):
         given = f"{name} is a {type(t).__name__}, which holds no memory of its own"
         advice = "pass the one inside, such as a DTensor's .to_local()"
         raise TypeError(f"{given}, expected a plain tensor: {advice}.")
@@ -371,9 +374,9 @@ def _check(p, grad, m, v, steps_done) -> None:
     for name, t, dtypes, expected in (
         ("p", p, FLOATS, shape),
         ("grad", grad, (p.dtype,), shape),
-        ("m", m, FLOATS[1:], shape),
-        ("v", v, FLOATS[1:], shape),
-        ("steps_done", steps_done, FLOATS[2:], ()),
+        ("m", m, MOMENTS, shape),
+        ("v", v, MOMENTS, shape),
+        ("steps_done", steps_done, MOMENTS[1:], ()),
     ):
         _check_memory(name, t, dtypes)
         if t.shape != expected or t.device != device:
@@ -689,7 +692,7 @@ def _check_group(group: dict) -> None:
     whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     float16 = any(p.dtype == torch.float16 for p in group["params"])
     two_rates = two and all(within(beta, 1.0) for beta in betas)
-    moments = group["moments_dtype"] in (None, *FLOATS[1:])
+    moments = group["moments_dtype"] in (None, *MOMENTS)
     for name, valid, expected in (
         ("lr", within(group["lr"]), "a number of at least 0"),
         ("betas", two_rates, "two numbers from 0 to below 1"),

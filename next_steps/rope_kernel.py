@@ -50,6 +50,7 @@ sum is rounded once, closer to float64.
 """
 
 import contextlib
+import functools
 import os
 
 import torch
@@ -67,6 +68,7 @@ with contextlib.suppress(ModuleNotFoundError):
     import harness.interpreter_rounding  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 4096
 
 
@@ -215,15 +217,14 @@ def _launch(q, k, cos, sin, backward: bool) -> tuple[torch.Tensor, torch.Tensor]
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
     q, q_rot = _in_and_out(q)
     k, k_rot = _in_and_out(k)
-    cos, sin = _angles(cos, B, T, D), _angles(sin, B, T, D)
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
     if B * T * n_groups > 0:
         with _on_device_of(q):
             _rope_kernel[(B * T, n_groups)](
                 (q, *q.stride()[:3]),
                 (k, *k.stride()[:3]),
-                (cos, *cos.stride()[:2]),
-                (sin, *sin.stride()[:2]),
+                _angles(cos),
+                _angles(sin),
                 (q_rot, *q_rot.stride()[:3]),
                 (k_rot, *k_rot.stride()[:3]),
                 T,
@@ -246,15 +247,20 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
     """Where to write: in x's order of the dimensions, if columns are the innermost."""
     out = torch.empty_like(x)
     if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out
 
 
-def _angles(t: torch.Tensor, B: int, T: int, D: int) -> torch.Tensor:
-    """View cos or sin as (B, T, D) with adjacent columns; samples may share one table."""
-    return (t if t.stride(-1) == 1 else t.contiguous()).expand(B, T, D)
+def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """cos or sin with adjacent columns, and the strides of samples, which may share one table (0),
+    and of tokens.
+    """
+    t = t if t.stride(-1) == 1 else t.contiguous()
+    shared = t.ndim == 2 or t.shape[0] == 1
+    return t, 0 if shared else t.stride(0), t.stride(-2)
 
 
+@functools.cache  # what it computes takes the host as long as a launch
 def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
     """Number of groups of heads, and options of a launch.
 
@@ -281,7 +287,8 @@ def _next_power_of_2(n: int) -> int:
 
 def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
 
 
 # ---- Checks: what the kernel cannot compute is refused before it is handed any pointer ---------
@@ -292,7 +299,7 @@ def _check(q, k, cos, sin, backward: bool) -> None:
     for name, t in ((q_name, q), (k_name, k), ("cos", cos), ("sin", sin)):
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
             _refuse_wrapper(name, t)
-        if t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        if t.dtype not in FLOATS:
             expected = "float16, bfloat16 or float32: convert it first."
             raise TypeError(f"{name} is {t.dtype}, expected {expected}")
         if t.layout is not torch.strided:

@@ -188,15 +188,15 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _launch_forward(gate, up):
     _check(gate, up)
-    y = gate.new_empty(gate.shape)  # (..., I)
-    gate_rows, up_rows = _as_rows(gate), _as_rows(up)
-    n_rows, n_cols = gate_rows.shape
-    n_programs, options = _grid(gate_rows, up_rows)
+    y = _new_like(gate)  # (..., I)
+    (gate_rows, gate_row_stride), (up_rows, up_row_stride) = _as_rows(gate), _as_rows(up)
+    n_rows, n_cols = _shape_as_rows(gate)
+    n_programs, options = _grid(n_rows, n_cols, gate_rows, up_rows)
     if n_programs > 0:
         with _on_device_of(gate):
             _swiglu_fwd_kernel[(n_programs,)](
-                gate_rows, gate_rows.stride(0),
-                up_rows, up_rows.stride(0),
+                gate_rows, gate_row_stride,
+                up_rows, up_row_stride,
                 y,
                 n_rows,
                 n_cols,
@@ -234,18 +234,20 @@ def _launch_backward(dy, gate, up, inplace, need_y):
     sources = (gate, up, dy) if need_y else (gate, up)
     if inplace:
         _check_overwritten(sources)
-    results = [t.detach() if inplace else t.new_empty(t.shape) for t in sources]
+    results = [t.detach() if inplace else _new_like(t) for t in sources]
     dgate, dup, y = results if need_y else (*results, None)
 
-    dy_rows, gate_rows, up_rows = _as_rows(dy), _as_rows(gate), _as_rows(up)
-    n_rows, n_cols = gate_rows.shape
-    n_programs, options = _grid(dy_rows, gate_rows, up_rows)
+    dy_rows, dy_row_stride = _as_rows(dy)
+    gate_rows, gate_row_stride = _as_rows(gate)
+    up_rows, up_row_stride = _as_rows(up)
+    n_rows, n_cols = _shape_as_rows(gate)
+    n_programs, options = _grid(n_rows, n_cols, dy_rows, gate_rows, up_rows)
     if n_programs > 0:
         with _on_device_of(gate):
             _swiglu_bwd_kernel[(n_programs,)](
-                dy_rows, dy_rows.stride(0),
-                gate_rows, gate_rows.stride(0),
-                up_rows, up_rows.stride(0),
+                dy_rows, dy_row_stride,
+                gate_rows, gate_row_stride,
+                up_rows, up_row_stride,
                 dgate,
                 dup,
                 y,
@@ -260,9 +262,8 @@ def _launch_backward(dy, gate, up, inplace, need_y):
     return dgate, dup, y
 
 
-def _grid(*tensors: torch.Tensor) -> tuple[int, dict]:
-    """Number of programs for tensors (n_rows, n_cols), and the launch's options."""
-    n_rows, n_cols = tensors[0].shape
+def _grid(n_rows: int, n_cols: int, *tensors: torch.Tensor) -> tuple[int, dict]:
+    """Number of programs for tensors of so many rows and columns, and the launch's options."""
     line = all(t.is_contiguous() for t in tensors)
     options = {"LINE": line, "BLOCK_SIZE": BLOCK_SIZE, "num_warps": NUM_WARPS}
     if line:
@@ -270,16 +271,33 @@ def _grid(*tensors: torch.Tensor) -> tuple[int, dict]:
     return n_rows * -(-n_cols // BLOCK_SIZE), options
 
 
-def _as_rows(t: torch.Tensor) -> torch.Tensor:
-    """View t (..., I) as (n_rows, I) with adjacent columns; copy only where no such view exists."""
+def _new_like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _shape_as_rows(t: torch.Tensor) -> tuple[int, int]:
+    """n_rows and I of t (..., I)."""
     n_cols = t.shape[-1] if t.ndim > 0 else 1
-    rows = t.reshape(t.numel() // max(n_cols, 1), n_cols)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return t.numel() // max(n_cols, 1), n_cols
+
+
+def _as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where t (..., I) lies as rows with adjacent columns, and the stride between rows.
+
+    A contiguous t lies so; any other is viewed as (n_rows, I), copied only if no such view exists.
+    """
+    n_rows, n_cols = _shape_as_rows(t)
+    if t.is_contiguous():  # a view would take the host microseconds
+        return t, n_cols
+    rows = t.reshape(n_rows, n_cols)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
 
 
 # ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ----

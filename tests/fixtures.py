@@ -47,20 +47,26 @@ def poison_new_tensors():
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
-    """Fill what new_empty returns with NaN, so that nothing a kernel forgets to write can look
-    right.
+    """Fill what new_empty and empty_like return with NaN, so that nothing a kernel forgets to
+    write can look right.
 
     Yields the list of the shapes that were allocated meanwhile.
     """
-    new_empty, shapes = torch.Tensor.new_empty, []
+    shapes = []
 
-    def nan_filled(*args, **kwargs):
-        out = new_empty(*args, **kwargs).fill_(math.nan)
-        if out.numel() > 0:  # the interpreter allocates empty ones of its own
-            shapes.append(tuple(out.shape))
-        return out
+    def nan_filled(allocate):
+        def allocate_and_fill(*args, **kwargs):
+            out = allocate(*args, **kwargs).fill_(math.nan)
+            if out.numel() > 0:  # the interpreter allocates empty ones of its own
+                shapes.append(tuple(out.shape))
+            return out
 
-    with mock.patch.object(torch.Tensor, "new_empty", nan_filled):
+        return allocate_and_fill
+
+    with (
+        mock.patch.object(torch.Tensor, "new_empty", nan_filled(torch.Tensor.new_empty)),
+        mock.patch.object(torch, "empty_like", nan_filled(torch.empty_like)),
+    ):
         yield shapes
 
 
