@@ -764,9 +764,11 @@ def _checked_rows(logits, targets, reduction="mean"):
     if reduction not in ("mean", "sum", "none"):
         given = f"reduction is {reduction!r}"
         raise ValueError(f"{given}, expected 'mean', 'sum' or 'none': choose one.")
-    rows = logits.reshape(-1, logits.shape[-1])
+    # a view takes the host microseconds, and so what is in shape already gets none
+    rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, targets.reshape(-1).contiguous()
+    row_targets = targets if targets.ndim == 1 else targets.reshape(-1)
+    return rows, row_targets.contiguous()
 
 
 def _refuse_to_overwrite(logits, owner):

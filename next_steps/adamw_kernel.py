@@ -275,15 +275,9 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximiz
     # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
     copied = p if p.is_contiguous() else torch.empty_like(p, device="meta")
     strides = copied.stride()
-
-    def dense(t: torch.Tensor) -> torch.Tensor:
-        if t.stride() == strides:
-            return t
-        return t.new_empty_strided(p.shape, strides).copy_(t.detach())
-
-    stepped = dense(p), dense(m), dense(v)
+    stepped = [_dense(t, strides) for t in (p, m, v)]
     # A gradient through complex numbers may hold its values negated, and a bit that says so.
-    grad = dense(grad.resolve_neg() if grad.is_neg() else grad)
+    grad = _dense(grad.resolve_neg() if grad.is_neg() else grad, strides)
     with _on_device_of(p):
         _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
             stepped[0],
@@ -306,6 +300,13 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximiz
     for t, result in zip((p, m, v), stepped):
         if result is not t:
             t.detach().copy_(result)
+
+
+def _dense(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """t, or a copy where it has other strides."""
+    if t.stride() == strides:
+        return t
+    return t.new_empty_strided(t.shape, strides).copy_(t.detach())
 
 
 def _number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
@@ -333,6 +334,11 @@ def _log_and_complement(beta: float | torch.Tensor) -> tuple:
     if isinstance(beta, torch.Tensor):
         beta = beta.double()
         return beta.log().float(), (1 - beta).float()
+    return _log_and_complement_of_number(beta)
+
+
+@functools.cache  # the same for all parameters
+def _log_and_complement_of_number(beta: float) -> tuple[float, float]:
     return math.log(beta) if beta > 0 else -math.inf, 1 - beta
 
 
