@@ -89,6 +89,7 @@ def pretend_gpu():
 
     with (
         mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "get_device_properties", properties),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         # aligned, as every allocation is
