@@ -22,10 +22,6 @@ def strongest(rows: dict[str, dict], in_place: bool) -> str:
     return min(others, key=lambda name: us_of(rows[name]))
 
 
-def ms_and_gb(ms: float, n_bytes: int, digits: int = 0) -> str:
-    return f"{ms:.{digits}f} ms, {n_bytes / 1e9:.1f} GB"
-
-
 class Step(NamedTuple):
     """How long a run's step takes."""
 
@@ -70,9 +66,8 @@ def gains_of_kernels() -> list[list[str]]:
         rival, ours = strongest(rows, place), rows[IN_PLACE if place else OURS]
 
         def cell(row: dict, kernel: str = kernel) -> str:
-            if kernel == "cross_entropy":
-                return ms_and_gb(us_of(row) / 1e3, row["extra_bytes"], digits=2)
-            return f"{us_of(row) / 1e3:.2f} ms"
+            memory = f", {row['extra_bytes'] / 1e9:.1f} GB" if kernel == "cross_entropy" else ""
+            return f"{us_of(row) / 1e3:.2f} ms{memory}"
 
         gain = times(us_of(rows[EAGER]) / us_of(ours), 1)
         over_rival = times(us_of(rows[rival]) / us_of(ours))
