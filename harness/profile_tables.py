@@ -26,8 +26,7 @@ def operations_table(record: dict) -> str:
         name = f"({len(rest)} other operations)"
         rows.append((name, sum(us for _, us, _ in rest), sum(calls for _, _, calls in rest)))
     device = record["device"]
-    operations = sum_table(["Name", f"Self {device}", f"Self {device} %", "# Calls"], rows)
-    return f"{OF_KERNELS}\n\n{operations}" if device == "CUDA" else operations
+    return sum_table(["Name", f"Self {device}", f"Self {device} %", "# Calls"], rows)
 
 
 def parts_table(header: str, parts: dict, device: str) -> str:
@@ -71,5 +70,5 @@ def totals(record: dict) -> str:
             f"{record['peak_memory_bytes'] / 1e9:.1f} GB",
         ),
     ]
-    clock = [OF_STEPS] if on_gpu else []
-    return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clock])
+    clocks = [OF_KERNELS, OF_STEPS] if on_gpu else []
+    return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])
