@@ -196,11 +196,11 @@ class Run:
         rate = datasheet_tflops(gpu) if self.workload.dtype == "bf16" else None
         return None if rate is None else flops_per_second / (rate * 1e12)
 
-    def least_ms(self, flops_per_token: float, n_tokens: float) -> float | None:
-        """The speed of light of a step, of harness.costs; None without a GPU."""
+    def least_ms(self, flops: float, n_tokens: float) -> float | None:
+        """The speed of light of a step with that many FLOPs per token; None without a GPU."""
         if self.ceilings is None:
             return None
-        return least_ms(self.model.config, self.workload, n_tokens, flops_per_token, self.ceilings)
+        return least_ms(self.model.config, self.workload, n_tokens, flops, self.ceilings)
 
 
 @torch.no_grad()
