@@ -7,8 +7,6 @@ TINY = --model tiny --batch-size 2 --seq-len 64
 
 # The tiny model is too small for several threads: they wait for each other longer than they work.
 export OMP_NUM_THREADS ?= 1
-# PyTorch's profiler otherwise announces its start and stop on stderr.
-export KINETO_LOG_LEVEL ?= 99
 
 .PHONY: setup demo test test-all compile-check lint clean
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from harness import command_line, output_files, pictures, run_records, tables
 from harness.command_line import UserError
+from harness.spread import spread, timed, unless_same
 from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
@@ -31,6 +32,10 @@ def is_positive(value: object) -> bool:
 
 def is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -51,6 +56,10 @@ KEYS = {
     "seed": is_number,
     "lr": is_positive,
     "losses": lambda losses: is_list_of(is_number)(losses) and len(losses) > 0,
+    "seconds": is_list_of(is_positive),
+    "tokens": is_list_of(is_positive),
+    "warmup_steps": is_count,
+    "profiled_steps": is_count,
     "median_seconds": is_positive,
     "tokens_per_second": is_positive,
     "peak_memory_bytes": is_positive,
@@ -66,14 +75,18 @@ def read_run(path: str) -> dict:
     Raises:
         UserError: the file is no such record, or something in it is missing or damaged.
     """
-    record = run_records.read_record(path, "finetune")
+    # older records have no profiled step
+    record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
     damaged = [key for key, fits in KEYS.items() if key not in record or not fits(record[key])]
     if damaged:
         missing = f"without a usable {', '.join(damaged)}"
         raise UserError(f"{path} is a damaged record, {missing}; run its script again")
-    if len(record["losses"]) != record["steps"]:
-        found = f"{len(record['losses'])} losses of {record['steps']} steps"
-        raise UserError(f"{path} is a damaged record: {found}; run its script again")
+    for column in ("losses", "seconds", "tokens"):
+        if len(record[column]) != record["steps"]:
+            found = f"{len(record[column])} {column} of {record['steps']} steps"
+            raise UserError(f"{path} is a damaged record: {found}; run its script again")
+    if not timed(record):
+        raise UserError(f"{path} is a damaged record: no step of it counts; run its script again")
     return record
 
 
@@ -115,29 +128,10 @@ def render(names: list[str], records: list[dict]) -> str:
             "Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful."
         )
 
-    rows = []
-    for name, record in zip(names, records):
-        rows.append([
-            name,
-            f"{record['median_seconds']:.4f}",
-            f"{record['tokens_per_second']:,.0f}",
-            f"{record['peak_memory_bytes'] / 1e9:.1f}",
-            f"{first['median_seconds'] / record['median_seconds']:.2f}x",
-            f"{record['tokens_per_second'] / first['tokens_per_second']:.2f}x",
-            f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
-            f"{record['validation_loss_after']:.4f}",
-        ])  # fmt: skip
-    headers = [
-        "Run",
-        "Median step (s)",
-        "Tokens/sec",
-        "Peak memory (GB)",
-        "Speedup",
-        "Throughput",
-        "Memory",
-    ]
-    headers.append("Validation loss")
-    parts.append(tables.table(headers, rows))
+    parts.append(runs_table(names, records))
+    if first["environment"]["gpu"] is not None:
+        ranges = "20th to 80th percentile; no difference: these ranges overlap."
+        parts.append(f"{tables.OF_STEPS}\nStep: the median; p20 to p80: {ranges}")
 
     comparable = []
     for name, record in zip(names[1:], records[1:]):
@@ -158,6 +152,37 @@ def render(names: list[str], records: list[dict]) -> str:
                 f"{largest:.1e} (allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
             )
     return "\n\n".join(parts)
+
+
+def rates(record: dict) -> list[float]:
+    """Tokens per second, of each timed step."""
+    return [n / seconds for n, seconds in zip(timed(record, "tokens"), timed(record))]
+
+
+def runs_table(names: list[str], records: list[dict]) -> str:
+    """Each run's times, throughput and memory; of the others, as multiples of the first one's."""
+    first, rows = records[0], []
+    for name, record in zip(names, records):
+        low, high = spread(timed(record))
+        ratios = [
+            f"{first['median_seconds'] / record['median_seconds']:.2f}x",
+            f"{record['tokens_per_second'] / first['tokens_per_second']:.2f}x",
+        ]
+        if record is not first:
+            for i, column in enumerate((timed, rates)):
+                ratios[i] = unless_same(ratios[i], spread(column(first)), spread(column(record)))
+        rows.append([
+            name,
+            f"{record['median_seconds']:.4f}",
+            f"{low:.4f} to {high:.4f}",
+            f"{record['tokens_per_second']:,.0f}",
+            f"{record['peak_memory_bytes'] / 1e9:.1f}",
+            *ratios,
+            f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
+            f"{record['validation_loss_after']:.4f}",
+        ])  # fmt: skip
+    headers = ["Run", "Step (s)", "p20 to p80", "Tokens/sec", "Peak (GB)"]
+    return tables.table(headers + ["Speedup", "Throughput", "Memory", "Validation loss"], rows)
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
@@ -206,6 +231,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         axis.bar_label(bars, [format(v, spec) for v in values], padding=2)
         axis.set(title=title, ylim=(0, 1.15 * max(values)))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    throughput.set_xlabel("wall clock, host included")
     env = records[0]["environment"]
     figure.suptitle(
         f"{records[0]['model']}, {records[0]['batch_size']} x {records[0]['seq_len']} tokens, "

@@ -49,6 +49,7 @@ def microseconds(time: float | None) -> str:
     return number(time, ",.1f" if time is not None and time < 1000 else ",.0f")
 
 
+ONE_CALL = "Times: one call at a time, wall clock; the host is in them."
 PLAYBOOK = ("rmsnorm", "cross_entropy")  # the kernels that it has
 
 
@@ -74,6 +75,7 @@ def playbook_table(record: dict, section: dict) -> str:
         ]
         headers = ["Tokens", "Custom (us)", "PyTorch (us)", "Speedup"]
         headers += ["Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"]
+    heading.append(ONE_CALL)
     missing = {"total_us": [None] * 3, "gbs": None, "extra_bytes": None}
     body = []
     for tokens, rows in rows_by_tokens(section).items():
@@ -154,7 +156,8 @@ def summary_table(record: dict, kernel: str) -> str:
             cells += [microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f")]
             body.append([*cells, ratio(compiled, ours, ".2f")])
     heading = title(f"{spec.title}: all sizes, forward + backward, {record['dtype']}{mark}")
-    return "\n".join([heading, table(headers, body, ["right"] * len(headers))])
+    clocks = f"{ONE_CALL} Kernels only: it is not."
+    return "\n".join([heading, clocks, table(headers, body, ["right"] * len(headers))])
 
 
 def render(record: dict) -> str:

@@ -7,12 +7,13 @@ our own kernels, whose launches have no shapes for it, from the passes in kernel
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from harness import architecture
-from harness.kernel_facts import Sizes, launch_of
+from harness.kernel_facts import RUNGS, Sizes, launch_of
 from harness.workload import Workload
 
 
@@ -63,6 +64,33 @@ def sizes_of(config, workload: Workload) -> Sizes:
         layers=config.num_hidden_layers,
         width=width,
     )
+
+
+def least_ms(
+    config, workload: Workload, n_tokens: float, flops_per_token: float, ceilings: dict
+) -> float:
+    """The speed of light of a training step: the milliseconds that its necessary work takes.
+
+    That is first all FLOPs of matrix products and attention, at the matmul rate, and then, at the
+    copy rate, the bytes that kernels which fuse all they can still have to read and write: for
+    norms, rotary embedding, activation, loss and the update of the weights (the floors in
+    kernel_facts.py).
+
+    Not in it: the bytes of matrix products and attention, which can pass while these compute; the
+    embedding and the additions of residuals; what a teacher reads and writes; the host.
+
+    Args:
+        config: of the model.
+        workload: its dtype counts.
+        n_tokens: of the step, without padding.
+        flops_per_token: forward and backward, a teacher's too.
+        ceilings: matmul_tflops, in the workload's dtype, and copy_gbs.
+    """
+    # bytes depend on the number of tokens, not on that of sequences
+    sizes = sizes_of(config, replace(workload, batch_size=1, seq_len=round(n_tokens)))
+    n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
+    flops_ms = flops_per_token * n_tokens / ceilings["matmul_tflops"] / 1e9
+    return flops_ms + n_bytes / ceilings["copy_gbs"] / 1e6
 
 
 class Operand(NamedTuple):

@@ -11,6 +11,8 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU:  # read when triton is first imported: kernels then run on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# else PyTorch's profiler announces its start and stop on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import triton  # noqa: E402
 

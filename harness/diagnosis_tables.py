@@ -9,7 +9,7 @@ from harness.diagnose import (
     judge_operations,
     ranking,
 )
-from harness.tables import NOT_MEANINGFUL, decimal_unit, table, title
+from harness.tables import NOT_MEANINGFUL, OF_KERNELS, decimal_unit, table, title
 
 
 def short(value: float) -> str:
@@ -102,12 +102,13 @@ def host_line(record: dict) -> str:
 def render(record: dict) -> str:
     """The diagnosis of a profile, from its record."""
     findings = ranking(record)
-    mark = "" if record["device"] == "CUDA" else NOT_MEANINGFUL
+    on_gpu = record["device"] == "CUDA"
     return "\n".join(
         [
-            title(f"Diagnosis{mark}"),
+            title(f"Diagnosis{'' if on_gpu else NOT_MEANINGFUL}"),
             ceilings_line(record),
             host_line(record),
+            *([OF_KERNELS] if on_gpu else []),
             "",
             findings_table("Category", list(judge_categories(record).values())),
             "",

@@ -5,7 +5,16 @@ from harness.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.diagnosis_tables import short
 from harness.roofline import plot
 from harness.run_records import environment_line, read_record
-from harness.tables import NOT_MEANINGFUL, decimal_unit, number, table, title
+from harness.spread import NO_DIFFERENCE, overlap, spread
+from harness.tables import (
+    NOT_MEANINGFUL,
+    OF_KERNELS,
+    OF_STEPS,
+    decimal_unit,
+    number,
+    table,
+    title,
+)
 from harness.workload import model_line
 
 NAMED = 6  # operations that came or went
@@ -52,6 +61,10 @@ def categories_table(before: dict, after: dict) -> str:
         rows.append(comparison_row("GPU idle", idle_us(before), idle_us(after), None))
     steps = (1e3 * record["median_step_ms"] for record in (before, after))
     rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
+    ranges = [spread(record["step_ms"]) for record in (before, after)]
+    if overlap(*ranges):
+        rows[-1][3] = NO_DIFFERENCE
+    rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     rows = [row + [""] * (len(headers) - len(row)) for row in rows]
@@ -88,13 +101,14 @@ def render_comparison(before: dict, after: dict) -> str:
     """
     refuse_other_workload(before, after)
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
-    mark = "" if before["device"] == "CUDA" else NOT_MEANINGFUL
+    on_gpu = before["device"] == "CUDA"
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
         f"{model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
         "",
-        title(f"What the kernels changed{mark}"),
+        title(f"What the kernels changed{'' if on_gpu else NOT_MEANINGFUL}"),
+        *([OF_KERNELS, OF_STEPS, ""] if on_gpu else []),
         categories_table(before, after),
         "",
         only_in("Went away:", old, new),

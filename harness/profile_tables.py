@@ -1,7 +1,8 @@
 """What is printed of a profile: operations, categories and phases, each with its share; totals."""
 
 from harness.kernel_facts import UNATTRIBUTED
-from harness.tables import number, table
+from harness.spread import spread
+from harness.tables import OF_KERNELS, OF_STEPS, number, table
 
 TOP = 20
 
@@ -51,9 +52,13 @@ def totals(record: dict) -> str:
         profiled = [
             (name, f"{ms:,.1f} ms ({100 * (ms / step_ms - 1):+.1f} %)") for name, ms in slower
         ]
+    low, high = spread(record["step_ms"])
+    steps = (
+        f"median of {len(record['step_ms'])}, 20th to 80th percentile: {low:,.1f} to {high:,.1f}"
+    )
     lines = [
         ("GPU busy:" if on_gpu else "In operations:", f"{busy_ms:,.1f} ms"),
-        ("Step without the profiler:", f"{step_ms:,.1f} ms (median of {len(record['step_ms'])})"),
+        ("Step without the profiler:", f"{step_ms:,.1f} ms ({steps})"),
         *profiled,
         ("GPU idle share:" if on_gpu else "Outside operations:", f"{100 * idle:.1f} %"),
         (
@@ -65,4 +70,5 @@ def totals(record: dict) -> str:
             f"{record['peak_memory_bytes'] / 1e9:.1f} GB",
         ),
     ]
-    return "\n".join(f"{label:<28}{value}" for label, value in lines)
+    clocks = [OF_KERNELS, OF_STEPS] if on_gpu else []
+    return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])

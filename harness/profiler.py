@@ -155,7 +155,7 @@ def timeline(model, optimizer, batches: list[dataset.Batch]) -> dict:
 
 
 def measure_ceilings(dtype: torch.dtype) -> dict:
-    """What this GPU can do at most; before the model is built, which needs the memory."""
+    """What this GPU can do at most; before training, which needs the memory (twice 2 GiB)."""
     ceilings = {
         "copy_gbs": timing.copy_bandwidth(),
         "matmul_tflops": timing.matmul_rate(dtype=dtype),

@@ -115,7 +115,8 @@ def plot(records: list[dict], path: str) -> None:
         scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
     axis.grid(alpha=0.3)
-    legend = ["a point's area: its time", "ring: before", "disc: after"][: 2 * len(records) - 1]
+    time = "time of its kernels, without the host" if first["environment"]["gpu"] else "time"
+    legend = [f"a point's area: {time}", "ring: before", "disc: after"][: 2 * len(records) - 1]
     axis.text(0.98, 0.03, "; ".join(legend), transform=axis.transAxes, ha="right")
     axis.set_title(headline(records))
     save_plot(figure, path)

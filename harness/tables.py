@@ -8,6 +8,9 @@ NO_GPU_NOTE = (
     "with small shapes. Timings printed below are NOT meaningful."
 )
 NOT_MEANINGFUL = " (CPU: timings not meaningful)"  # ends the title of a table of such times
+# which clock a table's times are by
+OF_STEPS = "Times of steps: wall clock, from an idle GPU to an idle GPU; the host is in them."
+OF_KERNELS = "Times of kernels: on the GPU; the host is not in them."
 
 
 def title(text: str) -> str:

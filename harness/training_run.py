@@ -7,22 +7,33 @@
     run.finish()
 
 So the scripts differ in what they do to the model and in their step, and in nothing else.
+
+On a GPU the last step trains as the others do, under PyTorch's profiler, which records the kernels
+and nothing else: how long the GPU computes.  Recording slows the host down, so that step does not
+count in the run's times.
 """
 
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Iterator
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from harness.architecture import flops_per_token
+from harness.architecture import TORCH_DTYPES, flops_per_token
+from harness.attribution import busy_us, gpu_events
 from harness.command_line import RunError
+from harness.costs import least_ms
 from harness.dataset import IGNORE_INDEX, Batch, load_data, load_tokenizer
 from harness.device import DEVICE, HAS_GPU, synchronize
+from harness.diagnosis_tables import ceilings_line
+from harness.profiler import measure_ceilings
 from harness.run_records import environment, environment_line, write_record
 from harness.saving import save_model
-from harness.tables import NO_GPU_NOTE, number, title
+from harness.spread import spread, timed
+from harness.tables import NO_GPU_NOTE, OF_STEPS, number, title
 from harness.timing import datasheet_tflops, peak_memory_bytes
 from harness.workload import WARMUP_STEPS, Workload, kernels_in_words, model_line, teacher_line
 
@@ -58,10 +69,15 @@ class Run:
         self.described = workload.as_record() | {"parameters": n_parameters} | (more or {})
         # one of each per step
         self.losses, self.seconds, self.tokens, self.peaks = [], [], [], []
+        self.warmup_steps = WARMUP_STEPS if workload.steps > WARMUP_STEPS else 0
+        # the last one, if that leaves some to be timed
+        self.profiled_steps = int(HAS_GPU and workload.steps > WARMUP_STEPS + 1)
+        self.busy_ms = None
         if save_to:
             # saved with the model: if it cannot be had, say so before training
             load_tokenizer(workload)
         self.print_heading()
+        self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype]) if HAS_GPU else None
         self.validation_before = validation_loss(model, self.data.validation)
 
     def print_heading(self) -> None:
@@ -79,10 +95,23 @@ class Run:
         """The batch of each step, on the device; when it is handed out, the clock starts."""
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
-        for batch in self.data.train:
+        last_timed = self.workload.steps - self.profiled_steps
+        for step, batch in enumerate(self.data.train, start=1):
             self.batch = batch.to(DEVICE)
-            self.start_clock()
-            yield self.batch
+            with self.recording() if step > last_timed else contextlib.nullcontext():
+                self.start_clock()
+                yield self.batch
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Find out how long the GPU computes meanwhile, be it for one launch or for thousands.
+
+        That is unknown where no kernel was recorded, as under another profiler.
+        """
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            yield
+        kernels = gpu_events(profiler.events())
+        self.busy_ms = busy_us(kernels) / 1e3 if kernels else None
 
     def start_clock(self) -> None:
         """From an idle device.  To be called again after work that is no part of a step."""
@@ -119,24 +148,15 @@ class Run:
             after = f"validation loss became {validation_after} after step {workload.steps}"
             raise RunError(f"the {after}; {NOT_SAVED}")
 
-        skip = WARMUP_STEPS if workload.steps > WARMUP_STEPS else 0
-        timed = self.seconds[skip:]
-        throughput = sum(self.tokens[skip:]) / sum(timed)
         record = {
             "kind": "finetune",
             "title": self.name,
             "environment": self.environment,
             **self.described,
-            "warmup_steps": skip,
             "losses": self.losses,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
             "peaks": self.peaks,
-            "average_seconds": statistics.mean(timed),
-            "median_seconds": statistics.median(timed),
-            "tokens_per_second": throughput,
+            **self.times(),
             "peak_memory_bytes": self.peaks[-1],
-            "model_flops_utilization": self.utilization(throughput),
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
         }
@@ -148,15 +168,39 @@ class Run:
             write_record(self.record_to, record)
         return record
 
-    def utilization(self, tokens_per_second: float) -> float | None:
-        """The share of the data sheet's bf16 rate that the model's FLOPs take; None if unknown."""
-        gpu = self.environment["gpu"]
-        rate = datasheet_tflops(gpu) if self.workload.dtype == "bf16" else None
-        if rate is None:
-            return None
+    def times(self) -> dict:
+        """What a record says of the timed steps, and of the one that was profiled."""
+        steps = {"warmup_steps": self.warmup_steps, "profiled_steps": self.profiled_steps}
+        steps |= {"seconds": self.seconds, "tokens": self.tokens}
+        seconds, tokens = timed(steps), timed(steps, "tokens")
+        low, high = spread(seconds)
+        throughput = sum(tokens) / sum(seconds)
         flops = flops_per_token(self.model.config, self.workload.seq_len)
         flops += self.described.get("teacher_flops_per_token", 0)
-        return flops * tokens_per_second / (rate * 1e12)
+        return {
+            **steps,
+            "average_seconds": statistics.mean(seconds),
+            "median_seconds": statistics.median(seconds),
+            "p20_seconds": low,
+            "p80_seconds": high,
+            "tokens_per_second": throughput,
+            "model_flops_utilization": self.utilization(flops * throughput),
+            "busy_ms": self.busy_ms,
+            "ceilings": self.ceilings,
+            "least_ms": self.least_ms(flops, statistics.mean(tokens)),
+        }
+
+    def utilization(self, flops_per_second: float) -> float | None:
+        """The share of the data sheet's bf16 rate that these are; None if that is unknown."""
+        gpu = self.environment["gpu"]
+        rate = datasheet_tflops(gpu) if self.workload.dtype == "bf16" else None
+        return None if rate is None else flops_per_second / (rate * 1e12)
+
+    def least_ms(self, flops: float, n_tokens: float) -> float | None:
+        """The speed of light of a step with that many FLOPs per token; None without a GPU."""
+        if self.ceilings is None:
+            return None
+        return least_ms(self.model.config, self.workload, n_tokens, flops, self.ceilings)
 
 
 @torch.no_grad()
@@ -194,20 +238,37 @@ def step_line(
     )
 
 
+def share_of_step(record: dict, key: str, of_what: str) -> str:
+    """Some milliseconds of a record, and their share of its median step; older ones have none."""
+    ms = record.get(key)
+    if ms is None:
+        return "n/a"
+    share = min(1.0, ms / (1e3 * record["median_seconds"]))
+    return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
+
+
 def result_block(record: dict) -> str:
     """The playbook's result block, from a record."""
+    on_gpu = record["environment"]["gpu"] is not None
     mfu = record["model_flops_utilization"]
     utilization = number(mfu and 100 * mfu, ".1f")
     if mfu is not None:
         utilization += " % of the data sheet's dense bf16 rate"
-    memory = "Peak GPU memory:" if record["environment"]["gpu"] else "Peak process memory:"
-    steps = f"(steps {record['warmup_steps'] + 1} to {record['steps']})"
+    memory = "Peak GPU memory:" if on_gpu else "Peak process memory:"
+    first, last = record["warmup_steps"] + 1, record["steps"] - record.get("profiled_steps", 0)
+    low, high = spread(timed(record))
+    around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
+    profiled = f"of kernels in step {record['steps']}, which was profiled"
+    busy = share_of_step(record, "busy_ms", profiled)
+    light = share_of_step(record, "least_ms", "at the measured ceilings, without the host")
     before, after = record["validation_loss_before"], record["validation_loss_after"]
     rows = [
-        ("Average time per step:", f"{record['average_seconds']:.3f} s {steps}"),
-        ("Median time per step:", f"{record['median_seconds']:.3f} s"),
+        ("Average time per step:", f"{record['average_seconds']:.3f} s (steps {first} to {last})"),
+        ("Median time per step:", f"{record['median_seconds']:.3f} s ({around})"),
         ("Average throughput:", f"{record['tokens_per_second']:,.0f} tokens/sec"),
         (memory, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
+        ("GPU busy:", busy),
+        ("Speed of light:", light),
         ("Model FLOPs utilization:", utilization),
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
     ]
@@ -216,6 +277,10 @@ def result_block(record: dict) -> str:
         change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"
         rows.append(("Distillation loss:", change))
     lines = [title(f"{record['title']} Results"), *(f"{name:<25} {text}" for name, text in rows)]
+    if on_gpu:
+        lines.append(OF_STEPS)
+    if record.get("ceilings"):
+        lines.append(ceilings_line(record))
     if "teacher" in record:
         lines.append(teacher_line(record))
     return "\n".join(lines)

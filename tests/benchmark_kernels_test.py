@@ -107,8 +107,8 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
 @pytest.mark.parametrize(
     "title, lines_before_headers, headers",
     [
-        ("RMSNorm Benchmark — Custom Triton vs. PyTorch Reference", 2, PLAYBOOK_RMSNORM),
-        (ONLINE_SOFTMAX, 3, PLAYBOOK_CROSS_ENTROPY),
+        ("RMSNorm Benchmark — Custom Triton vs. PyTorch Reference", 3, PLAYBOOK_RMSNORM),
+        (ONLINE_SOFTMAX, 4, PLAYBOOK_CROSS_ENTROPY),
         ("RMSNorm: every implementation", 5, [*EVERY, "Error dx", "Error dW"]),
         ("Cross-Entropy: every implementation", 6, [*EVERY, "Error target", "Error other"]),
         ("SwiGLU: every implementation", 6, [*EVERY, "Error y", "Error dgate", "Error dup"]),

@@ -1,6 +1,7 @@
 """Tests of the comparison: what it calls the same training, and what it refuses to compare."""
 
 import json
+import re
 
 import pytest
 
@@ -17,7 +18,9 @@ ENVIRONMENT = {
 }
 
 
-def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
+def run(title="Baseline", losses=(3.0, 2.0, 1.0), median_seconds=0.2, **changes):
+    """A record, as it was written before steps were profiled; its steps lie within 2 %."""
+    seconds = [median_seconds * (1 + 0.01 * (i % 3 - 1)) for i in range(len(losses))]
     return {
         "kind": "finetune",
         "title": title,
@@ -33,7 +36,10 @@ def run(title="Baseline", losses=(3.0, 2.0, 1.0), **changes):
         "seed": 0,
         "lr": 1e-3,
         "losses": list(losses),
-        "median_seconds": 0.2,
+        "warmup_steps": 0,
+        "seconds": seconds,
+        "tokens": [8] * len(losses),
+        "median_seconds": median_seconds,
         "tokens_per_second": 40.0,
         "peak_memory_bytes": 4e9,
         "validation_loss_after": 1.5,
@@ -64,6 +70,7 @@ def test_ratios_are_to_the_first_run(script):
     assert line.split() == [
         "Optimized",
         "0.1000",
+        *("0.0994", "to", "0.1006"),
         "100",
         "1.0",
         "2.00x",
@@ -71,6 +78,38 @@ def test_ratios_are_to_the_first_run(script):
         "0.25x",
         "1.5000",
     ]
+
+
+def row_of(out: str, name: str) -> list[str]:
+    """The cells of a run in the printed table."""
+    (line,) = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
+    return re.split("  +", line)
+
+
+def test_runs_whose_steps_overlap_do_not_differ(script):
+    """By the 20th to 80th percentile of the steps that count."""
+    first = run(seconds=[9.0, 0.18, 0.20, 0.22], losses=[2.0] * 4, warmup_steps=1, tokens=[8] * 4)
+    for seconds, speedup in (
+        ([9.0, 0.20, 0.21, 0.23], "no difference"),  # from 0.204 on; the first up to 0.212
+        ([0.2, 0.22, 0.23, 0.24], "0.87x"),  # from 0.224 on: the first step does not count
+        ([9.0, 0.22, 0.23, 0.24, 0.2], "0.87x"),  # nor does the last, which was profiled
+    ):
+        n = len(seconds)
+        profiled = {"profiled_steps": 1} if n == 5 else {}
+        other = run("Optimized", [2.0] * n, seconds=seconds, tokens=[8] * n, warmup_steps=1)
+        other |= {"median_seconds": 0.23, **profiled}
+        code, out, _ = script(first, other)
+        assert code == 0 and row_of(out, "Optimized")[5] == speedup
+        assert row_of(out, "Optimized")[6] == ("1.00x" if speedup != "no difference" else speedup)
+        assert row_of(out, "Baseline")[5:7] == ["1.00x", "1.00x"]
+        assert "the host is in them" in out
+
+
+def test_throughput_is_compared_by_the_tokens_of_each_step(script):
+    """Twice the tokens in twice the time are no difference, though the steps do not overlap."""
+    twice = run("Optimized", median_seconds=0.4, tokens=[16] * 3, batch_size=2)
+    _, out, _ = script(run(), twice | {"tokens_per_second": 41.0})
+    assert row_of(out, "Optimized")[5:7] == ["0.50x", "no difference"]
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-4), ("bf16", 1e-2)])
@@ -110,16 +149,8 @@ def test_runs_that_differ_in_dtype_are_named_by_it_and_by_their_validation_loss(
     code, out, _ = script(
         run(), run(dtype="bf16", validation_loss_after=1.75), run("Optimized", dtype="bf16")
     )
-    last = {
-        line.rsplit(None, 7)[0]: line.split()[-1]
-        for line in out.splitlines()
-        if line.endswith(("00", "50"))
-    }
-    assert code == 0 and last == {
-        "Baseline fp32": "1.5000",
-        "Baseline bf16": "1.7500",
-        "Optimized": "1.5000",
-    }
+    last = {"Baseline fp32": "1.5000", "Baseline bf16": "1.7500", "Optimized": "1.5000"}
+    assert code == 0 and {name: row_of(out, name)[-1] for name in last} == last
 
 
 @pytest.mark.exhaustive
@@ -171,6 +202,8 @@ def test_bad_input_is_one_sentence(script, records, sentence):
         {"losses": 3.0},
         {"dtype": ["fp32"]},
         {"median_seconds": 0.0},
+        {"seconds": [0.2, 0.0, 0.2]},
+        {"warmup_steps": -1},
         {"tokens_per_second": "40"},
         {"environment": {"gpu": "Some GPU"}},
         {"kernels": "rmsnorm"},
@@ -196,6 +229,13 @@ def test_a_record_without_a_key_is_one_sentence(script):
 def test_a_record_that_lost_steps_is_one_sentence(script):
     code, _, err = script(run(), run("Optimized", losses=(3.0, 2.0), steps=3))
     assert code == 2 and "2 losses of 3 steps" in err and err.count("\n") == 1
+    code, _, err = script(run(), run("Optimized", seconds=[0.2]))
+    assert code == 2 and "1 seconds of 3 steps" in err and err.count("\n") == 1
+
+
+def test_a_record_without_a_step_that_counts_is_one_sentence(script):
+    code, _, err = script(run(), run("Optimized", warmup_steps=3))
+    assert code == 2 and "no step of it counts" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

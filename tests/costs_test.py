@@ -267,3 +267,20 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
         assert sum(row[key] for row in rows) == pytest.approx(
             sum(part[key] for part in parts.values())
         )
+
+
+# ---------------------------------------------------------------- the speed of light
+
+
+def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
+    """Of a token of the tiny model in fp32, by hand; twice the bytes of a token in two sequences of
+    one token, but those of the weights once.
+    """
+    config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
+    per_token = 4 * (2 * 64 * (10 - 2) + 2 * 96 * 4 + 2 * 160 * 9 + 257 * 2)
+    weights = 4 * 119_232 * 7
+    for batch_size, n_tokens in ((1, 1), (2, 2), (4, 2)):  # the last has as much padding
+        workload = Workload(model="tiny", dtype="fp32", batch_size=batch_size, seq_len=1)
+        ms = costs.least_ms(config, workload, n_tokens, 1e6, ceilings)
+        expected = n_tokens * 1e6 / 0.5e9 + (weights + n_tokens * per_token) / 2e6
+        assert ms == pytest.approx(expected, rel=1e-12)

@@ -26,7 +26,7 @@ from harness.device import DEVICE
 from harness.diagnose import RUNG_OF_CATEGORY
 from harness.kernel_facts import CATEGORIES, KERNELS, RUNGS, Sizes
 from harness.run_records import read_record
-from harness.tables import NOT_MEANINGFUL
+from harness.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
 from harness.workload import Workload, finetune_parser
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
@@ -280,7 +280,8 @@ def test_old_records_are_printed_without_a_diagnosis():
 
 def test_the_profilers_own_cost_is_printed():
     text = profile_baseline.render(made_up(loss=part(900.0, n_bytes=5e5)))
-    assert re.search(r"^Step without the profiler: +1.0 ms \(median of 1\)$", text, re.M)
+    steps = r"median of 1, 20th to 80th percentile: 1.0 to 1.0"
+    assert re.search(rf"^Step without the profiler: +1.0 ms \({steps}\)$", text, re.M)
     assert re.search(r"^Kernels recorded: +1.0 ms \(\+1.0 %\)$", text, re.M)
     assert re.search(r"^Shapes too: +1.5 ms \(\+50.0 %\)$", text, re.M)
     assert "GPU idle share:             10.0 %" in text and "Diagnosis\n" in text
@@ -292,7 +293,8 @@ def before_and_after() -> tuple[dict, dict]:
         loss=part(100.0, n_bytes=5e4),
         matmul=part(300.0, 1e3, 2.9e7),
     )
-    after = copy.deepcopy(before) | {"kernels": ["adamw"], "median_step_ms": 0.65}
+    after = copy.deepcopy(before) | {"kernels": ["adamw"]}
+    after |= {"median_step_ms": 0.65, "step_ms": [0.6, 0.65, 0.7]}
     after["categories"]["optimizer"] = part(10.0, n_bytes=7e3)
     after["operations"][0] = {"name": "_adamw_kernel", "calls": 1, **part(10.0, n_bytes=7e3)}
     return before, after
@@ -315,9 +317,28 @@ def test_a_comparison_has_the_prediction_beside_what_was_measured():
     ]  # 400 - 7 / 0.9
     assert cells(text, "loss")[:4] == ["loss", "0.100", "0.100", "0.000"] and "0.044" not in text
     assert cells(text, "Step") == ["Step", "1.000", "0.650", "0.350", "0.392"]
+    assert cells(text, "p20 to p80 of Step")[1:] == ["1.0 to 1.0", "0.6 to 0.7"]
     assert "Went away: aten::optimizer 0.400 ms" in text
     assert "Came:      _adamw_kernel 0.010 ms" in text
     assert "custom kernels: adamw" in text
+
+
+def test_a_step_that_gained_less_than_its_spread_gained_nothing():
+    before, after = before_and_after()
+    after["step_ms"] = [0.6, 0.65, 1.2]  # 80th percentile: 0.98
+    before["step_ms"] = [0.96, 1.0, 1.1]  # 20th percentile: 0.976
+    text = profile_comparison.render_comparison(before, after)
+    assert cells(text, "Step")[3:] == ["no difference", "0.392"]
+
+
+def test_it_is_said_which_times_have_the_host_in_them():
+    record = made_up(loss=part(900.0, n_bytes=5e5))
+    for text in (
+        profile_baseline.render(record),
+        profile_comparison.render_comparison(*before_and_after()),
+    ):
+        assert OF_KERNELS in text and OF_STEPS in text
+    assert OF_KERNELS in diagnosis_tables.render(record)
 
 
 def test_old_profiles_are_compared_without_a_prediction():

@@ -19,6 +19,7 @@ from tools import compile_check, fill_pages, page_outputs, sweep_kernels
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
 from tools.page_records import HERE, RESULTS, load
+from tools.page_step_tables import Step
 
 PAGES = fill_pages.pages()
 TEXTS = {page: page.read_text() for page in PAGES}
@@ -206,6 +207,18 @@ def test_a_changed_figure_is_noticed():
         digit = re.search(r"\d", match["body"]).start() + match.start("body")
         changed = text[:digit] + ("7" if text[digit] != "7" else "8") + text[digit + 1 :]
         assert fill_pages.fill(changed) == text != changed
+
+
+def test_a_ratio_of_steps_below_their_spread_is_not_printed():
+    run = {"warmup_steps": 1, "seconds": [9.0, 0.18, 0.20, 0.22], "median_seconds": 0.2}
+    first = Step.of_run(run)
+    assert first.cell() == "200 ms (188–212)" and first.between(1) == "188.0–212.0"
+    near, far = (
+        Step.of_rung({"step_ms": ms, "p20_ms": ms - 5, "p80_ms": ms + 5}) for ms in (190, 250)
+    )
+    assert (first.over(near), first.over(far)) == ("no difference", "0.80×")
+    old = Step.of_rung({"step_ms": 190})  # of a record that does not say
+    assert (old.cell(), first.over(old)) == ("190 ms", "1.05×")
 
 
 LINES = """\

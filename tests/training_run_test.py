@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 import finetune_baseline
 import finetune_optimized
 from harness import (
     architecture,
+    costs,
     dataset,
     loading,
     saving,
@@ -20,6 +23,7 @@ from harness import (
 )
 from harness.checking import DEVICE, relative_error
 from harness.kernel_facts import KERNELS
+from harness.spread import spread
 from next_steps import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
@@ -80,7 +84,8 @@ def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
     differing = {key for key in baseline if baseline[key] != unpatched[key]}
     assert differing <= {
         "title", "seconds", "average_seconds", "median_seconds", "tokens_per_second", "peaks",
-        "peak_memory_bytes", "losses", "validation_loss_after",
+        "p20_seconds", "p80_seconds", "busy_ms", "ceilings", "least_ms", "peak_memory_bytes",
+        "losses", "validation_loss_after",
     }  # fmt: skip
 
 
@@ -132,6 +137,135 @@ def test_the_steps_are_those_of_the_optimizer_that_is_given(tmp_path):
     assert record["title"] == "Mine" and record["lr"] == 0.25
     unchanged = record["validation_loss_before"]
     assert record["validation_loss_after"] == unchanged, "a step of 1e-30 changes nothing"
+
+
+class PretendedProfiler:
+    """In PyTorch's place: notes how many steps had been made when it began, and ends with two
+    kernels, of which the second begins before the first ends.
+    """
+
+    began: list[int]
+    run: training_run.Run
+
+    def __init__(self, activities):
+        assert activities == [torch.profiler.ProfilerActivity.CUDA], "operations slow the host down"
+
+    def __enter__(self):
+        self.began.append(len(self.run.losses))
+        return self
+
+    def __exit__(self, *error):
+        self.steps = len(self.run.losses)
+
+    def events(self) -> list[FunctionEvent]:
+        assert self.steps == self.began[-1] + 1, "a step is recorded from its start to its end"
+        times = [(100, 3100), (2100, 5100)] if self.kernels else []
+        on_gpu = {"device_type": DeviceType.CUDA, "use_device": "cuda"}
+        return [FunctionEvent(i, "kernel", 0, *each, **on_gpu) for i, each in enumerate(times)]
+
+
+def profiled_run(monkeypatch, n_steps: int, kernels: bool = True) -> tuple[dict, list[int]]:
+    """The record of a run as a GPU makes it, and how many steps lay before the profiled ones."""
+    workload = tiny_workload("--steps", str(n_steps))
+    model = loading.load_model(workload)
+    run = training_run.Run("Mine", workload, model)
+    run.profiled_steps = int(n_steps > 3)
+    run.ceilings = {"matmul_tflops": 0.5, "copy_gbs": 2.0}
+    made_up = {"run": run, "began": [], "kernels": kernels}
+    pretended = type("Pretended", (PretendedProfiler,), made_up)
+    monkeypatch.setattr(training_run, "profile", pretended)
+    record = kernel_training.take_steps(run, torch.optim.SGD(model.parameters(), lr=1e-3))
+    return record, pretended.began
+
+
+def test_the_last_step_is_profiled_trains_and_does_not_count(monkeypatch):
+    record, began = profiled_run(monkeypatch, 6)
+    assert began == [5]
+    assert len(record["losses"]) == len(record["seconds"]) == record["steps"] == 6
+    counted = record["seconds"][2:5]
+    assert record["average_seconds"] == pytest.approx(sum(counted) / 3)
+    assert record["median_seconds"] == sorted(counted)[1]
+    assert record["tokens_per_second"] == pytest.approx(3 * 16 / sum(counted))
+    assert (record["p20_seconds"], record["p80_seconds"]) == spread(counted)
+    assert record["busy_ms"] == pytest.approx(5.0), "the time in which two kernels run counts once"
+
+
+def test_where_no_step_would_be_left_to_time_none_is_profiled(monkeypatch):
+    record, began = profiled_run(monkeypatch, 3)
+    assert began == [] and record["busy_ms"] is None and record["profiled_steps"] == 0
+    assert record["average_seconds"] == record["seconds"][2]
+
+
+def test_without_a_recorded_kernel_it_is_unknown_how_long_the_gpu_computes(monkeypatch):
+    record, began = profiled_run(monkeypatch, 4, kernels=False)
+    assert began == [3] and record["busy_ms"] is None
+    assert block_rows(record)["GPU busy"] == "n/a"
+
+
+def test_a_step_is_measured_by_the_speed_of_light(monkeypatch):
+    record, _ = profiled_run(monkeypatch, 4)
+    workload, config = tiny_workload(), architecture.tiny_config()
+    flops = architecture.flops_per_token(config, workload.seq_len)
+    least_ms = costs.least_ms(config, workload, 16, flops, record["ceilings"])
+    assert record["least_ms"] == pytest.approx(least_ms)
+
+
+def block_rows(record: dict) -> dict[str, str]:
+    """The rows of the result block by their names."""
+    rows = (line.split(":", 1) for line in training_run.result_block(record).splitlines())
+    return {name: text[0].strip() for name, *text in rows if text}
+
+
+GPU_RUN = {
+    "title": "Mine",
+    "environment": {"gpu": "Some GPU"},
+    "dtype": "fp32",
+    "steps": 7,
+    "warmup_steps": 2,
+    "seconds": [9.0, 9.0, 0.18, 0.20, 0.21, 0.22, 9.0],
+    "profiled_steps": 1,
+    "average_seconds": 0.2025,
+    "median_seconds": 0.205,
+    "tokens_per_second": 40.0,
+    "peak_memory_bytes": 4e9,
+    "model_flops_utilization": None,
+    "validation_loss_before": 2.0,
+    "validation_loss_after": 1.0,
+    "busy_ms": 82.0,
+    "least_ms": 41.0,
+    "ceilings": {"copy_gbs": 4000.0, "matmul_tflops": 50.0},
+}
+
+
+def test_the_result_block_says_the_clock():
+    rows = block_rows(GPU_RUN)
+    assert rows["Average time per step"].endswith("(steps 3 to 6)")
+    around = "20th to 80th percentile: 0.192 to 0.214 s"
+    assert rows["Median time per step"] == f"0.205 s ({around})"
+    assert rows["GPU busy"].startswith("40 % of the median step: 82.0 ms of kernels in step 7")
+    assert rows["Speed of light"].startswith("20 % of the median step: 41.0 ms")
+    assert "fp32 matmul 50.0 TFLOP/s" in rows["Ceilings measured in this run"]
+    assert rows["Times of steps"].endswith("the host is in them.")
+    longer = block_rows(GPU_RUN | {"busy_ms": 206.0})
+    assert longer["GPU busy"].startswith("100 % of"), "a GPU is not busier than the step is long"
+
+
+def test_older_records_have_a_result_block():
+    new = ("profiled_steps", "busy_ms", "least_ms", "ceilings")
+    rows = block_rows({key: value for key, value in GPU_RUN.items() if key not in new})
+    assert rows["Average time per step"].endswith("(steps 3 to 7)")
+    assert rows["GPU busy"] == rows["Speed of light"] == "n/a"
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "flags", [[], ["--kernels", "all", "--cuda-graph"]], ids=["eager", "graph"]
+)
+def test_on_a_gpu_a_run_knows_how_long_the_gpu_computes(monkeypatch, tmp_path, flags):
+    record = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "6", *flags)
+    assert record["profiled_steps"] == 1
+    assert 0 < record["busy_ms"] < 1e3 * record["seconds"][-1]
+    assert 0 < record["least_ms"] < 1e3 * record["median_seconds"]
 
 
 def loss_differences(baseline: dict, optimized: dict) -> list[float]:

@@ -1,10 +1,15 @@
-"""The pages' tables of whole steps: the gain, fine-tuning, profiles, memory, distillation."""
+"""The pages' tables of whole steps: the gain, fine-tuning, profiles, memory, distillation.
+
+Beside each time of a step stands how far the steps lie apart; a ratio that is less is not printed.
+"""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from harness import profile_comparison
 from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.run_records import relative_differences
+from harness.spread import Range, spread, timed, unless_same
 from next_steps import ladder
 from tools.page_outputs import column_spans, position
 from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
@@ -17,8 +22,36 @@ def strongest(rows: dict[str, dict], in_place: bool) -> str:
     return min(others, key=lambda name: us_of(rows[name]))
 
 
-def ms_and_gb(ms: float, n_bytes: int, digits: int = 0) -> str:
-    return f"{ms:.{digits}f} ms, {n_bytes / 1e9:.1f} GB"
+class Step(NamedTuple):
+    """How long a run's step takes."""
+
+    ms: float  # median
+    range: Range | None  # 20th to 80th percentile; None: its record is too old to say
+
+    @classmethod
+    def of_run(cls, record: dict) -> "Step":
+        low, high = spread([1e3 * seconds for seconds in timed(record)])
+        return cls(1e3 * record["median_seconds"], (low, high))
+
+    @classmethod
+    def of_rung(cls, rung: dict) -> "Step":
+        known = "p20_ms" in rung
+        return cls(rung["step_ms"], (rung["p20_ms"], rung["p80_ms"]) if known else None)
+
+    def between(self, digits: int = 0) -> str:
+        if self.range is None:
+            return ""
+        low, high = self.range
+        return f"{low:,.{digits}f}–{high:,.{digits}f}"
+
+    def cell(self) -> str:
+        return f"{self.ms:,.0f} ms" + (f" ({self.between()})" if self.range else "")
+
+    def over(self, other: "Step", ratio: float | None = None) -> str:
+        """How many times this step is as long, or another ratio of the two runs."""
+        ratio = times(self.ms / other.ms if ratio is None else ratio)
+        both = self.range and other.range
+        return unless_same(ratio, self.range, other.range) if both else ratio
 
 
 def gains_of_kernels() -> list[list[str]]:
@@ -33,9 +66,8 @@ def gains_of_kernels() -> list[list[str]]:
         rival, ours = strongest(rows, place), rows[IN_PLACE if place else OURS]
 
         def cell(row: dict, kernel: str = kernel) -> str:
-            if kernel == "cross_entropy":
-                return ms_and_gb(us_of(row) / 1e3, row["extra_bytes"], digits=2)
-            return f"{us_of(row) / 1e3:.2f} ms"
+            memory = f", {row['extra_bytes'] / 1e9:.1f} GB" if kernel == "cross_entropy" else ""
+            return f"{us_of(row) / 1e3:.2f} ms{memory}"
 
         gain = times(us_of(rows[EAGER]) / us_of(ours), 1)
         over_rival = times(us_of(rows[rival]) / us_of(ours))
@@ -46,27 +78,24 @@ def gains_of_kernels() -> list[list[str]]:
 
 def gains() -> str:
     """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
-    body = gains_of_kernels()
+    body, memory = gains_of_kernels(), []
     for size in ("1x512", "4x2048"):
-        runs = [load(f"finetune_{which}_{size}") for which in ("baseline", "optimized")]
-        base_s, ours_s = (run["median_seconds"] for run in runs)
-        base, ours = (
-            ms_and_gb(1e3 * run["median_seconds"], run["peak_memory_bytes"]) for run in runs
-        )
-        label = f"step, {in_words(size)}, these two"
-        body.append([label, base, "–", ours, times(base_s / ours_s), "–"])
+        runs = (load(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
+        base, ours = map(Step.of_run, runs)
+        label = f"step {in_words(size)}, two"
+        body.append([label, base.cell(), "–", ours.cell(), base.over(ours), "–"])
     for size in ("1x512", "4x2048"):
         rungs = {rung["name"]: rung for rung in load(f"ladder_{size}")["rungs"]}
         shown = rungs["baseline"], list(rungs.values())[-1], rungs[ladder.CUDA_GRAPH]
-        base_ms, liger_ms, graph_ms = (rung["step_ms"] for rung in shown)
-        base, liger, graph = (
-            ms_and_gb(rung["step_ms"], rung["peak_memory_bytes"]) for rung in shown
-        )
-        ratios = [times(ms / graph_ms) for ms in (base_ms, liger_ms)]
-        body.append(
-            [f"step, {in_words(size)}, every kernel", base, f"Liger: {liger}", graph, *ratios]
-        )
-    return markdown(["", "Hugging Face", "strongest other", "ours", "gain", "over other"], body)
+        base, liger, ours = map(Step.of_rung, shown)
+        cells = [base.cell(), f"Liger: {liger.cell()}", ours.cell()]
+        body.append([f"step {in_words(size)}, all", *cells, base.over(ours), liger.over(ours)])
+        n_bytes = [rung["peak_memory_bytes"] for rung in shown]
+        cells = [f"{each / 1e9:.1f} GB" for each in n_bytes]
+        ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
+        memory.append([f"memory {in_words(size)}, all", *cells, *ratios])
+    headers = ["", "Hugging Face", "strongest other", "ours", "gain", "over other"]
+    return markdown(headers, body + memory)
 
 
 def gpus() -> str:
@@ -118,20 +147,18 @@ def ladder_table(size: str) -> str:
     record, body, before = load(f"ladder_{size}"), [], None
     base = record["rungs"][0]
     for rung in record["rungs"]:
-        name, gain = rung["name"], ["", ""]
+        name, gain, step = rung["name"], ["", ""], Step.of_rung(rung)
         if rung["predicted_ms"] is not None:
             name = f"+ {name}"
             gain = [f"{before - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
-        speed, memory = (
-            rung[key] / base[key] for key in ("tokens_per_second", "peak_memory_bytes")
-        )
+        speed = rung["tokens_per_second"] / base["tokens_per_second"]
+        ratio = times(speed) if rung is base else Step.of_rung(base).over(step, speed)
         gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
         difference = f"{max(relative_differences(base, rung)):.1e}"
-        step = f"{rung['step_ms']:,.1f}"
-        body.append([name, *gain, step, times(speed), gb, times(memory), difference])
-        before = rung["step_ms"]
-    headers = ["rung", "predicted, ms", "gained, ms", "step, ms"]
-    return markdown([*headers, "tokens/s", "GB", "of baseline", "loss diff."], body)
+        body.append([name, *gain, f"{step.ms:,.1f}", step.between(1), ratio, gb, difference])
+        before = step.ms
+    headers = ["rung", "predicted, ms", "gained, ms", "step, ms", "p20–p80"]
+    return markdown([*headers, "tokens/s", "peak, GB", "loss diff."], body)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -142,10 +169,12 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
     """
     text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
     start = position(text, "Category", 0)
-    stop = position(text, "Step", start) + 1
+    stop = position(text, "p20 to p80", start) + 1
     spans = column_spans(text[start + 1])
     shown = [text[start], *text[start + 2 : stop]]
-    cells = [[line.ljust(200)[a:b].strip() for a, b in spans] for line in shown]
+    cells = [
+        [line.ljust(200)[a:b].strip().replace(" to ", "–") for a, b in spans] for line in shown
+    ]
     keep = [0, 1, 2, 3, 4, 7, 8]
     headers, *body = ([row[i] for i in keep] for row in cells)
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
@@ -213,10 +242,12 @@ def distillation_8b() -> str:
     body = []
     for label, name in (("`--kernels all`", "distill_8b"), ("`--kernels none`", "distill_8b_none")):
         record = load(name)
-        step, memory = 1e3 * record["median_seconds"], record["peak_memory_bytes"] / 1e9
+        step, memory = Step.of_run(record), record["peak_memory_bytes"] / 1e9
         ends = [f"{record['losses'][i]:.3f}" for i in (0, -1)]
-        body.append([label, f"{step:.0f}", f"{memory:.1f}", *ends])
-    return markdown(["", "step, ms", "peak, GB", "reverse KL in step 1", "in step 20"], body)
+        body.append([label, f"{step.ms:.0f}", step.between(), f"{memory:.1f}", *ends])
+    return markdown(
+        ["", "step, ms", "p20–p80", "peak, GB", "reverse KL in step 1", "in step 20"], body
+    )
 
 
 TABLES: dict[str, Callable[..., str]] = {

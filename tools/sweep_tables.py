@@ -72,8 +72,8 @@ def section_table(record: dict, section: dict) -> str:
         [
             title(f"Sweep: {section['launch']}, {size}{'' if on_gpu else NOT_MEANINGFUL}"),
             *(f"{knob}: {KNOBS[knob]}" for knob in knobs),
-            f"us: median of one launcher's call; % of copy: {moved} over that time, "
-            "of the measured copy rate",
+            f"us: median of one launcher's call, host included; % of copy: {moved} over that "
+            "time, of the measured copy rate",
             "",
             table(headers, body, align),
             "",
