@@ -120,12 +120,20 @@ def model_kernels(kernels: Sequence[str]) -> list[str]:
 
 
 def make_optimizer(
-    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
+    model: torch.nn.Module,
+    lr: float,
+    kernels: Sequence[str],
+    stochastic_rounding: bool = False,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
+    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not.
+
+    Args:
+        capturable: count steps on the GPU, as a CUDA graph needs it; ours always does.
+    """
     if "adamw" in kernels:
         return triton_adamw(model, lr, stochastic_rounding)
-    return stepping.make_optimizer(model, lr)
+    return stepping.make_optimizer(model, lr, capturable=capturable)
 
 
 # ---------------------------------------------------------------- putting them in

@@ -152,6 +152,12 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
 def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
     """Distil the workload's teacher into its model; returns the record."""
     student, workload, more = load_student(workload)
-    optimizer = make_optimizer(student, workload.lr, workload.kernels, workload.stochastic_rounding)
+    optimizer = make_optimizer(
+        student,
+        workload.lr,
+        workload.kernels,
+        workload.stochastic_rounding,
+        capturable=workload.cuda_graph,
+    )
     run = Run("Distillation", workload, student, record_to, save_to, more)
     return take_steps(run, optimizer)
