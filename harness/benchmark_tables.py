@@ -10,6 +10,7 @@ from harness.benchmark_specs import (
     SPECS,
     numbers,
 )
+from harness.kernel_facts import PLAYBOOK_KERNELS
 from harness.run_records import ceilings_card
 from harness.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
 
@@ -47,9 +48,6 @@ def megabytes(n_bytes: int | None) -> str:
 
 def microseconds(time: float | None) -> str:
     return number(time, ",.1f" if time is not None and time < 1000 else ",.0f")
-
-
-PLAYBOOK = ("rmsnorm", "cross_entropy")  # the kernels that it has
 
 
 def playbook_table(record: dict, section: dict) -> str:
@@ -163,7 +161,7 @@ def render(record: dict) -> str:
     blocks = [] if env["gpu"] else [NO_GPU_NOTE]
     blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
-        if section["kernel"] in PLAYBOOK:
+        if section["kernel"] in PLAYBOOK_KERNELS:
             blocks.append(playbook_table(record, section))
         blocks.append(full_table(record, section))
     several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]

@@ -109,6 +109,13 @@ def read_record(path: str, kind: str) -> dict:
     return record
 
 
+def spread(run: dict) -> tuple[float, float]:
+    """The 20th and 80th percentile of a training run's steps after the warm-up, seconds."""
+    timed = sorted(run["seconds"][run["warmup_steps"] :])
+    last = len(timed) - 1
+    return timed[round(0.2 * last)], timed[round(0.8 * last)]
+
+
 def relative_difference(a: float, b: float) -> float:
     """|b - a| / |a|; from 0, every other number is infinitely far."""
     if a == b:

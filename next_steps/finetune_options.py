@@ -20,10 +20,9 @@ from harness.command_line import (
     positive_int,
     refuse_ignored,
 )
-from harness.kernel_facts import KERNELS
+from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.workload import OPPONENTS, Workload, finetune_parser
 
-PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],

@@ -56,16 +56,18 @@ def gains() -> str:
         label = f"step, {in_words(size)}, these two"
         body.append([label, base, "–", ours, times(base_s / ours_s), "–"])
     for size in ("1x512", "4x2048"):
-        rungs = {rung["name"]: rung for rung in load(f"ladder_{size}")["rungs"]}
-        shown = rungs["baseline"], list(rungs.values())[-1], rungs[ladder.CUDA_GRAPH]
-        base_ms, liger_ms, graph_ms = (rung["step_ms"] for rung in shown)
-        base, liger, graph = (
+        record = load(f"ladder_{size}")
+        rungs = {rung["name"]: rung for rung in record["rungs"]}
+        rival = ladder.strongest(record)
+        shown = rungs[ladder.BASELINE], rival, rungs[ladder.CUDA_GRAPH]
+        base_ms, rival_ms, graph_ms = (rung["step_ms"] for rung in shown)
+        base, other, graph = (
             ms_and_gb(rung["step_ms"], rung["peak_memory_bytes"]) for rung in shown
         )
-        ratios = [times(ms / graph_ms) for ms in (base_ms, liger_ms)]
-        body.append(
-            [f"step, {in_words(size)}, every kernel", base, f"Liger: {liger}", graph, *ratios]
-        )
+        ratios = [times(ms / graph_ms) for ms in (base_ms, rival_ms)]
+        label = f"step, {in_words(size)}, every kernel"
+        name = rival["name"].removesuffix(", fused AdamW").removesuffix(" reduce-overhead")
+        body.append([label, base, f"{name}: {other}", graph, *ratios])
     return markdown(["", "Hugging Face", "strongest other", "ours", "gain", "over other"], body)
 
 
@@ -113,25 +115,38 @@ def durations() -> str:
     return markdown(["command", "step", "on an H200, random weights", "on a CPU core"], body)
 
 
+BESIDE_THE_BASELINE = ["tokens/s", "GB", "of baseline", "loss diff."]
+
+
+def beside_the_baseline(rung: dict, base: dict) -> list[str]:
+    speed, memory = (rung[key] / base[key] for key in ("tokens_per_second", "peak_memory_bytes"))
+    gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
+    return [times(speed), gb, times(memory), f"{max(relative_differences(base, rung)):.1e}"]
+
+
 def ladder_table(size: str) -> str:
-    """The ladder, in the columns that a page has room for."""
-    record, body, before = load(f"ladder_{size}"), [], None
-    base = record["rungs"][0]
-    for rung in record["rungs"]:
+    """The rungs, in the columns that a page has room for."""
+    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
+    body = []
+    for before, rung in zip([None, *rungs], rungs):
         name, gain = rung["name"], ["", ""]
-        if rung["predicted_ms"] is not None:
+        if before is not None:
             name = f"+ {name}"
-            gain = [f"{before - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
-        speed, memory = (
-            rung[key] / base[key] for key in ("tokens_per_second", "peak_memory_bytes")
-        )
-        gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
-        difference = f"{max(relative_differences(base, rung)):.1e}"
+            gain = [f"{before['step_ms'] - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
         step = f"{rung['step_ms']:,.1f}"
-        body.append([name, *gain, step, times(speed), gb, times(memory), difference])
-        before = rung["step_ms"]
+        body.append([name, *gain, step, *beside_the_baseline(rung, rungs[0])])
     headers = ["rung", "predicted, ms", "gained, ms", "step, ms"]
-    return markdown([*headers, "tokens/s", "GB", "of baseline", "loss diff."], body)
+    return markdown([*headers, *BESIDE_THE_BASELINE], body)
+
+
+def others_table(size: str) -> str:
+    """The runs beside the rungs, with the spread of their steps."""
+    rungs, others = ladder.blocks(load(f"ladder_{size}"))
+    body = [
+        [each["name"], ladder.step_in_words(each), *beside_the_baseline(each, rungs[0])]
+        for each in others
+    ]
+    return markdown(["others", "step, ms (p20 to p80)", *BESIDE_THE_BASELINE], body)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -224,6 +239,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "gpus": gpus,
     "durations": durations,
     "ladder": ladder_table,
+    "others": others_table,
     "compare": compare,
     "peaks": peaks,
     "longest": longest,
