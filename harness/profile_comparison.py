@@ -6,7 +6,7 @@ from harness.diagnosis_tables import short
 from harness.roofline import plot
 from harness.run_records import environment_line, read_record
 from harness.tables import NOT_MEANINGFUL, decimal_unit, number, table, title
-from harness.workload import model_line
+from harness.workload import kernels_in_words, model_line
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "device"]
@@ -76,7 +76,7 @@ def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) ->
 
 
 def run_line(label: str, record: dict) -> str:
-    kernels = ", ".join(record["kernels"]) or "none"
+    kernels = kernels_in_words(record)
     return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
 
 

@@ -28,14 +28,14 @@ def train(
     """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
     model = load_model(workload, step_tryer(workload.kernels))
     apply_kernels(model, model_kernels(workload.kernels))
-    optimizer = make_optimizer(
-        model,
-        workload.lr,
-        workload.kernels,
-        workload.stochastic_rounding,
-        capturable=workload.cuda_graph,
-    )
-    return take_steps(Run(name, workload, model, record_to, save_to), optimizer)
+    run = Run(name, workload, model, record_to, save_to)
+    return take_steps(run, optimizer_for(model, workload))
+
+
+def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """The workload's AdamW, which counts its steps on the GPU if they are to be a CUDA graph."""
+    rounding, graph = workload.stochastic_rounding, workload.cuda_graph
+    return make_optimizer(model, workload.lr, workload.kernels, rounding, capturable=graph)
 
 
 def take_steps(run: Run, optimizer: torch.optim.Optimizer, model: Callable | None = None) -> dict:

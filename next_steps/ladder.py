@@ -40,7 +40,8 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
-            reason = said[-1] if said else f"exit code {run.returncode}"
+            sentences = [line for line in said if line.startswith("error: ")]  # CUDA may go on
+            reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
             raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
         return json.loads(path.read_text())
 
