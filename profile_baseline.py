@@ -8,6 +8,7 @@
     python profile_baseline.py --estimate                     # the same before a run, anywhere
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain
     python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
+    python profile_baseline.py --cuda-graph                   # the step as a single launch
 
 The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
 that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
@@ -28,7 +29,7 @@ from harness import command_line, diagnosis_tables
 from harness.command_line import UserError, positive_int
 from harness.kernel_facts import KERNELS
 from harness.output_files import check_outputs
-from harness.profile_tables import TOP, operations_table, parts_table, totals
+from harness.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
 from harness.run_records import environment, environment_line, write_record
 from harness.tables import NO_GPU_NOTE, title
 from harness.workload import Workload, add_workload_flags, workload_line
@@ -36,49 +37,65 @@ from harness.workload import Workload, add_workload_flags, workload_line
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 IGNORED = {  # flags, by others
-    "estimate": ["data", "seed", "warmup", "trace", "stacks"],
-    "memory": ["trace", "stacks"],
+    "estimate": ["data", "seed", "warmup", "trace", "stacks", "cuda_graph"],
+    "memory": ["trace", "stacks", "cuda_graph"],
 }
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """Train a few steps, profile one, write its trace; returns the record.
 
-    Time and peak memory come from steps without the profiler, which slows the CPU down.
+    Time and peak memory come from steps without the profiler, which slows the CPU down.  With
+    cuda_graph all that is measured is replays', and their kernels' operations and ranges, which a
+    replay does not know, are those of a step before the recording.
     """
     import torch
 
-    from harness import attribution, costs, profiler, timing
+    from harness import attribution, costs, profiler, stepping, timing
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
     from harness.device import DEVICE, HAS_GPU
     from harness.loading import load_model
     from next_steps import apply_kernels, memory_estimate
 
-    kernels = workload.kernels
+    kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
     model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps)
-    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
+    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     batches = [batch.to(DEVICE) for batch in data.train]
     warmup, batches = batches[: workload.warmup], batches[workload.warmup :]
     timed, profiled = batches[:TIMED_STEPS], batches[TIMED_STEPS:]
+    take_step, idle = stepping.training_step, None
+    stream = torch.cuda.Stream() if graph else None  # None: as it is
 
-    for batch in warmup:
-        profiler.timed_step(model, optimizer, batch)
-    resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
-    if HAS_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    step_ms = [profiler.timed_step(model, optimizer, batch) for batch in timed]
-    peak_memory = timing.peak_memory_bytes()
+    def profile_operations() -> tuple[torch.profiler.profile, float]:
+        with category_ranges(model):
+            return profiler.profiled_step(model, optimizer, profiled[2:], stacks)
 
-    idle = profiler.timeline(model, optimizer, profiled[:2]) if HAS_GPU else None
-    with category_ranges(model):
-        profile, profiled_ms = profiler.profiled_step(model, optimizer, profiled[2:], stacks)
-    trace, trace_bytes = profiler.write_trace(profile, trace_file)
+    with torch.cuda.stream(stream):
+        for batch in warmup:
+            profiler.timed_step(model, optimizer, batch)
+        resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
+        if graph:
+            profile, profiled_ms = profile_operations()
+            trace, _ = profiler.read_trace(profile)
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        if graph:
+            take_step = stepping.captured_step(model, optimizer, timed[0], stream)
+        step_ms = [profiler.timed_step(model, optimizer, batch, take_step) for batch in timed]
+        peak_memory = timing.peak_memory_bytes()
+        if HAS_GPU:
+            replayed, idle = profiler.timeline(model, optimizer, profiled[:2], take_step)
+        if graph:
+            _, trace_bytes = profiler.write_trace(replayed, trace_file)
+        else:
+            profile, profiled_ms = profile_operations()
+            trace, trace_bytes = profiler.write_trace(profile, trace_file)
     moved = costs.costs_of_trace(trace, sizes, workload.seq_len, kernels)
     return {
         "kind": "profile",
@@ -87,6 +104,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "parameters": sum(p.numel() for p in model.parameters()),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes),
+        **({"busy_us": idle["busy_us"]} if graph else {}),
         "ceilings": ceilings,
         "sizes": asdict(sizes),
         "timeline": idle,
@@ -120,6 +138,7 @@ def render(record: dict) -> str:
         [
             environment_line(record["environment"]),
             workload_line(record),
+            *([OF_A_GRAPH] if record.get("cuda_graph") else []),
             "",
             title(f"Top {TOP} {device} Operations by Total {kind} Time"),
             operations_table(record),
@@ -192,6 +211,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def default_trace(workload: Workload) -> str:
     model = Path(workload.model).resolve().name
     kernels = "+".join(workload.kernels) or "baseline"
+    kernels += "-cuda_graph" * workload.cuda_graph
     return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
 
 

@@ -103,20 +103,24 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     return 6.0 * matrix_weights + 6.0 * config.num_hidden_layers * attention_size * seq_len
 
 
+# in masking_utils; one object each, so that what torch.compile made of them is found again
+UNPACKED = {
+    "find_packed_sequence_indices": lambda position_ids: None,
+    "is_tracing": lambda tensor=None: False,
+}
+
+
 @contextmanager
 def unpacked_sequences() -> Iterator[None]:
     """Tell transformers that no row of a batch holds several sequences.
 
-    It looks at the positions for that.  In a capture it cannot look, and to be safe gives attention
-    a mask of (T, T), with which the kernels for causal attention are out of the question.
+    It looks at the positions for that.  In a capture, or under torch.compile, it cannot look, and
+    to be safe gives attention a mask of (T, T), with which the kernels for causal attention are out
+    of the question.
     """
-    known = {
-        "find_packed_sequence_indices": lambda position_ids: None,
-        "is_tracing": lambda tensor=None: False,
-    }
-    before = {name: getattr(masking_utils, name) for name in known}
+    before = {name: getattr(masking_utils, name) for name in UNPACKED}
     try:
-        vars(masking_utils).update(known)
+        vars(masking_utils).update(UNPACKED)
         yield
     finally:
         vars(masking_utils).update(before)

@@ -10,6 +10,7 @@ from harness.benchmark_specs import (
     SPECS,
     numbers,
 )
+from harness.kernel_facts import PLAYBOOK_KERNELS
 from harness.run_records import ceilings_card
 from harness.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
 
@@ -50,7 +51,6 @@ def microseconds(time: float | None) -> str:
 
 
 ONE_CALL = "Times: one call at a time, wall clock; the host is in them."
-PLAYBOOK = ("rmsnorm", "cross_entropy")  # the kernels that it has
 
 
 def playbook_table(record: dict, section: dict) -> str:
@@ -166,7 +166,7 @@ def render(record: dict) -> str:
     blocks = [] if env["gpu"] else [NO_GPU_NOTE]
     blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
-        if section["kernel"] in PLAYBOOK:
+        if section["kernel"] in PLAYBOOK_KERNELS:
             blocks.append(playbook_table(record, section))
         blocks.append(full_table(record, section))
     several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]

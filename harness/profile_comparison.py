@@ -15,7 +15,7 @@ from harness.tables import (
     table,
     title,
 )
-from harness.workload import model_line
+from harness.workload import kernels_in_words, model_line
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "device"]
@@ -89,7 +89,7 @@ def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) ->
 
 
 def run_line(label: str, record: dict) -> str:
-    kernels = ", ".join(record["kernels"]) or "none"
+    kernels = kernels_in_words(record)
     return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
 
 

@@ -5,6 +5,11 @@ from harness.spread import spread
 from harness.tables import OF_KERNELS, OF_STEPS, number, table
 
 TOP = 20
+OF_A_GRAPH = (
+    "Each step is one CUDA graph's replay, whose kernels know no operation: the tables are of a\n"
+    "step just before the recording, which ran the same kernels; times, idle share and trace are\n"
+    "the replay's."
+)
 
 
 def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
@@ -47,7 +52,10 @@ def totals(record: dict) -> str:
     if record.get("timeline"):
         slower = [
             ("Kernels recorded:", record["timeline"]["step_ms"]),
-            ("Shapes too:", record["profiled_step_ms"]),
+            (
+                "Shapes too, no graph:" if record.get("cuda_graph") else "Shapes too:",
+                record["profiled_step_ms"],
+            ),
         ]
         profiled = [
             (name, f"{ms:,.1f} ms ({100 * (ms / step_ms - 1):+.1f} %)") for name, ms in slower

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness import dataset, stepping, timing
-from harness.attribution import gpu_events, idle_times
+from harness.attribution import busy_us, gpu_events, idle_times
 from harness.command_line import RunError
 from harness.device import HAS_GPU
 from harness.kernel_facts import ROWS
@@ -100,15 +100,24 @@ def category_ranges(
 
 
 def timed_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dataset.Batch
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dataset.Batch,
+    take_step: Callable = stepping.training_step,
 ) -> float:
-    """One training step, milliseconds."""
+    """One step, as `stepping.timed_step` takes it; milliseconds."""
     with record_function("step"):
-        _, seconds = stepping.timed_step(model, optimizer, batch)
+        _, seconds = stepping.timed_step(model, optimizer, batch, take_step)
     return 1e3 * seconds
 
 
-def last_of(profiler: profile, model, optimizer, batches: list[dataset.Batch]) -> float:
+def last_of(
+    profiler: profile,
+    model,
+    optimizer,
+    batches: list[dataset.Batch],
+    take_step: Callable = stepping.training_step,
+) -> float:
     """A step on each of two batches; the second one's milliseconds.
 
     The first is thrown away: it pays for attaching the profiler to the GPU.
@@ -118,7 +127,7 @@ def last_of(profiler: profile, model, optimizer, batches: list[dataset.Batch]) -
     """
     with profiler:
         for batch in batches:
-            step_ms = timed_step(model, optimizer, batch)
+            step_ms = timed_step(model, optimizer, batch, take_step)
             profiler.step()
     if HAS_GPU and not gpu_events(profiler.events()):
         raise RunError(
@@ -143,15 +152,21 @@ def profiled_step(
     return profiler, last_of(profiler, model, optimizer, batches)
 
 
-def timeline(model, optimizer, batches: list[dataset.Batch]) -> dict:
+def timeline(
+    model,
+    optimizer,
+    batches: list[dataset.Batch],
+    take_step: Callable = stepping.training_step,
+) -> tuple[profile, dict]:
     """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
 
     Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a
     kernel takes as long as ever, but the time between kernels would be the profiler's.
     """
     profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
-    step_ms = last_of(profiler, model, optimizer, batches)
-    return {"step_ms": step_ms, **idle_times(profiler.events())}
+    step_ms = last_of(profiler, model, optimizer, batches, take_step)
+    events = profiler.events()
+    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **idle_times(events)}
 
 
 def measure_ceilings(dtype: torch.dtype) -> dict:
@@ -168,29 +183,38 @@ def measure_ceilings(dtype: torch.dtype) -> dict:
 # ---------------------------------------------------------------- the trace
 
 
-def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
-    """Write a profile as a Chrome trace, compressed if `path` ends in .gz.
+def read_trace(profiler: profile) -> tuple[dict, bytes]:
+    """A profile as a Chrome trace, and as the bytes of its file.
 
     The profiler replaces what it is pointed at, be it a link or a device, and does not say where it
     fails.  So it gets a file of our own.
 
-    Returns:
-        The trace's content and the file's bytes.
-
     Raises:
-        RunError: there is no room for that file, or `path` cannot be written.
+        RunError: there is no room for that file.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         try:
             content = file.read_bytes()
-            trace = json.loads(content)
+            return json.loads(content), content
         except (FileNotFoundError, ValueError) as error:  # nothing was written, or a part
             raise RunError(
                 f"the profiler could not write its trace in {tempfile.gettempdir()}: "
                 "make room there, or set TMPDIR to a folder with room"
             ) from error
+
+
+def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
+    """Write a profile as a Chrome trace, compressed if `path` ends in .gz.
+
+    Returns:
+        The trace's content and the file's bytes.
+
+    Raises:
+        RunError: there is no room for the trace, or `path` cannot be written.
+    """
+    trace, content = read_trace(profiler)
     if path.endswith(".gz"):
         content = gzip.compress(content)
     write_output(path, content, "the trace")

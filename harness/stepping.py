@@ -6,9 +6,10 @@ from collections.abc import Callable
 import torch
 
 from harness.architecture import unpacked_sequences
-from harness.command_line import UserError
+from harness.command_line import RunError, UserError, ran_out_of_memory
 from harness.dataset import Batch
 from harness.device import synchronize
+from harness.tables import describe
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -21,10 +22,10 @@ def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.
     return torch.optim.AdamW(trained(model), lr=lr, **options)
 
 
-def training_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-) -> torch.Tensor:
+def training_step(model: Callable, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
+
+    `model` is a Hugging Face model, or what is called as one.
 
     The same step as on finetune_baseline.py's page, in ranges that give the profiler its phases;
     outside a profile they cost nothing worth measuring.
@@ -43,17 +44,22 @@ def timed_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
+    take_step: Callable = training_step,
 ) -> tuple[torch.Tensor, float]:
-    """(loss, seconds) of one training step, from an idle device to an idle device."""
+    """(loss, seconds) of one step, from an idle device to an idle device.
+
+    Args:
+        take_step: `training_step`, or the replay that `captured_step` makes of it.
+    """
     synchronize()
     start = time.perf_counter()
-    loss = training_step(model, optimizer, batch)
+    loss = take_step(model, optimizer, batch)
     synchronize()
     return loss, time.perf_counter() - start
 
 
 def captured_step(
-    model: torch.nn.Module,
+    model: Callable,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     stream: torch.cuda.Stream,
@@ -69,14 +75,24 @@ def captured_step(
         A function to be called as `training_step` is.
 
     Raises:
+        RunError: the step cannot be recorded: something in it waits for the GPU.
         UserError: a batch has another shape than the recorded one.
     """
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
     # a graph has memory of its own and cannot use what the steps before it left
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
-    with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
-        loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
+    try:
+        with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
+            loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
+    except RuntimeError as error:
+        first = error.__context__ or error  # what fails in a recording makes its end fail too
+        if not isinstance(first, RuntimeError) or ran_out_of_memory(first):
+            raise first from None
+        raise RunError(
+            f"this step cannot be recorded as a CUDA graph ({describe(first)}): "
+            "leave --cuda-graph out"
+        ) from error
 
     def replay(model, optimizer, batch):
         if batch.input_ids.shape != ids.shape:

@@ -12,14 +12,28 @@ Imports no PyTorch: `--help` and the comparison of records need none.
 import argparse
 from dataclasses import dataclass, field, fields
 
-from harness.command_line import Parser, flag_name, positive_float, positive_int, whole_number
+from harness.command_line import (
+    Parser,
+    UserError,
+    flag_name,
+    positive_float,
+    positive_int,
+    whole_number,
+)
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 TINY = "tiny"  # a small random LLaMA of bytes
 DTYPES = "bf16", "fp32"
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
 WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
-OPPONENTS = {"liger": "Liger-Kernel"}
+# by the words of --opponent; how each of them is made: next_steps/opponents.py
+OPPONENTS = {
+    "fused-adamw": "fused AdamW",
+    "rms-norm": "F.rms_norm, fused AdamW",
+    "compile": "torch.compile, fused AdamW",
+    "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
+    "liger": "Liger-Kernel, fused AdamW",
+}
 # of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
 SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
@@ -71,6 +85,11 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         help="of weights, activations and optimizer state "
         f"(default: {DTYPE[True]}; {DTYPE[False]} without a GPU)",
     )
+    add(
+        "--cuda-graph",
+        action="store_true",
+        help="record a step once and replay it, so that each is one launch; needs a GPU",
+    )
     add("--json", metavar="FILE", help="write the run as a JSON record")
 
 
@@ -121,6 +140,9 @@ class Workload:
         Args:
             args: of a parser with `add_workload_flags`, and any of the other fields' flags.
             on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
+
+        Raises:
+            UserError: there is no GPU for a CUDA graph, or no step that would be one.
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -128,7 +150,15 @@ class Workload:
         if hasattr(args, "lr"):
             defaults["lr"] = 1e-3 if args.model == TINY else 1e-5
         values = defaults | given
-        return cls(**values | {"kernels": tuple(values.get("kernels", ()))})
+        workload = cls(**values | {"kernels": tuple(values.get("kernels", ()))})
+        if workload.cuda_graph and workload.steps and workload.steps <= WARMUP_STEPS:
+            raise UserError(
+                f"--cuda-graph starts after {WARMUP_STEPS} steps, so with --steps "
+                f"{workload.steps} it does nothing: take more steps"
+            )
+        if workload.cuda_graph and not on_gpu:
+            raise UserError("--cuda-graph needs a CUDA GPU and none was found")
+        return workload
 
     def as_flags(self) -> list[str]:
         """What `from_flags` makes this from, for a script that has the flags of all it sets."""

@@ -120,12 +120,12 @@ def model_kernels(kernels: Sequence[str]) -> list[str]:
 
 
 def make_optimizer(
-    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic_rounding: bool = False
+    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic: bool = False, **options
 ) -> torch.optim.Optimizer:
-    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW if not."""
+    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW with these options if not."""
     if "adamw" in kernels:
-        return triton_adamw(model, lr, stochastic_rounding)
-    return stepping.make_optimizer(model, lr)
+        return triton_adamw(model, lr, stochastic)
+    return stepping.make_optimizer(model, lr, **options)
 
 
 # ---------------------------------------------------------------- putting them in

@@ -31,8 +31,8 @@ from harness.loading import load_model
 from harness.patching import causal_lm_loss
 from harness.training_run import Run
 from harness.workload import Workload
-from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
-from next_steps.kernel_training import take_steps
+from next_steps.apply_kernels import apply_kernels, model_kernels
+from next_steps.kernel_training import optimizer_for, take_steps
 from next_steps.memory_estimate import step_tryer
 from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 
@@ -152,6 +152,5 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
 def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
     """Distil the workload's teacher into its model; returns the record."""
     student, workload, more = load_student(workload)
-    optimizer = make_optimizer(student, workload.lr, workload.kernels, workload.stochastic_rounding)
     run = Run("Distillation", workload, student, record_to, save_to, more)
-    return take_steps(run, optimizer)
+    return take_steps(run, optimizer_for(student, workload))

@@ -2,7 +2,7 @@
 
     --kernels all               kernel_training.py: those that the profile asks for next
     --kernels all --cuda-graph  kernel_training.py: the whole step as one launch
-    --opponent liger            kernel_training.py: Liger-Kernel in the place of ours
+    --opponent liger            opponents.py: Liger-Kernel or another in the place of ours
     --ladder                    ladder.py: baseline and every rung, each in a process of its own
     --kernels all --longest     longest.py: the longest sequence that fits
     --teacher MODEL             distill.py: a model into the first half of its layers
@@ -20,13 +20,13 @@ from harness.command_line import (
     positive_int,
     refuse_ignored,
 )
-from harness.kernel_facts import KERNELS
-from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, finetune_parser
+from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
+from harness.workload import OPPONENTS, Workload, finetune_parser
 
-PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"
+OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
-    "opponent": ["longest", "kernels", "stochastic_rounding", "cuda_graph"],
+    "opponent": ["longest", "kernels", "stochastic_rounding"],
     "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
 }
 
@@ -50,14 +50,11 @@ def parse_args(doc: str) -> argparse.Namespace:
             ways = f"--{flag} trains on labels, --teacher does not"
             raise UserError(f"{ways}: leave one of the two out")
     refuse_ignored(args, IGNORED)
-    for flag in ("stochastic_rounding", "cuda_graph"):
-        if getattr(args, flag) and "adamw" not in args.kernels:
-            raise UserError(f"{flag_name(flag)} needs the adamw kernel: --kernels all")
-    if args.cuda_graph and args.steps <= WARMUP_STEPS:
-        raise UserError(
-            f"--cuda-graph starts after {WARMUP_STEPS} steps, so with --steps {args.steps} it "
-            "does nothing: take more steps"
-        )
+    if args.stochastic_rounding and "adamw" not in args.kernels:
+        raise UserError("--stochastic-rounding needs the adamw kernel: --kernels all")
+    if args.cuda_graph and args.opponent == OWN_GRAPHS:
+        both = f"--opponent {OWN_GRAPHS} records CUDA graphs of its own"
+        raise UserError(f"{both}: leave --cuda-graph out")
     if args.plot and not args.ladder:
         wish = f"--plot {args.plot} draws the ladder"
         raise UserError(f"{wish}: add --ladder, or leave --plot out")
@@ -73,11 +70,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of the adamw kernel's bf16 weights and moments",
     )
-    add("--cuda-graph", action="store_true", help="one launch per step; needs the adamw kernel")
     add(
         "--opponent",
         choices=OPPONENTS,
-        help="Liger-Kernel's patch and PyTorch's fused AdamW in place of our kernels",
+        help="what others offer in place of our kernels: PyTorch's fused AdamW alone, or with "
+        "F.rms_norm, torch.compile or Liger-Kernel's patch",
     )
     add(
         "--ladder",
@@ -119,15 +116,11 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
     """Do what the flags ask for, if it is anything but the playbook's two kernels; was it?
 
     Raises:
-        UserError: this machine or the workload's dtype cannot do it.
+        UserError: the workload's dtype cannot do it.
     """
-    from harness.device import HAS_GPU
-
     if workload.stochastic_rounding and workload.dtype != "bf16":
         given = f"--stochastic-rounding is for bf16 and does nothing in {workload.dtype}"
         raise UserError(f"{given}: add --dtype bf16")
-    if workload.cuda_graph and not HAS_GPU:
-        raise UserError("--cuda-graph needs a CUDA GPU and none was found")
 
     if args.ladder:
         from next_steps import ladder
@@ -138,14 +131,14 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
 
         longest.find(workload, record_to=args.json)
     elif args.opponent:
-        from next_steps import kernel_training
+        from next_steps import opponents
 
-        kernel_training.train_opponent(workload, record_to=args.json, save_to=args.save)
+        opponents.train(workload, record_to=args.json, save_to=args.save)
     elif args.teacher is not None:
         from next_steps import distill
 
         distill.train(workload, record_to=args.json, save_to=args.save)
-    elif workload.kernels != PLAYBOOK_KERNELS:
+    elif workload.kernels != PLAYBOOK_KERNELS or workload.cuda_graph:
         from next_steps import kernel_training
 
         kernel_training.train(workload, record_to=args.json, save_to=args.save)

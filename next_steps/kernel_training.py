@@ -1,57 +1,56 @@
-"""Fine-tuning with any of the kernels, its step as one CUDA graph if that is asked for.
+"""Fine-tuning with any of the kernels or none, its step as one CUDA graph if that is asked for.
 
     python finetune_optimized.py --kernels all --cuda-graph
+    python finetune_baseline.py --cuda-graph
 
-The loop of finetune_baseline.py with `apply_kernels` in the place of its page's patch, AdamW as a
-kernel, and a step that can be recorded; or with Liger-Kernel's patch, which ours is measured by.
+The loop of finetune_baseline.py with `apply_kernels` in the place of a page's patch, AdamW as a
+kernel if it is among them, and a step that can be recorded.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 
 from harness import stepping
-from harness.command_line import UserError
 from harness.loading import load_model
 from harness.training_run import Run
-from harness.workload import OPPONENTS, WARMUP_STEPS, Workload
+from harness.workload import WARMUP_STEPS, Workload
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 
 
-def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
-    """Fine-tune with the workload's kernels; returns the record."""
+def train(
+    workload: Workload,
+    record_to: str | None = None,
+    save_to: str | None = None,
+    name: str = "Optimized",
+) -> dict:
+    """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
     model = load_model(workload, step_tryer(workload.kernels))
     apply_kernels(model, model_kernels(workload.kernels))
-    optimizer = make_optimizer(model, workload.lr, workload.kernels, workload.stochastic_rounding)
-    return take_steps(Run("Optimized", workload, model, record_to, save_to), optimizer)
+    run = Run(name, workload, model, record_to, save_to)
+    return take_steps(run, optimizer_for(model, workload))
 
 
-def take_steps(run: Run, optimizer: torch.optim.Optimizer) -> dict:
-    """All steps of a run; with cuda_graph those after the first WARMUP_STEPS as one launch each."""
+def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """The workload's AdamW, which counts its steps on the GPU if they are to be a CUDA graph."""
+    rounding, graph = workload.stochastic_rounding, workload.cuda_graph
+    return make_optimizer(model, workload.lr, workload.kernels, rounding, capturable=graph)
+
+
+def take_steps(run: Run, optimizer: torch.optim.Optimizer, model: Callable | None = None) -> dict:
+    """All steps of a run; with cuda_graph those after the first WARMUP_STEPS as one launch each.
+
+    Args:
+        model: what is called in the place of the run's model, such as its compiled form.
+    """
+    model = run.model if model is None else model
     graph, take_step = run.workload.cuda_graph, stepping.training_step
     stream = torch.cuda.Stream() if graph else None  # None: as it is
     with torch.cuda.stream(stream):
         for step, batch in enumerate(run.batches(), start=1):
             if graph and step == WARMUP_STEPS + 1:
-                take_step = stepping.captured_step(run.model, optimizer, batch, stream)
+                take_step = stepping.captured_step(model, optimizer, batch, stream)
                 run.start_clock()
-            run.end_step(take_step(run.model, optimizer, batch))
+            run.end_step(take_step(model, optimizer, batch))
     return run.finish()
-
-
-def train_opponent(
-    workload: Workload, record_to: str | None = None, save_to: str | None = None
-) -> dict:
-    """The same fine-tuning with Liger-Kernel's patch for LLaMA and PyTorch's fused AdamW."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-    except ImportError as error:
-        raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
-    apply_liger_kernel_to_llama()
-    workload = replace(workload, kernels=())
-    model = load_model(workload)
-    optimizer = stepping.make_optimizer(model, workload.lr, fused=True)
-    return take_steps(
-        Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to), optimizer
-    )

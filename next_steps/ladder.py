@@ -3,7 +3,8 @@
 Each rung adds one kernel, the largest cost of the profile first.  Before it is measured it is
 predicted, from the baseline's profile: what a category takes there, minus the time in which its
 bytes can pass through memory at the measured copy rate (Amdahl: only that part of the step can go
-away).  Each run has a process of its own.
+away).  After the rungs come the runs to compare them with: baseline and the playbook's two kernels
+as CUDA graphs, and what others offer.  Each run has a process of its own.
 """
 
 import json
@@ -17,14 +18,15 @@ from harness.command_line import RunError
 from harness.config_file import load_config
 from harness.costs import sizes_of
 from harness.device import HAS_GPU
-from harness.kernel_facts import KERNELS, RUNGS
-from harness.workload import WARMUP_STEPS, Workload, model_line
+from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
+from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, model_line
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
-CUDA_GRAPH = "cuda_graph"
-OPPONENT = "Liger-Kernel, fused AdamW"
-RUNG_COLOUR, BASELINE_COLOUR = "#D55E00", "#999999"  # ours; PyTorch and Liger-Kernel
+BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
+PERCENTILES = "p20_seconds", "p80_seconds"
+IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
+OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
@@ -39,7 +41,8 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
-            reason = said[-1] if said else f"exit code {run.returncode}"
+            sentences = [line for line in said if line.startswith("error: ")]  # CUDA may go on
+            reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
             raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
         return json.loads(path.read_text())
 
@@ -53,12 +56,44 @@ def without_kernels(workload: Workload) -> Workload:
     return replace(workload, kernels=(), cuda_graph=False, opponent=None)
 
 
+def others(workload: Workload, graphs: bool) -> list[tuple[str, str, Workload]]:
+    """(name, script, workload) of the runs after the rungs: like with like, then the opponents.
+
+    Args:
+        graphs: can a step be a CUDA graph here?
+    """
+    runs = []
+
+    def add(name: str, script: str, **how) -> None:
+        run = replace(workload, **how)
+        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
+
+    two, two_kernels = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
+    if graphs:
+        add(BASELINE, "finetune_baseline.py", cuda_graph=True)
+    add(two, "finetune_optimized.py", **two_kernels)
+    if graphs:
+        add(two, "finetune_optimized.py", **two_kernels, cuda_graph=True)
+    for opponent, title in OPPONENTS.items():
+        add(title, "finetune_optimized.py", opponent=opponent)
+    if graphs:
+        add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
+    return runs
+
+
 def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
-    """Run the baseline, its profile and every rung; print the table, write record and picture."""
+    """Run the baseline, its profile, every rung and the others.
+
+    Prints the table, writes record and picture.
+    """
     workload = without_kernels(workload)
     config = load_config(workload, step_tryer(KERNELS))
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
+    graphs = HAS_GPU and workload.steps > WARMUP_STEPS
+    after = others(workload, graphs)
+    n_runs = 2 + len(RUNGS) + graphs + len(after)
+    print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
     record = {
         "kind": "ladder",
         "environment": run_records.environment(),
@@ -81,16 +116,18 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
             "peak_memory_bytes",
             "kernels",
             "validation_loss_after",
+            "busy_ms",
         )
         step_ms = 1e3 * run["median_seconds"]
         rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+        rung |= {key.replace("seconds", "ms"): 1e3 * run[key] for key in PERCENTILES}
         record["rungs"].append(rung | {key: run[key] for key in keys})
         print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
 
     baseline = run_script("finetune_baseline.py", workload)
     record |= Workload.from_record(baseline).as_record()
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
-    add("baseline", None, baseline)
+    add(BASELINE, None, baseline)
     sizes, names, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
     for rung in RUNGS:
         names = (*names, rung.name)
@@ -100,55 +137,76 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
         run = run_script("finetune_optimized.py", replace(workload, kernels=names))
         add(rung.name, predicted_ms, run)
-    if HAS_GPU and workload.steps > WARMUP_STEPS:
+    if graphs:
         # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
         graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
         add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", graph))
-    try:
-        opponent = replace(workload, opponent="liger")
-        add(OPPONENT, None, run_script("finetune_optimized.py", opponent))
-    except RunError as error:
-        record["absent"].append(str(error))
+    for name, script, other in after:
+        try:
+            add(name, None, run_script(script, other))
+        except RunError as error:
+            record["absent"].append(str(error))
     print("\n" + render(record))
     if plot_to:
         plot([record], plot_to)
     run_records.write_record(record_to, record)
 
 
+# ---------------------------------------------------------------- what is printed
+
+
+def blocks(record: dict) -> tuple[list[dict], list[dict]]:
+    """The rungs, which are the baseline and what was predicted; and all other runs."""
+    first, *rest = record["rungs"]
+    rungs = [rung for rung in rest if rung["predicted_ms"] is not None]
+    return [first, *rungs], [rung for rung in rest if rung["predicted_ms"] is None]
+
+
+def is_ours(rung: dict) -> bool:
+    """Has it any of our kernels?"""
+    return not set(KERNELS).isdisjoint(rung["kernels"])
+
+
+def strongest(record: dict) -> dict:
+    """The fastest run that has none of our kernels."""
+    return min(
+        (rung for rung in record["rungs"] if not is_ours(rung)), key=lambda rung: rung["step_ms"]
+    )
+
+
+def step_in_words(rung: dict) -> str:
+    """A step's median, with its spread where the record is new enough to have it."""
+    spread = f" ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})" if "p20_ms" in rung else ""
+    return f"{rung['step_ms']:,.1f}{spread}"
+
+
+def measured(rung: dict, baseline: dict) -> list[str]:
+    """The columns of both tables: the step by the host's clock and how long the GPU computed in it,
+    tokens/sec and peak beside the baseline's, loss difference.
+    """
+    cells = [step_in_words(rung), tables.number(rung.get("busy_ms"))]
+    for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
+        cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
+    return [*cells, f"{max(run_records.relative_differences(baseline, rung)):.1e}"]
+
+
 def render(record: dict) -> str:
-    """The ladder's table, from its record."""
+    """The ladder's two tables, from its record."""
     on_gpu = record["environment"]["gpu"] is not None
-    baseline = record["rungs"][0]
-    rows, before = [], None
-    for rung in record["rungs"]:
-        saved = (
-            None
-            if before is None or rung["predicted_ms"] is None
-            else before["step_ms"] - rung["step_ms"]
-        )
-        predicted = None if saved is None else before["step_ms"] - rung["predicted_ms"]
-        difference = max(run_records.relative_differences(baseline, rung))
-        row = [rung["name"] if predicted is None else f"+ {rung['name']}"]
-        row += [tables.number(ms) for ms in (predicted, saved, rung["step_ms"])]
-        for key, scale, spec in (
-            ("tokens_per_second", 1, ",.0f"),
-            ("peak_memory_bytes", 1e9, ".1f"),
-        ):
-            row += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
-        rows.append([*row, f"{difference:.1e}"])
-        before = rung
-    headers = [
-        "Rung",
-        "Predicted gain, ms",
-        "Measured gain, ms",
-        "Step, ms",
-        "Tokens/sec",
-        "x baseline",
-        "Peak, GB",
-        "x baseline",
-        "Largest loss difference",
-    ]
+    rungs, after = blocks(record)
+    baseline, rows = rungs[0], []
+    for before, rung in zip([None, *rungs], rungs):
+        name, gains = rung["name"], [None, None]
+        if before is not None:
+            name = f"+ {name}"
+            gains = [before["step_ms"] - rung[key] for key in ("predicted_ms", "step_ms")]
+        rows.append([name, *map(tables.number, gains), *measured(rung, baseline)])
+    other_rows = [[each["name"], *measured(each, baseline)] for each in after]
+    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
+    columns += ["Peak, GB", "x baseline", "Largest loss difference"]
+    headers = ["Rung", "Predicted gain, ms", "Measured gain, ms", *columns]
+    other_headers = ["Others", *columns]
     size = f"{record['batch_size']} x {record['seq_len']} tokens"
     workload = f"{size}, {record['steps']} steps, data {record['data']}"
     lines = [
@@ -159,27 +217,40 @@ def render(record: dict) -> str:
         "",
         tables.title(f"The ladder{'' if on_gpu else tables.NOT_MEANINGFUL}"),
         tables.table(headers, rows),
+        *(["", tables.table(other_headers, other_rows)] if other_rows else []),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)
 
 
+def colour(rung: dict) -> str:
+    if is_ours(rung):
+        return OUR_COLOUR
+    return BASELINE_COLOUR if rung["name"].startswith(BASELINE) else OPPONENT_COLOUR
+
+
 def plot(records: list[dict], path: str) -> None:
-    """A step's time and peak memory, rung by rung, as one PNG: two panels for each record."""
+    """A step's time and peak memory of every run, as one PNG: two panels for each record."""
     plt = pictures.pyplot()
-    size = 12, 0.6 + 3.6 * len(records)
-    figure, axes = plt.subplots(len(records), 2, figsize=size, squeeze=False, layout="constrained")
+    rows = [len(record["rungs"]) for record in records]
+    figure, axes = plt.subplots(
+        len(records),
+        2,
+        figsize=(12, 0.6 + sum(0.9 + 0.3 * n for n in rows)),
+        height_ratios=[3 + n for n in rows],
+        squeeze=False,
+        layout="constrained",
+    )
     for record, (times, memory) in zip(records, axes):
-        rungs = record["rungs"][::-1]
+        ladder, after = blocks(record)
+        runs = [*ladder, *after][::-1]
         names = [
-            rung["name"] if rung["predicted_ms"] is None else f"+ {rung['name']}" for rung in rungs
+            rung["name"] if rung["predicted_ms"] is None else f"+ {rung['name']}" for rung in runs
         ]
-        colours = [
-            BASELINE_COLOUR if rung["predicted_ms"] is None else RUNG_COLOUR for rung in rungs
-        ]
+        colours = [colour(rung) for rung in runs]
         for panel, unit, values in (
-            (times, "ms", [rung["step_ms"] for rung in rungs]),
-            (memory, "GB", [rung["peak_memory_bytes"] / 1e9 for rung in rungs]),
+            (times, "ms", [rung["step_ms"] for rung in runs]),
+            (memory, "GB", [rung["peak_memory_bytes"] / 1e9 for rung in runs]),
         ):
             panel.barh(names, values, color=colours)
             for place, value in enumerate(values):
@@ -191,13 +262,15 @@ def plot(records: list[dict], path: str) -> None:
                     va="center",
                     weight="bold",
                 )
+            panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
+            panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
             panel.set_xlabel(
                 f"{'time of a step' if unit == 'ms' else 'peak memory'}, {unit}, lower is better"
             )
         predicted = [
             (rung["predicted_ms"], i)
-            for i, rung in enumerate(rungs)
+            for i, rung in enumerate(runs)
             if rung["predicted_ms"] is not None
         ]
         times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
@@ -207,6 +280,7 @@ def plot(records: list[dict], path: str) -> None:
     device = first["environment"]["gpu"] or f"CPU{tables.NOT_MEANINGFUL}"
     figure.suptitle(
         f"{first['model']}, {first['dtype']}, {device}, {first['environment']['date']}\n"
-        "bars: measured; black marks: what the baseline's profile predicted for the rung"
+        "orange: with our kernels, grey: the baseline, blue: others; "
+        "black marks: what the baseline's profile predicted for the rung"
     )
     pictures.save_plot(figure, path)

@@ -474,16 +474,14 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     assert findings["matmul"].verdict == "compute-bound"
     assert findings["optimizer"].verdict == "bandwidth-bound"
 
-    real = stepping.training_step
-
     def with_item(model, optimizer, batch):
         for _ in range(20):
             batch.input_ids.sum().item()
-        return real(model, optimizer, batch)
+        return stepping.training_step(model, optimizer, batch)
 
     model = loading.load_model(Workload(model="tiny"))
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, config, 2).train]
-    monkeypatch.setattr(stepping, "training_step", with_item)
-    waited = profiler.timeline(model, stepping.make_optimizer(model, 1e-3), batches)
+    optimizer = stepping.make_optimizer(model, 1e-3)
+    _, waited = profiler.timeline(model, optimizer, batches, with_item)
     assert waited["synchronization_us"] > 20 * 2
     assert waited["idle_us"] >= waited["synchronization_us"] and waited["host_us"] > 0

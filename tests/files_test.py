@@ -32,7 +32,7 @@ from harness import command_line, config_file, loading, output_files, run_record
 from harness.device import HAS_GPU
 from harness.kernel_facts import KERNELS
 from harness.profiler import write_trace
-from harness.workload import Workload, add_workload_flags, finetune_parser
+from harness.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
 from next_steps import finetune_options, ladder
 from tests.compare_runs_test import run as made_up_run
 
@@ -532,6 +532,9 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
         (["--compare", "a", "b", "--json", "x"], "--json", "--compare"),
         (["--compare", "a", "b", "--model", "tiny"], "--model", "--compare"),
         (["--compare", "a", "b", "--use-custom-ce"], "--use-custom-ce", "--compare"),
+        (["--compare", "a", "b", "--cuda-graph"], "--cuda-graph", "--compare"),
+        (["--estimate", "--cuda-graph"], "--cuda-graph", "--estimate"),
+        (["--memory", "--cuda-graph"], "--cuda-graph", "--memory"),
         (["--estimate", "--trace", "x"], "--trace", "--estimate"),
         (["--estimate", "--data", "synthetic"], "--data", "--estimate"),
         (["--estimate", "--warmup", "2"], "--warmup", "--estimate"),
@@ -556,15 +559,14 @@ def test_stochastic_rounding_without_bf16_is_refused(run_script):
     assert_one_sentence(outcome, "--stochastic-rounding", "does nothing in fp32", "--dtype bf16")
 
 
-def test_a_graph_that_no_step_would_use_is_refused(run_script):
-    outcome = run_script(
-        finetune_optimized, *TINY, "--kernels", "all", "--cuda-graph", "--steps", "2"
-    )
+@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
+def test_a_graph_that_no_step_would_use_is_refused(run_script, script):
+    outcome = run_script(script, *TINY, "--cuda-graph", "--steps", "2")
     assert_one_sentence(outcome, "--cuda-graph starts after 2 steps", "--steps 2")
 
 
 def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
-    """The flags with which --ladder starts the other scripts."""
+    """The flags with which --ladder starts finetune_optimized.py."""
     commands = []
 
     def run(command, **options):
@@ -576,8 +578,11 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
     args = finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
     workload = Workload.from_flags(args, HAS_GPU)
     graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-    for each in (replace(workload, opponent="liger"), graph):
-        ladder.run_script("finetune_optimized.py", each)
+    for _, script, each in ladder.others(workload, graphs=True):
+        if script == "finetune_optimized.py":
+            ladder.run_script(script, each)
+    ladder.run_script("finetune_optimized.py", graph)
+    assert len(commands) == 2 + len(OPPONENTS) + 2
     for command in commands:
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
         assert finetune_options.parse_args("").lr == 0.25

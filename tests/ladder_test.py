@@ -15,8 +15,8 @@ from harness import architecture, command_line, run_records, tables
 from harness.costs import sizes_of
 from harness.device import HAS_GPU
 from harness.kernel_facts import CATEGORIES, KERNELS
-from harness.workload import Workload, finetune_parser
-from next_steps import kernel_training, ladder
+from harness.workload import OPPONENTS, Workload, finetune_parser
+from next_steps import ladder, opponents
 from tests.small_workloads import smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
@@ -45,10 +45,11 @@ def small_workload(*flags: str) -> Workload:
 
 
 def made_up_rung(name, predicted_ms, step_ms, loss=2.0) -> dict:
+    kernels = ["Liger-Kernel"] if "Liger" in name else []  # as records say it that are older
     return {
         "name": name, "predicted_ms": predicted_ms, "step_ms": step_ms, "losses": [2.0, loss],
-        "tokens_per_second": 8e3 / step_ms, "peak_memory_bytes": 1e8 * step_ms, "kernels": [],
-        "validation_loss_after": 2.0,
+        "tokens_per_second": 8e3 / step_ms, "peak_memory_bytes": 1e8 * step_ms,
+        "kernels": [name] if predicted_ms else kernels, "validation_loss_after": 2.0,
     }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def made_up_record(gpu: str | None) -> dict:
         made_up_rung("adamw", 70.0, 80.0),
         made_up_rung("rmsnorm", 75.0, 60.0),
         made_up_rung("Liger-Kernel, fused AdamW", None, 90.0, loss=2.02),
+        made_up_rung("baseline, CUDA graph", None, 95.0) | {"p20_ms": 94.04, "p80_ms": 1096.0},
     ]
     return {
         "kind": "ladder",
@@ -83,14 +85,10 @@ def made_up_record(gpu: str | None) -> dict:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Name of each rung -> its other columns."""
-    lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("-----")) + 1
-    cells = [
-        re.split(r"  +", line.strip())
-        for line in lines[first:]
-        if not line.startswith("Not measured")
-    ]
+    """Name of each run -> its other columns, of both tables."""
+    table = re.compile(r"^-----.*\n((?:.+\n)+)", re.MULTILINE)
+    lines = "".join(table.findall(text)).splitlines()
+    cells = [re.split(r"  +", line.strip()) for line in lines if not line.startswith("Not meas")]
     return {name: others for name, *others in cells}
 
 
@@ -101,8 +99,11 @@ def test_the_table_from_a_record(gpu):
         "baseline": ["n/a", "n/a", "100.0", "80", "1.00", "10.0", "1.00", "0.0e+00"],
         "+ adamw": ["30.0", "20.0", "80.0", "100", "1.25", "8.0", "0.80", "0.0e+00"],
         "+ rmsnorm": ["5.0", "20.0", "60.0", "133", "1.67", "6.0", "0.60", "0.0e+00"],
-        "Liger-Kernel, fused AdamW": ["n/a", "n/a", "90.0", "89", "1.11", "9.0", "0.90", "1.0e-02"],
-    }
+        "Liger-Kernel, fused AdamW": ["90.0", "89", "1.11", "9.0", "0.90", "1.0e-02"],
+        "baseline, CUDA graph": [
+            "95.0 (94.0 to 1,096.0)", "84", "1.05", "9.5", "0.95", "0.0e+00",
+        ],
+    }  # fmt: skip
     assert "Not measured: somebody failed: a sentence" in text.splitlines()[-1]
     assert (
         "Model: tiny, 1,234 parameters, random weights, bf16; 4 x 2 tokens, 2 steps, data stdlib"
@@ -118,19 +119,32 @@ def test_the_table_from_a_record(gpu):
 @pytest.mark.exhaustive
 def test_the_picture_has_every_rung_and_what_was_predicted(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
+    to_hex = pytest.importorskip("matplotlib.colors").to_hex
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     record, path = made_up_record("Made Up"), tmp_path / "ladder.png"
     ladder.plot([record, record | {"seq_len": 3}], str(path))
     times, memory, second, _ = pyplot.gcf().axes
     assert path.read_bytes().startswith(b"\x89PNG")
     names = [label.get_text() for label in times.get_yticklabels()]
-    assert names == ["Liger-Kernel, fused AdamW", "+ rmsnorm", "+ adamw", "baseline"]
-    assert [text.get_text() for text in times.texts] == ["90.0", "60.0", "80.0", "100.0"]
-    assert [text.get_text() for text in memory.texts] == ["9.0", "6.0", "8.0", "10.0"]
-    assert times.lines[0].get_xdata().tolist() == [75.0, 70.0]
+    others = ["baseline, CUDA graph", "Liger-Kernel, fused AdamW"]
+    assert names == [*others, "+ rmsnorm", "+ adamw", "baseline"]
+    assert [text.get_text() for text in times.texts] == ["95.0", "90.0", "60.0", "80.0", "100.0"]
+    assert [text.get_text() for text in memory.texts] == ["9.5", "9.0", "6.0", "8.0", "10.0"]
+    colours = [to_hex(bar.get_facecolor()).upper() for bar in times.patches]
+    grey, blue, orange = ladder.BASELINE_COLOUR, ladder.OPPONENT_COLOUR, ladder.OUR_COLOUR
+    assert colours == [grey, blue, orange, orange, grey]
+    assert list(times.lines[-1].get_xdata()) == [75.0, 70.0]
     assert (times.get_title("left"), second.get_title("left")) == ("4 x 2 tokens", "4 x 3 tokens")
     monkeypatch.undo()
     pyplot.close("all")
+
+
+def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
+    record = made_up_record("Made Up")
+    assert ladder.strongest(record)["name"] == "Liger-Kernel, fused AdamW"
+    two = made_up_rung("rmsnorm + cross_entropy", None, 1.0) | {"kernels": ["rmsnorm"]}
+    record["rungs"] += [two, made_up_rung("torch.compile, fused AdamW", None, 89.0)]
+    assert ladder.strongest(record)["name"] == "torch.compile, fused AdamW"
 
 
 # ---------------------------------------------------------------- the prediction
@@ -163,8 +177,8 @@ def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
 def climb_in_a_made_up_world(
     monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path
 ) -> tuple:
-    """(record, calls of run_script): each run takes the next of these times, and nothing is really
-    run.
+    """(record, calls of run_script): each run takes the next of these times, then 50 ms, and
+    nothing is really run.
     """
     calls, times = [], iter(step_ms)
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
@@ -173,12 +187,13 @@ def climb_in_a_made_up_world(
         calls.append((script, *ladder.how(workload), *flags))
         if script == "profile_baseline.py":
             return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
-        if workload.opponent and not liger:
-            raise command_line.RunError("it is not installed")
-        seconds = next(times) / 1e3
+        if workload.opponent == "liger" and not liger:
+            raise command_line.RunError("one opponent failed")
+        seconds = next(times, 50.0) / 1e3
         return workload.as_record() | {
-            "parameters": 7, "warmup_steps": 0, "steps": 2, "lr": 1e-3,
-            "losses": [2.0, 1.5], "median_seconds": seconds, "tokens_per_second": 8 / seconds,
+            "parameters": 7, "warmup_steps": 1, "steps": 7, "lr": 1e-3, "losses": [2.0, 1.5],
+            "seconds": [9.0, 3.0, 1.0, 4.0, 6.0, 2.0, 5.0],
+            "median_seconds": seconds, "tokens_per_second": 8 / seconds,
             "peak_memory_bytes": 10**9, "validation_loss_after": 1.0,
         }  # fmt: skip
 
@@ -193,7 +208,7 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
     """What a category takes, less the time that its remaining bytes need at 0.5 GB/s, that is
     500,000 bytes/ms.
     """
-    times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 81.0, 60.0, 95.0]
+    times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 81.0, 60.0]
     record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
     tokens, width = 8, 4
     stream, heads = 2 * tokens * 64 * width, 2 * tokens * (4 + 2) * 16 * width
@@ -207,9 +222,9 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
         taken["loss"] - 2 * logits / 5e5,
         2 * stream / 5e5,
     ]
-    assert [rung["step_ms"] for rung in record["rungs"]] == pytest.approx(times)
+    assert [rung["step_ms"] for rung in record["rungs"]][:8] == pytest.approx(times)
     predicted = [rung["predicted_ms"] for rung in record["rungs"]]
-    assert predicted[0] is None and predicted[-1] is None
+    assert predicted[0] is None and set(predicted[8:]) == {None}
     assert predicted[1:7] == pytest.approx([before - gain for before, gain in zip(times, gains)])
     # a graph leaves the time in which the GPU is busy
     assert predicted[7] == pytest.approx(80.0 - sum(gains))
@@ -217,7 +232,7 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
 
 
 def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
-    times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 5.0, 4.0, 95.0]
+    times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 5.0, 4.0]
     record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
     assert record["rungs"][7]["name"] == "cuda_graph" and record["rungs"][7][
         "predicted_ms"
@@ -225,23 +240,38 @@ def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_each_rung_adds_one_kernel(monkeypatch, tmp_path, has_gpu, capsys):
-    record, calls = climb_in_a_made_up_world(monkeypatch, [50.0] * 9, has_gpu, False, tmp_path)
+def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_path, has_gpu, capsys):
+    record, calls = climb_in_a_made_up_world(monkeypatch, [], has_gpu, False, tmp_path)
     names = [rung.name for rung in ladder.RUNGS]
     assert [script for script, *_ in calls[:2]] == ["profile_baseline.py", "finetune_baseline.py"]
     rungs = [
         ("finetune_optimized.py", "--kernels", ",".join(names[: n + 1])) for n in range(len(names))
     ]
-    every = ",".join(KERNELS)
-    graph = [("finetune_optimized.py", "--kernels", every, "--cuda-graph")] if has_gpu else []
-    assert calls[2:] == [*rungs, *graph, ("finetune_optimized.py", "--opponent", "liger")]
+    every, two = ",".join(KERNELS), ("--kernels", "rmsnorm,cross_entropy")
+    graph = [("finetune_optimized.py", "--kernels", every, "--cuda-graph")]
+    others = [
+        ("finetune_baseline.py", "--cuda-graph"),
+        ("finetune_optimized.py", *two),
+        ("finetune_optimized.py", *two, "--cuda-graph"),
+        *(("finetune_optimized.py", "--opponent", name) for name in OPPONENTS),
+        ("finetune_optimized.py", "--cuda-graph", "--opponent", "liger"),
+    ]
+    expected = [*rungs, *graph, *others]
+    assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     printed = capsys.readouterr().out
-    assert (
-        record["absent"] == ["it is not installed"]
-        and "Not measured: it is not installed" in printed
-    )
+    assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
+    assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
+    assert printed.count("Not measured: one opponent failed") == 1 + has_gpu
     assert ladder.render(record) in printed
     assert printed.startswith(tables.NO_GPU_NOTE) == (not has_gpu)
+    titles = [title for name, title in OPPONENTS.items() if name != "liger"]
+    ours = "rmsnorm + cross_entropy"
+    with_graphs = ["baseline, CUDA graph", ours, f"{ours}, CUDA graph", *titles]
+    _, after = ladder.blocks(record)
+    assert [each["name"] for each in after] == (with_graphs if has_gpu else [ours, *titles])
+    # of 1 to 6 seconds, after the first step
+    spreads = {(rung["p20_ms"], rung["p80_ms"]) for rung in record["rungs"]}
+    assert spreads == {(2000.0, 5000.0)}
 
 
 # ---------------------------------------------------------------- real runs
@@ -265,8 +295,9 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
         return json.loads(path.read_text())
 
     monkeypatch.setattr(ladder, "run_script", run_script)
-    # Liger-Kernel would stay patched into transformers for every test after this one
-    monkeypatch.setattr(kernel_training, "train_opponent", absent_opponent)
+    # Liger-Kernel would stay patched into transformers for every test after this one, and to
+    # compile takes a minute: kernel_training_test.py has the opponents
+    monkeypatch.setattr(opponents, "train", absent_opponent)
     path = tmp_path / "ladder.json"
     monkeypatch.setattr(
         "sys.argv", ["finetune_optimized.py", *SMALL, "--ladder", "--json", str(path)]
@@ -277,8 +308,8 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
     names = ["baseline", *(rung.name for rung in ladder.RUNGS)]
     assert [rung["name"] for rung in record["rungs"]][: len(names)] == names
     assert set(record["rungs"][len(ladder.RUNGS)]["kernels"]) == set(names[1:])
-    assert record["absent"] == ["not run here"]
-    losses = [rung["losses"] for rung in record["rungs"][: len(names)]]
+    assert record["absent"] == ["not run here"] * (len(OPPONENTS) + HAS_GPU)
+    losses = [rung["losses"] for rung in record["rungs"]]
     assert len(losses[0]) == 3 and all(
         other == pytest.approx(losses[0], rel=1e-4) for other in losses
     )
@@ -310,6 +341,14 @@ def test_a_script_that_fails_is_one_sentence_with_its_own_message():
         "finetune_optimized.py --kernels rmsnorm failed: error: the directory /nowhere/at/all "
         "does not exist"
     )
+
+
+def test_what_cuda_says_after_the_sentence_of_a_script_does_not_take_its_place(monkeypatch):
+    said = "a warning\nerror: the sentence\n[W] a graph was not recorded to its end\n"
+    failed = argparse.Namespace(returncode=1, stdout="", stderr=said)
+    monkeypatch.setattr(command_line, "run_child", lambda command: failed)
+    with pytest.raises(command_line.RunError, match=r"failed: error: the sentence$"):
+        ladder.run_script("finetune_optimized.py", small_workload())
 
 
 def test_a_script_that_dies_without_a_word_is_one_sentence_too(monkeypatch):

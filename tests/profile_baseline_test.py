@@ -5,15 +5,17 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import profile_baseline
-from harness import attribution, dataset, loading, profiler
+from harness import attribution, dataset, device, loading, profiler, stepping
 from harness.device import DEVICE, HAS_GPU
 from harness.kernel_facts import KERNELS, UNATTRIBUTED
+from harness.profile_tables import OF_A_GRAPH
 from harness.run_records import read_record
 from harness.tables import NO_GPU_NOTE
 from harness.workload import Workload
@@ -112,6 +114,17 @@ def test_a_profile_longer_than_the_step_leaves_no_negative_idle_share():
     t.call("aten::mm", "gemm", 7000.0)
     text = profile_baseline.render(made_up_record(t.attribute()))
     assert re.search(r"^GPU idle share: +0\.0 %$", text, re.M)
+
+
+def test_the_page_of_a_graph_says_whose_the_categories_are():
+    t = Timeline()
+    t.call("aten::mm", "gemm", 1500.0)
+    record = made_up_record(t.attribute())
+    record["timeline"] = {"step_ms": 6.0}
+    plain, graph = (profile_baseline.render(r) for r in (record, record | {"cuda_graph": True}))
+    assert OF_A_GRAPH in graph and OF_A_GRAPH not in plain
+    assert re.search(r"^Shapes too, no graph: +7\.0 ms", graph, re.M)
+    assert re.search(r"^Shapes too: +7\.0 ms", plain, re.M)
 
 
 # ---------------------------------------------------------------- real steps
@@ -320,6 +333,73 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     none = Workload.from_flags(tiny_flags("--batch-size", "4", "--seq-len", "32"), HAS_GPU)
     assert none.kernels == ()
     assert profile_baseline.default_trace(none) == "traces/tiny-4x32-baseline.json"
+    graph = profile_baseline.default_trace(replace(none, cuda_graph=True))
+    assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
+
+
+def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkeypatch, tmp_path):
+    """A GPU is pretended, and the replay is a plain step: what is called when is tested here."""
+    calls = []
+    real_step, real_profile = stepping.training_step, profiler.profiled_step
+
+    def make_optimizer(model, lr, kernels, capturable):
+        assert capturable  # on a CPU it cannot be
+        return stepping.make_optimizer(model, lr)
+
+    def captured_step(model, optimizer, batch, stream):
+        calls.append("capture")
+
+        def replay(*step):
+            calls.append("replay")
+            return real_step(*step)
+
+        return replay
+
+    def profiled_step(*arguments):
+        calls.append("categories")
+        return real_profile(*arguments)
+
+    def timeline(model, optimizer, batches, take_step):
+        calls.append("timeline")
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with profile:
+            torch.zeros(7).erfinv()
+        return profile, {"step_ms": 1.0, "busy_us": 12.5, "idle_us": 0.0}
+
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    for name in ("memory_allocated", "reset_peak_memory_stats", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(stepping, "captured_step", captured_step)
+    monkeypatch.setattr(profiler, "profiled_step", profiled_step)
+    monkeypatch.setattr(profiler, "timeline", timeline)
+    monkeypatch.setattr(apply_kernels, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(profile_baseline, "environment", dict)
+    workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1, cuda_graph=True)
+    record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
+    assert calls == ["categories", "capture", *["replay"] * 3, "timeline"]
+    assert record["cuda_graph"] and record["busy_us"] == record["timeline"]["busy_us"] == 12.5
+    assert record["categories"]["normalization"]["us"] > 0
+    written = (tmp_path / "trace.json").read_text()
+    assert "aten::erfinv" in written and "aten::mm" not in written
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernels", ["none", "all"])
+def test_on_a_gpu_a_replay_keeps_it_busy(kernels, tmp_path):
+    flags = ["--kernels", kernels, "--seq-len", "256", "--warmup", "2"]
+    outputs = [str(tmp_path / name) for name in ("eager.json", "graph.json", "trace.json")]
+    trace = ["--trace", outputs[2]]
+    eager, _ = run(*flags, *trace, "--json", outputs[0])
+    graph, printed = run(*flags, "--cuda-graph", *trace, "--json", outputs[1])
+    assert OF_A_GRAPH in printed and profile_baseline.render(graph) in printed
+    assert graph["median_step_ms"] < 0.8 * eager["median_step_ms"]
+    assert graph["timeline"]["idle_us"] < 0.5 * eager["timeline"]["idle_us"]
+    assert 0.5 * eager["busy_us"] < graph["busy_us"] < 1.5 * eager["busy_us"]
+    launches = [sum(p["launches"] for p in r["categories"].values()) for r in (eager, graph)]
+    assert launches[1] == pytest.approx(launches[0], rel=0.2)
+    events = json.loads(Path(outputs[2]).read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert "cudaGraphLaunch" in names and "aten::mm" not in names
 
 
 @needs_gpu

@@ -75,6 +75,7 @@ FLAGS = [
     ["--kernels", "none"],
     ["--kernels", "all", "--stochastic-rounding", "--cuda-graph", "--lr", "1e-4"],
     ["--opponent", "liger", "--batch-size", "4"],
+    ["--opponent", "compile", "--cuda-graph"],
     ["--teacher", "tiny", "--student-layers", "1", "--temperature", "2.5", "--dtype", "fp32"],
 ]
 
@@ -178,5 +179,8 @@ def test_what_a_run_used_is_named_in_new_and_in_older_records():
     assert module.kernels_in_words(new) == module.kernels_in_words(older) == expected
     assert new["kernels"] == ["rmsnorm", "adamw"]
     opponent = Workload(opponent="liger").as_record()
-    assert module.kernels_in_words(opponent) == "Liger-Kernel" and opponent["kernels"] == []
+    assert (
+        module.kernels_in_words(opponent) == "Liger-Kernel, fused AdamW"
+        and opponent["kernels"] == []
+    )
     assert module.kernels_in_words(Workload().as_record()) == "none"

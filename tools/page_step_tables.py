@@ -14,6 +14,14 @@ from next_steps import ladder
 from tools.page_outputs import column_spans, position
 from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
 
+# of whoever may be the strongest other, for a column that must not be wide
+SHORT_NAMES = {
+    "F.rms_norm, fused AdamW": "F.rms_norm",
+    "Liger-Kernel, fused AdamW": "Liger",
+    "torch.compile, fused AdamW": "compile",
+    "torch.compile reduce-overhead, fused AdamW": "compile, graph",
+}
+
 
 def strongest(rows: dict[str, dict], in_place: bool) -> str:
     """The fastest of somebody else, of those that do (or do not) overwrite their inputs."""
@@ -85,11 +93,14 @@ def gains() -> str:
         label = f"step {in_words(size)}, two"
         body.append([label, base.cell(), "–", ours.cell(), base.over(ours), "–"])
     for size in ("1x512", "4x2048"):
-        rungs = {rung["name"]: rung for rung in load(f"ladder_{size}")["rungs"]}
-        shown = rungs["baseline"], list(rungs.values())[-1], rungs[ladder.CUDA_GRAPH]
-        base, liger, ours = map(Step.of_rung, shown)
-        cells = [base.cell(), f"Liger: {liger.cell()}", ours.cell()]
-        body.append([f"step {in_words(size)}, all", *cells, base.over(ours), liger.over(ours)])
+        record = load(f"ladder_{size}")
+        rungs = {rung["name"]: rung for rung in record["rungs"]}
+        rival = ladder.strongest(record)
+        shown = rungs[ladder.BASELINE], rival, rungs[ladder.CUDA_GRAPH]
+        base, other, ours = map(Step.of_rung, shown)
+        name = SHORT_NAMES.get(rival["name"], rival["name"])
+        cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
+        body.append([f"step {in_words(size)}, all", *cells, base.over(ours), other.over(ours)])
         n_bytes = [rung["peak_memory_bytes"] for rung in shown]
         cells = [f"{each / 1e9:.1f} GB" for each in n_bytes]
         ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
@@ -142,23 +153,37 @@ def durations() -> str:
     return markdown(["command", "step", "on an H200, random weights", "on a CPU core"], body)
 
 
+BESIDE_THE_BASELINE = ["step, ms", "p20–p80", "tokens/s", "peak, GB", "loss diff."]
+
+
+def beside_the_baseline(rung: dict, base: dict) -> list[str]:
+    step = Step.of_rung(rung)
+    speed = rung["tokens_per_second"] / base["tokens_per_second"]
+    ratio = times(speed) if rung is base else Step.of_rung(base).over(step, speed)
+    gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
+    difference = f"{max(relative_differences(base, rung)):.1e}"
+    return [f"{step.ms:,.1f}", step.between(1), ratio, gb, difference]
+
+
 def ladder_table(size: str) -> str:
-    """The ladder, in the columns that a page has room for."""
-    record, body, before = load(f"ladder_{size}"), [], None
-    base = record["rungs"][0]
-    for rung in record["rungs"]:
-        name, gain, step = rung["name"], ["", ""], Step.of_rung(rung)
-        if rung["predicted_ms"] is not None:
+    """The rungs, in the columns that a page has room for."""
+    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
+    body = []
+    for before, rung in zip([None, *rungs], rungs):
+        name, gain = rung["name"], ["", ""]
+        if before is not None:
             name = f"+ {name}"
-            gain = [f"{before - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
-        speed = rung["tokens_per_second"] / base["tokens_per_second"]
-        ratio = times(speed) if rung is base else Step.of_rung(base).over(step, speed)
-        gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
-        difference = f"{max(relative_differences(base, rung)):.1e}"
-        body.append([name, *gain, f"{step.ms:,.1f}", step.between(1), ratio, gb, difference])
-        before = step.ms
-    headers = ["rung", "predicted, ms", "gained, ms", "step, ms", "p20–p80"]
-    return markdown([*headers, "tokens/s", "peak, GB", "loss diff."], body)
+            gain = [f"{before['step_ms'] - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
+        body.append([name, *gain, *beside_the_baseline(rung, rungs[0])])
+    headers = ["rung", "predicted, ms", "gained, ms"]
+    return markdown([*headers, *BESIDE_THE_BASELINE], body)
+
+
+def others_table(size: str) -> str:
+    """The runs beside the rungs."""
+    rungs, others = ladder.blocks(load(f"ladder_{size}"))
+    body = [[other["name"], *beside_the_baseline(other, rungs[0])] for other in others]
+    return markdown(["others", *BESIDE_THE_BASELINE], body)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -255,6 +280,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "gpus": gpus,
     "durations": durations,
     "ladder": ladder_table,
+    "others": others_table,
     "compare": compare,
     "peaks": peaks,
     "longest": longest,

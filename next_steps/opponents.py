@@ -1,0 +1,93 @@
+"""What others offer for the same training: `finetune_optimized.py --opponent NAME`.
+
+Each opponent is a row of RECIPES: how its model is made, and whether torch.compile compiles it.
+The optimizer is PyTorch's fused AdamW in all of them, the loop that of our own runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness import stepping
+from harness.architecture import unpacked_sequences
+from harness.command_line import UserError
+from harness.loading import load_model
+from harness.patching import replace_modules
+from harness.training_run import Run
+from harness.workload import OPPONENTS, Workload
+from next_steps.kernel_training import take_steps
+
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # isort: skip
+
+
+def with_rms_norm(workload: Workload) -> torch.nn.Module:
+    """The model with torch.nn.functional.rms_norm in place of LlamaRMSNorm's formula."""
+
+    def rms_norm(norm: LlamaRMSNorm) -> torch.nn.RMSNorm:
+        (hidden_size,) = norm.weight.shape
+        made = torch.nn.RMSNorm(hidden_size, eps=norm.variance_epsilon, device="meta")
+        made.weight = norm.weight
+        return made
+
+    model = load_model(workload)
+    replace_modules(model, LlamaRMSNorm, rms_norm)
+    return model
+
+
+def with_liger(workload: Workload) -> torch.nn.Module:
+    """The model with Liger-Kernel's patch for LLaMA.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    except ImportError as error:
+        raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
+    apply_liger_kernel_to_llama()
+    return load_model(workload)
+
+
+def compiled(model: torch.nn.Module, mode: str) -> Callable:
+    """What torch.compile makes of the model's call, at the first of them, which takes a minute.
+
+    Attention is told that no row of a batch holds several sequences.  Without that transformers
+    makes a mask where it is compiled, and the compiled model would be slower than it can be.
+    """
+    call = torch.compile(model, mode=mode)
+
+    def begin_step(**inputs):
+        # what the last step's CUDA graphs returned may be overwritten from here on
+        torch.compiler.cudagraph_mark_step_begin()
+        with unpacked_sequences():
+            return call(**inputs)
+
+    return begin_step
+
+
+@dataclass(frozen=True)
+class Recipe:
+    load: Callable[[Workload], torch.nn.Module] = load_model
+    compile_mode: str | None = None  # of torch.compile; None: it is not compiled
+
+
+RECIPES = {  # by the words of --opponent
+    "fused-adamw": Recipe(),
+    "rms-norm": Recipe(load=with_rms_norm),
+    "compile": Recipe(compile_mode="default"),
+    "compile-reduce-overhead": Recipe(compile_mode="reduce-overhead"),
+    "liger": Recipe(load=with_liger),
+}
+
+
+def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
+    """Fine-tune as the workload's opponent does it; returns the record."""
+    workload = replace(workload, kernels=())
+    recipe, capturable = RECIPES[workload.opponent], workload.cuda_graph
+    model = recipe.load(workload)
+    called = compiled(model, recipe.compile_mode) if recipe.compile_mode else model
+    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=capturable)
+    run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)
+    return take_steps(run, optimizer, called)
