@@ -337,6 +337,7 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
 
 
+@pytest.mark.skipif(HAS_GPU, reason="pretends a GPU")
 def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkeypatch, tmp_path):
     """A GPU is pretended, and the replay is a plain step: what is called when is tested here."""
     calls = []
