@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from harness import profile_comparison
 from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
+from harness.kernel_facts import PLAYBOOK_KERNELS
 from harness.run_records import relative_differences
 from harness.spread import Range, spread, timed, unless_same
 from next_steps import ladder
@@ -19,7 +20,7 @@ SHORT_NAMES = {
     "F.rms_norm, fused AdamW": "F.rms_norm",
     "Liger-Kernel, fused AdamW": "Liger",
     "torch.compile, fused AdamW": "compile",
-    "torch.compile reduce-overhead, fused AdamW": "compile, graph",
+    "torch.compile reduce-overhead, fused AdamW": "compile+graph",
 }
 
 
@@ -65,8 +66,8 @@ class Step(NamedTuple):
 def gains_of_kernels() -> list[list[str]]:
     body = []
     for kernel, tokens, label in (
-        ("rmsnorm", 65_536, "RMSNorm, 65,536 × 4,096"),
-        ("cross_entropy", 8192, "loss, 8,192 × 128,256"),
+        ("rmsnorm", 65_536, "RMSNorm, 65,536 rows"),
+        ("cross_entropy", 8192, "loss, 8,192 rows"),
         ("cross_entropy", 8192, "the same, in place"),
     ):
         rows = rows_at(load(f"benchmark_{kernel}"), tokens)
@@ -86,7 +87,7 @@ def gains_of_kernels() -> list[list[str]]:
 
 def gains() -> str:
     """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
-    body, memory = gains_of_kernels(), []
+    body = gains_of_kernels()
     for size in ("1x512", "4x2048"):
         runs = (load(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
         base, ours = map(Step.of_run, runs)
@@ -101,12 +102,12 @@ def gains() -> str:
         name = SHORT_NAMES.get(rival["name"], rival["name"])
         cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
         body.append([f"step {in_words(size)}, all", *cells, base.over(ours), other.over(ours)])
-        n_bytes = [rung["peak_memory_bytes"] for rung in shown]
-        cells = [f"{each / 1e9:.1f} GB" for each in n_bytes]
-        ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
-        memory.append([f"memory {in_words(size)}, all", *cells, *ratios])
-    headers = ["", "Hugging Face", "strongest other", "ours", "gain", "over other"]
-    return markdown(headers, body + memory)
+    n_bytes = [rung["peak_memory_bytes"] for rung in shown]  # of the larger size
+    cells = [f"{each / 1e9:.1f} GB" for each in n_bytes]
+    ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
+    body.append([f"memory {in_words(size)}", *cells, *ratios])
+    headers = ["", "Hugging Face", "strongest other", "ours", "gain", "over it"]
+    return markdown(headers, body)
 
 
 def gpus() -> str:
@@ -153,7 +154,7 @@ def durations() -> str:
     return markdown(["command", "step", "on an H200, random weights", "on a CPU core"], body)
 
 
-BESIDE_THE_BASELINE = ["step, ms", "p20–p80", "tokens/s", "peak, GB", "loss diff."]
+BESIDE_THE_BASELINE = ["step, ms", "p20–p80", "busy", "tokens/s", "GB", "loss diff."]
 
 
 def beside_the_baseline(rung: dict, base: dict) -> list[str]:
@@ -162,7 +163,14 @@ def beside_the_baseline(rung: dict, base: dict) -> list[str]:
     ratio = times(speed) if rung is base else Step.of_rung(base).over(step, speed)
     gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
     difference = f"{max(relative_differences(base, rung)):.1e}"
-    return [f"{step.ms:,.1f}", step.between(1), ratio, gb, difference]
+    busy = f"{rung['busy_ms']:,.1f}" if "busy_ms" in rung else ""  # older records do not say
+    return [f"{step.ms:,.1f}", step.between(1), busy, ratio, gb, difference]
+
+
+def without_empty_columns(headers: list[str], body: list[list[str]]) -> str:
+    """What an older record does not say needs no column."""
+    said = [i for i, column in enumerate(zip(*body)) if any(column)]
+    return markdown([headers[i] for i in said], [[row[i] for i in said] for row in body])
 
 
 def ladder_table(size: str) -> str:
@@ -176,14 +184,35 @@ def ladder_table(size: str) -> str:
             gain = [f"{before['step_ms'] - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
         body.append([name, *gain, *beside_the_baseline(rung, rungs[0])])
     headers = ["rung", "predicted, ms", "gained, ms"]
-    return markdown([*headers, *BESIDE_THE_BASELINE], body)
+    return without_empty_columns([*headers, *BESIDE_THE_BASELINE], body)
 
 
 def others_table(size: str) -> str:
     """The runs beside the rungs."""
     rungs, others = ladder.blocks(load(f"ladder_{size}"))
     body = [[other["name"], *beside_the_baseline(other, rungs[0])] for other in others]
-    return markdown(["others", *BESIDE_THE_BASELINE], body)
+    return without_empty_columns(["others", *BESIDE_THE_BASELINE], body)
+
+
+def graphs_table(size: str) -> str:
+    """Like with like: the baseline, two kernels and all of them, each with the host and without."""
+    record = load(f"ladder_{size}")
+    runs = {rung["name"]: rung for rung in record["rungs"]}
+    (*_, all_kernels, _), _ = ladder.blocks(record)
+    two = " + ".join(PLAYBOOK_KERNELS)
+    body = []
+    for label, eager, graph in (
+        ("baseline", runs[ladder.BASELINE], runs[ladder.BASELINE + ladder.IN_A_GRAPH]),
+        ("the two kernels", runs[two], runs[two + ladder.IN_A_GRAPH]),
+        ("all kernels", all_kernels, runs[ladder.CUDA_GRAPH]),
+    ):
+        cells = []
+        for run in (eager, graph):
+            step = Step.of_rung(run)
+            cells += [f"{step.ms:,.1f} ({step.between(1)})", f"{run['busy_ms']:,.1f}"]
+        body.append([label, *cells])
+    headers = [f"step {in_words(size)}", "eager, ms (p20–p80)", "GPU busy, ms"]
+    return markdown([*headers, "CUDA graph, ms (p20–p80)", "GPU busy, ms"], body)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -281,6 +310,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "durations": durations,
     "ladder": ladder_table,
     "others": others_table,
+    "graphs": graphs_table,
     "compare": compare,
     "peaks": peaks,
     "longest": longest,
