@@ -266,7 +266,7 @@ def plot(records: list[dict], path: str) -> None:
             panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
             panel.set_xlabel(
-                f"{'time of a step' if unit == 'ms' else 'peak memory'}, {unit}, lower is better"
+                f"{'time of a step, host included' if unit == 'ms' else 'peak memory'}, {unit}, lower is better"
             )
         predicted = [
             (rung["predicted_ms"], i)
