@@ -265,9 +265,8 @@ def plot(records: list[dict], path: str) -> None:
             panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
             panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
-            panel.set_xlabel(
-                f"{'time of a step, host included' if unit == 'ms' else 'peak memory'}, {unit}, lower is better"
-            )
+            what = "time of a step, host included" if unit == "ms" else "peak memory"
+            panel.set_xlabel(f"{what}, {unit}, lower is better")
         predicted = [
             (rung["predicted_ms"], i)
             for i, rung in enumerate(runs)
