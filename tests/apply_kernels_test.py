@@ -1327,6 +1327,45 @@ def test_bf16_is_as_wrong_as_without_the_kernels(names):
     assert_all_passed(checks_against(ref64, found, eager))
 
 
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile()
+    return model
+
+
+def compile_unpacked(model):
+    call = torch.compile(model)
+
+    def unpacked(**inputs):
+        with architecture.unpacked_sequences():
+            return call(**inputs)
+
+    return unpacked
+
+
+@pytest.mark.exhaustive  # to compile takes half a minute
+@pytest.mark.parametrize("compiled", [compile_layers, compile_unpacked])
+def test_a_compiled_model_makes_the_same_step(compiled, monkeypatch):
+    """In the two ways that docs/ladder.md names, in which attention gets no mask."""
+    model, batch = make_model(MODEL_KERNELS), make_batch()
+    expected = loss_and_gradients(model, batch)
+    masks = []
+    attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def sdpa(module, q, k, v, attention_mask, **options):
+        masks.append(attention_mask)
+        return attend(module, q, k, v, attention_mask, **options)
+
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa)
+    model.zero_grad(set_to_none=True)
+    torch.compiler.reset()
+    loss = compiled(model)(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert_equal({"loss": loss.detach(), **gradients}, expected)
+    assert len(masks) >= 1 and set(masks) == {None}
+
+
 @needs_gpu
 def test_training_step_does_not_wait_for_the_gpu():
     model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
