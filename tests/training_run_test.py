@@ -248,6 +248,8 @@ def test_the_result_block_says_the_clock():
     assert rows["Times of steps"].endswith("the host is in them.")
     longer = block_rows(GPU_RUN | {"busy_ms": 206.0})
     assert longer["GPU busy"].startswith("100 % of"), "a GPU is not busier than the step is long"
+    wrong = block_rows(GPU_RUN | {"least_ms": 410.0})
+    assert wrong["Speed of light"].startswith("200 % of"), "a floor that is too high must be seen"
 
 
 def test_older_records_have_a_result_block():
