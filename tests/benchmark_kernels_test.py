@@ -37,9 +37,10 @@ from harness.benchmark_specs import (
     SPECS,
     TWO_KERNELS,
 )
-from harness.benchmark_tables import PLAYBOOK, render, sections_of
+from harness.benchmark_tables import render, sections_of
 from harness.benchmarking import Implementation, check_ours, gradient_errors, measure_times
 from harness.checking import DEVICE, HAS_GPU
+from harness.kernel_facts import PLAYBOOK_KERNELS
 from next_steps import benchmark_contenders as contenders
 from next_steps import benchmark_peers
 from next_steps import benchmark_problems as problems
@@ -537,7 +538,7 @@ def on_a_gpu(kernel: str, monkeypatch) -> tuple[dict, list]:
     return {each.name: each for each in implementations(kernel, "bf16", [])}, compiled
 
 
-@pytest.mark.parametrize("kernel", PLAYBOOK)
+@pytest.mark.parametrize("kernel", PLAYBOOK_KERNELS)
 def test_on_a_gpu_ours_is_also_measured_under_torch_compile(kernel, monkeypatch):
     found, compiled = on_a_gpu(kernel, monkeypatch)
     assert list(found)[-2:] == ["ours under torch.compile", HOST_FLOOR]
