@@ -24,7 +24,7 @@ from harness.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
 )
@@ -131,10 +131,7 @@ def test_wrong_answers_are_rejected(dtype):
 
 def main() -> int:
     print_title("RMSNorm")
-    passed = True
-    for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
-        print(f"\nTest {number}: {title}")
-        passed &= print_checks(dtype_checks(dtype))
+    passed = print_tests(DTYPES, dtype_checks)
     return print_verdict("RMSNorm correctness", passed)
 
 

@@ -12,6 +12,7 @@ to choose, so there is none to loosen when a kernel is wrong.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,15 @@ def print_checks(checks: list[Check], indent: str = "  ") -> bool:
     for check in checks:
         print(indent + str(check))
     return all(check.passed for check in checks)
+
+
+def print_tests(cases: dict[str, object], checks_of: Callable[[object], list[Check]]) -> bool:
+    """Print each case's checks below its number and title; True when all passed."""
+    passed = True
+    for number, (title, case) in enumerate(cases.items(), start=1):
+        print(f"\nTest {number}: {title}")
+        passed &= print_checks(checks_of(case))
+    return passed
 
 
 def print_loss(check: Check, reference: torch.Tensor, custom: torch.Tensor) -> bool:

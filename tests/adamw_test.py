@@ -31,7 +31,7 @@ from harness.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
 )
@@ -1973,10 +1973,7 @@ def test_parameters_on_a_gpu_that_is_not_the_current_one():
 def main() -> int:
     command_line.Parser(__doc__).parse_args()
     print_title("AdamW")
-    passed = True
-    for number, kind in enumerate(KINDS, start=1):
-        print(f"\nTest {number}: {kind}")
-        passed &= print_checks(kind_checks(kind))
+    passed = print_tests({kind: kind for kind in KINDS}, kind_checks)
     print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
     print("  moved by one step, and how far all go in 5 steps, in units of lr:")
     for name, (moved, distance) in moved_weights().items():

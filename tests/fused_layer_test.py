@@ -28,7 +28,7 @@ from harness.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
     relative_error,
@@ -188,10 +188,7 @@ def memory_rows() -> list[str]:
 
 def main() -> int:
     print_title("Fused Layer")
-    passed = True
-    for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
-        print(f"\nTest {number}: {title}")
-        passed &= print_checks(dtype_checks(dtype))
+    passed = print_tests(DTYPES, dtype_checks)
     print("\nKept for the backward, FP32")
     print("\n".join(f"  {row}" for row in memory_rows()))
     return print_verdict("fused layer correctness", passed)

@@ -27,7 +27,7 @@ from harness.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
     relative_error,
@@ -87,10 +87,7 @@ def dtype_checks(dtype) -> list[Check]:
 
 def main() -> int:
     print_title("RoPE")
-    passed = True
-    for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
-        print(f"\nTest {number}: {title}")
-        passed &= print_checks(dtype_checks(dtype))
+    passed = print_tests(DTYPES, dtype_checks)
     return print_verdict("RoPE correctness", passed)
 
 

@@ -28,7 +28,7 @@ from harness.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
     relative_error,
@@ -587,10 +587,7 @@ def print_memory() -> bool:
 
 def main() -> int:
     print_title("SwiGLU")
-    passed = True
-    for number, (title, dtype) in enumerate(DTYPES.items(), start=1):
-        print(f"\nTest {number}: {title}")
-        passed &= print_checks(dtype_checks(dtype))
+    passed = print_tests(DTYPES, dtype_checks)
     passed &= print_memory()
     return print_verdict("SwiGLU correctness", passed)
 
