@@ -24,7 +24,6 @@ from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-PERCENTILES = "p20_seconds", "p80_seconds"
 IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
@@ -120,7 +119,7 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
         )
         step_ms = 1e3 * run["median_seconds"]
         rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
-        rung |= {key.replace("seconds", "ms"): 1e3 * run[key] for key in PERCENTILES}
+        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
         record["rungs"].append(rung | {key: run[key] for key in keys})
         print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
 

@@ -30,6 +30,7 @@ from next_steps import (
     adamw_kernel,
     apply_kernels,
     linear_cross_entropy_kernel,
+    opponents,
     rope_kernel,
     swiglu_kernel,
 )
@@ -1334,13 +1335,7 @@ def compile_layers(model):
 
 
 def compile_unpacked(model):
-    call = torch.compile(model)
-
-    def unpacked(**inputs):
-        with architecture.unpacked_sequences():
-            return call(**inputs)
-
-    return unpacked
+    return opponents.compiled(model, "default")
 
 
 @pytest.mark.exhaustive  # to compile takes half a minute

@@ -11,16 +11,17 @@ from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.kernel_facts import PLAYBOOK_KERNELS
 from harness.run_records import relative_differences
 from harness.spread import Range, spread, timed, unless_same
+from harness.workload import OPPONENTS
 from next_steps import ladder
 from tools.page_outputs import column_spans, position
 from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
 
 # of whoever may be the strongest other, for a column that must not be wide
 SHORT_NAMES = {
-    "F.rms_norm, fused AdamW": "F.rms_norm",
-    "Liger-Kernel, fused AdamW": "Liger",
-    "torch.compile, fused AdamW": "compile",
-    "torch.compile reduce-overhead, fused AdamW": "compile+graph",
+    OPPONENTS["rms-norm"]: "F.rms_norm",
+    OPPONENTS["liger"]: "Liger",
+    OPPONENTS["compile"]: "compile",
+    OPPONENTS["compile-reduce-overhead"]: "compile+graph",
 }
 
 
