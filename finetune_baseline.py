@@ -18,7 +18,7 @@ def main() -> None:
     from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if workload.cuda_graph:  # these steps, each of them one launch
+    if not workload.is_on_the_page:  # these steps, taken in another way
         from next_steps import kernel_training
 
         kernel_training.train(workload, args.json, args.save, name="Baseline")

@@ -4,7 +4,7 @@ import json
 import random
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,9 +29,16 @@ class Batch:
     input_ids: torch.Tensor  # (B, T) int64
     labels: torch.Tensor  # (B, T) int64, not shifted
     n_tokens: int  # without padding
+    n_targets: int  # tokens that are predicted: with a label, and not the first of a sequence
 
     def to(self, device: str) -> "Batch":
-        return Batch(self.input_ids.to(device), self.labels.to(device), self.n_tokens)
+        return replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device))
+
+
+def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
+    """Sequences of random tokens, of which all are trained on; shape is (B, T)."""
+    ids = torch.randint(vocabulary, shape, device=device)
+    return Batch(ids, ids.clone(), n_tokens=ids.numel(), n_targets=shape[0] * (shape[1] - 1))
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,17 @@ class Data:
 
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
-    """`steps` training batches and VALIDATION_BATCHES held out, of equal workloads the same.
+    """The micro-batches of `steps` steps in a row, and VALIDATION_BATCHES held out.
+
+    Of equal workloads the same.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
     name, seq_len, batch_size = workload.data, workload.seq_len, workload.batch_size
-    n_train, n_validation = steps * batch_size, VALIDATION_BATCHES * batch_size
+    n_train = steps * workload.micro_batches * batch_size
+    n_validation = VALIDATION_BATCHES * batch_size
     if name == "synthetic":
         generator = torch.Generator().manual_seed(workload.seed)
         shape = n_train + n_validation, seq_len
@@ -230,12 +240,14 @@ def make_batches(sequences: list[tuple], batch_size: int) -> list[Batch]:
     batches = []
     for start in range(0, len(sequences), batch_size):
         ids, labels = zip(*sequences[start : start + batch_size])
+        targets = [int((row[1:] != IGNORE_INDEX).sum()) for row in labels]
         pad = torch.nn.utils.rnn.pad_sequence
         batches.append(
             Batch(
                 pad(list(ids), batch_first=True, padding_value=0),
                 pad(list(labels), batch_first=True, padding_value=IGNORE_INDEX),
                 n_tokens=sum(len(row) for row in ids),
+                n_targets=sum(targets),
             )
         )
     return batches

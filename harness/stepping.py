@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -79,12 +80,13 @@ def captured_step(
         UserError: a batch has another shape than the recorded one.
     """
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
+    recorded = replace(batch, input_ids=ids, labels=labels)
     # a graph has memory of its own and cannot use what the steps before it left
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     try:
         with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
-            loss = training_step(model, optimizer, Batch(ids, labels, batch.n_tokens))
+            loss = training_step(model, optimizer, recorded)
     except RuntimeError as error:
         first = error.__context__ or error  # what fails in a recording makes its end fail too
         if not isinstance(first, RuntimeError) or ran_out_of_memory(first):

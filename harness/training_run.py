@@ -92,15 +92,21 @@ class Run:
         print(f"Custom kernels: {kernels}; AdamW, learning rate {self.workload.lr:g}\n")
 
     def batches(self) -> Iterator[Batch]:
-        """The batch of each step, on the device; when it is handed out, the clock starts."""
+        """The batch of each step, where a step takes one; as `steps` hands them out."""
+        for (batch,) in self.steps():
+            yield batch
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """Each step's micro-batches, on the device; when they are handed out, the clock starts."""
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
-        last_timed = self.workload.steps - self.profiled_steps
-        for step, batch in enumerate(self.data.train, start=1):
-            self.batch = batch.to(DEVICE)
+        last_timed, n = self.workload.steps - self.profiled_steps, self.workload.micro_batches
+        for step in range(1, self.workload.steps + 1):
+            batches = [batch.to(DEVICE) for batch in self.data.train[(step - 1) * n : step * n]]
+            self.step_tokens = sum(batch.n_tokens for batch in batches)
             with self.recording() if step > last_timed else contextlib.nullcontext():
                 self.start_clock()
-                yield self.batch
+                yield batches
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -130,7 +136,7 @@ class Run:
         step = len(self.losses)
         if not math.isfinite(self.losses[-1]):
             raise RunError(f"the loss became {self.losses[-1]} at step {step}; {NOT_SAVED}")
-        self.tokens.append(self.batch.n_tokens)
+        self.tokens.append(self.step_tokens)
         self.peaks.append(peak_memory_bytes())
         columns = self.losses, self.seconds, self.tokens, self.peaks
         print(step_line(step, self.workload.steps, *columns), flush=True)

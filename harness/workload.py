@@ -24,6 +24,7 @@ from harness.command_line import (
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 TINY = "tiny"  # a small random LLaMA of bytes
 DTYPES = "bf16", "fp32"
+RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
 WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
 # by the words of --opponent; how each of them is made: next_steps/opponents.py
@@ -86,6 +87,28 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {DTYPE[True]}; {DTYPE[False]} without a GPU)",
     )
     add(
+        "--accumulate",
+        type=positive_int,
+        metavar="N",
+        help="micro-batches in a step, whose gradients are added up (default: 1)",
+    )
+    add(
+        "--pack",
+        action="store_true",
+        help="fill each sequence with several samples, which do not see one another",
+    )
+    add(
+        "--recompute",
+        choices=RECOMPUTE,
+        help="what the backward computes again instead of keeping it: nothing, the norms' outputs, "
+        "SwiGLU's product too, or whole layers",
+    )
+    add(
+        "--offload",
+        action="store_true",
+        help="what a layer keeps for the backward waits in the host's memory; needs a GPU",
+    )
+    add(
         "--cuda-graph",
         action="store_true",
         help="record a step once and replay it, so that each is one launch; needs a GPU",
@@ -118,6 +141,8 @@ class Workload:
     data: str = "stdlib"
     batch_size: int = 1  # sequences per step
     seq_len: int = SEQ_LEN[True]  # tokens per sequence
+    accumulate: int | None = None  # micro-batches of batch_size sequences in a step; None: one
+    pack: bool = False  # several samples in a sequence, each as if it were alone
     seed: int = 0
     steps: int | None = None  # None: the script takes as many as it needs
     lr: float | None = None
@@ -129,9 +154,22 @@ class Workload:
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
     stochastic_rounding: bool = field(default=False, compare=False)
+    recompute: str | None = field(default=None, compare=False)  # of RECOMPUTE; None: as ever
+    offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
     opponent: str | None = field(default=None, compare=False)  # of OPPONENTS, in place of kernels
     warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
+
+    @property
+    def micro_batches(self) -> int:
+        """How many of them one step takes."""
+        return self.accumulate or 1
+
+    @property
+    def is_on_the_page(self) -> bool:
+        """Is its step the one that finetune_baseline.py shows?"""
+        ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph
+        return not any(ways)
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, on_gpu: bool) -> "Workload":

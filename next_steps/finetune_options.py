@@ -138,7 +138,7 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
         from next_steps import distill
 
         distill.train(workload, record_to=args.json, save_to=args.save)
-    elif workload.kernels != PLAYBOOK_KERNELS or workload.cuda_graph:
+    elif workload.kernels != PLAYBOOK_KERNELS or not workload.is_on_the_page:
         from next_steps import kernel_training
 
         kernel_training.train(workload, record_to=args.json, save_to=args.save)

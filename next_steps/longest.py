@@ -9,7 +9,7 @@ import torch
 
 from harness import run_records, stepping, tables, timing
 from harness.command_line import ran_out_of_memory
-from harness.dataset import Batch
+from harness.dataset import random_batch
 from harness.device import DEVICE, HAS_GPU
 from harness.loading import load_model
 from harness.workload import Workload, kernels_in_words, model_line
@@ -46,11 +46,11 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         lengths = lengths[:CPU_LENGTHS]
         record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
     for length in lengths:
-        ids = torch.randint(vocabulary, (1, length), device=DEVICE)
+        batch = random_batch((1, length), vocabulary, DEVICE)
         try:
             if HAS_GPU:
                 torch.cuda.reset_peak_memory_stats()
-            loss, seconds = stepping.timed_step(model, optimizer, Batch(ids, ids, length))
+            loss, seconds = stepping.timed_step(model, optimizer, batch)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise

@@ -151,7 +151,8 @@ def run_step(
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
         ledger.claim(BATCH, ids, labels)
-        batch = dataset.Batch(ids, labels, n_tokens=ids.numel())
+        n_targets = batch_size * (seq_len - 1)
+        batch = dataset.Batch(ids, labels, n_tokens=ids.numel(), n_targets=n_targets)
         stepping.training_step(model, optimizer, batch)
         ledger.claim_state(optimizer)  # which the first step made
         stepping.training_step(model, optimizer, batch)

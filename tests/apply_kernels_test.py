@@ -87,6 +87,9 @@ def make_model(names=(), dtype=torch.float32, **values) -> LlamaForCausalLM:
     return apply_kernels.apply_kernels(model.train(), names)
 
 
+N_TARGETS = B * (T - 2) - 1
+
+
 def make_batch(**more) -> dict:
     """Two sequences; the first third of the labels is ignored, as a prompt is."""
     ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
@@ -475,7 +478,7 @@ def test_autocast_is_as_wrong_as_without_the_kernels(names):
 def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     models = make_model(), make_model(["linear_cross_entropy"])
     optimizers = stepping.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
-    batch = dataset.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T)
+    batch = dataset.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T, N_TARGETS)
     losses = [
         [stepping.training_step(m, o, batch).item() for _ in range(3)]
         for m, o in zip(models, optimizers)
@@ -1368,7 +1371,7 @@ def test_a_compiled_model_makes_the_same_step(compiled, monkeypatch):
 def test_training_step_does_not_wait_for_the_gpu():
     model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
     optimizer = triton_adamw(model, 1e-5)
-    batch = dataset.Batch(batch["input_ids"], batch["labels"], B * T)
+    batch = dataset.Batch(batch["input_ids"], batch["labels"], B * T, N_TARGETS)
     for _ in range(2):  # compiling may wait
         stepping.training_step(model, optimizer, batch)
     torch.cuda.synchronize()

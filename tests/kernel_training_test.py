@@ -285,7 +285,7 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence(monkeypatch, error, expe
     monkeypatch.setattr(torch.cuda, "graph", BrokenGraph)
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(expected) as caught:
-        stepping.captured_step(model, None, Batch(ids, ids, 4), None)
+        stepping.captured_step(model, None, Batch(ids, ids, 4, n_targets=3), None)
     if expected is command_line.RunError:
         assert str(caught.value) == (
             "this step cannot be recorded as a CUDA graph (RuntimeError: CUDA error: not "
@@ -335,7 +335,7 @@ def test_batch_of_another_shape_is_refused_by_the_graph():
 
     def batch(n_tokens):
         ids = torch.randint(architecture.BYTE_VOCABULARY, (1, n_tokens), device=DEVICE)
-        return Batch(ids, ids, n_tokens)
+        return Batch(ids, ids, n_tokens, n_targets=n_tokens - 1)
 
     with torch.cuda.stream(stream):
         for _ in range(WARMUP_STEPS):

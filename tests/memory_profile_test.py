@@ -87,10 +87,7 @@ def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     ledger = Observer(device)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-3, kernels)
-    batches = [
-        dataset.Batch(*torch.randint(257, (2, *SHAPE)), n_tokens=math.prod(SHAPE)).to(device)
-        for _ in range(2)
-    ]
+    batches = [dataset.random_batch(SHAPE, 257, device) for _ in range(2)]
     stepping.training_step(model, optimizer, batches[0])
     memory_profile.observed_step(model, optimizer, batches, ledger)
     return Observed(kernels, model, optimizer, batches, ledger)

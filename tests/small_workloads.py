@@ -38,7 +38,9 @@ def tiny_batch(batch_size: int = 2, seq_len: int = 12) -> Batch:
     ids = torch.randint(architecture.BYTE_VOCABULARY, (batch_size, seq_len), generator=generator)
     labels = ids.clone()
     labels[:, : seq_len // 3] = IGNORE_INDEX
-    return Batch(ids, labels, ids.numel()).to(DEVICE)
+    return Batch(ids, labels, ids.numel(), n_targets=batch_size * (seq_len - seq_len // 3)).to(
+        DEVICE
+    )
 
 
 def uneven_norms(model: torch.nn.Module) -> torch.nn.Module:
