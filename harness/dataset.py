@@ -31,6 +31,10 @@ class Batch:
     n_tokens: int  # without padding
     n_targets: int  # tokens that are predicted: with a label, and not the first of a sequence
 
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a Hugging Face model is called with."""
+        return {"input_ids": self.input_ids, "labels": self.labels}
+
     def to(self, device: str) -> "Batch":
         return replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device))
 

@@ -32,7 +32,7 @@ def training_step(model: Callable, optimizer: torch.optim.Optimizer, batch: Batc
     outside a profile they cost nothing worth measuring.
     """
     with torch.profiler.record_function("forward"):
-        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        loss = model(**batch.inputs()).loss
     with torch.profiler.record_function("backward"):
         loss.backward()
     with torch.profiler.record_function("optimizer"):

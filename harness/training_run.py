@@ -217,7 +217,7 @@ def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
     for batch in batches:
         batch = batch.to(DEVICE)
         n_targets = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
-        total += model(input_ids=batch.input_ids, labels=batch.labels).loss.item() * n_targets
+        total += model(**batch.inputs()).loss.item() * n_targets
         count += n_targets
     model.train()
     return total / count
