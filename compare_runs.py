@@ -231,6 +231,8 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         axis.bar_label(bars, [format(v, spec) for v in values], padding=2)
         axis.set(title=title, ylim=(0, 1.15 * max(values)))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if len(names) > 2:  # side by side they would touch
+            axis.tick_params(axis="x", rotation=30)
     throughput.set_xlabel("wall clock, host included")
     env = records[0]["environment"]
     figure.suptitle(

@@ -1344,7 +1344,7 @@ def compile_unpacked(model):
 @pytest.mark.exhaustive  # to compile takes half a minute
 @pytest.mark.parametrize("compiled", [compile_layers, compile_unpacked])
 def test_a_compiled_model_makes_the_same_step(compiled, monkeypatch):
-    """In the two ways that docs/ladder.md names, in which attention gets no mask.
+    """In the two ways that docs/own_code.md names, in which attention gets no mask.
 
     (Nor does it in others from a transformers between 5.17 and 5.23 on.)
     """

@@ -103,10 +103,12 @@ def gains() -> str:
         name = SHORT_NAMES.get(rival["name"], rival["name"])
         cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
         body.append([f"step {in_words(size)}, all", *cells, base.over(ours), other.over(ours)])
-    n_bytes = [rung["peak_memory_bytes"] for rung in shown]  # of the larger size
-    cells = [f"{each / 1e9:.1f} GB" for each in n_bytes]
+    rival = ladder.strongest(record, "peak_memory_bytes")  # of the larger size
+    n_bytes = [rung["peak_memory_bytes"] for rung in (shown[0], rival, shown[-1])]
+    base, other, ours = [f"{each / 1e9:.1f} GB" for each in n_bytes]
     ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
-    body.append([f"memory {in_words(size)}", *cells, *ratios])
+    other = f"{SHORT_NAMES.get(rival['name'], rival['name'])}: {other}"
+    body.append([f"memory {in_words(size)}", base, other, ours, *ratios])
     headers = ["", "Hugging Face", "strongest other", "ours", "gain", "over it"]
     return markdown(headers, body)
 
