@@ -30,6 +30,7 @@ ADVICE = {
     STATE: (None, "AdamW's two moments of every weight, in --dtype"),
     **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
 }
+OF_SUMS = {GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")}
 COLORS = {
     PARAMETERS: "#4c6a92",
     STATE: "#8fa9c9",
@@ -44,9 +45,10 @@ COLORS = {
 def advice(record: dict) -> list[list[str]]:
     """For each large part: its name, the flag that makes it smaller, and how."""
     rows = []
+    known = ADVICE | (OF_SUMS if "accumulate" in record else {})
     for part, n_bytes in record["parts"].items():
-        if n_bytes > LARGE * record["peak_memory_bytes"] and part in ADVICE:
-            kernel, how = ADVICE.get((part, record["phase"]), ADVICE[part])
+        if n_bytes > LARGE * record["peak_memory_bytes"] and part in known:
+            kernel, how = known.get((part, record["phase"]), known[part])
             flag = f"--kernels {kernel}" if kernel else "-"
             rows.append([part, f"in use: {kernel}" if kernel in record["kernels"] else flag, how])
     return rows

@@ -1325,15 +1325,15 @@ def test_backwards_in_accumulating_add_up_and_the_next_one_steps(in_backward):
             optimizer.step()
             optimizer.zero_grad()
     for p, expected in zip(*(model.parameters() for model in models)):
-        assert relative_error(p, expected) < 1e-6
+        torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_accumulating_ends_with_an_error_and_does_not_hide_one():
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    with contextlib.suppress(ZeroDivisionError), optimizer.accumulating():
+    with pytest.raises(KeyError), optimizer.accumulating():
         model.loss().backward()
-        1 / 0
+        raise KeyError
     model.loss().backward()
     assert all(p.grad is None for p in model.parameters())
     with (
