@@ -3,10 +3,12 @@
 import contextlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
@@ -15,7 +17,7 @@ from harness.checking import DEVICE, relative_error
 from harness.dataset import IGNORE_INDEX, Batch
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.workload import Workload
-from next_steps import distill, memory_estimate
+from next_steps import distill, longest, memory_estimate
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_ledger import BATCH, GRADIENTS
@@ -383,6 +385,43 @@ def test_the_measured_memory_has_all_gradients_in_the_last_forward(run_script, t
     phases = [stage["phase"] for stage in record["timeline"]["stages"]]
     order = [phase for phase, before in zip(phases, [None, *phases]) if phase != before]
     assert order == [*["forward", "loss", "backward"] * 2, "optimizer"]
+
+
+def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(run_script, tmp_path, monkeypatch):
+    real, steps = stepping.timed_step, []
+    monkeypatch.setattr(
+        stepping, "timed_step", lambda *step: steps.append(len(step[2])) or real(*step)
+    )
+    monkeypatch.setattr(longest, "LENGTH_STEP", 6)
+    flags = ["--longest", "--kernels", "none", "--seq-len", "6", "--accumulate", "2"]
+    path = tmp_path / "record.json"
+    outcome = run_script(finetune_optimized, *TINY[:4], *flags, "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    assert steps == [2, 2] and json.loads(path.read_text())["accumulate"] == 2
+    assert "batch 1, 2 micro-batches a step: 12 tokens" in outcome.out
+
+
+def test_graphs_that_write_over_gradients_are_refused(run_script):
+    flags = ["--opponent", "compile-reduce-overhead", "--accumulate"]
+    outcome = run_script(finetune_optimized, *TINY, *flags, "2")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "error: --opponent compile-reduce-overhead records CUDA graphs of its own, which write "
+        "over the gradients that are to be added up: leave --accumulate out\n"
+    )
+
+
+def test_records_say_how_many_micro_batches_and_do_not_compare_with_one(run_script, tmp_path):
+    """Records of before the flag are those without it."""
+    paths = [str(tmp_path / f"{n}.json") for n in (1, 2)]
+    for n, path in enumerate(paths, start=1):
+        flags = ["--seq-len", "8", "--steps", "3", "--accumulate", str(n), "--json", path]
+        assert run_script(finetune_baseline, *TINY, *flags).code == 0
+    assert "accumulate" not in json.loads(Path(paths[0]).read_text())
+    outcome = run_script(compare_runs, *paths[::-1])
+    assert outcome.code == 0, outcome.err
+    assert "2 micro-batches of 1 x 8 tokens, 3 steps" in outcome.out
+    assert "losses are not compared: accumulate None (not 2)" in outcome.out
 
 
 def test_no_micro_batch_is_refused(run_script):
