@@ -15,7 +15,7 @@ from collections.abc import Callable
 from harness import command_line, output_files, pictures, run_records, tables
 from harness.command_line import UserError
 from harness.spread import spread, timed, unless_same
-from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words
+from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -119,7 +119,7 @@ def render(names: list[str], records: list[dict]) -> str:
         parts.append(f"{name}: {where}\n  custom kernels: {kernels_in_words(record)}")
     parts.append(
         f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), "
-        f"data {first['data']}, {first['batch_size']} x {first['seq_len']} tokens, "
+        f"data {first['data']}, {size_in_words(first)}, "
         f"{first['steps']} steps, seed {first['seed']}"
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
     )
@@ -236,7 +236,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     throughput.set_xlabel("wall clock, host included")
     env = records[0]["environment"]
     figure.suptitle(
-        f"{records[0]['model']}, {records[0]['batch_size']} x {records[0]['seq_len']} tokens, "
+        f"{records[0]['model']}, {size_in_words(records[0])}, "
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()

@@ -67,8 +67,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     data = load_data(workload, model.config, n_steps)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     batches = [batch.to(DEVICE) for batch in data.train]
-    warmup, batches = batches[: workload.warmup], batches[workload.warmup :]
-    timed, profiled = batches[:TIMED_STEPS], batches[TIMED_STEPS:]
+    steps = stepping.in_steps(batches, workload.micro_batches)
+    warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
+    timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
     take_step, idle = stepping.training_step, None
     stream = torch.cuda.Stream() if graph else None  # None: as it is
 
@@ -77,8 +78,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
             return profiler.profiled_step(model, optimizer, profiled[2:], stacks)
 
     with torch.cuda.stream(stream):
-        for batch in warmup:
-            profiler.timed_step(model, optimizer, batch)
+        for batches in warmup:
+            profiler.timed_step(model, optimizer, batches)
         resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
         if graph:
             profile, profiled_ms = profile_operations()
@@ -87,7 +88,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
             torch.cuda.reset_peak_memory_stats()
         if graph:
             take_step = stepping.captured_step(model, optimizer, timed[0], stream)
-        step_ms = [profiler.timed_step(model, optimizer, batch, take_step) for batch in timed]
+        step_ms = [profiler.timed_step(model, optimizer, step, take_step) for step in timed]
         peak_memory = timing.peak_memory_bytes()
         if HAS_GPU:
             replayed, idle = profiler.timeline(model, optimizer, profiled[:2], take_step)
@@ -211,6 +212,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def default_trace(workload: Workload) -> str:
     model = Path(workload.model).resolve().name
     kernels = "+".join(workload.kernels) or "baseline"
+    kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
     kernels += "-cuda_graph" * workload.cuda_graph
     return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
 

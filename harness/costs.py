@@ -51,18 +51,20 @@ PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
 
 
 def sizes_of(config, workload: Workload) -> Sizes:
-    """Of a model of this configuration, in the workload's dtype, on its batches."""
+    """Of a model of this configuration, in the workload's dtype, on all micro-batches of a step."""
     width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
-    per_layer = width * workload.batch_size * workload.seq_len * config.num_hidden_layers
+    n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
+    per_layer = width * n_tokens * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return Sizes(
         weights=width * architecture.parameter_count(config),
         stream=per_layer * config.hidden_size,
         heads=per_layer * head_columns,
         inner=per_layer * config.intermediate_size,
-        logits=width * workload.batch_size * workload.seq_len * config.vocab_size,
+        logits=width * n_tokens * config.vocab_size,
         layers=config.num_hidden_layers,
         width=width,
+        micro_batches=workload.micro_batches,
     )
 
 
@@ -76,18 +78,21 @@ def least_ms(
     norms, rotary embedding, activation, loss and the update of the weights (the floors in
     kernel_facts.py).
 
-    Not in it: the bytes of matrix products and attention, which can pass while these compute; the
-    embedding and the additions of residuals; what a teacher reads and writes; the host.
+    Not in it: the bytes of matrix products and attention, which can pass while these compute, among
+    them the weights that each micro-batch reads and the gradients that it adds to, which a product
+    could do as it stores; the embedding and the additions of residuals; what a teacher reads and
+    writes; the host.  So several micro-batches take at least what one of all their tokens takes.
 
     Args:
         config: of the model.
         workload: its dtype counts.
-        n_tokens: of the step, without padding.
+        n_tokens: of the step, all micro-batches together, without padding.
         flops_per_token: forward and backward, a teacher's too.
         ceilings: matmul_tflops, in the workload's dtype, and copy_gbs.
     """
     # bytes depend on the number of tokens, not on that of sequences
-    sizes = sizes_of(config, replace(workload, batch_size=1, seq_len=round(n_tokens)))
+    one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
+    sizes = sizes_of(config, one)
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
     flops_ms = flops_per_token * n_tokens / ceilings["matmul_tflops"] / 1e9
     return flops_ms + n_bytes / ceilings["copy_gbs"] / 1e6
@@ -213,6 +218,6 @@ def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
     _, launch = launch_of(name) or (None, None)
     if launch is None or launch.tensor is None:
         return None
-    shares = sizes.layers if launch.every_launch else launches
+    shares = sizes.layers * sizes.micro_batches if launch.every_launch else launches
     n_bytes = getattr(sizes, launch.tensor) / shares
     return Cost(launch.passes * n_bytes, launch.flops * n_bytes / sizes.width)

@@ -45,6 +45,7 @@ class Sizes:
     logits: int  # (B*T, V)
     layers: int
     width: int  # of one number
+    micro_batches: int = 1  # of which B*T are the tokens together
 
 
 @dataclass(frozen=True)

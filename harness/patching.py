@@ -66,10 +66,11 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
                 # a single number may stay where it is
                 num_items_in_batch = num_items_in_batch.to(loss.device)
             n_valid = (shift_labels != ignore_index).sum()
-            # The mean over no target at all is NaN, and such a micro-batch must add nothing to the
-            # others.  The quotient first: of a single micro-batch it is exactly 1, which spares a
-            # fused loss scaling its gradients.
-            loss = torch.where(n_valid > 0, loss * (n_valid / num_items_in_batch), 0.0)
+            # The quotient first: of a single micro-batch it is exactly 1, which spares a fused loss
+            # scaling its gradients.  It is NaN where no micro-batch has a target.
+            share = n_valid / num_items_in_batch
+            # The mean over no target is NaN, and such a micro-batch must add nothing to the others.
+            loss = torch.where(n_valid > 0, loss * share.nan_to_num(), share)
         return loss
 
     return loss_function

@@ -15,10 +15,11 @@ from harness.tables import (
     table,
     title,
 )
-from harness.workload import kernels_in_words, model_line
+from harness.workload import kernels_in_words, model_line, size_in_words
 
 NAMED = 6  # operations that came or went
-SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "device"]
+SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate"]
+SAME_WORKLOAD += ["device"]
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
@@ -36,9 +37,9 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
 
 def refuse_other_workload(before: dict, after: dict) -> None:
     """UserError if the two profiles are not of the same workload."""
-    differ = [key for key in SAME_WORKLOAD if before[key] != after[key]]
+    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
     if differ:
-        said = "; ".join(f"{key} {after[key]} (not {before[key]})" for key in differ)
+        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
         raise UserError(f"the profiles are not of one workload: {said}; give two that are")
 
 
@@ -105,7 +106,7 @@ def render_comparison(before: dict, after: dict) -> str:
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
-        f"{model_line(before)}; {before['batch_size']} x {before['seq_len']} tokens",
+        f"{model_line(before)}; {size_in_words(before)}",
         "",
         title(f"What the kernels changed{'' if on_gpu else NOT_MEANINGFUL}"),
         *([OF_KERNELS, OF_STEPS, ""] if on_gpu else []),

@@ -102,12 +102,12 @@ def category_ranges(
 def timed_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: dataset.Batch,
+    batches: list[dataset.Batch],
     take_step: Callable = stepping.training_step,
 ) -> float:
     """One step, as `stepping.timed_step` takes it; milliseconds."""
     with record_function("step"):
-        _, seconds = stepping.timed_step(model, optimizer, batch, take_step)
+        _, seconds = stepping.timed_step(model, optimizer, batches, take_step)
     return 1e3 * seconds
 
 
@@ -115,10 +115,10 @@ def last_of(
     profiler: profile,
     model,
     optimizer,
-    batches: list[dataset.Batch],
+    steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
 ) -> float:
-    """A step on each of two batches; the second one's milliseconds.
+    """Two steps, from the micro-batches of each; the second one's milliseconds.
 
     The first is thrown away: it pays for attaching the profiler to the GPU.
 
@@ -126,8 +126,8 @@ def last_of(
         RunError: no kernel was recorded.
     """
     with profiler:
-        for batch in batches:
-            step_ms = timed_step(model, optimizer, batch, take_step)
+        for batches in steps:
+            step_ms = timed_step(model, optimizer, batches, take_step)
             profiler.step()
     if HAS_GPU and not gpu_events(profiler.events()):
         raise RunError(
@@ -137,7 +137,7 @@ def last_of(
 
 
 def profiled_step(
-    model, optimizer, batches: list[dataset.Batch], stacks: bool
+    model, optimizer, steps: list[list[dataset.Batch]], stacks: bool
 ) -> tuple[profile, float]:
     """Which kernel was launched for what, with the shapes of all operations; and milliseconds.
 
@@ -149,13 +149,13 @@ def profiled_step(
         record_shapes=True,
         with_stack=stacks,
     )
-    return profiler, last_of(profiler, model, optimizer, batches)
+    return profiler, last_of(profiler, model, optimizer, steps)
 
 
 def timeline(
     model,
     optimizer,
-    batches: list[dataset.Batch],
+    steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
 ) -> tuple[profile, dict]:
     """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
@@ -164,7 +164,7 @@ def timeline(
     kernel takes as long as ever, but the time between kernels would be the profiler's.
     """
     profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
-    step_ms = last_of(profiler, model, optimizer, batches, take_step)
+    step_ms = last_of(profiler, model, optimizer, steps, take_step)
     events = profiler.events()
     return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **idle_times(events)}
 

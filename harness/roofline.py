@@ -6,6 +6,7 @@ from harness.diagnose import Finding, judge_categories
 from harness.diagnosis_tables import flop_rate
 from harness.pictures import pyplot, save_plot
 from harness.tables import NOT_MEANINGFUL
+from harness.workload import size_in_words
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
@@ -125,7 +126,7 @@ def plot(records: list[dict], path: str) -> None:
 def headline(records: list[dict]) -> str:
     first = records[0]
     env = first["environment"]
-    size = f"{first['batch_size']} x {first['seq_len']} tokens"
+    size = size_in_words(first)
     mark = "" if env["gpu"] else NOT_MEANINGFUL
     kernels = " → ".join(", ".join(record["kernels"]) or "none" for record in records)
     return (

@@ -67,7 +67,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=positive_int,
         default=1,
-        help="sequences per step (default: %(default)s)",
+        help="sequences per step, or per micro-batch (default: %(default)s)",
     )
     add(
         "--seq-len",
@@ -139,9 +139,9 @@ class Workload:
     random_init: bool = False
     dtype: str = DTYPE[True]  # of DTYPES
     data: str = "stdlib"
-    batch_size: int = 1  # sequences per step
+    batch_size: int = 1  # sequences per micro-batch
     seq_len: int = SEQ_LEN[True]  # tokens per sequence
-    accumulate: int | None = None  # micro-batches of batch_size sequences in a step; None: one
+    accumulate: int | None = None  # micro-batches in a step, if several
     pack: bool = False  # several samples in a sequence, each as if it were alone
     seed: int = 0
     steps: int | None = None  # None: the script takes as many as it needs
@@ -184,6 +184,8 @@ class Workload:
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
+        if given.get("accumulate") == 1:  # as if it were not there, also in the record
+            del given["accumulate"]
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         if hasattr(args, "lr"):
             defaults["lr"] = 1e-3 if args.model == TINY else 1e-5
@@ -273,9 +275,15 @@ def model_line(record: dict) -> str:
     return f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
 
 
+def size_in_words(record: dict) -> str:
+    """How many tokens a step of a record takes."""
+    size = f"{record['batch_size']} x {record['seq_len']} tokens"
+    return f"{record['accumulate']} micro-batches of {size}" if "accumulate" in record else size
+
+
 def workload_line(record: dict) -> str:
     """The model, the size of a step and the kernels."""
-    size = f"{record['batch_size']} x {record['seq_len']} tokens"
+    size = size_in_words(record)
     return f"{model_line(record)}; {size}; custom kernels: {kernels_in_words(record)}"
 
 

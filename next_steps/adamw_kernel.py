@@ -20,7 +20,8 @@ parameter:
 
 The prediction: 2.9 times as fast, and for 8 billion parameters 16 GB less memory at the peak.
 step_in_backward=True saves another 16 GB: it updates a parameter as soon as its gradient is
-complete, and frees that gradient.
+complete, and frees that gradient.  Where gradients of several backwards are added up, that is in
+the last one, and they are all there before it.
 
 In bf16 the next number after 1 is 1.0078, so most steps of a fine-tuning round back to where they
 came from: the weight needs a step of 0.2 to 0.4 % to move at all, and v, which decays by 0.1 %,
@@ -457,10 +458,12 @@ class TritonAdamW(torch.optim.Optimizer):
     moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16.
     stochastic_rounding: whether bfloat16 weights and moments are rounded up or down at random.
     step_in_backward: update each parameter during the backward and free its gradient at once;
-        step() then only counts.  Not for gradient accumulation (a second backward before step()
-        raises), gradient clipping (clip_grad_norm_ finds no gradients and returns 0), or gradients
-        that still have to be averaged over GPUs or unscaled.  A copy of the optimizer
-        (copy.deepcopy, pickle) steps in step() alone.
+        step() then only counts.  To accumulate gradients, put every backward but the last into
+        `with optimizer.accumulating():` (without it, a second backward before step() raises); the
+        last must reach all parameters that they reached.  Not for gradient clipping
+        (clip_grad_norm_ finds no gradients and returns 0), or gradients that still have to be
+        averaged over GPUs or unscaled.  A copy of the optimizer (copy.deepcopy, pickle) steps in
+        step() alone.
     seed: of the random bits.  They also depend on the step and on the parameter's place among all
         parameters.
 
@@ -468,6 +471,8 @@ class TritonAdamW(torch.optim.Optimizer):
     parameter that requires a gradient but has no fp16, bf16 or fp32 memory of its own, with a place
     for each element (a DTensor or other wrapper, sparse, expanded).
     """
+
+    _accumulating = False
 
     def __init__(
         self,
@@ -561,14 +566,28 @@ class TritonAdamW(torch.optim.Optimizer):
         self._stepped[p] = state["step"]
 
     def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
+        if self._accumulating and p not in self._stepped:
+            return  # the next backward adds to it
         grad, p.grad = p.grad, None
         if p in self._stepped:
             given = "a second gradient reached a parameter before step()"
             used = "step_in_backward=True has used the first"
-            advice = "call step() after each backward, or accumulate with step_in_backward=False"
+            advice = "call step() after each backward, or accumulate in accumulating()"
             raise RuntimeError(f"{given}, and {used}: {advice}.")
         group = self.param_groups[group_number]  # now: load_state_dict makes new groups
         self._step_parameter(group, index, p, grad)
+
+    @contextlib.contextmanager
+    def accumulating(self):
+        """Backwards in here only add up gradients; the one after them steps with the sums.
+
+        Does nothing without step_in_backward, where every backward is like that.
+        """
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -93,11 +93,14 @@ def learn_from(
     """
 
     def eager(logits, teacher_logits, counts):
-        return reverse_kl_reference(logits.float(), teacher_logits.float(), counts, temperature)
+        logits, n = (logits.float(), teacher_logits.float()), counts.sum()
+        total = reverse_kl_reference(*logits, counts, temperature, reduction="none").sum()
+        # NaN where nothing counts, with gradients of zero, as the kernel's are
+        return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
 
     reverse_kl = TritonReverseKLLoss(temperature) if fused else eager
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids, labels, num_items_in_batch=None):
         if not self.training:  # the validation loss is that of the labels
             return type(self).forward(self, input_ids=input_ids, labels=labels)
         with torch.no_grad():
@@ -108,7 +111,8 @@ def learn_from(
             return reverse_kl(logits, teacher_logits, targets != ignore_index)
 
         loss_function = causal_lm_loss(of_targets)
-        return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
+        loss = loss_function(logits, labels, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     student.forward = types.MethodType(forward, student)
     return student

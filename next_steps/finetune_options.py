@@ -52,9 +52,13 @@ def parse_args(doc: str) -> argparse.Namespace:
     refuse_ignored(args, IGNORED)
     if args.stochastic_rounding and "adamw" not in args.kernels:
         raise UserError("--stochastic-rounding needs the adamw kernel: --kernels all")
-    if args.cuda_graph and args.opponent == OWN_GRAPHS:
-        both = f"--opponent {OWN_GRAPHS} records CUDA graphs of its own"
-        raise UserError(f"{both}: leave --cuda-graph out")
+    if args.opponent == OWN_GRAPHS:
+        own = f"--opponent {OWN_GRAPHS} records CUDA graphs of its own"
+        if args.cuda_graph:
+            raise UserError(f"{own}: leave --cuda-graph out")
+        if (args.accumulate or 1) > 1:  # github.com/pytorch/pytorch/issues/169545
+            fault = "which write over the gradients that are to be added up"
+            raise UserError(f"{own}, {fault}: leave --accumulate out")
     if args.plot and not args.ladder:
         wish = f"--plot {args.plot} draws the ladder"
         raise UserError(f"{wish}: add --ladder, or leave --plot out")

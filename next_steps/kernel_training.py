@@ -1,10 +1,10 @@
-"""Fine-tuning with any of the kernels or none, its step as one CUDA graph if that is asked for.
+"""Fine-tuning with any of the kernels or none, its step taken in other ways than the pages'.
 
-    python finetune_optimized.py --kernels all --cuda-graph
-    python finetune_baseline.py --cuda-graph
+    python finetune_optimized.py --kernels all --cuda-graph    # as one CUDA graph
+    python finetune_baseline.py --accumulate 4                 # of several micro-batches
 
 The loop of finetune_baseline.py with `apply_kernels` in the place of a page's patch, AdamW as a
-kernel if it is among them, and a step that can be recorded.
+kernel if it is among them, and the step of harness/stepping.py.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,9 @@ def take_steps(run: Run, optimizer: torch.optim.Optimizer, model: Callable | Non
     graph, take_step = run.workload.cuda_graph, stepping.training_step
     stream = torch.cuda.Stream() if graph else None  # None: as it is
     with torch.cuda.stream(stream):
-        for step, batch in enumerate(run.batches(), start=1):
+        for step, batches in enumerate(run.steps(), start=1):
             if graph and step == WARMUP_STEPS + 1:
-                take_step = stepping.captured_step(model, optimizer, batch, stream)
+                take_step = stepping.captured_step(model, optimizer, batches, stream)
                 run.start_clock()
-            run.end_step(take_step(model, optimizer, batch))
+            run.end_step(take_step(model, optimizer, batches))
     return run.finish()

@@ -19,7 +19,7 @@ from harness.config_file import load_config
 from harness.costs import sizes_of
 from harness.device import HAS_GPU
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
-from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, model_line
+from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, model_line, size_in_words
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -204,8 +204,7 @@ def render(record: dict) -> str:
     columns += ["Peak, GB", "x baseline", "Largest loss difference"]
     headers = ["Rung", "Predicted gain, ms", "Measured gain, ms", *columns]
     other_headers = ["Others", *columns]
-    size = f"{record['batch_size']} x {record['seq_len']} tokens"
-    workload = f"{size}, {record['steps']} steps, data {record['data']}"
+    workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),
         f"{model_line(record)}; {workload}",
@@ -271,7 +270,7 @@ def plot(records: list[dict], path: str) -> None:
         ]
         times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
         memory.set_yticks([])
-        times.set_title(f"{record['batch_size']} x {record['seq_len']} tokens", loc="left")
+        times.set_title(size_in_words(record), loc="left")
     first = records[0]
     device = first["environment"]["gpu"] or f"CPU{tables.NOT_MEANINGFUL}"
     figure.suptitle(

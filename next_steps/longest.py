@@ -46,11 +46,11 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         lengths = lengths[:CPU_LENGTHS]
         record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
     for length in lengths:
-        batch = random_batch((1, length), vocabulary, DEVICE)
+        batches = [random_batch((1, length), vocabulary, DEVICE)] * workload.micro_batches
         try:
             if HAS_GPU:
                 torch.cuda.reset_peak_memory_stats()
-            loss, seconds = stepping.timed_step(model, optimizer, batch)
+            loss, seconds = stepping.timed_step(model, optimizer, batches)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
@@ -72,11 +72,12 @@ def render(record: dict) -> str:
     """What --longest found, from its record."""
     lengths = record["lengths"]
     longest = f"{lengths[-1]:,}" if lengths else f"less than {record['first_length']:,}"
+    steps = f", {record['accumulate']} micro-batches a step" if "accumulate" in record else ""
     limit = f"in steps of {record['length_step']:,}; stopped by {record['stopped_by']}"
     return "\n".join(
         [
             run_records.environment_line(record["environment"]),
             f"{model_line(record)}; custom kernels: {kernels_in_words(record)}",
-            f"Longest sequence that fits, batch 1: {longest} tokens ({limit})",
+            f"Longest sequence that fits, batch 1{steps}: {longest} tokens ({limit})",
         ]
     )

@@ -10,7 +10,8 @@ its death.
 
 The sum of all that live, each rounded up to the allocator's 512 bytes, is what
 torch.cuda.memory_allocated() would say, and the largest sum is the peak.  The second of two steps
-counts, because the first one creates the optimizer's state.
+counts, because the first one creates the optimizer's state.  Of its micro-batches MICRO_BATCHES
+are run: all others are as the last but one.
 
 Where a GPU is not like meta tensors: attention is one fused operation (`attention`), kernels are
 launched (`pretended_gpu`), PyTorch's AdamW works on lists of tensors (`make_optimizer`), and cuBLAS
@@ -60,6 +61,7 @@ from transformers import LlamaConfig  # isort: skip
 from triton.runtime.jit import KernelInterface  # isort: skip
 
 CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
+MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
 TOP = 3
 
 
@@ -137,25 +139,29 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def run_step(
-    config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    seq_len: int,
+    kernels: list[str],
+    micro_batches: int = 1,
 ) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
         model = architecture.build_model(config, dtype, "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
-        with torch.device("meta"):
-            ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
+        shape = batch_size, seq_len
+        batches = [dataset.random_batch(shape, 1, "meta") for _ in range(micro_batches)]
         apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
-        ledger.claim(BATCH, ids, labels)
-        n_targets = batch_size * (seq_len - 1)
-        batch = dataset.Batch(ids, labels, n_tokens=ids.numel(), n_targets=n_targets)
-        stepping.training_step(model, optimizer, batch)
+        for batch in batches:
+            ledger.claim(BATCH, *stepping.tensors_of(batch).values())
+        stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
         ledger.claim_state(optimizer)  # which the first step made
-        stepping.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
     return ledger
 
 
@@ -170,10 +176,18 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
 
 
 def estimate(
-    config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    seq_len: int,
+    kernels: list[str],
+    micro_batches: int = 1,
 ) -> dict:
-    """The peak of a training step in bytes, when it is reached, and what it is made of."""
-    ledger = run_step(config, dtype, batch_size, seq_len, kernels)
+    """The peak of a training step in bytes, when it is reached, and what it is made of.
+
+    What is kept for the backward is of one micro-batch.
+    """
+    ledger = run_step(config, dtype, batch_size, seq_len, kernels, micro_batches)
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
@@ -220,7 +234,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         **workload.as_record(),
         "parameters": architecture.parameter_count(config),
         "layers": config.num_hidden_layers,
-        "estimates": [estimate(config, *shape, names) for names in sets],
+        "estimates": [estimate(config, *shape, names, workload.micro_batches) for names in sets],
     }
     print(render(record))
     run_records.write_record(record_to, record)

@@ -135,7 +135,7 @@ class Ledger(TorchDispatchMode):
         self.device = device
         self.blocks: list[Block] = []
         self.living: dict[int, Block] = {}  # by the storage's address
-        self.n_bytes, self.time = 0, 0
+        self.n_bytes, self.time, self.stage = 0, 0, (None, None)
         self.enter(None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -160,9 +160,13 @@ class Ledger(TorchDispatchMode):
         self.living[key] = block
         self.blocks.append(block)
         weakref.finalize(storage, self.bury, key).atexit = False
-        if self.n_bytes > self.peaks[self.stage][0]:
-            self.peaks[self.stage] = self.n_bytes, block.born
+        self.note_height(block.born)
         return block
+
+    def note_height(self, moment: int) -> None:
+        """The stage's highest sum, and when: now, if there was no higher one."""
+        if self.n_bytes > self.peaks.get(self.stage, (-1, None))[0]:
+            self.peaks[self.stage] = self.n_bytes, moment
 
     def bury(self, key: int) -> None:
         block = self.living.pop(key)
@@ -178,12 +182,19 @@ class Ledger(TorchDispatchMode):
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         """What is born from now on is born in this stage of the step."""
-        if (phase, layer) in ((None, None), ("forward", None)):  # a new step
+        if self.begins_step(phase, layer):
             self.began, self.peaks = self.time, {}  # of each stage: its highest sum, and when
+            self.forwards = []  # of each micro-batch: the time of its beginning and end
+        if (phase, layer) == ("forward", None):
+            self.forward_began = self.time
         if phase == "backward" and self.stage[0] == "loss":
-            self.forward_ended = self.time
+            self.forwards.append((self.forward_began, self.time))
         self.stage = phase, layer
-        self.peaks.setdefault(self.stage, (self.n_bytes, self.time - 1))  # some allocate nothing
+        self.note_height(self.time - 1)  # some allocate nothing
+
+    def begins_step(self, phase: str | None, layer: int | None) -> bool:
+        """Is it a step's first stage?  A forward after a backward is another micro-batch's."""
+        return (phase, layer) in ((None, None), ("forward", None)) and self.stage[0] != "backward"
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Know the parameters' gradients.
@@ -230,11 +241,13 @@ class Ledger(TorchDispatchMode):
             None,
         ):  # that is the backward of the loss
             return LOSS
-        return KEPT if block.born < self.forward_ended <= block.died else TEMPORARY
+        kept = any(block.born < ended <= block.died for _, ended in self.forwards)
+        return KEPT if kept else TEMPORARY
 
     def kept(self) -> list[Block]:
-        """What the forward of the last step left to the backward, logits and loss apart."""
-        return [b for b in self.blocks if b.born >= self.began and self.part_of(b) == KEPT]
+        """What the last forward left to its backward, logits and loss apart."""
+        began, ended = self.forwards[-1]
+        return [b for b in self.blocks if began <= b.born < ended and self.part_of(b) == KEPT]
 
 
 def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:

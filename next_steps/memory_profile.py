@@ -98,14 +98,11 @@ class Observer(Ledger):
         return results
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
+        begins = self.begins_step(phase, layer)
         if phase is not None:
             self.sample()  # a sample is of one stage
         super().enter(phase, layer)
-        # the step begins, with nothing but what was there before
-        if (phase, layer) == (
-            "forward",
-            None,
-        ):
+        if begins:  # with nothing but what was there before
             self.samples.clear()
             self.sample()
 
@@ -121,25 +118,26 @@ class Observer(Ledger):
         self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
 
 
-def observed_step(model, optimizer, batches: list[dataset.Batch], ledger: Observer) -> None:
-    """A training step with the last of the batches, in the ledger's books."""
+def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Observer) -> None:
+    """A training step with the last of the steps' micro-batches, in the ledger's books."""
     ledger.follow(model, optimizer)
-    ledger.claim(BATCH, *(t for batch in batches for t in (batch.input_ids, batch.labels)))
+    for batch in itertools.chain(*steps):
+        ledger.claim(BATCH, *stepping.tensors_of(batch).values())
     gc.collect()
     gc.freeze()  # what is there now is not looked at by the collections to come
     with ledger:
-        stepping.training_step(model, optimizer, batches[-1])
+        stepping.training_step(model, optimizer, steps[-1])
     ledger.sample()
     gc.unfreeze()
 
 
-def write_snapshot(path: str, model, optimizer, batch: dataset.Batch) -> int:
+def write_snapshot(path: str, model, optimizer, batches: list[dataset.Batch]) -> int:
     """A training step in the allocator's own words: each block that it gave away or got back.
 
     Returns its bytes.
     """
     torch.cuda.memory._record_memory_history(stacks="python")
-    stepping.training_step(model, optimizer, batch)
+    stepping.training_step(model, optimizer, batches)
     torch.cuda.synchronize()
     snapshot = pickle.dumps(torch.cuda.memory._snapshot())
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -166,16 +164,17 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-5, kernels)
     batches = [batch.to(DEVICE) for batch in data.train]
-    for batch in batches[:warmup]:
-        stepping.training_step(model, optimizer, batch)
+    steps = stepping.in_steps(batches, workload.micro_batches)
+    for batches in steps[:warmup]:
+        stepping.training_step(model, optimizer, batches)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
-    stepping.training_step(model, optimizer, batches[warmup])
+    stepping.training_step(model, optimizer, steps[warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
     snapshot_bytes = None
     if snapshot_to:
-        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, batches[warmup + 1])
-    observed_step(model, optimizer, batches, ledger)
+        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
+    observed_step(model, optimizer, steps, ledger)
     return {
         "kind": "memory",
         "environment": run_records.environment(),

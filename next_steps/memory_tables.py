@@ -1,8 +1,10 @@
 """What a step's memory is made of, from its record: tables, advice and a picture."""
 
+import itertools
+
 from harness import pictures, run_records, tables
 from harness.kernel_facts import KERNELS, ROWS
-from harness.workload import workload_line
+from harness.workload import size_in_words, workload_line
 from next_steps.memory_ledger import (
     EMBEDDING,
     GRADIENTS,
@@ -28,6 +30,7 @@ ADVICE = {
     STATE: (None, "AdamW's two moments of every weight, in --dtype"),
     **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
 }
+OF_SUMS = {GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")}
 COLORS = {
     PARAMETERS: "#4c6a92",
     STATE: "#8fa9c9",
@@ -42,9 +45,10 @@ COLORS = {
 def advice(record: dict) -> list[list[str]]:
     """For each large part: its name, the flag that makes it smaller, and how."""
     rows = []
+    known = ADVICE | (OF_SUMS if "accumulate" in record else {})
     for part, n_bytes in record["parts"].items():
-        if n_bytes > LARGE * record["peak_memory_bytes"] and part in ADVICE:
-            kernel, how = ADVICE.get((part, record["phase"]), ADVICE[part])
+        if n_bytes > LARGE * record["peak_memory_bytes"] and part in known:
+            kernel, how = known.get((part, record["phase"]), known[part])
             flag = f"--kernels {kernel}" if kernel else "-"
             rows.append([part, f"in use: {kernel}" if kernel in record["kernels"] else flag, how])
     return rows
@@ -145,21 +149,27 @@ def plot(record: dict, path: str) -> None:
     }
     areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
     heights = [sum(values) for values in zip(*areas.values())]
-    at, end, phases = [], 0.0, {}  # each point's place, and each phase's beginning and end
-    for stage in line["stages"]:
-        wide = width(stage, record["layers"])
-        at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
-        phases[stage["phase"]] = phases.get(stage["phase"], (end, end))[0], end + wide
-        end += wide
+    # each point's place; each phase, its beginning and end, of every micro-batch
+    at, end, phases = [], 0.0, []
+    for phase, stages in itertools.groupby(line["stages"], key=lambda stage: stage["phase"]):
+        start = end
+        for stage in stages:
+            wide = width(stage, record["layers"])
+            at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
+            end += wide
+        phases.append((phase, start, end))
 
     figure, axis = plt.subplots(figsize=(11, 5.5))
     axis.stackplot(
         at, *areas.values(), labels=areas, colors=[COLORS[part] for part in areas], linewidth=0
     )
     top = max(heights)
-    for phase, (start, stop) in phases.items():
+    named = set()
+    for phase, start, stop in phases:
         axis.axvline(start, color="black", linestyle=":", linewidth=1)
-        axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+        if phase not in named:
+            axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+        named.add(phase)
     peak_at = at[heights.index(top)]
     axis.plot(peak_at, top, "v", color="black")
     towards_middle = (
@@ -184,7 +194,7 @@ def plot(record: dict, path: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     env, kernels = record["environment"], ", ".join(record["kernels"]) or "none"
     axis.set_title(
-        f"{record['model']}, {record['batch_size']} x {record['seq_len']} tokens, "
+        f"{record['model']}, {size_in_words(record)}, "
         f"{record['dtype']}, "
         f"custom kernels: {'all' if record['kernels'] == KERNELS else kernels}\n"
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"

@@ -1305,6 +1305,56 @@ def test_gradient_accumulation_is_refused_and_a_step_recovers():
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_backwards_in_accumulating_add_up_and_the_next_one_steps(in_backward):
+    models, losses = (Model(), Model()), ([0, 1, 2], [3, 4])
+    ours = TritonAdamW(models[0].parameters(), step_in_backward=in_backward)
+    theirs = torch.optim.AdamW(models[1].parameters())
+    for seeds in losses:
+        before = [p.detach().clone() for p in models[0].parameters()]
+        with ours.accumulating():
+            for seed in seeds[:-1]:
+                models[0].loss(seed).backward()
+        assert all(map(torch.equal, models[0].parameters(), before))
+        assert all(p.grad is not None for p in models[0].parameters())
+        models[0].loss(seeds[-1]).backward()
+        assert all((p.grad is None) == in_backward for p in models[0].parameters())
+        for seed in seeds:
+            models[1].loss(seed).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, expected in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulating_ends_with_an_error_and_does_not_hide_one():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    with pytest.raises(KeyError), optimizer.accumulating():
+        model.loss().backward()
+        raise KeyError
+    model.loss().backward()
+    assert all(p.grad is None for p in model.parameters())
+    with (
+        optimizer.accumulating(),
+        pytest.raises(RuntimeError, match="or accumulate in accumulating"),
+    ):
+        model.loss().backward()
+
+
+def test_step_after_accumulating_alone_is_refused():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    with optimizer.accumulating():
+        model.loss().backward()
+    with pytest.raises(RuntimeError, match="no backward has stepped"):
+        optimizer.step()
+    model.embedding.square().sum().backward()  # reaches one of three
+    with pytest.raises(RuntimeError, match="a gradient is there that no backward has stepped"):
+        optimizer.step()
+
+
 def test_step_without_a_backward_is_refused():
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)

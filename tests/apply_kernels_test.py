@@ -480,7 +480,7 @@ def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     optimizers = stepping.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
     batch = dataset.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T, N_TARGETS)
     losses = [
-        [stepping.training_step(m, o, batch).item() for _ in range(3)]
+        [stepping.training_step(m, o, [batch]).item() for _ in range(3)]
         for m, o in zip(models, optimizers)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
@@ -1373,7 +1373,7 @@ def test_training_step_does_not_wait_for_the_gpu():
     optimizer = triton_adamw(model, 1e-5)
     batch = dataset.Batch(batch["input_ids"], batch["labels"], B * T, N_TARGETS)
     for _ in range(2):  # compiling may wait
-        stepping.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, [batch])
     torch.cuda.synchronize()
     with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
-        stepping.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, [batch])

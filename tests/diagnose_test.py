@@ -474,14 +474,14 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     assert findings["matmul"].verdict == "compute-bound"
     assert findings["optimizer"].verdict == "bandwidth-bound"
 
-    def with_item(model, optimizer, batch):
+    def with_item(model, optimizer, batches):
         for _ in range(20):
-            batch.input_ids.sum().item()
-        return stepping.training_step(model, optimizer, batch)
+            batches[0].input_ids.sum().item()
+        return stepping.training_step(model, optimizer, batches)
 
     model = loading.load_model(Workload(model="tiny"))
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, config, 2).train]
     optimizer = stepping.make_optimizer(model, 1e-3)
-    _, waited = profiler.timeline(model, optimizer, batches, with_item)
+    _, waited = profiler.timeline(model, optimizer, stepping.in_steps(batches, 1), with_item)
     assert waited["synchronization_us"] > 20 * 2
     assert waited["idle_us"] >= waited["synchronization_us"] and waited["host_us"] > 0

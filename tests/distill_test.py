@@ -151,7 +151,7 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
         name for name, _ in alone.named_modules()
     ]
     batch = dataset.Batch(*make_batch().values(), n_tokens=8, n_targets=6)
-    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), batch)
+    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), [batch])
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not torch.equal(student.lm_head.weight, alone.lm_head.weight)
 
@@ -538,9 +538,9 @@ def test_a_step_does_not_wait_for_the_gpu():
     student, _ = pair(ALL, torch.bfloat16)
     optimizer = apply_kernels.triton_adamw(student, 1e-3)
     batch = dataset.Batch(*make_batch().values(), n_tokens=8, n_targets=6)
-    stepping.training_step(student, optimizer, batch)
+    stepping.training_step(student, optimizer, [batch])
     with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
-        stepping.training_step(student, optimizer, batch)
+        stepping.training_step(student, optimizer, [batch])
 
 
 @needs_gpu

@@ -285,7 +285,7 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence(monkeypatch, error, expe
     monkeypatch.setattr(torch.cuda, "graph", BrokenGraph)
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(expected) as caught:
-        stepping.captured_step(model, None, Batch(ids, ids, 4, n_targets=3), None)
+        stepping.captured_step(model, None, [Batch(ids, ids, 4, n_targets=3)], None)
     if expected is command_line.RunError:
         assert str(caught.value) == (
             "this step cannot be recorded as a CUDA graph (RuntimeError: CUDA error: not "
@@ -310,6 +310,8 @@ def losses_of_six_steps(run_script, path, script, *flags) -> list[float]:
         (finetune_baseline, []),
         (finetune_optimized, []),
         (finetune_optimized, ["--kernels", "all"]),
+        (finetune_baseline, ["--accumulate", "3"]),
+        (finetune_optimized, ["--kernels", "all", "--accumulate", "3"]),
         (finetune_optimized, ["--opponent", "fused-adamw"]),
         (finetune_optimized, ["--opponent", "rms-norm"]),
         (finetune_optimized, ["--opponent", "compile"]),
@@ -339,13 +341,13 @@ def test_batch_of_another_shape_is_refused_by_the_graph():
 
     with torch.cuda.stream(stream):
         for _ in range(WARMUP_STEPS):
-            stepping.training_step(model, optimizer, batch(16))
-        step = stepping.captured_step(model, optimizer, batch(16), stream)
+            stepping.training_step(model, optimizer, [batch(16)])
+        step = stepping.captured_step(model, optimizer, [batch(16)], stream)
         before = model.lm_head.weight.clone()
-        step(model, optimizer, batch(16))
+        step(model, optimizer, [batch(16)])
         assert not torch.equal(model.lm_head.weight, before)
         with pytest.raises(
             command_line.UserError,
             match=r"the shape \(1, 8\), but the CUDA graph was recorded with \(1, 16",
         ):
-            step(model, optimizer, batch(8))
+            step(model, optimizer, [batch(8)])

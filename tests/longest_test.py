@@ -89,10 +89,10 @@ def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *fla
     monkeypatch.setattr(longest, "LENGTH_STEP", 4)
     real = stepping.timed_step
 
-    def timed_step(model, optimizer, batch):
-        if batch.input_ids.shape[1] == fails_at:
+    def timed_step(model, optimizer, batches):
+        if batches[0].input_ids.shape[1] == fails_at:
             raise error
-        return real(model, optimizer, batch)
+        return real(model, optimizer, batches)
 
     monkeypatch.setattr(stepping, "timed_step", timed_step)
     return run_script(

@@ -88,8 +88,8 @@ def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-3, kernels)
     batches = [dataset.random_batch(SHAPE, 257, device) for _ in range(2)]
-    stepping.training_step(model, optimizer, batches[0])
-    memory_profile.observed_step(model, optimizer, batches, ledger)
+    stepping.training_step(model, optimizer, batches[:1])
+    memory_profile.observed_step(model, optimizer, stepping.in_steps(batches, 1), ledger)
     return Observed(kernels, model, optimizer, batches, ledger)
 
 
@@ -232,7 +232,7 @@ def peak_by_the_profiler(observed: Observed) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
-        stepping.training_step(observed.model, observed.optimizer, observed.batches[-1])
+        stepping.training_step(observed.model, observed.optimizer, observed.batches[-1:])
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(itertools.accumulate(n_bytes for _, n_bytes in changes))

@@ -335,6 +335,8 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     assert profile_baseline.default_trace(none) == "traces/tiny-4x32-baseline.json"
     graph = profile_baseline.default_trace(replace(none, cuda_graph=True))
     assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
+    several = profile_baseline.default_trace(replace(none, accumulate=3))
+    assert several == "traces/tiny-4x32-baseline-accumulate3.json"
 
 
 @pytest.mark.skipif(HAS_GPU, reason="pretends a GPU")
@@ -347,7 +349,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
         assert capturable  # on a CPU it cannot be
         return stepping.make_optimizer(model, lr)
 
-    def captured_step(model, optimizer, batch, stream):
+    def captured_step(model, optimizer, batches, stream):
         calls.append("capture")
 
         def replay(*step):
@@ -360,7 +362,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
         calls.append("categories")
         return real_profile(*arguments)
 
-    def timeline(model, optimizer, batches, take_step):
+    def timeline(model, optimizer, steps, take_step):
         calls.append("timeline")
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         with profile:
@@ -411,10 +413,11 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(workload.kernels))
     optimizer = apply_kernels.make_optimizer(model, 1e-3, workload.kernels)
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, model.config, 4).train]
-    for batch in batches[:2]:
-        profiler.timed_step(model, optimizer, batch)
+    steps = stepping.in_steps(batches, 1)
+    for step in steps[:2]:
+        profiler.timed_step(model, optimizer, step)
     with profile_baseline.category_ranges(model):
-        recorded, _ = profiler.profiled_step(model, optimizer, batches[2:], stacks=False)
+        recorded, _ = profiler.profiled_step(model, optimizer, steps[2:], stacks=False)
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     total = sum(e["dur"] for e in trace if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))

@@ -118,7 +118,7 @@ def test_training_step_is_forward_backward_update_and_clean_gradients():
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     for batch in dataset.load_data(workload, model.config, 3).train:
         batch = batch.to(DEVICE)
-        loss = stepping.training_step(model, optimizer, batch)
+        loss = stepping.training_step(model, optimizer, [batch])
         plain_loss = plain(input_ids=batch.input_ids, labels=batch.labels).loss
         plain_loss.backward()
         plain_optimizer.step()

@@ -130,6 +130,10 @@ FAULTS = {
     ],
     "test_gradients_never_exist_all_at_once": [("gradients kept", "grad, p.grad = p.grad, None", "grad = p.grad")],
     "test_gradient_accumulation_is_refused_and_a_step_recovers": [("accumulation steps twice", "if p in self._stepped:", "if False:")],
+    "test_backwards_in_accumulating_add_up_and_the_next_one_steps[True]": [
+        ("steps while it accumulates", "if self._accumulating and p not in self._stepped:", "if False:"),
+        ("accumulates for ever", "            self._accumulating = False\n", "            pass\n"),
+    ],
     "test_step_without_a_backward_is_refused": [("a step of nothing", "elif not self._stepped:", "elif False:")],
     "test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters": [
         ("hooks hold the optimizer", "weakref.proxy(self)", "self"),

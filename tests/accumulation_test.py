@@ -1,0 +1,438 @@
+"""A step of several micro-batches is the step of one large batch: loss, gradients, parameters."""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import compare_runs
+import finetune_baseline
+import finetune_optimized
+import profile_baseline
+from harness import architecture, costs, loading, stepping
+from harness.checking import DEVICE, relative_error
+from harness.dataset import IGNORE_INDEX, Batch
+from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
+from harness.workload import Workload
+from next_steps import distill, longest, memory_estimate
+from next_steps.adamw_kernel import TritonAdamW
+from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.memory_ledger import BATCH, GRADIENTS
+from tests.fixtures import needs_gpu, waiting_forbidden
+from tests.small_workloads import (
+    REAL_TINY_CONFIG,
+    TINY,
+    largest_error,
+    smaller_config,
+    tiny_workload,
+    uneven_norms,
+)
+
+T = 8
+MASKED = 2, T, 6  # tokens without a label at each micro-batch's beginning: the second is without
+KERNEL_SETS = {"none": (), "the playbook's": PLAYBOOK_KERNELS, "all": tuple(KERNELS)}
+every_kernel_set = pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(kernels, id=name, marks=[pytest.mark.exhaustive] if kernels else [])
+        for name, kernels in KERNEL_SETS.items()
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    """Of one layer: Triton's interpreter is slow."""
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+def micro_batch(masked: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(100 * seed + masked)
+    ids = torch.randint(architecture.BYTE_VOCABULARY, (1, T), generator=generator)
+    labels = ids.clone()
+    labels[:, :masked] = IGNORE_INDEX
+    return Batch(ids, labels, T, n_targets=T - max(1, masked)).to(DEVICE)
+
+
+def micro_batches(seed: int = 0) -> list[Batch]:
+    return [micro_batch(masked, seed) for masked in MASKED]
+
+
+def one_large(batches: list[Batch]) -> list[Batch]:
+    ids, labels = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels")
+    )
+    n_tokens, n_targets = (
+        sum(getattr(batch, name) for batch in batches) for name in ("n_tokens", "n_targets")
+    )
+    return [Batch(ids, labels, n_tokens, n_targets)]
+
+
+def make_model(kernels=(), dtype="fp32") -> torch.nn.Module:
+    model = uneven_norms(loading.load_model(tiny_workload("--seq-len", "8", "--dtype", dtype)))
+    return apply_kernels(model, model_kernels(kernels))
+
+
+class Recorder:
+    """An optimizer that leaves the parameters as they are, and remembers their gradients."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def step(self) -> None:
+        self.gradients = {name: p.grad for name, p in self.model.named_parameters()}
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.model.zero_grad(set_to_none)
+
+
+def loss_and_gradients(model, batches: list[Batch], take_step=stepping.training_step) -> dict:
+    recorder = Recorder(model)
+    loss = take_step(model, recorder, batches)
+    assert not loss.requires_grad and all(g is not None for g in recorder.gradients.values())
+    return {"loss": loss, **recorder.gradients}
+
+
+def mean_of_means(model, optimizer, batches: list[Batch]) -> torch.Tensor:
+    """What is wrong: every micro-batch counts the same, however few tokens it trains on."""
+    losses = [model(**batch.inputs()).loss for batch in batches]
+    (sum(losses) / len(losses)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sum(losses).detach() / len(losses)
+
+
+def test_a_mean_of_means_would_be_noticed():
+    model = make_model()
+    batches = [batch for batch in micro_batches() if batch.n_targets]
+    wrong = loss_and_gradients(model, batches, mean_of_means)
+    right = loss_and_gradients(model, one_large(batches))
+    assert min(relative_error(wrong[name], right[name]) for name in right) > 1e-3
+    equal = [micro_batch(3, seed) for seed in range(3)]  # where it is right
+    wrong = loss_and_gradients(model, equal, mean_of_means)
+    assert largest_error(wrong, loss_and_gradients(model, one_large(equal)))[0] < 1e-5
+
+
+@every_kernel_set
+def test_gradients_are_those_of_one_large_batch(kernels):
+    model = make_model(kernels)
+    found = loss_and_gradients(model, micro_batches())
+    error, name = largest_error(found, loss_and_gradients(model, one_large(micro_batches())))
+    assert error < 1e-6, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.exhaustive
+@every_kernel_set
+def test_in_bf16_gradients_are_at_most_twice_as_wrong_as_one_large_batch_s(kernels):
+    exact_model = make_model(dtype="bf16").float()
+    exact = loss_and_gradients(exact_model, one_large(micro_batches()))
+    plain = loss_and_gradients(make_model(dtype="bf16"), one_large(micro_batches()))
+    found = loss_and_gradients(make_model(kernels, "bf16"), micro_batches())
+    for name, value in exact.items():
+        allowed = 2 * relative_error(plain[name], value) + 5e-3
+        assert relative_error(found[name], value) <= allowed, name
+
+
+@every_kernel_set
+def test_three_steps_leave_the_parameters_of_three_large_ones(kernels):
+    """PyTorch's AdamW against itself, or against ours in the backward."""
+    models = make_model(kernels), make_model()
+    optimizers = make_optimizer(models[0], 1e-3, kernels), make_optimizer(models[1], 1e-3, ())
+    assert isinstance(optimizers[0], TritonAdamW) == ("adamw" in kernels)
+    for seed in range(3):
+        batches = micro_batches(seed)
+        losses = [
+            stepping.training_step(model, optimizer, each)
+            for model, optimizer, each in zip(models, optimizers, (batches, one_large(batches)))
+        ]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+        assert all(p.grad is None for p in models[0].parameters())
+    ours, theirs = (dict(model.named_parameters()) for model in models)
+    error, name = largest_error(ours, theirs)
+    assert error < 1e-5, f"{name} is off by {error:.1e}"
+    assert {int(state["step"]) for state in optimizers[0].state.values()} == {3}
+
+
+def test_the_optimizer_in_the_backward_is_pytorchs_after_steps_of_the_same_micro_batches():
+    models = make_model(), make_model()
+    optimizers = [make_optimizer(models[0], 1e-3, ["adamw"]), make_optimizer(models[1], 1e-3, ())]
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers):
+            stepping.training_step(model, optimizer, micro_batches(seed))
+    error, name = largest_error(*(dict(model.named_parameters()) for model in models))
+    assert error < 1e-6, f"{name} is off by {error:.1e}"
+
+
+@every_kernel_set
+def test_without_any_target_the_loss_is_nan_and_no_gradient_is(kernels):
+    """As of one large batch."""
+    model, batches = make_model(kernels), [micro_batch(T, seed) for seed in range(2)]
+    for each in (batches, one_large(batches)):
+        found = loss_and_gradients(model, each)
+        assert found.pop("loss").isnan()
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in found.values())
+
+
+def test_one_micro_batch_is_called_as_ever(monkeypatch):
+    model, calls = make_model(), []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda **inputs: calls.append(inputs) or forward(**inputs)
+    )
+    loss_and_gradients(model, [micro_batch(2)])
+    loss_and_gradients(model, micro_batches())
+    assert [set(inputs) for inputs in calls] == [
+        {"input_ids", "labels"},
+        *[{"input_ids", "labels", "num_items_in_batch"}] * len(MASKED),
+    ]
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_distilled_student_s_gradients_are_those_of_one_large_batch(fused):
+    teacher = make_model().eval().requires_grad_(False)
+    student = distill.learn_from(
+        uneven_norms(loading.load_model(tiny_workload("--seq-len", "8", "--seed", "1"))),
+        teacher,
+        2.0,
+        fused,
+    )
+    found = loss_and_gradients(student, micro_batches())
+    error, name = largest_error(found, loss_and_gradients(student, one_large(micro_batches())))
+    assert error < 1e-6, f"{name} is off by {error:.1e}"
+    empty = [micro_batch(T, seed) for seed in range(2)]
+    for each in (empty, one_large(empty)):
+        found = loss_and_gradients(student, each)
+        assert found.pop("loss").isnan() and not any(g.any() for g in found.values())
+
+
+# ---------------------------------------------------------------- as a CUDA graph
+
+
+class Recording(contextlib.nullcontext):
+    """In place of a CUDA graph: a replay takes the step again that was recorded, on its tensors."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.real = stepping.training_step
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(stepping, "training_step", self.record)
+
+    def record(self, *step) -> torch.Tensor:
+        self.step, self.loss = step, torch.zeros((), device=DEVICE)
+        return self.loss
+
+    def replay(self) -> None:
+        self.loss.copy_(self.real(*self.step))
+
+
+def test_a_replay_trains_on_every_micro_batch_and_counts_its_targets(monkeypatch):
+    """As the number of targets changes from step to step, it must not be the recorded one."""
+    models = make_model(), make_model()
+    optimizers = [make_optimizer(model, 1e-3, ()) for model in models]
+    graph = Recording(monkeypatch)
+    replay = stepping.captured_step(models[0], optimizers[0], micro_batches(), None)
+    for masked in (MASKED, (1, 1, 1), (T, 3, T)):
+        batches = [micro_batch(n) for n in masked]
+        found = replay(models[0], optimizers[0], batches).item()
+        expected = graph.real(models[1], optimizers[1], batches).item()
+        assert found == pytest.approx(expected, rel=1e-6)
+    error, name = largest_error(*(dict(model.named_parameters()) for model in models))
+    assert error < 1e-6, f"{name} is off by {error:.1e}"
+
+
+@needs_gpu
+@every_kernel_set
+def test_captured_steps_are_the_same_steps(kernels):
+    found = []
+    for captured in (False, True):
+        model = make_model(kernels)
+        optimizer = make_optimizer(model, 1e-3, kernels, capturable=True)
+        take_step, stream, losses = stepping.training_step, torch.cuda.Stream(), []
+        with torch.cuda.stream(stream):
+            for seed in range(6):
+                if captured and seed == 2:
+                    take_step = stepping.captured_step(model, optimizer, micro_batches(2), stream)
+                batches = [micro_batch(max(1, n - seed), seed) for n in MASKED]
+                losses.append(take_step(model, optimizer, batches).item())
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@needs_gpu
+@every_kernel_set
+def test_no_step_waits_for_the_gpu(kernels):
+    model = make_model(kernels, "bf16")
+    optimizer = make_optimizer(model, 1e-3, kernels, fused=True)
+    batches = micro_batches()
+    for _ in range(2):  # compiling may wait
+        stepping.training_step(model, optimizer, batches)
+    torch.cuda.synchronize()
+    with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
+        stepping.training_step(model, optimizer, batches)
+
+
+# ---------------------------------------------------------------- what a step takes
+
+
+def test_sizes_and_speed_of_light_are_those_of_the_tokens_together():
+    config = architecture.llama_3_1_8b_config()
+    several = Workload(batch_size=2, seq_len=64, accumulate=3)
+    large = replace(several, batch_size=6, accumulate=None)
+    sizes, of_large = (costs.sizes_of(config, workload) for workload in (several, large))
+    assert sizes == replace(of_large, micro_batches=3)
+    assert [r.floor_bytes(sizes) for r in RUNGS] == [r.floor_bytes(of_large) for r in RUNGS]
+    ceilings = {"matmul_tflops": 800, "copy_gbs": 4000}
+    light = [costs.least_ms(config, w, 6 * 64, 1e10, ceilings) for w in (several, large)]
+    assert light[0] == light[1]
+
+
+def test_launches_share_the_micro_batches():
+    several = Workload(batch_size=2, seq_len=64, accumulate=3)
+    config = architecture.llama_3_1_8b_config()
+    sizes = costs.sizes_of(config, several)
+    one = costs.sizes_of(config, replace(several, accumulate=None))
+    for kernel, launches in (("_rmsnorm_fwd", 65), ("_swiglu_bwd", 32), ("_cross_entropy_fwd", 1)):
+        of_one = costs.cost_of_kernel(kernel, launches, one)
+        assert costs.cost_of_kernel(kernel, 3 * launches, sizes) == of_one, kernel
+    # once a step
+    assert costs.cost_of_kernel("_adamw", 291, sizes) == costs.cost_of_kernel("_adamw", 291, one)
+
+
+@every_kernel_set
+def test_the_estimate_has_all_gradients_at_the_peak_and_keeps_one_micro_batch_s_activations(
+    kernels,
+):
+    shape = architecture.tiny_config(), torch.bfloat16, 2, 64, list(kernels)
+    one, three, five = (memory_estimate.estimate(*shape, n) for n in (1, 3, 5))
+    assert three["parts"][GRADIENTS] >= 2 * architecture.parameter_count(shape[0])
+    assert three["kept_in_layers"] == one["kept_in_layers"]
+    assert three["kept_outside"] == one["kept_outside"]
+    batch = one["parts"][BATCH]
+    assert three["parts"][BATCH] == 3 * batch
+    # the fourth and the fifth only wait on the GPU
+    assert five["peak_memory_bytes"] == three["peak_memory_bytes"] + 2 * batch
+    assert five["parts"] == three["parts"] | {BATCH: 5 * batch}
+
+
+# ---------------------------------------------------------------- the scripts
+
+SCRIPTS = {
+    "baseline": (finetune_baseline, []),
+    "two kernels": (finetune_optimized, []),
+    "all kernels": (finetune_optimized, ["--kernels", "all"]),
+    "opponent": (finetune_optimized, ["--opponent", "rms-norm"]),
+}
+
+
+def record_of(run_script, tmp_path, script, *flags: str) -> dict:
+    path = tmp_path / "record.json"
+    outcome = run_script(script, *TINY, "--seq-len", "8", *flags, "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    return json.loads(path.read_text()) | {"printed": outcome.out}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script, flags", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_run_of_micro_batches_is_the_run_of_large_batches(run_script, tmp_path, script, flags):
+    flags = [*flags, "--steps", "2"]
+    several, large = (
+        record_of(run_script, tmp_path, script, *flags, *size)
+        for size in (["--accumulate", "3"], ["--batch-size", "3"])
+    )
+    assert several["losses"] == pytest.approx(large["losses"], rel=1e-5)
+    assert several["tokens"] == large["tokens"] == [24] * 2
+    assert several["accumulate"] == 3 and "accumulate" not in large
+
+
+@pytest.mark.exhaustive
+def test_distillation_of_micro_batches_is_that_of_large_batches(run_script, tmp_path, monkeypatch):
+    monkeypatch.setattr(architecture, "tiny_config", REAL_TINY_CONFIG)  # which can be halved
+    flags = ["--teacher", "tiny", "--kernels", "none", "--steps", "3"]
+    several, large = (
+        record_of(run_script, tmp_path, finetune_optimized, *flags, *size)
+        for size in (["--accumulate", "3"], ["--batch-size", "3"])
+    )
+    assert several["losses"] == pytest.approx(large["losses"], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_profile_counts_every_micro_batch(run_script, tmp_path):
+    flags = ["--warmup", "1", "--trace", str(tmp_path / "trace.json")]
+    one, three = (
+        record_of(run_script, tmp_path, profile_baseline, *flags, *size)
+        for size in ([], ["--accumulate", "3"])
+    )
+    assert "; 3 micro-batches of 1 x 8 tokens; " in three["printed"]
+    for count in ("bytes", "flops", "launches"):
+        old, new = (record["categories"]["matmul"][count] for record in (one, three))
+        assert new == pytest.approx(3 * old)
+    optimizers = [record["categories"]["optimizer"] for record in (one, three)]
+    assert optimizers[0]["bytes"] == optimizers[1]["bytes"]  # once a step
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernels", ["none", "all"])
+def test_the_measured_memory_has_all_gradients_in_the_last_forward(run_script, tmp_path, kernels):
+    flags = ["--memory", "--warmup", "1", "--kernels", kernels]
+    flags += ["--accumulate", "2", "--plot", str(tmp_path / "memory.png")]
+    record = record_of(run_script, tmp_path, profile_baseline, *flags)
+    assert record["phases"]["forward"]["parts"][GRADIENTS] >= 4 * record["parameters"]
+    phases = [stage["phase"] for stage in record["timeline"]["stages"]]
+    order = [phase for phase, before in zip(phases, [None, *phases]) if phase != before]
+    assert order == [*["forward", "loss", "backward"] * 2, "optimizer"]
+
+
+def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(run_script, tmp_path, monkeypatch):
+    real, steps = stepping.timed_step, []
+    monkeypatch.setattr(
+        stepping, "timed_step", lambda *step: steps.append(len(step[2])) or real(*step)
+    )
+    monkeypatch.setattr(longest, "LENGTH_STEP", 6)
+    flags = ["--longest", "--kernels", "none", "--seq-len", "6", "--accumulate", "2"]
+    path = tmp_path / "record.json"
+    outcome = run_script(finetune_optimized, *TINY[:4], *flags, "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    assert steps == [2, 2] and json.loads(path.read_text())["accumulate"] == 2
+    assert "batch 1, 2 micro-batches a step: 12 tokens" in outcome.out
+
+
+def test_graphs_that_write_over_gradients_are_refused(run_script):
+    flags = ["--opponent", "compile-reduce-overhead", "--accumulate"]
+    outcome = run_script(finetune_optimized, *TINY, *flags, "2")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "error: --opponent compile-reduce-overhead records CUDA graphs of its own, which write "
+        "over the gradients that are to be added up: leave --accumulate out\n"
+    )
+
+
+def test_records_say_how_many_micro_batches_and_do_not_compare_with_one(run_script, tmp_path):
+    """Records of before the flag are those without it."""
+    paths = [str(tmp_path / f"{n}.json") for n in (1, 2)]
+    for n, path in enumerate(paths, start=1):
+        flags = ["--seq-len", "8", "--steps", "3", "--accumulate", str(n), "--json", path]
+        assert run_script(finetune_baseline, *TINY, *flags).code == 0
+    assert "accumulate" not in json.loads(Path(paths[0]).read_text())
+    outcome = run_script(compare_runs, *paths[::-1])
+    assert outcome.code == 0, outcome.err
+    assert "2 micro-batches of 1 x 8 tokens, 3 steps" in outcome.out
+    assert "losses are not compared: accumulate None (not 2)" in outcome.out
+
+
+def test_no_micro_batch_is_refused(run_script):
+    outcome = run_script(finetune_baseline, *TINY, "--accumulate", "0")
+    assert outcome.code == 2
+    assert "must be a whole number of at least 1" in outcome.err
+
+
+def test_one_micro_batch_is_the_workload_without_the_flag():
+    one = tiny_workload("--accumulate", "1")
+    assert one == tiny_workload() and one.as_record() == tiny_workload().as_record()
+    assert one.is_on_the_page and not tiny_workload("--accumulate", "2").is_on_the_page
+    (difference,) = tiny_workload().differences(tiny_workload("--accumulate", "2"))
+    assert difference.startswith("accumulate 2 ")
