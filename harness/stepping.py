@@ -23,6 +23,15 @@ def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.
     return torch.optim.AdamW(trained(model), lr=lr, **options)
 
 
+def inputs_of(batch: Batch, model: Callable) -> dict:
+    """What the model is called with for a batch; one that asks for it is told the targets' number.
+
+    So it need not wait for the GPU to count them.
+    """
+    counted = {"max_targets": batch.n_targets} if getattr(model, "takes_max_targets", False) else {}
+    return batch.inputs() | counted
+
+
 def training_step(model: Callable, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
     """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
 
@@ -32,7 +41,7 @@ def training_step(model: Callable, optimizer: torch.optim.Optimizer, batch: Batc
     outside a profile they cost nothing worth measuring.
     """
     with torch.profiler.record_function("forward"):
-        loss = model(**batch.inputs()).loss
+        loss = model(**inputs_of(batch, model)).loss
     with torch.profiler.record_function("backward"):
         loss.backward()
     with torch.profiler.record_function("optimizer"):
@@ -80,7 +89,8 @@ def captured_step(
         UserError: a batch has another shape than the recorded one.
     """
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
-    recorded = replace(batch, input_ids=ids, labels=labels)
+    # the batches to come may have more targets than this one: each token may be one
+    recorded = replace(batch, input_ids=ids, labels=labels, n_targets=labels.numel())
     # a graph has memory of its own and cannot use what the steps before it left
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()

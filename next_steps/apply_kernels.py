@@ -305,12 +305,20 @@ def cross_entropy_loss(
 
 
 def linear_cross_entropy_loss(
-    hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **kwargs
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    max_targets: int | None = None,
+    **kwargs,
 ) -> torch.Tensor:
-    """The same from the hidden states (B, T, H) and the head's weight (V, H)."""
+    """The same from the hidden states (B, T, H) and the head's weight (V, H).
+
+    No more than max_targets tokens are predicted, if somebody has counted them.
+    """
 
     def cross_entropy(hidden_states, targets, ignore_index):
-        return TritonLinearCrossEntropyLoss(ignore_index)(hidden_states, weight, targets)
+        loss_function = TritonLinearCrossEntropyLoss(ignore_index)
+        return loss_function(hidden_states, weight, targets, max_targets)
 
     return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
 
@@ -320,12 +328,17 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
 
     loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
     cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
+    takes_max_targets = True  # for `stepping.inputs_of`
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
+        **kwargs,
     ):  # fmt: skip
         """The loss of all tokens from a kernel, in training without logits.
+
+        max_targets: how many tokens are predicted at most, which linear_cross_entropy makes use of;
+        None: nobody has counted them.
 
         They stay untouched, and are handed out, if lm_head has hooks or is more than a matrix
         product: then somebody else may hold them, or their own gradient need them.
@@ -363,7 +376,9 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:
             logits = None
-            loss = linear_cross_entropy_loss(hidden_states, self.lm_head.weight, labels, **kwargs)
+            loss = linear_cross_entropy_loss(
+                hidden_states, self.lm_head.weight, labels, max_targets, **kwargs
+            )
         else:
             logits = self.lm_head(hidden_states)  # (B, T, V)
             loss = self.cross_entropy_loss(

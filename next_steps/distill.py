@@ -111,6 +111,7 @@ def learn_from(
         return CausalLMOutputWithPast(loss=loss_function(logits, labels), logits=logits)
 
     student.forward = types.MethodType(forward, student)
+    student.takes_max_targets = False  # the forward above does not
     return student
 
 
