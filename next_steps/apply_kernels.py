@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cross_entropy_kernel import TritonCrossEntropyLoss
 from harness import stepping
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from harness.patching import causal_lm_loss, replace_modules
+from harness.patching import replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
-from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.llama_losses import cross_entropy_loss, linear_cross_entropy_loss
 from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU
@@ -282,45 +281,6 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         projections = mlp.gate_proj, mlp.up_proj
         residual, gate, up = norm_linear(hidden_states, self.post_attention_layernorm, *projections)
         return residual + swiglu_linear(gate, up, mlp.down_proj)
-
-
-def cross_entropy_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    inplace: bool = False,
-    **kwargs,
-) -> torch.Tensor:
-    """ForCausalLMLoss by the kernel, which leaves the gradient in the logits' memory if inplace.
-
-    Args:
-        logits: (B, T, V).
-        labels: (B, T) int64.
-        kwargs: those of `causal_lm_loss`.
-    """
-
-    def cross_entropy(logits, targets, ignore_index):
-        return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
-
-    return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
-
-
-def linear_cross_entropy_loss(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    max_targets: int | None = None,
-    **kwargs,
-) -> torch.Tensor:
-    """The same from the hidden states (B, T, H) and the head's weight (V, H).
-
-    No more than max_targets tokens are predicted, if somebody has counted them.
-    """
-
-    def cross_entropy(hidden_states, targets, ignore_index):
-        loss_function = TritonLinearCrossEntropyLoss(ignore_index)
-        return loss_function(hidden_states, weight, targets, max_targets)
-
-    return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):

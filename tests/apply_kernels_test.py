@@ -30,6 +30,7 @@ from next_steps import (
     adamw_kernel,
     apply_kernels,
     linear_cross_entropy_kernel,
+    llama_losses,
     opponents,
     rope_kernel,
     swiglu_kernel,
@@ -308,12 +309,12 @@ def inplace(monkeypatch) -> list[bool]:
     """For each loss that cross_entropy computed: was it allowed to overwrite the logits?"""
     seen = []
 
-    class Watched(apply_kernels.TritonCrossEntropyLoss):
+    class Watched(llama_losses.TritonCrossEntropyLoss):
         def forward(self, logits, targets):
             seen.append(self.inplace)
             return super().forward(logits, targets)
 
-    monkeypatch.setattr(apply_kernels, "TritonCrossEntropyLoss", Watched)
+    monkeypatch.setattr(llama_losses, "TritonCrossEntropyLoss", Watched)
     return seen
 
 
