@@ -65,8 +65,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    n_loaded = waiting.ALONE + waiting.TOGETHER
-    data = load_data(workload, model.config, n_steps + n_loaded)
+    data = load_data(workload, model.config, n_steps + waiting.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     loader = (batch.to(DEVICE) for batch in data.train)
     batches = list(itertools.islice(loader, n_steps))

@@ -120,7 +120,7 @@ def waits(record: dict) -> bool:
 
 
 def step_ms(record: dict) -> float:
-    """Of a step, the waiting for its batch included where that has been measured."""
+    """Of a step, with the waiting for its batch where that has been measured."""
     return record["median_step_ms"] + record.get("loading", {}).get("waited_ms", 0.0)
 
 

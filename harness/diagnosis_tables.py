@@ -119,7 +119,7 @@ def waiting_lines(record: dict) -> list[str]:
         f"Loader alone:        {loading['alone_ms']:,.1f} ms per batch",
         f"One resident batch:  {loading['resident_ms']:,.1f} ms per step",
         f"Both together:       {loading['together_ms']:,.1f} ms per step, "
-        f"{loading['waited_ms']:,.1f} of them until the batch was there",
+        f"{loading['waited_ms']:,.1f} of them waiting for the batch",
         f"1. Does the step wait for its batch?  {loading_verdict(record)}",
         f"2. Does the host wait for the GPU in it?  {synchronization_verdict(record)}",
     ]

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -370,6 +371,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
     monkeypatch.setattr(device, "HAS_GPU", True)
     for name in ("memory_allocated", "reset_peak_memory_stats", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     monkeypatch.setattr(stepping, "captured_step", captured_step)
     monkeypatch.setattr(profiler, "profiled_step", profiled_step)
     monkeypatch.setattr(profiler, "timeline", timeline)
