@@ -21,6 +21,7 @@ harness/diagnose.py tells.
 
 import argparse
 import contextlib
+import itertools
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +52,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness import attribution, costs, profiler, stepping, timing
+    from harness import attribution, costs, profiler, stepping, timing, waiting
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
     from harness.device import DEVICE, HAS_GPU
@@ -64,10 +65,11 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, model.config, n_steps)
+    data = load_data(workload, model.config, n_steps + waiting.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
-    batches = [batch.to(DEVICE) for batch in data.train]
-    steps = stepping.in_steps(batches, workload.micro_batches)
+    batches = (batch.to(DEVICE) for batch in data.train)
+    loader = iter(lambda: list(itertools.islice(batches, workload.micro_batches)), [])
+    steps = list(itertools.islice(loader, n_steps))
     warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
     timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
     take_step, idle = stepping.training_step, None
@@ -97,6 +99,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
+        loading = waiting.measure_loading(
+            loader, lambda batch: take_step(model, optimizer, batch), statistics.median(step_ms)
+        )
     moved = costs.costs_of_trace(trace, sizes, workload.seq_len, kernels)
     return {
         "kind": "profile",
@@ -109,6 +114,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "ceilings": ceilings,
         "sizes": asdict(sizes),
         "timeline": idle,
+        "loading": loading,
+        # a replay calls no operation
+        "host_waits": [] if graph else attribution.host_waits(profile.events()),
         "step_ms": step_ms,
         "median_step_ms": statistics.median(step_ms),
         "profiled_step_ms": profiled_ms,

@@ -43,6 +43,7 @@ CATEGORY_OF_KERNEL = {
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync
 LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
 WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits for the GPU
+READING_OPERATION = re.compile(r"aten::_local_scalar_dense$")  # .item(), for which it would wait
 # CUPTI's names for what the profiler and the driver do to the run
 PROFILER_OVERHEADS = {
     "Command Buffer Full",
@@ -279,6 +280,26 @@ def attribute(
         "phases": phases,
         "busy_us": busy_us(events),
     }
+
+
+def host_waits(events: list[FunctionEvent]) -> list[dict]:
+    """In which operations the host waits for the GPU, how often, and in which phase.
+
+    Not the waiting that begins and ends the timing of a step.  Without a GPU nobody waits: those
+    that would, as far as they can be known, which are .item() and what calls it.  The optimizer's
+    are no sign there: it keeps its counts of steps in the host's memory, and reads them.
+    """
+    on_gpu = bool(gpu_events(events))
+    waiting = WAITING_CALL if on_gpu else READING_OPERATION
+    waits = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CPU and waiting.match(event.name):
+            phase = phase_of(event)
+            callers = [e.name for e in ancestors(event) if e.name.startswith("aten::")]
+            timing = phase == "other" and not callers
+            if not timing and (on_gpu or phase != "optimizer"):
+                waits[callers[-1] if callers else event.name, phase] += 1
+    return [{"name": name, "phase": phase, "calls": n} for (name, phase), n in waits.most_common()]
 
 
 def idle_times(events: list[FunctionEvent]) -> dict:

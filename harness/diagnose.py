@@ -9,7 +9,7 @@ data sheet:
 Where the two meet, at matmul rate / copy rate FLOPs per byte, the roof of the *roofline* has its
 edge.  An operation that does fewer FLOPs per byte (its *intensity*) cannot be faster than its bytes
 allow, one that does more not faster than its FLOPs.  So the verdict on a part of the step is one of
-four:
+five:
 
     bandwidth-bound        its bytes take longer than its FLOPs, both at their ceilings
     compute-bound          its FLOPs take longer
@@ -17,6 +17,7 @@ four:
                            ready
     host-synchronization   the host waited for the GPU, so nothing was queued, and then the GPU
                            waited for the host
+    loader-bound           the batch was not there, and both waited for it
 
 Two counts of bytes:
 
@@ -39,11 +40,14 @@ from dataclasses import dataclass
 from harness.kernel_facts import FACTS, ROWS, RUNGS, Sizes
 
 TARGET = 0.9  # of a ceiling
-IDLE_SHARE = 0.02  # of the step: below it, short kernels wait in the GPU's queue, not for the host
+# of the step: below it, short kernels wait in the GPU's queue, not for the host; and no batch was
+# waited for
+IDLE_SHARE = 0.02
 LEAST_SHARE = 0.001  # of the step: a smaller gain is not worth a line
 TOP = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
 LAUNCHES, SYNCHRONIZATION = "GPU idle: launches", "GPU idle: synchronization"
+LOADING = "Waiting for data"
 RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
 ADVICE = {  # where there is no kernel of ours
     "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
@@ -115,6 +119,28 @@ def waits(record: dict) -> bool:
     return idle_us(record) > IDLE_SHARE * 1e3 * record["median_step_ms"]
 
 
+def step_ms(record: dict) -> float:
+    """Of a step, with the waiting for its batch where that has been measured."""
+    return record["median_step_ms"] + record.get("loading", {}).get("waited_ms", 0.0)
+
+
+def waits_for_data(record: dict) -> bool:
+    """Does the step wait for its batch for a share of it that is worth a word?"""
+    waited_ms = record.get("loading", {}).get("waited_ms", 0.0)
+    return waited_ms > IDLE_SHARE * step_ms(record)
+
+
+def loads_too_slowly(record: dict) -> bool:
+    """Is the loader slower than the step, so that working ahead would not be enough?"""
+    return record["loading"]["alone_ms"] > record["median_step_ms"]
+
+
+def waits_in_words(record: dict) -> str:
+    """In which operations the host waits for the GPU: "2 x aten::item (forward)"."""
+    found = record.get("host_waits", [])
+    return ", ".join(f"{each['calls']:,} x {each['name']} ({each['phase']})" for each in found)
+
+
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
     """The verdict on a row of the profile; `category` where that is what the row is.
 
@@ -174,17 +200,34 @@ def judge_idle(record: dict) -> dict[str, Finding]:
     waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
     causes = [
         (LAUNCHES, "launch-bound", idle_us(record) - waited_us, CUDA_GRAPH),
-        (SYNCHRONIZATION, "host-synchronization", waited_us, "no .item() or .cpu() in the step"),
+        (SYNCHRONIZATION, "host-synchronization", waited_us, without_waits(record)),
     ]
-    return {
-        name: Finding(name, us, 0.0, 0.0, 0.0, 0.0, None, 0.0, verdict, advice)
-        for name, verdict, us, advice in causes
-        if us > 0
-    }
+    return {name: pure_loss(name, *cause) for name, *cause in causes if cause[1] > 0}
+
+
+def without_waits(record: dict) -> str:
+    waits = waits_in_words(record)
+    return f"after the step, not in it: {waits}" if waits else "no .item() or .cpu() in the step"
+
+
+def judge_loading(record: dict) -> dict[str, Finding]:
+    """The time in which host and device wait for the next batch; all of it could go."""
+    if not waits_for_data(record):
+        return {}
+    ahead = "let a worker build the next batch during the step"
+    advice = "a faster loader: tokenize once, more workers" if loads_too_slowly(record) else ahead
+    waited_us = 1e3 * record["loading"]["waited_ms"]
+    return {LOADING: pure_loss(LOADING, "loader-bound", waited_us, advice)}
+
+
+def pure_loss(name: str, verdict: str, us: float, advice: str) -> Finding:
+    """Time in which nothing is moved or computed."""
+    return Finding(name, us, 0.0, 0.0, 0.0, 0.0, None, 0.0, verdict, advice)
 
 
 def ranking(record: dict) -> list[Finding]:
     """What could be gained, the most first."""
     findings = [*judge_categories(record).values(), *judge_idle(record).values()]
-    least_us = LEAST_SHARE * 1e3 * record["median_step_ms"]
+    findings += judge_loading(record).values()
+    least_us = LEAST_SHARE * 1e3 * step_ms(record)
     return sorted((f for f in findings if f.gain_us > least_us), key=lambda f: -f.gain_us)

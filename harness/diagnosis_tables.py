@@ -2,12 +2,19 @@
 
 from harness.diagnose import (
     LEAST_SHARE,
+    SYNCHRONIZATION,
     TARGET,
     Finding,
     host_us,
     judge_categories,
+    judge_idle,
     judge_operations,
+    loads_too_slowly,
     ranking,
+    step_ms,
+    waits,
+    waits_for_data,
+    waits_in_words,
 )
 from harness.tables import NOT_MEANINGFUL, OF_KERNELS, decimal_unit, table, title
 
@@ -55,7 +62,7 @@ def gains_table(record: dict, findings: list[Finding]) -> str:
 
 
 def percent_of_step(finding: Finding, record: dict) -> str:
-    return f"{-finding.gain_us / record['median_step_ms'] / 10:.1f} %"
+    return f"{-finding.gain_us / step_ms(record) / 10:.1f} %"
 
 
 def decision(record: dict, findings: list[Finding]) -> list[str]:
@@ -65,7 +72,7 @@ def decision(record: dict, findings: list[Finding]) -> list[str]:
         return [f"Nothing is left to recover: no part of it could make the step {shorter}."]
     first = findings[0]
     now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
-    cost = f"{first.name}, {now_ms:,.1f} of {record['median_step_ms']:,.1f} ms, {first.verdict}"
+    cost = f"{first.name}, {now_ms:,.1f} of {step_ms(record):,.1f} ms, {first.verdict}"
     if first.necessary is not None:
         unit, size = decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         moved, necessary = first.n_bytes / size, first.necessary / size
@@ -99,6 +106,47 @@ def host_line(record: dict) -> str:
     return f"Where the GPU waits for the host: {slow}"
 
 
+def waiting_lines(record: dict) -> list[str]:
+    """Three measurements of data and step, and the two questions that they help to answer.
+
+    Older records have none.
+    """
+    if "loading" not in record:
+        return []
+    loading = record["loading"]
+    return [
+        "",
+        f"Loader alone:        {loading['alone_ms']:,.1f} ms per batch",
+        f"One resident batch:  {loading['resident_ms']:,.1f} ms per step",
+        f"Both together:       {loading['together_ms']:,.1f} ms per step, "
+        f"{loading['waited_ms']:,.1f} of them waiting for the batch",
+        f"1. Does the step wait for its batch?  {loading_verdict(record)}",
+        f"2. Does the host wait for the GPU in it?  {synchronization_verdict(record)}",
+    ]
+
+
+def loading_verdict(record: dict) -> str:
+    if not waits_for_data(record):
+        return "No: both together take no longer than the resident batch, it is not the loader."
+    if loads_too_slowly(record):
+        return "Yes: both together and the loader alone take longer than the step: loader-bound."
+    return (
+        "Yes: both together take longer than the step, the loader alone does not: "
+        "loader-bound, for it does not work ahead."
+    )
+
+
+def synchronization_verdict(record: dict) -> str:
+    operations = waits_in_words(record)
+    if not operations:
+        return "No: no operation does."
+    if record["timeline"] is None:
+        return f"It would, on a GPU: host-synchronization at {operations}."
+    if waits(record) and SYNCHRONIZATION in judge_idle(record):
+        return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
+    return f"Yes, while the GPU had enough to do: {operations}."
+
+
 def render(record: dict) -> str:
     """The diagnosis of a profile, from its record."""
     findings = ranking(record)
@@ -108,6 +156,7 @@ def render(record: dict) -> str:
             title(f"Diagnosis{'' if on_gpu else NOT_MEANINGFUL}"),
             ceilings_line(record),
             host_line(record),
+            *waiting_lines(record),
             *([OF_KERNELS] if on_gpu else []),
             "",
             findings_table("Category", list(judge_categories(record).values())),

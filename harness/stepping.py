@@ -29,6 +29,15 @@ def in_steps(batches: list[Batch], micro_batches: int) -> list[list[Batch]]:
     return [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
 
 
+def inputs_of(batch: Batch, model: Callable) -> dict:
+    """What the model is called with for a batch; one that asks for it is told the targets' number.
+
+    So it need not wait for the GPU to count them.
+    """
+    counted = {"max_targets": batch.n_targets} if getattr(model, "takes_max_targets", False) else {}
+    return batch.inputs() | counted
+
+
 def count_targets(batches: list[Batch]) -> torch.Tensor:
     """How many tokens a step is trained on: () int64, on the batches' device.
 
@@ -65,7 +74,7 @@ def training_step(
 
     def add_gradients(batch: Batch) -> torch.Tensor:
         with torch.profiler.record_function("forward"):
-            loss = model(**batch.inputs(), **shared).loss
+            loss = model(**inputs_of(batch, model), **shared).loss
         with torch.profiler.record_function("backward"):
             loss.backward()
         return loss.detach()
@@ -124,7 +133,11 @@ def captured_step(
         UserError: a batch has another shape than the recorded one.
     """
     clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
-    recorded = [replace(batch, **tensors) for batch, tensors in zip(batches, clones)]
+    # the batches to come may have more targets than these: each token may be one
+    recorded = [
+        replace(batch, **tensors, n_targets=batch.labels.numel())
+        for batch, tensors in zip(batches, clones)
+    ]
     n_targets = count_targets(batches) if len(batches) > 1 else None  # the mean's own, of one
     # a graph has memory of its own and cannot use what the steps before it left
     torch.cuda.empty_cache()

@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cross_entropy_kernel import TritonCrossEntropyLoss
 from harness import stepping
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from harness.patching import causal_lm_loss, replace_modules
+from harness.patching import replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
-from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.llama_losses import cross_entropy_loss, linear_cross_entropy_loss
 from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU
@@ -284,48 +283,22 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return residual + swiglu_linear(gate, up, mlp.down_proj)
 
 
-def cross_entropy_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    inplace: bool = False,
-    **kwargs,
-) -> torch.Tensor:
-    """ForCausalLMLoss by the kernel, which leaves the gradient in the logits' memory if inplace.
-
-    Args:
-        logits: (B, T, V).
-        labels: (B, T) int64.
-        kwargs: those of `causal_lm_loss`.
-    """
-
-    def cross_entropy(logits, targets, ignore_index):
-        return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
-
-    return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
-
-
-def linear_cross_entropy_loss(
-    hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **kwargs
-) -> torch.Tensor:
-    """The same from the hidden states (B, T, H) and the head's weight (V, H)."""
-
-    def cross_entropy(hidden_states, targets, ignore_index):
-        return TritonLinearCrossEntropyLoss(ignore_index)(hidden_states, weight, targets)
-
-    return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)
-
-
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     """With the loss from a kernel, where its `loss_function` is what the kernels stand for."""
 
     loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
     cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
+    takes_max_targets = True  # for `stepping.inputs_of`
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
+        **kwargs,
     ):  # fmt: skip
         """The loss of all tokens from a kernel, in training without logits.
+
+        max_targets: how many tokens are predicted at most, which linear_cross_entropy makes use of;
+        None: nobody has counted them.
 
         They stay untouched, and are handed out, if lm_head has hooks or is more than a matrix
         product: then somebody else may hold them, or their own gradient need them.
@@ -363,7 +336,9 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:
             logits = None
-            loss = linear_cross_entropy_loss(hidden_states, self.lm_head.weight, labels, **kwargs)
+            loss = linear_cross_entropy_loss(
+                hidden_states, self.lm_head.weight, labels, max_targets, **kwargs
+            )
         else:
             logits = self.lm_head(hidden_states)  # (B, T, V)
             loss = self.cross_entropy_loss(

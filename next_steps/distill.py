@@ -115,6 +115,7 @@ def learn_from(
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     student.forward = types.MethodType(forward, student)
+    student.takes_max_targets = False  # the forward above does not
     return student
 
 

@@ -37,6 +37,12 @@ nothing as often as it can:
 4. A kernel that returns at once.  grad_output nearly always is 1, but the host must not wait for
    the GPU to tell.  It launches `_scale_kernel` regardless, and the GPU finds that there is nothing
    to do.  (`loss / 4`, for example, does cost a pass over both gradients.)
+5. Rows without a target cost nothing.  A prompt's tokens have loss and gradients of 0, and their
+   logits are computed for that.  Leave them out: of N rows with n targets the products take n / N
+   of the time, half for half.  Where the targets are, only the GPU knows; to learn their number
+   from it the host would have to wait, and it need not: who made the batch has counted them
+   (`max_targets`).  So the GPU moves the rows with a target to the front, and the host takes that
+   many.  If it was told too few, all results are NaN, never a gradient without some of its rows.
 
 Where digits are lost, beyond what eager bf16 loses too (logits, dlogits and results are rounded to
 bf16): dweight is a sum over chunks.  In weight's dtype it is rounded once per chunk; the default
@@ -64,6 +70,7 @@ import triton.language as tl  # isort: skip
 MIN_CHUNK = 2048
 MAX_CHUNK = 8192
 MAX_ROUNDINGS = 4  # of dweight in its own dtype; with more chunks it is summed in fp32
+FEW = 15 / 16  # of the rows: if no more can have a target, the others are left out; not tuned
 # of the scale kernel: so few that they all run at once, enough to keep a GPU busy; not tuned
 MAX_PROGRAMS = 1024
 
@@ -126,6 +133,7 @@ def linear_cross_entropy_forward(
     chunk_size=None,
     fp32_dweight=None,
     grad_output=None,
+    max_targets=None,
 ):
     """Return [loss, dhidden, dweight], without the gradients that are not needed.
 
@@ -137,16 +145,32 @@ def linear_cross_entropy_forward(
         fp32_dweight: sum dweight in fp32 (True), in its own dtype (False), or (None) the former
             beyond 4 chunks.
         grad_output: () or (...) fp32, for which the gradients are; None: for 1.
+        max_targets: no more targets than that are not ignore_index; None: nobody has counted.
 
     Returns:
         loss: () fp32, or (...) with reduction "none".
         dhidden, dweight: in their tensors' shapes and dtypes.
+        All of them hold NaN if there are more than max_targets, unless that is nearly all rows.
 
     Raises:
-        TypeError, ValueError: a tensor's type, dtype, shape or device, the reduction or the
-            chunk_size is wrong.
+        TypeError, ValueError: a tensor's type, dtype, shape or device, the reduction, the
+            chunk_size or max_targets is wrong.
     """
-    _check(hidden, weight, targets, reduction, chunk_size)
+    _check(hidden, weight, targets, reduction, chunk_size, max_targets)
+    if max_targets is not None and max_targets < FEW * targets.numel():
+        return _of_rows_with_target(
+            max_targets,
+            hidden,
+            weight,
+            targets,
+            grad_output,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            need_dhidden=need_dhidden,
+            need_dweight=need_dweight,
+            chunk_size=chunk_size,
+            fp32_dweight=fp32_dweight,
+        )
     rows = hidden.reshape(-1, hidden.shape[-1])  # (n_rows, H)
     row_targets = targets.reshape(-1).contiguous()
     n_rows, V = len(rows), len(weight)
@@ -206,6 +230,35 @@ def linear_cross_entropy_forward(
     return [loss, *gradients]
 
 
+def _of_rows_with_target(
+    max_targets, hidden, weight, targets, grad_output, *, ignore_index, **options
+):  # fmt: skip
+    """The same, computed for max_targets rows, among which are all that have a target."""
+    rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    ignored = row_targets == ignore_index  # (n_rows,)
+    # First the rows with a target, then the others, each in their order.  At least one is taken:
+    # the one that tells if there should be none.
+    taken = torch.argsort(ignored, stable=True)[: max(max_targets, 1)]
+    too_many = (~ignored).sum() > max_targets  # (), on the GPU: to look at it would be to wait
+    outside = -1 if ignore_index != -1 else -2  # such a target makes loss and gradients NaN
+    if grad_output is not None and grad_output.ndim > 0:
+        grad_output = grad_output.reshape(-1)[taken]
+    loss, *gradients = linear_cross_entropy_forward(
+        rows[taken],
+        weight,
+        row_targets[taken].masked_fill(too_many, outside),
+        ignore_index,
+        grad_output=grad_output,
+        **options,
+    )
+    if options["reduction"] == "none":
+        loss = loss.new_zeros(len(rows)).index_copy(0, taken, loss).view(targets.shape)
+    if options["need_dhidden"]:
+        dhidden = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+        gradients[0] = dhidden.index_copy_(0, taken, gradients[0]).view(hidden.shape)
+    return [loss, *gradients]
+
+
 def _chunk_rows(n_rows, chunk_size=None):
     """Rows of all chunks but the last: as few chunks as chunk_size allows, about equally large."""
     if chunk_size is None:
@@ -243,7 +296,7 @@ def _add_product(total, a, b, beta):
 # ---------------------------------------------------------------- checks
 
 
-def _check(hidden, weight, targets, reduction, chunk_size):
+def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
     """Refuse what cannot be computed, before any pointer is handed to a kernel."""
     integers = (torch.int64, torch.int32)
     named = (("hidden", hidden, FLOATS), ("weight", weight, FLOATS), ("targets", targets, integers))
@@ -276,6 +329,14 @@ def _check(hidden, weight, targets, reduction, chunk_size):
     if chunk_size is not None and chunk_size < 1:
         expected = "a number of rows, at least 1, or None"
         raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
+    if max_targets is not None:
+        n_rows = targets.numel()
+        # the compiler's numbers are SymInts
+        is_number = isinstance(max_targets, int | torch.SymInt)
+        if isinstance(max_targets, bool) or not is_number or not 0 <= max_targets <= n_rows:
+            expected = f"a number of rows from 0 to {n_rows}, or None"
+            advice = "count the targets that are not ignored."
+            raise ValueError(f"max_targets is {max_targets!r}, expected {expected}: {advice}")
 
 
 # ---------------------------------------------------------------- an operator for torch.compile
@@ -289,7 +350,7 @@ _operator = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, str reduction, "
     "bool need_dhidden, bool need_dweight, int? chunk_size, bool? fp32_dweight, "
-    "Tensor? grad_output) -> Tensor[]",
+    "Tensor? grad_output, SymInt? max_targets) -> Tensor[]",
 )
 
 
@@ -305,8 +366,9 @@ def _shapes(
     chunk_size,
     fp32_dweight,
     grad_output,
+    max_targets,
 ):
-    _check(hidden, weight, targets, reduction, chunk_size)
+    _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     shape = targets.shape if reduction == "none" else ()
     loss = hidden.new_empty(shape, dtype=torch.float32)
     leaves = ((hidden, need_dhidden), (weight, need_dweight))
@@ -329,15 +391,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         reduction,
         chunk_size,
         fp32_dweight,
+        max_targets,
         grad_enabled,
     ):
         ctx.options = ignore_index, reduction
-        ctx.chunks = chunk_size, fp32_dweight
+        ctx.chunks, ctx.max_targets = (chunk_size, fp32_dweight), max_targets
         now = grad_enabled and reduction != "none" and hidden.dtype != torch.float16
         needed = [now and need for need in ctx.needs_input_grad[:2]]
         forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
         options = *ctx.options, *needed, *ctx.chunks
-        loss, *gradients = forward(hidden, weight, targets, *options, None)
+        loss, *gradients = forward(hidden, weight, targets, *options, None, max_targets)
         ctx.gradients = gradients if now else None
         ctx.save_for_backward(hidden, weight, targets)
         return loss
@@ -356,7 +419,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if gradients is None:
             forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
             options = *ctx.options, *needed, *ctx.chunks
-            _, *gradients = forward(hidden, weight, targets, *options, grad_output)
+            options = *options, grad_output, ctx.max_targets
+            _, *gradients = forward(hidden, weight, targets, *options)
         elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
             gradients = [(dx.float() * grad_output).to(dx.dtype) for dx in gradients]
         else:
@@ -364,7 +428,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)
         gradients = iter(gradients)
         dhidden, dweight = (next(gradients) if need else None for need in needed)
-        return dhidden, dweight, None, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None, None
 
 
 class TritonLinearCrossEntropyLoss(torch.nn.Module):
@@ -375,6 +439,9 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
     default 2,048 to 8,192; fp32_dweight: sum the weight's gradient in fp32 (True), in its own dtype
     (False), or the former beyond 4 chunks.  Under autocast the products are in autocast's dtype.
     Where gradients are needed, the loss holds them until the backward.
+
+    max_targets: no more targets than that are not ignore_index; the other rows are left out of the
+    products, if these are at least a sixteenth.  With more targets loss and gradients are NaN.
 
     Raises:
         TypeError, ValueError: as linear_cross_entropy_forward.
@@ -392,10 +459,11 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
+        max_targets: int | None = None,
     ) -> torch.Tensor:
         if torch.is_autocast_enabled(hidden.device.type):  # as F.linear does
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         options = self.ignore_index, self.reduction, self.chunk_size, self.fp32_dweight
-        grad_enabled = torch.is_grad_enabled()  # in the Function it never is
-        return LinearCrossEntropyFunction.apply(hidden, weight, targets, *options, grad_enabled)
+        options = *options, max_targets, torch.is_grad_enabled()  # in the Function it never is
+        return LinearCrossEntropyFunction.apply(hidden, weight, targets, *options)

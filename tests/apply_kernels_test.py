@@ -30,6 +30,7 @@ from next_steps import (
     adamw_kernel,
     apply_kernels,
     linear_cross_entropy_kernel,
+    llama_losses,
     opponents,
     rope_kernel,
     swiglu_kernel,
@@ -308,12 +309,12 @@ def inplace(monkeypatch) -> list[bool]:
     """For each loss that cross_entropy computed: was it allowed to overwrite the logits?"""
     seen = []
 
-    class Watched(apply_kernels.TritonCrossEntropyLoss):
+    class Watched(llama_losses.TritonCrossEntropyLoss):
         def forward(self, logits, targets):
             seen.append(self.inplace)
             return super().forward(logits, targets)
 
-    monkeypatch.setattr(apply_kernels, "TritonCrossEntropyLoss", Watched)
+    monkeypatch.setattr(llama_losses, "TritonCrossEntropyLoss", Watched)
     return seen
 
 
@@ -487,6 +488,38 @@ def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     assert launches["adamw"] == 3 * len(list(models[1].parameters()))
     models[1](**make_batch()).loss.backward()
     assert all(parameter.grad is None for parameter in models[1].parameters())
+
+
+def rows_of_products(monkeypatch) -> list[int]:
+    """As many rows as each product with the head has that the kernel takes."""
+    rows, original = [], torch.mm
+
+    def mm(a, b, **options):
+        if VOCABULARY in b.shape:
+            rows.append(len(a))
+        return original(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    return rows
+
+
+def test_a_step_tells_the_model_how_many_targets_its_batch_has(monkeypatch):
+    batch = dataset.Batch(**make_batch(), n_tokens=B * T, n_targets=N_TARGETS)
+    model, plain = make_model(["linear_cross_entropy"]), make_model()
+    assert stepping.inputs_of(batch, plain) == batch.inputs()
+    rows = rows_of_products(monkeypatch)
+    found = loss_and_gradients(model, stepping.inputs_of(batch, model))
+    assert rows == [N_TARGETS, N_TARGETS]
+    assert_equal(found, loss_and_gradients(plain, batch.inputs()))
+
+
+@pytest.mark.parametrize("names", [["cross_entropy"], MODEL_KERNELS], ids="+".join)
+def test_the_number_of_targets_changes_nothing_where_no_row_is_left_out(names):
+    """Another kernel takes the loss, or in evaluation PyTorch does."""
+    model, batch = make_model(names), make_batch()
+    model.train("linear_cross_entropy" not in names)
+    told, untold = (model(**batch, **more).loss for more in ({"max_targets": N_TARGETS}, {}))
+    assert torch.equal(told, untold)
 
 
 # ---------------------------------------------------------------- evaluation

@@ -12,7 +12,13 @@ import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from harness.attribution import attribute, category_of_triton_kernel, counted_once, idle_times
+from harness.attribution import (
+    attribute,
+    category_of_triton_kernel,
+    counted_once,
+    host_waits,
+    idle_times,
+)
 from harness.costs import Cost
 from harness.kernel_facts import OTHER, ROWS, UNATTRIBUTED, Sizes
 from tests.kernel_facts_test import launched_kernels
@@ -556,3 +562,42 @@ def test_the_wait_that_ends_the_timing_is_no_idle_time():
 
 def test_kernels_that_overlap_leave_no_gap():
     assert idle_of((0, 5, 100), (50, 60, 70), (90, 95, 120))["idle_us"] == 0
+
+
+def waits_of(timeline: Timeline) -> dict[tuple[str, str], int]:
+    events = EventList(timeline.events, use_device="cuda")
+    events._build_tree()
+    return {(row["name"], row["phase"]): row["calls"] for row in host_waits(events)}
+
+
+def test_a_wait_has_the_name_of_what_the_model_called():
+    t = Timeline()
+    with t.range("step"):
+        with t.op("cudaDeviceSynchronize"):  # begins the timing
+            pass
+        with t.range("forward"):
+            t.call("aten::mul", "mul", 1.0)
+            for _ in range(2):
+                with t.op("aten::item"), t.op("aten::_local_scalar_dense"):
+                    t.launch("copy", 1.0)
+                    with t.op("cudaStreamSynchronize"):
+                        pass
+            with t.op("cudaDeviceSynchronize"):  # somebody's own
+                pass
+        with t.backward("IndexBackward0", seq=3), t.op("aten::nonzero"), t.op("cudaMemcpy"):
+            pass
+        with t.range("optimizer"), t.op("aten::item"), t.op("aten::_local_scalar_dense"):
+            pass  # of a number in the host's memory
+    assert waits_of(t) == {
+        ("aten::item", "forward"): 2,
+        ("cudaDeviceSynchronize", "forward"): 1,
+        ("aten::nonzero", "backward"): 1,
+    }
+
+
+def test_without_a_gpu_what_would_wait_is_named_but_in_the_optimizer():
+    t = Timeline()
+    for phase in ("forward", "optimizer"):
+        with t.range(phase), t.op("aten::item"), t.op("aten::_local_scalar_dense"):
+            pass
+    assert waits_of(t) == {("aten::item", "forward"): 1}

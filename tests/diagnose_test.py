@@ -3,7 +3,9 @@
 import copy
 import json
 import re
-from dataclasses import asdict
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ from harness import (
     dataset,
     diagnose,
     diagnosis_tables,
-    loading,
     profile_comparison,
     profiler,
     roofline,
     stepping,
 )
+from harness import loading as loading_module
+from harness import waiting as waiting_module
 from harness.command_line import UserError
 from harness.device import DEVICE
 from harness.diagnose import RUNG_OF_CATEGORY
@@ -200,6 +203,58 @@ def test_every_advised_flag_exists():
         advice = diagnose.advice_for(category, {"kernels": []})
         assert advice == f"--kernels {rung.name}"
         assert profile_baseline.parse_args(advice.split()).kernels == [rung.name]
+
+
+def loading(record: dict, alone_ms: float, waited_ms: float) -> dict:
+    measured = {"alone_ms": alone_ms, "resident_ms": 1.0, "together_ms": 1.0 + waited_ms}
+    return record | {"loading": measured | {"waited_ms": waited_ms}, "host_waits": []}
+
+
+@pytest.mark.parametrize(
+    ("alone_ms", "waited_ms", "verdict", "advice"),
+    [
+        (0.5, 0.01, "both together take no longer than the resident batch, it is not", None),
+        (3.0, 3.0, "both together and the loader alone take longer than the step: load", "faster"),
+        (3.0, 2.0, "both together and the loader alone take longer than the step: load", "faster"),
+        (0.5, 0.5, "loader-bound, for it does not work ahead", "let a worker build the next"),
+    ],
+    ids=["fast", "slow", "slow, though ahead", "not ahead"],
+)
+def test_three_measurements_tell_the_loader_from_the_step(alone_ms, waited_ms, verdict, advice):
+    record = loading(made_up(optimizer=part(100.0, n_bytes=8e3)), alone_ms, waited_ms)
+    first, *others = diagnose.ranking(record)
+    text = diagnosis_tables.render(record)
+    assert verdict in text and ("loader-bound" in text) == (advice is not None)
+    if advice is None:
+        assert first.name == "optimizer" and not others
+        return
+    assert (first.verdict, first.us) == ("loader-bound", 1e3 * waited_ms) and advice in first.advice
+    share = f"step {-100 * waited_ms / (1 + waited_ms):.1f} % (Amdahl)"
+    assert "Largest recoverable cost:  Waiting for data" in text and share in text
+
+
+@pytest.mark.parametrize(
+    ("idle_us", "found", "verdict"),
+    [
+        (300.0, 0, "2. Does the host wait for the GPU in it?  No: no operation does."),
+        (300.0, 32, "and then the GPU for the host: host-synchronization at 32 x aten::item (forw"),
+        (0.0, 32, "Yes, while the GPU had enough to do: 32 x aten::item (forward)."),
+        (None, 32, "It would, on a GPU: host-synchronization at 32 x aten::item (forward)."),
+    ],
+    ids=["none", "idle", "busy", "no GPU"],
+)
+def test_the_operation_that_waits_is_named(idle_us, found, verdict):
+    record = loading(made_up(optimizer=part(100.0, n_bytes=8e3)), 0.0, 0.0) | {"busy_us": 600.0}
+    record["host_waits"] = [{"name": "aten::item", "phase": "forward", "calls": found}][:found]
+    if idle_us is None:
+        record |= {"timeline": None, "device": "CPU"}
+    else:
+        record = waiting(record, idle_us, synchronization_us=idle_us)
+    assert verdict in diagnosis_tables.render(record)
+    if idle_us and found:
+        assert diagnose.ranking(record)[0].advice == "after the step, not in it: " + (
+            "32 x aten::item (forward)"
+        )
 
 
 # ---------------------------------------------------------------- recorded steps
@@ -453,6 +508,93 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
     assert outcome.out.count("\nLargest recoverable cost:  ") == 1
 
 
+# ---------------------------------------------------------------- planted causes
+
+
+def profile_tiny(tmp_path) -> tuple[dict, str]:
+    """The record of a small profile, and its diagnosis."""
+    workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1)
+    record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
+    return record, diagnosis_tables.render(record)
+
+
+SLEEP_MS = 300.0  # far longer than a step of the tiny model
+
+
+def test_a_slow_loader_is_named(tmp_path, monkeypatch):
+    load_data = dataset.load_data
+
+    def slowly(batches):
+        for number, batch in enumerate(batches):
+            if number >= profile_baseline.TIMED_STEPS + profile_baseline.PROFILED_STEPS + 1:
+                time.sleep(SLEEP_MS / 1e3)
+            yield batch
+
+    def slow_data(*arguments):
+        data = load_data(*arguments)
+        return replace(data, train=slowly(data.train))
+
+    monkeypatch.setattr(dataset, "load_data", slow_data)
+    record, text = profile_tiny(tmp_path)
+    measured = record["loading"]
+    assert measured["resident_ms"] < SLEEP_MS <= measured["alone_ms"]
+    assert SLEEP_MS / 2 < measured["waited_ms"] <= measured["together_ms"]
+    assert diagnose.ranking(record)[0].verdict == "loader-bound"
+    assert "the loader alone take longer than the step: loader-bound." in text
+
+
+def test_an_item_in_every_layer_is_named(tmp_path, monkeypatch):
+    load_model = loading_module.load_model
+
+    def model_that_looks(*arguments):
+        model = load_model(*arguments)
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda module, inputs: print(inputs[0].sum().item()))
+        return model
+
+    monkeypatch.setattr(loading_module, "load_model", model_that_looks)
+    _, text = profile_tiny(tmp_path)
+    n_layers = architecture.tiny_config().num_hidden_layers
+    assert f"host-synchronization at {n_layers} x aten::item (forward)" in text
+    assert "it is not the loader." in text
+
+
+def test_the_waiting_is_what_a_loader_that_works_ahead_leaves():
+    """Each batch takes 40 ms, and a step 80 ms: together 80 where a worker loads, else 120."""
+
+    def loader():
+        while True:
+            time.sleep(0.04)
+            yield 1
+
+    def loader_ahead():
+        with ThreadPoolExecutor(1) as worker:
+            coming, batches = None, loader()
+            while True:
+                batch = coming.result() if coming else next(batches)
+                coming = worker.submit(next, batches)
+                yield batch
+
+    found = [
+        waiting_module.measure_loading(each(), lambda batch: time.sleep(0.08), resident_ms=80.0)
+        for each in (loader, loader_ahead)
+    ]
+    assert all(each["alone_ms"] >= 40 for each in found)
+    assert found[0]["waited_ms"] >= 40 and found[0]["together_ms"] >= 120
+    assert found[1]["waited_ms"] < 20 and 80 <= found[1]["together_ms"] < found[0]["together_ms"]
+
+
+@pytest.mark.parametrize("still_computes", [True, False])
+def test_a_batch_that_comes_while_the_device_computes_is_not_waited_for(
+    monkeypatch, still_computes
+):
+    """A pretended GPU: the step is launched at once, and is done 50 ms later, or was at once."""
+    monkeypatch.setattr(waiting_module, "is_idle", lambda: not still_computes)
+    batches = (time.sleep(0.03) for _ in range(waiting_module.NEEDED))
+    found = waiting_module.measure_loading(batches, lambda batch: None, resident_ms=0.0)
+    assert found["waited_ms"] == 0 if still_computes else found["waited_ms"] >= 30
+
+
 @needs_gpu
 @pytest.mark.alone
 def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, monkeypatch):
@@ -479,7 +621,7 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
             batches[0].input_ids.sum().item()
         return stepping.training_step(model, optimizer, batches)
 
-    model = loading.load_model(Workload(model="tiny"))
+    model = loading_module.load_model(Workload(model="tiny"))
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, config, 2).train]
     optimizer = stepping.make_optimizer(model, 1e-3)
     _, waited = profiler.timeline(model, optimizer, stepping.in_steps(batches, 1), with_item)

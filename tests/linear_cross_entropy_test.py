@@ -13,8 +13,12 @@ from harness import command_line
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
 
+import functools
+import re
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.checking import (
@@ -362,6 +366,107 @@ def test_int32_targets():
     assert all(torch.equal(a, b) for a, b in zip(as_int32, as_int64))
 
 
+# ---- rows without a target -----------------------------------------------------------------------
+
+
+def half_ignored(shape=(20,), dtype=torch.float32):
+    """hidden, weight, targets of which every second is ignored, and how many are not."""
+    hidden, weight, targets = make_inputs(shape, dtype=dtype)
+    targets.clamp_(min=0).view(-1)[::2] = -100
+    return hidden, weight, targets, int((targets != -100).sum())
+
+
+def told(max_targets, **options):
+    loss_fn = TritonLinearCrossEntropyLoss(**options)
+    return lambda *inputs: loss_fn(*inputs, max_targets=max_targets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_rows_that_are_left_out_have_loss_and_gradient_of_zero(reduction, more, dtype):
+    hidden, weight, targets, n_targets = half_ignored((2, 10), dtype)
+    grad_output = torch.randn((2, 10) if reduction == "none" else (), device=DEVICE)
+    loss_fn = told(n_targets + more, reduction=reduction, chunk_size=4)
+    inputs = hidden.transpose(0, 1).contiguous().transpose(0, 1), weight, targets
+    assert_all_passed(run_checks(*inputs, grad_output, loss_fn=loss_fn, reduction=reduction))
+    loss, dhidden, _ = loss_and_gradients(loss_fn, *inputs, grad_output)
+    assert (dhidden[targets == -100] == 0).all()
+    assert reduction != "none" or (loss[targets == -100] == 0).all()
+
+
+def test_rows_without_a_target_are_not_multiplied():
+    hidden, weight, targets, n_targets = half_ignored()
+    with Log() as log:
+        loss_and_gradients(told(n_targets, chunk_size=5), hidden, weight, targets)
+    assert log.products() == 3 * 2, "three products of each of two chunks, not of four"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("missing", [1, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # in the forward, or backward
+def test_too_small_a_number_of_targets_gives_nan_not_a_wrong_gradient(dtype, missing, reduction):
+    hidden, weight, targets, n_targets = half_ignored(dtype=dtype)
+    grad_output = torch.ones((20,) if reduction == "none" else (), device=DEVICE)
+    loss_fn = told(n_targets - missing, reduction=reduction)
+    loss, dhidden, dweight = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
+    assert loss.isnan().any() and dhidden.isnan().any() and dweight.isnan().all()
+
+
+@pytest.mark.parametrize("ignore_index", [-1, -2, SMALL_V])
+def test_too_many_targets_are_noticed_whatever_is_ignored(ignore_index):
+    hidden, weight, targets, n_targets = half_ignored()
+    targets[targets == -100] = ignore_index
+    options = {"ignore_index": ignore_index, "reduction": "sum"}  # a mean of no row is NaN, too
+    assert told(n_targets - 1, **options)(hidden, weight, targets).isnan()
+    assert told(n_targets, **options)(hidden, weight, targets).isfinite()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("max_targets", [0, 2])
+def test_no_target_at_all_is_as_in_pytorch(max_targets, reduction):
+    hidden, weight, targets = make_inputs((4,))
+    targets.fill_(-100)
+    grad_output = torch.ones((4,) if reduction == "none" else (), device=DEVICE)
+    loss_fn = told(max_targets, reduction=reduction)
+    loss, dhidden, dweight = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
+    expected = linear_cross_entropy_reference(hidden, weight, targets, reduction=reduction)
+    torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+    assert not dhidden.any() and not dweight.any()
+
+
+@pytest.mark.parametrize("max_targets", [10, 11])
+def test_where_nearly_all_rows_have_a_target_the_bits_are_those_without_a_number(max_targets):
+    hidden, weight, targets = make_inputs()
+    targets[targets == -100] = 0
+    targets[max_targets:] = -100
+    loss_fn = TritonLinearCrossEntropyLoss(chunk_size=4)
+    with Log() as log:
+        found = loss_and_gradients(told(max_targets, chunk_size=4), hidden, weight, targets)
+    expected = loss_and_gradients(loss_fn, hidden, weight, targets)
+    if max_targets == SMALL_ROWS:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert ("argsort" in log.names or "sort" in log.names) == (max_targets < SMALL_ROWS)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_inputs_get_no_gradient_where_rows_are_left_out(frozen):
+    hidden, weight, targets, n_targets = half_ignored()
+    loss_fn = told(n_targets, chunk_size=4)
+    _, *both = loss_and_gradients(loss_fn, hidden, weight, targets)
+    _, *found = loss_and_gradients(loss_fn, hidden, weight, targets, frozen=(frozen,))
+    kept, gone = (1, 0) if frozen == "hidden" else (0, 1)
+    assert found[gone] is None and torch.equal(found[kept], both[kept])
+
+
+@pytest.mark.parametrize("max_targets", [-1, 21, True, 2.0, "2"])
+def test_number_of_targets_that_cannot_be_is_refused(max_targets):
+    hidden, weight, targets, _ = half_ignored()
+    sentence = f"max_targets is {max_targets!r}, expected a number of rows from 0 to 20, or None: "
+    with pytest.raises(ValueError, match=re.escape(sentence + "count the targets")):
+        told(max_targets)(hidden, weight, targets)
+
+
 # ---- autograd's contract -------------------------------------------------------------------------
 
 
@@ -503,7 +608,7 @@ def test_operator_for_the_compiler_describes_its_results():
     operator = linear_cross_entropy_kernel._operator
     checks = ["test_schema", "test_faketensor"]
     for reduction, *needed in (("mean", True, True), ("none", False, True), ("sum", False, False)):
-        arguments = hidden, weight, targets, -100, reduction, *needed, 4, None, None
+        arguments = hidden, weight, targets, -100, reduction, *needed, 4, None, None, 2
         assert set(torch.library.opcheck(operator, arguments, test_utils=checks).values()) == {
             "SUCCESS"
         }
@@ -538,6 +643,24 @@ def test_torch_compile_of_leaves(reduction):
         assert torch.equal(compiled(*inputs), loss_fn(*inputs))
 
 
+@pads_rows
+def test_torch_compile_takes_any_number_of_targets():
+    torch.use_deterministic_algorithms(False)
+    counter = CompileCounterWithBackend("aot_eager")
+    loss_fn = TritonLinearCrossEntropyLoss(chunk_size=4)
+    compiled = torch.compile(loss_fn, backend=counter, fullgraph=True)
+    hidden, weight, targets = make_inputs((2, 6), dtype=COMPILED_DTYPE)
+    for n_targets in (5, 7, 3, 8):
+        targets.fill_(3).view(-1)[n_targets:] = -100
+        assert_all_passed(
+            run_checks(
+                *(hidden, weight, targets),
+                loss_fn=functools.partial(compiled, max_targets=n_targets),
+            )
+        )
+    assert counter.frame_count <= 2, "one number, and then any other"
+
+
 # ---- on a GPU only -------------------------------------------------------------------------------
 
 
@@ -562,9 +685,10 @@ def test_host_never_waits_for_the_gpu(reduction, dtype):
     hidden, weight, targets = make_inputs(dtype=dtype)
     targets[0] = SMALL_V  # nor does it look for bad targets
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    loss_fn(*leaves, targets).sum().backward()  # compiles
-    with waiting_forbidden():
-        loss_fn(*leaves, targets).sum().backward()
+    for max_targets in (None, SMALL_ROWS - 3):
+        loss_fn(*leaves, targets, max_targets).sum().backward()  # compiles
+        with waiting_forbidden():
+            loss_fn(*leaves, targets, max_targets).sum().backward()
 
 
 @needs_gpu

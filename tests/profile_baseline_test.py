@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -372,6 +373,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
     monkeypatch.setattr(device, "HAS_GPU", True)
     for name in ("memory_allocated", "reset_peak_memory_stats", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
     monkeypatch.setattr(stepping, "captured_step", captured_step)
     monkeypatch.setattr(profiler, "profiled_step", profiled_step)
     monkeypatch.setattr(profiler, "timeline", timeline)
@@ -379,7 +381,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
     monkeypatch.setattr(profile_baseline, "environment", dict)
     workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1, cuda_graph=True)
     record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
-    assert calls == ["categories", "capture", *["replay"] * 3, "timeline"]
+    assert calls == ["categories", "capture", *["replay"] * 3, "timeline", *["replay"] * 3]
     assert record["cuda_graph"] and record["busy_us"] == record["timeline"]["busy_us"] == 12.5
     assert record["categories"]["normalization"]["us"] > 0
     written = (tmp_path / "trace.json").read_text()

@@ -59,7 +59,7 @@ def plain_cross_entropy_arguments(t: Make) -> tuple:
 def linear_cross_entropy_arguments(reduction: str, vocab: int = V) -> Arguments:
     def arguments(t: Make) -> tuple:
         targets = torch.empty(B, T, dtype=torch.int64, device="cuda")
-        return t(B, T, H), t(vocab, H), targets, -100, reduction, None, None, True
+        return t(B, T, H), t(vocab, H), targets, -100, reduction, None, None, None, True
 
     return arguments
 

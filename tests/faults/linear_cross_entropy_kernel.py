@@ -12,6 +12,28 @@ FAULTS = {
         ("mean of each chunk", "            n_valid,\n            ignore_index,", "            n_valid and (row_targets.narrow(*chunk) != -100).sum(),\n            ignore_index,"),
         ("ignored rows' logits are multiplied", "        ce.launch_scale(row_grads, logits, targets, ignore_index)", "        pass"),
     ],
+    "test_rows_that_are_left_out_have_loss_and_gradient_of_zero": [
+        ("the rows without a target are taken", "torch.argsort(ignored, stable=True)", "torch.argsort(~ignored, stable=True)"),
+        ("gradients stay with the rows taken", "dhidden.index_copy_(0, taken, gradients[0])", "(dhidden.narrow(0, 0, len(taken)).copy_(gradients[0]), dhidden)[1]"),
+        ("rows' grad_outputs not taken along", "grad_output.reshape(-1)[taken]", "grad_output.reshape(-1)[: len(taken)]"),
+        ("losses stay with the rows taken", "index_copy(0, taken, loss)", "index_copy(0, taken.sort().values, loss.flip(0))"),
+    ],
+    "test_rows_without_a_target_are_not_multiplied": [
+        ("all rows multiplied", "max_targets < FEW * targets.numel()", "max_targets < 0"),
+    ],
+    "test_too_small_a_number_of_targets_gives_nan_not_a_wrong_gradient": [
+        ("rows go missing silently", ".masked_fill(too_many, outside)", ""),
+        ("no row is left to be NaN", "[: max(max_targets, 1)]", "[:max_targets]"),
+    ],
+    "test_too_many_targets_are_noticed_whatever_is_ignored": [
+        ("what marks the rows is ignored", "outside = -1 if ignore_index != -1 else -2", "outside = -1"),
+    ],
+    "test_where_nearly_all_rows_have_a_target_the_bits_are_those_without_a_number": [
+        ("rows always moved", "max_targets < FEW * targets.numel()", "max_targets < 2 * targets.numel()"),
+    ],
+    "test_number_of_targets_that_cannot_be_is_refused": [
+        ("True is a number", "isinstance(max_targets, bool) or not is_number", "not is_number"),
+    ],
     "test_chunks_are_few_equal_and_of_whole_tiles": [
         ("last chunk is small", "return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)", "return chunk_size"),
         ("no default is large enough for 4 chunks", "(MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)", "(MAX_ROUNDINGS * 128)) * 128), MIN_CHUNK)"),

@@ -63,6 +63,19 @@ def eager(reduction):
     return lambda *inputs: eager_loss(*inputs, reduction=reduction)
 
 
+def of_rows_with_target(reduction):
+    """The function, which knows without a look how many targets `make` ignores."""
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=CHUNK)
+
+    def function(hidden, weight, targets):
+        n_rows = targets.numel()
+        repeated = 0 in targets.stride()  # then others are ignored than `make` did
+        max_targets = n_rows if repeated else n_rows - (n_rows + 2) // 4
+        return loss_fn(hidden, weight, targets, max_targets=max_targets)
+
+    return function
+
+
 def rows_of_targets_and_others(inputs):
     """Of dweight: in a norm over both, the targets' rows drown the others, and 0 at the others
     would look fine.
@@ -205,6 +218,21 @@ SUBJECTS = (
         FORWARD,
         name="linear_cross_entropy_rows",
         function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
+        reference=reference("none"),
+        eager=eager("none"),
+        make=make_of_rows,
+        fixed_outputs={"loss": "is a view and is being modified inplace"},
+        exact_again=True,
+    ),
+    replace(
+        FORWARD,
+        name="linear_cross_entropy_targets",
+        function=of_rows_with_target("mean"),
+    ),
+    replace(
+        FORWARD,
+        name="linear_cross_entropy_targets_rows",
+        function=of_rows_with_target("none"),
         reference=reference("none"),
         eager=eager("none"),
         make=make_of_rows,
