@@ -37,7 +37,7 @@ from harness.workload import Workload, add_workload_flags, workload_line
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 IGNORED = {  # flags, by others
-    "estimate": ["data", "seed", "warmup", "trace", "stacks", "cuda_graph"],
+    "estimate": ["data", "seed", "pack", "warmup", "trace", "stacks", "cuda_graph"],
     "memory": ["trace", "stacks", "cuda_graph"],
 }
 
@@ -96,7 +96,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
-    moved = costs.costs_of_trace(trace, sizes, workload.seq_len, kernels)
+    moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
     return {
         "kind": "profile",
         "environment": environment(),

@@ -27,7 +27,7 @@ OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
     "opponent": ["longest", "kernels", "stochastic_rounding"],
-    "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
+    "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save"],
 }
 
 
@@ -55,6 +55,10 @@ def parse_args(doc: str) -> argparse.Namespace:
     if args.cuda_graph and args.opponent == OWN_GRAPHS:
         both = f"--opponent {OWN_GRAPHS} records CUDA graphs of its own"
         raise UserError(f"{both}: leave --cuda-graph out")
+    if args.pack and (args.ladder or args.opponent == OWN_GRAPHS):
+        flag = "--ladder" if args.ladder else f"--opponent {OWN_GRAPHS}"
+        changing = "with --pack samples end elsewhere in each step"
+        raise UserError(f"{flag} records CUDA graphs, and {changing}: leave one of the two out")
     if args.plot and not args.ladder:
         wish = f"--plot {args.plot} draws the ladder"
         raise UserError(f"{wish}: add --ladder, or leave --plot out")

@@ -124,7 +124,8 @@ class Observer(Ledger):
 def observed_step(model, optimizer, batches: list[dataset.Batch], ledger: Observer) -> None:
     """A training step with the last of the batches, in the ledger's books."""
     ledger.follow(model, optimizer)
-    ledger.claim(BATCH, *(t for batch in batches for t in (batch.input_ids, batch.labels)))
+    inputs = [value for batch in batches for value in batch.inputs().values()]
+    ledger.claim(BATCH, *(value for value in inputs if isinstance(value, torch.Tensor)))
     gc.collect()
     gc.freeze()  # what is there now is not looked at by the collections to come
     with ledger:

@@ -84,7 +84,7 @@ def test_text_is_tokenized_into_words(smollm, english):
     tokenizer = dataset.load_tokenizer(workload)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
     text = english.read_text(encoding="utf-8")
-    for batch in data.train + data.validation:
+    for batch in [*data.train, *data.validation]:
         (words,) = tokenizer.batch_decode(batch.input_ids)
         assert words in text
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
