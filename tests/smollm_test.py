@@ -78,7 +78,7 @@ def workload_of(flags: list[str]) -> Workload:
 
 
 @pytest.mark.exhaustive
-def test_text_is_tokenized_into_words(smollm, english):
+def test_text_is_tokenized_into_words(own_cache, smollm, english):
     workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
     data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
     tokenizer = dataset.load_tokenizer(workload)

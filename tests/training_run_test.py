@@ -363,7 +363,7 @@ def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
     assert all(torch.equal(loaded[name], value.cpu()) for name, value in model.state_dict().items())
 
 
-def test_the_tokenizer_is_saved_with_the_model(monkeypatch, tmp_path):
+def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(first)
     words = Tokenizer(models.WordLevel({"[unknown]": 0, "import": 7, "def": 8}, "[unknown]"))
