@@ -86,14 +86,15 @@ class Batches(Sequence):
         return self.sequences[i * self.batch_size : (i + 1) * self.batch_size]
 
     def __getitem__(self, i: int) -> Batch:
-        sequences = [[self.samples[k] for k in samples] for samples in self.of(i)]
+        sequences, samples = self.of(i), self.samples
         if self.packed_to is None:
-            rows = padded([sample for (sample,) in sequences])
+            rows = padded([samples[sample] for (sample,) in sequences])
         else:
-            rows = packing.lay_out(sequences, self.packed_to)
+            rows = packing.lay_out(samples, sequences, self.packed_to)
+        which = [sample for sequence in sequences for sample in sequence]
         return Batch(
             **rows,
-            n_tokens=sum(len(ids) for samples in sequences for ids, _ in samples),
+            n_tokens=int((samples.ends[which] - samples.starts[which]).sum()),
             n_targets=int((rows["labels"][:, 1:] != IGNORE_INDEX).sum()),
         )
 
@@ -172,7 +173,7 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
     if n_drawn > len(train):
         source += f" (each seen about {n_drawn / len(train):.1f} times)"
     if packed_to:
-        source += f"; packed: {n_drawn / len(sequences):.1f} in a sequence"
+        source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
     if padding := batches.padding():
         source += f"; padding: {100 * padding:.1f} %"
     validation = Batches(validation, held_out, workload.batch_size, packed_to)

@@ -9,7 +9,11 @@ would wait for the GPU.
 import inspect
 
 import torch
-from torch.nn.attention import varlen
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # PyTorch 2.9
+    varlen_attn = None
 
 import harness.device  # noqa: F401  decides how Triton, imported by transformers, will run
 
@@ -18,8 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "packed_samples"
 HALVES = torch.bfloat16, torch.float16
-# Older versions do not ask whether heads share keys: their kernel sees it by the shapes.
-KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+HAS_KERNEL = "window_size" in PARAMETERS  # since 2.11
+# 2.11 does not ask whether heads share keys: its kernel sees it by the shapes
+GROUPS = {"enable_gqa": True} if "enable_gqa" in PARAMETERS else {}
 
 
 def use_packed_attention(model: torch.nn.Module) -> None:
@@ -53,12 +59,12 @@ def packed_attention(
     Returns:
         (1, T, heads, D), and None for the weights.
     """
-    if query.is_cuda and query.dtype in HALVES and not dropout:
+    if HAS_KERNEL and query.is_cuda and query.dtype in HALVES and not dropout:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-        groups = {"enable_gqa": True} if KNOWS_GROUPS else {}
-        cu, longest = cu_seq_lens_q, max_length_q
-        attended = varlen.varlen_attn(
-            q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), **groups
+        ends, longest = cu_seq_lens_q, max_length_q
+        causal = -1, 0  # all keys before a query, none behind it
+        attended = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=causal, **GROUPS
         )
         return attended[None], None
     parts = (x.split(sample_lengths, dim=2) for x in (query, key, value))

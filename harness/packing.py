@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from harness.samples import IGNORE_INDEX
+from harness.samples import IGNORE_INDEX, Samples
 
 OPEN = 64  # sequences that are looked at for room; the oldest, which are the fullest, are closed
 
@@ -50,27 +50,34 @@ def first_fit(lengths: np.ndarray, order: Iterable[int], size: int, n: int) -> l
     return sequences
 
 
-def lay_out(sequences: list[list[tuple[torch.Tensor, torch.Tensor]]], size: int) -> dict:
-    """The fields of a Batch of these sequences in one row, their samples one after the other.
+def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
+    """The fields of a Batch of these sequences, one after the other in one row.
 
     Args:
-        sequences: of each its samples, (input_ids, labels) of at most `size` tokens together.
+        sequences: of each the indices of its samples, of at most `size` tokens together.
     """
-    ids, labels, lengths = [], [], []
-    for samples in sequences:
-        for sample_ids, sample_labels in samples:
-            ids.append(sample_ids)
-            # nothing before it, so it is no target
-            labels += [torch.tensor([IGNORE_INDEX]), sample_labels[1:]]
-            lengths.append(len(sample_ids))
-        if padding := size - sum(len(sample_ids) for sample_ids, _ in samples):
-            ids.append(torch.zeros(padding, dtype=torch.int64))
-            labels.append(torch.full((padding,), IGNORE_INDEX))
+    n = len(sequences) * size
+    ids, positions = np.zeros((2, n), dtype=np.int64)
+    labels = np.full(n, IGNORE_INDEX)
+    lengths, counted = [], np.arange(size)
+    for first, indices in zip(range(0, n, size), sequences):
+        at = first
+        for i in indices:
+            part = slice(samples.starts[i], samples.ends[i])
+            tokens, trained = samples.tokens[part], samples.trained[part]
+            end = at + len(tokens)
+            ids[at:end], positions[at:end] = tokens, counted[: len(tokens)]
+            # nothing is before the first one, so it is no target
+            labels[at + 1 : end] = np.where(trained, tokens, IGNORE_INDEX)[1:]
+            lengths.append(len(tokens))
+            at = end
+        if padding := first + size - at:
+            positions[at : at + padding] = counted[:padding]
             lengths.append(padding)
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {
-        "input_ids": torch.cat(ids)[None],
-        "labels": torch.cat(labels)[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seq_lens": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+        "cu_seq_lens": torch.from_numpy(ends),
         "sample_lengths": tuple(lengths),
     }

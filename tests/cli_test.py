@@ -329,7 +329,7 @@ def test_a_damaged_tokenizer_is_refused(cli, checkpoint, name):
     assert_refused(outcome, f"the tokenizer of {checkpoint} could not be loaded")
 
 
-def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
+def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
     words = Tokenizer(
         models.WordLevel({"import": 5, "[unknown]": architecture.BYTE_VOCABULARY}, "[unknown]")
     )

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from harness import architecture, dataset
 from next_steps import make_samples
 from tests.cli_test import assert_refused
@@ -40,6 +42,7 @@ def test_a_sample_is_a_heading_and_its_doc_string():
     ]
 
 
+@pytest.mark.exhaustive  # to parse the standard library twice takes ten seconds
 def test_the_file_is_the_same_every_time_and_can_be_packed(run_script, tmp_path):
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file in files:
