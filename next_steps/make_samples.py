@@ -1,7 +1,7 @@
 """A jsonl file of short samples to try packing with, made of Python's standard library.
 
-    python -m next_steps.make_samples samples.jsonl
-    python finetune_optimized.py --model tiny --data samples.jsonl --pack
+    python -m next_steps.make_samples runs/samples.jsonl
+    python finetune_optimized.py --model tiny --data runs/samples.jsonl --pack
 
 The prompt is how a function or class begins, the completion its doc string.  Each sample has 50 to
 600 UTF-8 bytes, which are the tokens of `--model tiny` and of `--random-init`; a tokenizer makes

@@ -728,8 +728,9 @@ SCRIPTS = sorted(
 
 
 MODULES = sorted(
-    f"tools.{path.stem}"
-    for path in (HERE / "tools").glob("*.py")
+    f"{floor}.{path.stem}"
+    for floor in ("next_steps", "tools")
+    for path in (HERE / floor).glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
 HEAVY = "torch", "transformers", "triton"

@@ -1,5 +1,6 @@
 """A sample in a packed sequence is trained on as if it were alone, and nothing is lost."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -211,6 +212,26 @@ def test_scripts_train_on_packed_sequences(run_script, tmp_path, script, flags):
     assert "Waiting for data: " in outcome.out
     if save:  # and what was trained so serves any attention
         assert packed_attention.NAME not in (tmp_path / "model" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("pack", [[], ["--pack"]], ids=["padded", "packed"])
+def test_useful_tokens_are_counted_and_padding_is_recorded(run_script, tmp_path, pack):
+    path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
+    record = tmp_path / "run.json"
+    flags = *TINY, "--batch-size", "2", "--steps", "4", "--data", str(path), "--json", str(record)
+    assert run_script(finetune_baseline, *flags, *pack).code == 0
+    found = json.loads(record.read_text())
+    batches = dataset.load_data(tiny_workload(*flags, *pack), architecture.tiny_config(), 4).train
+    useful = [sum(labelled(batch)) for batch in batches]
+    places = [batch.input_ids.numel() for batch in batches]
+    assert found["tokens"] == useful
+    assert found["padding"] == pytest.approx(1 - sum(useful) / sum(places)) and found["padding"] > 0
+    assert found.get("pack", False) == bool(pack)
+
+
+def labelled(batch: dataset.Batch) -> list[bool]:
+    """Of each place: is it a token of a sample?  No token of them is the padding's 0."""
+    return [token != 0 for token in batch.input_ids.flatten().tolist()]
 
 
 def test_the_profiler_takes_packed_steps(run_script, tmp_path):
