@@ -24,6 +24,7 @@ from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.workload import OPPONENTS, Workload, finetune_parser
 
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
+COMPILED = "compile", OWN_GRAPHS
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
     "opponent": ["longest", "kernels", "stochastic_rounding"],
@@ -55,10 +56,11 @@ def parse_args(doc: str) -> argparse.Namespace:
     if args.cuda_graph and args.opponent == OWN_GRAPHS:
         both = f"--opponent {OWN_GRAPHS} records CUDA graphs of its own"
         raise UserError(f"{both}: leave --cuda-graph out")
-    if args.pack and (args.ladder or args.opponent == OWN_GRAPHS):
-        flag = "--ladder" if args.ladder else f"--opponent {OWN_GRAPHS}"
-        changing = "with --pack samples end elsewhere in each step"
-        raise UserError(f"{flag} records CUDA graphs, and {changing}: leave one of the two out")
+    if args.pack and (args.ladder or args.opponent in COMPILED):
+        flag = "--ladder" if args.ladder else f"--opponent {args.opponent}"
+        prepared = f"{flag} records or compiles a step for those after it"
+        changing = "with --pack samples end elsewhere in each"
+        raise UserError(f"{prepared}, and {changing}: leave one of the two out")
     if args.plot and not args.ladder:
         wish = f"--plot {args.plot} draws the ladder"
         raise UserError(f"{wish}: add --ladder, or leave --plot out")

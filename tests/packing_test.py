@@ -269,7 +269,8 @@ def test_gradient_checkpointing_keeps_the_boundaries(samples):
         (finetune_baseline, ["--data", "a.txt"], ["--pack", "a.txt", ".jsonl"]),
         (finetune_optimized, ["--longest"], ["--pack", "--longest"]),
         (finetune_optimized, ["--ladder"], ["--pack", "--ladder"]),
-        (finetune_optimized, ["--opponent", "compile-reduce-overhead"], ["--pack", "CUDA graphs"]),
+        (finetune_optimized, ["--opponent", "compile"], ["--pack", "compiles a step"]),
+        (finetune_optimized, ["--opponent", "compile-reduce-overhead"], ["--pack", "records"]),
         (profile_baseline, ["--estimate"], ["--pack", "--estimate"]),
     ],
 )
