@@ -38,7 +38,7 @@ from harness.workload import Workload, add_workload_flags, workload_line
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 IGNORED = {  # flags, by others
-    "estimate": ["data", "seed", "warmup", "trace", "stacks", "cuda_graph"],
+    "estimate": ["data", "seed", "pack", "warmup", "trace", "stacks", "cuda_graph"],
     "memory": ["trace", "stacks", "cuda_graph"],
 }
 
@@ -55,7 +55,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness import attribution, costs, profiler, stepping, timing, waiting
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
-    from harness.device import DEVICE, HAS_GPU
+    from harness.device import HAS_GPU
+    from harness.loader import Loader
     from harness.loading import load_model
     from next_steps import apply_kernels, memory_estimate
 
@@ -67,8 +68,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps + waiting.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
-    batches = (batch.to(DEVICE) for batch in data.train)
-    loader = iter(lambda: list(itertools.islice(batches, workload.micro_batches)), [])
+    loader = iter(Loader(data.train, workload.micro_batches))
     steps = list(itertools.islice(loader, n_steps))
     warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
     timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
@@ -100,9 +100,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
         loading = waiting.measure_loading(
-            loader, lambda batch: take_step(model, optimizer, batch), statistics.median(step_ms)
+            loader, lambda step: take_step(model, optimizer, step), statistics.median(step_ms)
         )
-    moved = costs.costs_of_trace(trace, sizes, workload.seq_len, kernels)
+    moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
     return {
         "kind": "profile",
         "environment": environment(),

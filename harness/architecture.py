@@ -85,7 +85,7 @@ def parameter_count(config: LlamaConfig) -> int:
     return sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
     """Model FLOPs per trained token, forward + backward: 6 per matrix weight + causal attention.
 
     Matrix weights are all but the input embedding, which is a look-up (Kaplan

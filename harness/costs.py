@@ -136,7 +136,7 @@ def result_of(operands: list[Operand]) -> tuple[int, int]:
     return numel, numel * max(WIDTHS[o.dtype] for o in operands if o.shape or numel == 1)
 
 
-def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: int) -> Cost:
+def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
     """What one call of a PyTorch operation moves and computes; NOTHING where a step spends no time.
 
     Args:
@@ -193,7 +193,7 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: int) -> Cost:
 
 
 def costs_of_trace(
-    trace: dict, sizes: Sizes, seq_len: int, kernels: Sequence[str] = ()
+    trace: dict, sizes: Sizes, seq_len: float, kernels: Sequence[str] = ()
 ) -> dict[int, Cost]:
     """The profiler's number of an operation -> what it costs, if anything, from a Chrome trace.
 

@@ -1,42 +1,64 @@
-"""Text to train on: read, tokenized and packed into batches, with a part of it held out."""
+"""Batches to train on: of a file or of Python's standard library, with a part of it held out."""
 
-import json
 import random
-import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
-from harness.architecture import BYTE_VOCABULARY
+from harness import packing, samples, token_cache
 from harness.command_line import UserError
 from harness.config_file import reading
+from harness.samples import IGNORE_INDEX, Samples
 from harness.workload import DEFAULT_MODEL, TINY, Workload
 
 # isort: split
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import AutoTokenizer, LlamaConfig
 
-IGNORE_INDEX = -100
 VALIDATION_BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input; labels equal input_ids with IGNORE_INDEX where nothing is to be learned."""
+    """One step's input; labels equal input_ids with IGNORE_INDEX where nothing is to be learned.
+
+    The rows of a packed batch lie end to end in one, B = 1, and the last three fields tell where
+    its samples begin and end.
+    """
 
     input_ids: torch.Tensor  # (B, T) int64
     labels: torch.Tensor  # (B, T) int64, not shifted
     n_tokens: int  # without padding
     n_targets: int  # tokens that are predicted: with a label, and not the first of a sequence
+    position_ids: torch.Tensor | None = None  # (1, T) int64, from 0 in each sample
+    cu_seq_lens: torch.Tensor | None = None  # (n + 1,) int32: 0, and where each sample ends
+    sample_lengths: tuple[int, ...] = ()  # (n,), in sum T
 
-    def inputs(self) -> dict[str, torch.Tensor]:
+    def inputs(self) -> dict:
         """What a Hugging Face model is called with."""
-        return {"input_ids": self.input_ids, "labels": self.labels}
+        inputs = {"input_ids": self.input_ids, "labels": self.labels}
+        if self.position_ids is not None:  # under the names that transformers' attention has
+            inputs |= {
+                "position_ids": self.position_ids,
+                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seq_lens),
+                **dict.fromkeys(("max_length_q", "max_length_k"), max(self.sample_lengths)),
+                "sample_lengths": self.sample_lengths,
+            }
+        return inputs
 
-    def to(self, device: str) -> "Batch":
-        return replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device))
+    def to(self, device: str, non_blocking: bool = False) -> "Batch":
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """In memory that a GPU can read while the host does something else."""
+        return self.with_tensors(torch.Tensor.pin_memory)
+
+    def with_tensors(self, change: Callable) -> "Batch":
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
 def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
@@ -46,10 +68,75 @@ def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
 
 
 @dataclass(frozen=True)
+class Batches(Sequence):
+    """Batches of up to batch_size sequences; each is made when it is asked for."""
+
+    samples: Samples
+    sequences: list[list[int]]  # of each the samples that it is made of
+    batch_size: int
+    packed_to: int | None = None  # tokens of a packed sequence; None: padded, one sample in each
+
+    def __len__(self) -> int:
+        return -(-len(self.sequences) // self.batch_size)
+
+    def of(self, i: int) -> list[list[int]]:
+        """The i-th batch's sequences."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"batch {i} of {len(self)}")  # which ends a loop over them
+        return self.sequences[i * self.batch_size : (i + 1) * self.batch_size]
+
+    def __getitem__(self, i: int) -> Batch:
+        sequences, samples = self.of(i), self.samples
+        if self.packed_to is None:
+            rows = padded([samples[sample] for (sample,) in sequences])
+        else:
+            rows = packing.lay_out(samples, sequences, self.packed_to)
+        which = [sample for sequence in sequences for sample in sequence]
+        return Batch(
+            **rows,
+            n_tokens=int((samples.ends[which] - samples.starts[which]).sum()),
+            n_targets=int((rows["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        )
+
+    def padding(self) -> float:
+        """The share of the places in all batches that hold no token of a sample."""
+        lengths = self.samples.lengths
+        n_tokens = n_places = 0
+        for i in range(len(self)):
+            filled = [int(lengths[samples].sum()) for samples in self.of(i)]
+            n_tokens += sum(filled)
+            n_places += len(filled) * (self.packed_to or max(filled))
+        return 1 - n_tokens / n_places
+
+    def keys_of_a_token(self) -> float:
+        """As many tokens has a token's own sample on average, which attention's work grows with."""
+        lengths = self.samples.lengths
+        of_all = lengths[[i for samples in self.sequences for i in samples]]
+        return float((of_all**2).sum() / of_all.sum())
+
+
+def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
+    """The fields of a Batch of these (input_ids, labels), padded at the right to the longest.
+
+    Padding has no label.  It needs no attention mask: with causal attention no real token ever
+    looks at what comes after it.
+    """
+    ids, labels = zip(*rows)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, batch_first=True, padding_value=0),
+        "labels": pad(labels, batch_first=True, padding_value=IGNORE_INDEX),
+    }
+
+
+@dataclass(frozen=True)
 class Data:
-    train: list[Batch]
+    train: Batches
     validation: list[Batch]
     source: str  # one line about where it comes from
+    span: (
+        float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
+    )
 
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
@@ -61,50 +148,84 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
-    name, seq_len, batch_size = workload.data, workload.seq_len, workload.batch_size
-    n_train = steps * workload.micro_batches * batch_size
-    n_validation = VALIDATION_BATCHES * batch_size
-    if name == "synthetic":
-        generator = torch.Generator().manual_seed(workload.seed)
-        shape = n_train + n_validation, seq_len
-        tokens = torch.randint(config.vocab_size, shape, generator=generator)
-        sequences = [(row, row) for row in tokens]
-        train, validation = sequences[:n_train], sequences[n_train:]
-        source = f"synthetic: uniform random tokens of {config.vocab_size:,}"
-    else:
-        tokenizer = load_tokenizer(workload)
-        encode, end = text_encoder(tokenizer, config)
-        if name.endswith(".jsonl"):
-            examples, n_skipped = read_jsonl(name, encode, end, seq_len)
-            n_held_out = max(1, len(examples) // 10)
-            train, validation = examples[:-n_held_out], examples[-n_held_out:][:n_validation]
-            source = f"{name}: {len(train):,} examples to train on, {n_held_out:,} held out"
-            if n_skipped:
-                why = f"no completion token within --seq-len {seq_len}"
-                source += f", {n_skipped:,} skipped: {why}"
-        else:
-            train_texts, validation_texts = read_texts(name)
-            train = pack(train_texts, encode, end, seq_len, n_train)
-            validation = pack(validation_texts, encode, end, seq_len, n_validation)
-            held_out = f"{len(validation):,} held out"
-            source = f"{name}: {len(train):,} sequences to train on, {held_out}"
-        tokens_are = "UTF-8 bytes" if tokenizer is None else type(tokenizer).__name__
-        source += f", tokens: {tokens_are}"
-        if len(train) < n_train:
-            source += f" (each seen about {n_train / len(train):.1f} times)"
-    largest = max(int(ids.max()) for ids, _ in train + validation)
+    n_train = steps * workload.micro_batches * workload.batch_size
+    n_validation = VALIDATION_BATCHES * workload.batch_size
+    train, validation, source = load_samples(workload, config, n_train, n_validation)
+    largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
         raise UserError(
             f"the data holds token id {largest}, outside the model's vocabulary of "
             f"{config.vocab_size}; "
             "the tokenizer does not belong to this model"
         )
-    order = list(epochs(len(train), n_train, workload.seed))
-    return Data(
-        train=make_batches([train[i] for i in order], batch_size),
-        validation=make_batches(validation, batch_size),
-        source=source,
-    )
+    packed_to = workload.seq_len if workload.pack else None
+    if packed_to:
+        # no sequence holds more samples than tokens
+        order = epochs(len(train), n_train * packed_to, workload.seed)
+        sequences = packing.first_fit(train.lengths, order, packed_to, n_train)
+        held_out = range(len(validation))
+        held_out = packing.first_fit(validation.lengths, held_out, packed_to, n_validation)
+    else:
+        sequences = [[i] for i in epochs(len(train), n_train, workload.seed)]
+        held_out = [[i] for i in range(min(n_validation, len(validation)))]
+    batches = Batches(train, sequences, workload.batch_size, packed_to)
+    n_drawn = sum(map(len, sequences))
+    if n_drawn > len(train):
+        source += f" (each seen about {n_drawn / len(train):.1f} times)"
+    if packed_to:
+        source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
+    if padding := batches.padding():
+        source += f"; padding: {100 * padding:.1f} %"
+    validation = Batches(validation, held_out, workload.batch_size, packed_to)
+    span = batches.keys_of_a_token() if packed_to else workload.seq_len
+    return Data(train=batches, validation=list(validation), source=source, span=span)
+
+
+def load_samples(
+    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int
+) -> tuple[Samples, Samples, str]:
+    """(to train on, held out, one line about them), each of at most seq_len tokens."""
+    name, seq_len = workload.data, workload.seq_len
+    if name == "synthetic":
+        generator = torch.Generator().manual_seed(workload.seed)
+        shape = n_train + n_validation, seq_len
+        tokens = torch.randint(config.vocab_size, shape, generator=generator).numpy()
+        drawn = Samples.of((i, row, row >= 0) for i, row in enumerate(tokens))
+        train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
+        return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
+    tokenizer = load_tokenizer(workload)
+    encode = samples.Encoder.of(tokenizer, config)
+    if name.endswith(".jsonl"):
+        text = samples.read_file(name)
+        examples = token_cache.cached(
+            name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
+        )
+        examples, n_skipped = samples.of_examples(name, examples, seq_len)
+        n_held_out = max(1, len(examples) // 10)
+        train = examples.select(slice(-n_held_out))
+        validation = examples.select(slice(-n_held_out, None))
+        source = f"{name}: {len(train):,} examples to train on, {n_held_out:,} held out"
+        if n_skipped:
+            why = f"no completion token within --seq-len {seq_len}"
+            source += f", {n_skipped:,} skipped: {why}"
+    else:
+        texts = samples.read_texts(name)
+        all_texts = [text for part in texts for text in part]
+        both = token_cache.cached(
+            name, all_texts, encode, lambda: samples.tokenize_texts(all_texts, encode)
+        )
+        parts = both.split(len(texts[0]))
+        if workload.pack:
+            train, validation = (part.in_pieces(seq_len) for part in parts)
+            what = f"pieces of up to {seq_len:,} tokens"
+        else:
+            wanted = n_train, n_validation
+            train, validation = (
+                samples.of_text(part, seq_len).select(slice(n)) for part, n in zip(parts, wanted)
+            )
+            what = "sequences"
+        source = f"{name}: {len(train):,} {what} to train on, {len(validation):,} held out"
+    return train, validation, f"{source}, tokens: {encode.in_words()}"
 
 
 def load_tokenizer(workload: Workload):
@@ -126,132 +247,3 @@ def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:
         shuffle.shuffle(order)
         yield from order[:n_wanted]
         n_wanted -= n_sequences
-
-
-def text_encoder(tokenizer, config: LlamaConfig) -> tuple[Callable[[str], list[int]], list[int]]:
-    """(text -> token ids without special tokens, the ids that end a text)."""
-    if tokenizer is None:
-        end = [256] if config.vocab_size == BYTE_VOCABULARY else []
-        return (lambda text: list(text.encode("utf-8"))), end
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    return encode, end
-
-
-def read_texts(data: str) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): every tenth stdlib file, or a text file's last tenth."""
-    if data == "stdlib":
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-        return [t for i, t in enumerate(texts) if i % 10], texts[::10]
-    text = read_file(data)
-    cut = len(text) * 9 // 10
-    return [text[:cut]], [text[cut:]]
-
-
-def read_file(path: str) -> str:
-    if not path.endswith((".txt", ".jsonl")):
-        expected = "stdlib, synthetic, a .txt file or a .jsonl file"
-        raise UserError(f"--data {path}: expected {expected}")
-    try:
-        # without the mark that Windows editors put first
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from error
-    if not text.strip():
-        raise UserError(f"{path} is empty")
-    return text
-
-
-def pack(
-    texts: list[str], encode: Callable, end: list[int], seq_len: int, n_wanted: int
-) -> list[tuple]:
-    """Up to n_wanted (input_ids, labels) of seq_len tokens, cut from the texts laid end to end."""
-    tokens: list[int] = []
-    for text in texts:
-        tokens += encode(text) + end
-        if len(tokens) >= seq_len * n_wanted:
-            break
-    n_sequences = min(n_wanted, len(tokens) // seq_len)
-    if n_sequences == 0:
-        raise UserError(
-            f"the data has a part of only {len(tokens)} tokens, too short for one sequence of "
-            f"--seq-len {seq_len} (a tenth of a text file is held out); "
-            "give more text or a smaller --seq-len"
-        )
-    rows = torch.tensor(tokens[: n_sequences * seq_len]).view(n_sequences, seq_len)
-    return [(row, row) for row in rows]
-
-
-def read_jsonl(
-    path: str, encode: Callable, end: list[int], seq_len: int
-) -> tuple[list[tuple], int]:
-    """(input_ids, labels) of each line {"prompt": ..., "completion": ...}; how many were skipped.
-
-    Prompt tokens are not trained on.  An example longer than seq_len is cut at its end; one of
-    which no completion token is left then is skipped.
-
-    Raises:
-        UserError: a line is malformed, or fewer than two examples are left.
-    """
-    examples, skipped = [], []  # skipped: their line numbers
-    # not splitlines(): it also cuts at characters that a JSON string may hold, such as U+2028
-    for line_number, line in enumerate(read_file(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line)
-            prompt, completion = example["prompt"], example["completion"]
-            if not (isinstance(prompt, str) and isinstance(completion, str)):
-                raise TypeError
-            # JSON can spell half of a surrogate pair, which is no text
-            (prompt + completion).encode("utf-8")
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
-            expected = 'expected a JSON object with strings "prompt" and "completion"'
-            raise UserError(f"{path}, line {line_number}: {expected}") from None
-        prompt_ids, completion_ids = encode(prompt), encode(completion) + end
-        ids = torch.tensor((prompt_ids + completion_ids)[:seq_len], dtype=torch.int64)
-        labels = ids.clone()
-        labels[: len(prompt_ids)] = IGNORE_INDEX
-        # the first token of a sequence is never predicted, so it alone teaches nothing
-        if (labels[1:] != IGNORE_INDEX).any():
-            examples.append((ids, labels))
-        else:
-            skipped.append(line_number)
-    if skipped and not examples:
-        raise UserError(
-            f"{path}, line {skipped[0]}: no completion token is left to train on within "
-            f"--seq-len {seq_len}, nor in any other line"
-        )
-    if len(examples) < 2:
-        left = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if skipped else ""
-        found = f"{path} holds {len(examples)} example{left}"
-        raise UserError(f"{found}; at least 2 are needed (one is held out)")
-    return examples, len(skipped)
-
-
-def make_batches(sequences: list[tuple], batch_size: int) -> list[Batch]:
-    """Batches of up to batch_size, padded at the right to the longest; padding has no label.
-
-    Padding after the end needs no attention mask: with causal attention no
-    real token ever looks at it.
-    """
-    batches = []
-    for start in range(0, len(sequences), batch_size):
-        ids, labels = zip(*sequences[start : start + batch_size])
-        targets = [int((row[1:] != IGNORE_INDEX).sum()) for row in labels]
-        pad = torch.nn.utils.rnn.pad_sequence
-        batches.append(
-            Batch(
-                pad(list(ids), batch_first=True, padding_value=0),
-                pad(list(labels), batch_first=True, padding_value=IGNORE_INDEX),
-                n_tokens=sum(len(row) for row in ids),
-                n_targets=sum(targets),
-            )
-        )
-    return batches

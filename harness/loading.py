@@ -7,8 +7,9 @@ import torch
 from harness.architecture import TORCH_DTYPES, build_model, for_training
 from harness.command_line import UserError
 from harness.config_file import load_config, reading
-from harness.dataset import read_file
 from harness.device import DEVICE, require_interpreter
+from harness.packed_attention import use_packed_attention
+from harness.samples import read_file
 from harness.workload import Workload, draws_weights
 
 # isort: split
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 def load_model(workload: Workload, try_step: Callable | None = None) -> torch.nn.Module:
     """The model in training mode, on the GPU if there is one, in the workload's dtype.
+
+    With `pack` its attention is that of packed batches.
 
     Random weights are drawn on the device itself from the seed, so that two runs
     start from the same point and 8B parameters take seconds.  try_step: see `load_config`.
@@ -35,7 +38,16 @@ def load_model(workload: Workload, try_step: Callable | None = None) -> torch.nn
     dtype = TORCH_DTYPES[workload.dtype]
     torch.manual_seed(workload.seed)
     if draws_weights(workload.model, workload):
-        return build_model(config, dtype, DEVICE)
+        model = build_model(config, dtype, DEVICE)
+    else:
+        model = for_training(load_weights(workload, dtype))
+    if workload.pack:
+        use_packed_attention(model)
+    return model
+
+
+def load_weights(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
+    """The pretrained model, if all its weights are there, and no others."""
     with reading(f"the weights of {workload.model}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,
@@ -55,4 +67,4 @@ def load_model(workload: Workload, try_step: Callable | None = None) -> torch.nn
     if said:
         given = f"the weights of {workload.model}"
         raise UserError(f"{given} do not fit its config.json: {'; '.join(said)}")
-    return for_training(model)
+    return model

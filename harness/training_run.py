@@ -26,9 +26,10 @@ from harness.architecture import TORCH_DTYPES, flops_per_token
 from harness.attribution import busy_us, gpu_events
 from harness.command_line import RunError
 from harness.costs import least_ms
-from harness.dataset import IGNORE_INDEX, Batch, load_data, load_tokenizer
+from harness.dataset import Batch, load_data, load_tokenizer
 from harness.device import DEVICE, HAS_GPU, synchronize
 from harness.diagnosis_tables import ceilings_line
+from harness.loader import Loader
 from harness.profiler import measure_ceilings
 from harness.run_records import environment, environment_line, write_record
 from harness.saving import save_model
@@ -69,6 +70,7 @@ class Run:
         self.described = workload.as_record() | {"parameters": n_parameters} | (more or {})
         # one of each per step
         self.losses, self.seconds, self.tokens, self.peaks = [], [], [], []
+        self.data_seconds = []  # of these seconds, those that the device waited for the next batch
         self.warmup_steps = WARMUP_STEPS if workload.steps > WARMUP_STEPS else 0
         # the last one, if that leaves some to be timed
         self.profiled_steps = int(HAS_GPU and workload.steps > WARMUP_STEPS + 1)
@@ -100,9 +102,10 @@ class Run:
         """Each step's micro-batches, on the device; when they are handed out, the clock starts."""
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
-        last_timed, n = self.workload.steps - self.profiled_steps, self.workload.micro_batches
+        last_timed = self.workload.steps - self.profiled_steps
+        self.loader = Loader(self.data.train, self.workload.micro_batches)
         for step in range(1, self.workload.steps + 1):
-            batches = [batch.to(DEVICE) for batch in self.data.train[(step - 1) * n : step * n]]
+            batches = self.loader.take()
             self.step_tokens = sum(batch.n_tokens for batch in batches)
             with self.recording() if step > last_timed else contextlib.nullcontext():
                 self.start_clock()
@@ -127,9 +130,12 @@ class Run:
     def end_step(self, loss: torch.Tensor) -> None:
         """Stop the clock once the device is idle, record the step and print its line.
 
+        While the device is busy the next step's batches are fetched.
+
         Raises:
             RunError: the loss is not finite.
         """
+        self.data_seconds.append(self.loader.fetch())
         synchronize()
         self.seconds.append(time.perf_counter() - self.started)
         self.losses.append(loss.item())
@@ -162,6 +168,7 @@ class Run:
             "losses": self.losses,
             "peaks": self.peaks,
             **self.times(),
+            "padding": self.data.train.padding(),
             "peak_memory_bytes": self.peaks[-1],
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
@@ -178,10 +185,11 @@ class Run:
         """What a record says of the timed steps, and of the one that was profiled."""
         steps = {"warmup_steps": self.warmup_steps, "profiled_steps": self.profiled_steps}
         steps |= {"seconds": self.seconds, "tokens": self.tokens}
+        steps |= {"data_seconds": self.data_seconds}
         seconds, tokens = timed(steps), timed(steps, "tokens")
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
-        flops = flops_per_token(self.model.config, self.workload.seq_len)
+        flops = flops_per_token(self.model.config, self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         return {
             **steps,
@@ -216,9 +224,8 @@ def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
     total, count = 0.0, 0
     for batch in batches:
         batch = batch.to(DEVICE)
-        n_targets = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
-        total += model(**batch.inputs()).loss.item() * n_targets
-        count += n_targets
+        total += model(**batch.inputs()).loss.item() * batch.n_targets
+        count += batch.n_targets
     model.train()
     return total / count
 
@@ -270,16 +277,22 @@ def result_block(record: dict) -> str:
     busy = share_of_step(record, "busy_ms", profiled)
     light = share_of_step(record, "least_ms", "at the measured ceilings, without the host")
     before, after = record["validation_loss_before"], record["validation_loss_after"]
+    throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
+    if padding := record.get("padding"):  # older records do not say it
+        throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
     rows = [
         ("Average time per step:", f"{record['average_seconds']:.3f} s (steps {first} to {last})"),
         ("Median time per step:", f"{record['median_seconds']:.3f} s ({around})"),
-        ("Average throughput:", f"{record['tokens_per_second']:,.0f} tokens/sec"),
+        ("Average throughput:", throughput),
         (memory, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
         ("GPU busy:", busy),
         ("Speed of light:", light),
         ("Model FLOPs utilization:", utilization),
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
     ]
+    if "data_seconds" in record:
+        share = sum(timed(record, "data_seconds")) / sum(timed(record))
+        rows.insert(6, ("Waiting for data:", f"at most {100 * share:.2f} % of the steps' time"))
     if "teacher" in record:
         first, last = record["losses"][0], record["losses"][-1]
         change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"

@@ -61,7 +61,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         default="stdlib",
         metavar="stdlib|synthetic|FILE.txt|FILE.jsonl",
         help="stdlib: the source of Python's standard library; synthetic: random tokens; a text "
-        "file; or jsonl with 'prompt' and 'completion' (default: %(default)s)",
+        "file; or jsonl with 'prompt' and 'completion', or 'messages' (default: %(default)s)",
     )
     add(
         "--batch-size",
@@ -180,7 +180,8 @@ class Workload:
             on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
 
         Raises:
-            UserError: there is no GPU for a CUDA graph, or no step that would be one.
+            UserError: there is no GPU for a CUDA graph, no step that would be one, or nothing that
+                could be packed.
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -198,6 +199,8 @@ class Workload:
             )
         if workload.cuda_graph and not on_gpu:
             raise UserError("--cuda-graph needs a CUDA GPU and none was found")
+        if workload.pack:
+            refuse_packing(workload)
         return workload
 
     def as_flags(self) -> list[str]:
@@ -246,6 +249,22 @@ class Workload:
             for key in keys
             if mine.get(key) != theirs.get(key)
         ]
+
+
+def refuse_packing(workload: Workload) -> None:
+    """Refuse --pack beside what has no samples to pack, or repeats one step's boundaries.
+
+    Raises:
+        UserError: it does.
+    """
+    if workload.data == "synthetic" or workload.data.endswith(".txt"):
+        given = f"--pack fills sequences with several samples, and --data {workload.data} has none"
+        raise UserError(f"{given}: take stdlib or a .jsonl file, or leave --pack out")
+    if workload.cuda_graph:
+        raise UserError(
+            "--cuda-graph repeats one step to the byte, and with --pack samples end elsewhere in "
+            "each: leave one of the two out"
+        )
 
 
 def draws_weights(model: str, workload: Workload) -> bool:

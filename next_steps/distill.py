@@ -100,12 +100,12 @@ def learn_from(
 
     reverse_kl = TritonReverseKLLoss(temperature) if fused else eager
 
-    def forward(self, input_ids, labels, num_items_in_batch=None):
+    def forward(self, input_ids, labels, num_items_in_batch=None, **packing):
         if not self.training:  # the validation loss is that of the labels
-            return type(self).forward(self, input_ids=input_ids, labels=labels)
+            return type(self).forward(self, input_ids=input_ids, labels=labels, **packing)
         with torch.no_grad():
-            teacher_logits = teacher(input_ids=input_ids).logits  # (B, T, V)
-        logits = type(self).forward(self, input_ids=input_ids).logits  # (B, T, V)
+            teacher_logits = teacher(input_ids=input_ids, **packing).logits  # (B, T, V)
+        logits = type(self).forward(self, input_ids=input_ids, **packing).logits  # (B, T, V)
 
         def of_targets(logits, targets, ignore_index):
             return reverse_kl(logits, teacher_logits, targets != ignore_index)

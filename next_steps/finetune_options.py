@@ -24,10 +24,11 @@ from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.workload import OPPONENTS, Workload, finetune_parser
 
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
+COMPILED = "compile", OWN_GRAPHS
 IGNORED = {  # by each of the flags below
     "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
     "opponent": ["longest", "kernels", "stochastic_rounding"],
-    "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
+    "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save"],
 }
 
 
@@ -59,6 +60,11 @@ def parse_args(doc: str) -> argparse.Namespace:
         if (args.accumulate or 1) > 1:  # github.com/pytorch/pytorch/issues/169545
             fault = "which write over the gradients that are to be added up"
             raise UserError(f"{own}, {fault}: leave --accumulate out")
+    if args.pack and (args.ladder or args.opponent in COMPILED):
+        flag = "--ladder" if args.ladder else f"--opponent {args.opponent}"
+        prepared = f"{flag} records or compiles a step for those after it"
+        changing = "with --pack samples end elsewhere in each"
+        raise UserError(f"{prepared}, and {changing}: leave one of the two out")
     if args.plot and not args.ladder:
         wish = f"--plot {args.plot} draws the ladder"
         raise UserError(f"{wish}: add --ladder, or leave --plot out")

@@ -329,7 +329,7 @@ def test_a_damaged_tokenizer_is_refused(cli, checkpoint, name):
     assert_refused(outcome, f"the tokenizer of {checkpoint} could not be loaded")
 
 
-def test_a_tokenizer_of_another_model_is_refused(cli, checkpoint):
+def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
     words = Tokenizer(
         models.WordLevel({"import": 5, "[unknown]": architecture.BYTE_VOCABULARY}, "[unknown]")
     )
@@ -728,8 +728,9 @@ SCRIPTS = sorted(
 
 
 MODULES = sorted(
-    f"tools.{path.stem}"
-    for path in (HERE / "tools").glob("*.py")
+    f"{floor}.{path.stem}"
+    for floor in ("next_steps", "tools")
+    for path in (HERE / floor).glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
 HEAVY = "torch", "transformers", "triton"

@@ -26,6 +26,12 @@ class Outcome:
 
 
 @pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Tokens are not kept where those of the user's own runs are."""
+    monkeypatch.setattr("harness.token_cache.folder", lambda: tmp_path / "token_cache")
+
+
+@pytest.fixture
 def run_script(monkeypatch, capsys):
     """run_script(module, "--flag", ...) -> Outcome, through sys.argv, main() and exit code."""
 

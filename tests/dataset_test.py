@@ -1,5 +1,7 @@
 """Every token is trained on or held out, none twice, and prompts and padding are masked."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from harness import (
     architecture,
     dataset,
     loading,
+    samples,
     training_run,
 )
 from harness.command_line import UserError
@@ -17,23 +20,25 @@ from tests.small_workloads import (
 )
 
 END = 256  # the tiny model's end-of-text token
+BYTES = samples.Encoder(None, [END])
+
+
+def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, int]:
+    examples = samples.tokenize_jsonl(str(path), samples.read_file(str(path)), BYTES)
+    return samples.of_examples(str(path), examples, seq_len)
 
 
 def test_packing_loses_and_repeats_no_token():
     texts = ["first text", "second, longer text", "third"]
     tokens = [token for text in texts for token in [*text.encode(), END]]
-    rows = dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=100)
+    rows = list(samples.of_text(samples.tokenize_texts(texts, BYTES), seq_len=7))
     assert len(rows) == len(tokens) // 7
     assert all(ids.shape == (7,) and torch.equal(ids, labels) for ids, labels in rows)
     assert torch.cat([ids for ids, _ in rows]).tolist() == tokens[: 7 * len(rows)]
-    assert (
-        len(dataset.pack(texts, lambda text: list(text.encode()), [END], seq_len=7, n_wanted=2))
-        == 2
-    )
 
 
 def test_no_stdlib_file_is_both_trained_on_and_held_out():
-    train, validation = dataset.read_texts("stdlib")
+    train, validation = samples.read_texts("stdlib")
     assert len(train) > 50 and len(validation) > 5
     assert not {text for text in train if text} & {text for text in validation if text}
 
@@ -59,7 +64,9 @@ def test_no_batch_is_repeated_within_a_run(source):
     assert len(data.train) == 20 and len(data.validation) == dataset.VALIDATION_BATCHES
     assert all(batch.input_ids.shape == (2, 16) and batch.n_tokens == 32 for batch in data.train)
     assert (
-        len({tuple(batch.input_ids.flatten().tolist()) for batch in data.train + data.validation})
+        len(
+            {tuple(batch.input_ids.flatten().tolist()) for batch in [*data.train, *data.validation]}
+        )
         == 24
     )
 
@@ -104,9 +111,7 @@ def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
 
 def test_long_example_is_cut_at_its_end(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
-    examples, n_skipped = dataset.read_jsonl(
-        str(path), lambda text: list(text.encode()), [END], seq_len=4
-    )
+    examples, n_skipped = read_jsonl(path, seq_len=4)
     (ids, labels), _ = examples
     assert n_skipped == 0
     assert ids.tolist() == list(b"abcd")
@@ -116,14 +121,12 @@ def test_long_example_is_cut_at_its_end(tmp_path):
 @pytest.mark.parametrize("example", [("abcdefgh", "completion cut away"), ("", "")])
 def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
     path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example, ("c", "d"))
-    examples, n_skipped = dataset.read_jsonl(
-        str(path), lambda text: list(text.encode()), [END], seq_len=8
-    )
+    examples, n_skipped = read_jsonl(path, seq_len=8)
     assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
     assert n_skipped == 1
     jsonl(path, example, example)
     with pytest.raises(UserError, match="line 1: no completion token is left to train on"):
-        dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=8)
+        read_jsonl(path, seq_len=8)
 
 
 def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_path):
@@ -132,14 +135,18 @@ def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_pa
         '\ufeff{"prompt": "a\u2028b", "completion": "c\u0085d"}\r\n\r\n'
         '{"prompt": "", "completion": "e\\u2029f"}'
     )
-    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=64)
-    assert [bytes(ids.tolist()).decode() for ids, _ in examples] == ["a\u2028bc\u0085d", "e\u2029f"]
+    examples, _ = read_jsonl(path, seq_len=64)
+    texts = [bytes(ids.tolist()[:-1]).decode() for ids, _ in examples]
+    assert texts == ["a\u2028bc\u0085d", "e\u2029f"]
 
 
 def test_padding_changes_no_loss(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdefghij"), ("x", "y"))
     model = loading.load_model(tiny_workload())
-    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [END], seq_len=16)
-    together = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=3))
-    one_by_one = training_run.validation_loss(model, dataset.make_batches(examples, batch_size=1))
+    examples, _ = read_jsonl(path, seq_len=16)
+    rows = [[i] for i in range(len(examples))]
+    together, one_by_one = (
+        training_run.validation_loss(model, dataset.Batches(examples, rows, batch_size))
+        for batch_size in (3, 1)
+    )
     assert together == pytest.approx(one_by_one, rel=1e-6)

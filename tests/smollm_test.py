@@ -78,13 +78,13 @@ def workload_of(flags: list[str]) -> Workload:
 
 
 @pytest.mark.exhaustive
-def test_text_is_tokenized_into_words(smollm, english):
+def test_text_is_tokenized_into_words(own_cache, smollm, english):
     workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
     data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
     tokenizer = dataset.load_tokenizer(workload)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
     text = english.read_text(encoding="utf-8")
-    for batch in data.train + data.validation:
+    for batch in [*data.train, *data.validation]:
         (words,) = tokenizer.batch_decode(batch.input_ids)
         assert words in text
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"

@@ -17,6 +17,7 @@ from harness import (
     costs,
     dataset,
     loading,
+    samples,
     saving,
     stepping,
     training_run,
@@ -85,15 +86,15 @@ def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
     assert differing <= {
         "title", "seconds", "average_seconds", "median_seconds", "tokens_per_second", "peaks",
         "p20_seconds", "p80_seconds", "busy_ms", "ceilings", "least_ms", "peak_memory_bytes",
-        "losses", "validation_loss_after",
+        "losses", "validation_loss_after", "data_seconds",
     }  # fmt: skip
 
 
 def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("", "abcdefghijkl"), ("abcdefgh", "i"))
     model = loading.load_model(tiny_workload())
-    examples, _ = dataset.read_jsonl(str(path), lambda text: list(text.encode()), [], seq_len=16)
-    batches = dataset.make_batches(examples, batch_size=1)
+    examples = samples.tokenize_jsonl(str(path), path.read_text(), samples.Encoder(None, []))
+    batches = dataset.Batches(examples, [[0], [1]], batch_size=1)
     # nothing predicts a sequence's first token, which the empty prompt leaves to train on
     sums, counts = (
         [],
@@ -362,7 +363,7 @@ def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
     assert all(torch.equal(loaded[name], value.cpu()) for name, value in model.state_dict().items())
 
 
-def test_the_tokenizer_is_saved_with_the_model(monkeypatch, tmp_path):
+def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(first)
     words = Tokenizer(models.WordLevel({"[unknown]": 0, "import": 7, "def": 8}, "[unknown]"))
@@ -389,7 +390,5 @@ def test_the_tokenizer_is_saved_with_the_model(monkeypatch, tmp_path):
         7,
         0,
     ]
-    (ids, _), *_ = dataset.pack(
-        ["import def"], *dataset.text_encoder(dataset.load_tokenizer(workload), None), 2, 1
-    )
-    assert ids.tolist() == [7, 8]
+    encode = samples.Encoder.of(dataset.load_tokenizer(workload), None)
+    assert encode("import def").tolist() == [7, 8]

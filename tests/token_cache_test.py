@@ -1,0 +1,154 @@
+"""Tokens are made once, and a file that is not of this data and tokenizer is never used."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from harness import architecture, dataset, samples, token_cache
+from tests.small_workloads import jsonl, tiny_workload
+
+# isort: split
+# after the harness, which decides how triton (imported by these) will run
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+FOLDER = token_cache.folder  # before a fixture replaces it
+CONFIG = architecture.tiny_config()
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def tokenizer_of(words: str, **more) -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["[unknown]", *words.split()])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[unknown]", **more)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch) -> PreTrainedTokenizerFast:
+    """Stands for the model's."""
+    return give(monkeypatch, tokenizer_of("a b c d e"))
+
+
+def give(monkeypatch, tokenizer):
+    monkeypatch.setattr(dataset, "load_tokenizer", lambda workload: tokenizer)
+    return tokenizer
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return jsonl(tmp_path / "data.jsonl", ("a b", "c d e"), ("a", "b"), ("c c", "e e"))
+
+
+@pytest.fixture
+def n_encoded(monkeypatch) -> list[str]:
+    """The texts that are tokenized from now on."""
+    seen, encode = [], samples.Encoder.__call__
+
+    def counted(self, text):
+        seen.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(samples.Encoder, "__call__", counted)
+    return seen
+
+
+def load(file, *flags) -> list[list]:
+    workload = tiny_workload("--data", str(file), *flags)
+    data = dataset.load_data(workload, CONFIG, 2)
+    return [batch.input_ids.tolist() for batch in [*data.train, *data.validation]]
+
+
+@pytest.mark.parametrize("data", ["jsonl", "text", "stdlib"])
+def test_what_was_tokenized_once_is_read_again(tokenizer, tmp_path, file, n_encoded, data):
+    if data != "jsonl":
+        file = tmp_path / "text.txt"
+        file.write_text("a b c d e " * 100)
+    file = "stdlib" if data == "stdlib" else file
+    first = load(file)
+    assert n_encoded
+    n_encoded.clear()
+    assert load(file) == first and not n_encoded
+    load(file, "--seq-len", "8")  # whole samples are kept, so another length needs nothing new
+    assert not n_encoded
+
+
+def test_bytes_are_not_kept(file):
+    load(file)
+    assert not list(token_cache.folder().glob("*"))
+
+
+def test_another_tokenizer_tokenizes_again_and_says_so(
+    tokenizer, file, monkeypatch, n_encoded, capsys
+):
+    before = load(file)
+    give(monkeypatch, tokenizer_of("e d c b a"))
+    n_encoded.clear()
+    assert load(file) != before and n_encoded
+    assert "is of another tokenizer: tokenizing again" in capsys.readouterr().out
+    assert len(list(token_cache.folder().glob("*"))) == 1, "the old one is replaced"
+
+
+def test_another_template_or_end_is_another_tokenizer(tokenizer, file):
+    encoders = [
+        samples.Encoder.of(tokenizer_of("a b c", **more), CONFIG)
+        for more in ({}, {"chat_template": "{{ 1 }}"}, {"eos_token": "a"})
+    ]
+    sums = {token_cache.digest(*token_cache.described(encode)) for encode in encoders}
+    assert len(sums) == 3
+
+
+def test_changed_data_are_tokenized_again_and_said(tokenizer, file, n_encoded, capsys):
+    before = load(file)
+    jsonl(file, ("a b", "e d c"), ("a", "b"), ("c c", "e e"))
+    n_encoded.clear()
+    assert load(file) != before and n_encoded
+    assert "is of other data: tokenizing again" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_made_again_and_said(tokenizer, file, capsys):
+    """Wherever it is damaged: no error, and no other tokens."""
+    before = load(file)
+    (cache,) = token_cache.folder().glob("*.npz")
+    whole, draw = cache.read_bytes(), random.Random(0)
+    damaged = [b"", b"no zip", whole[: len(whole) // 2]]
+    for _ in range(60):
+        i = draw.randrange(len(whole))
+        damaged.append(whole[:i] + bytes([whole[i] ^ 1 << draw.randrange(8)]) + whole[i + 1 :])
+    for content in damaged:
+        cache.write_bytes(content)
+        assert load(file) == before
+    assert capsys.readouterr().out.count(f"{cache} is damaged: tokenizing again") > 20
+    assert cache.read_bytes() == whole or load(file) == before
+    assert [path.name for path in token_cache.folder().iterdir()] == [cache.name]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tokenizer, file, monkeypatch, tmp_path, capsys):
+    (tmp_path / "in_the_way").write_text("")
+    monkeypatch.setattr(token_cache, "folder", lambda: tmp_path / "in_the_way")
+    load(file)
+    assert "The tokens are not kept: cannot write" in capsys.readouterr().out
+
+
+def test_a_file_with_python_objects_is_not_opened(tokenizer, file):
+    """Loading one could run anything."""
+    import numpy as np
+
+    load(file)
+    (cache,) = token_cache.folder().glob("*.npz")
+    with np.load(cache) as stored:
+        arrays = dict(stored)
+    arrays["tokens"] = np.array([object()], dtype=object)
+    np.savez(cache, **arrays)
+    before = load(file)
+    assert before == load(file)
+
+
+def test_the_cache_is_where_caches_belong(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert FOLDER() == tmp_path / "kernel-dev-ft"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert FOLDER() == tmp_path / "home" / ".cache" / "kernel-dev-ft"
