@@ -1,5 +1,7 @@
 """A loss and modules put into a model give the unpatched model's loss and gradients."""
 
+import math
+
 import pytest
 import torch
 
@@ -88,6 +90,17 @@ def test_a_micro_batch_without_targets_adds_nothing():
     loss = loss_function(logits, labels, num_items_in_batch=torch.tensor(7))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_a_step_without_targets_has_no_loss_and_hands_no_nan_to_the_gradients(items):
+    """As one large batch; a fused loss multiplies gradients of zero by what it is handed."""
+    mean_of_none = torch.tensor(math.nan, requires_grad=True)
+    loss_function = patching.causal_lm_loss(lambda *_: mean_of_none)
+    labels = torch.full((1, 4), dataset.IGNORE_INDEX)
+    loss = loss_function(torch.zeros(1, 4, 50), labels, num_items_in_batch=items)
+    loss.backward()
+    assert loss.isnan() and mean_of_none.grad == 0
 
 
 @pytest.mark.parametrize("items", [None, 17, torch.tensor([17])])

@@ -7,12 +7,12 @@ TESTS = "tests.distill_test"  # where a test is looked for whose file is not nam
 FAULTS = {
     "test_loss_and_gradients_are_pytorchs[eager-2.5]": [
         ("forward KL", "reverse_kl(logits, teacher_logits, targets", "reverse_kl(teacher_logits, logits, targets"),
-        ("temperature ignored by PyTorch", "counts, temperature)", "counts, 1.0)"),
+        ("temperature ignored by PyTorch", "counts, temperature, red", "counts, 1.0, red"),
     ],
     "test_loss_and_gradients_are_pytorchs[loss-2.5]": [
         ("temperature ignored by the kernel", "TritonReverseKLLoss(temperature)", "TritonReverseKLLoss()"),
         ("every position counts", "reverse_kl(logits, teacher_logits, targets != ignore_index)", "reverse_kl(logits, teacher_logits)"),
-        ("labels not shifted", "loss_function(logits, labels)", "loss_function(logits, None, shift_labels=labels)"),
+        ("labels not shifted", "loss_function(logits, labels, num", "loss_function(logits, None, shift_labels=labels, num"),
     ],
     "test_the_validation_loss_is_that_of_the_labels": [
         ("validation by the teacher", "if not self.training:", "if False:"),
