@@ -56,12 +56,13 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.dataset import load_data
     from harness.device import DEVICE, HAS_GPU
     from harness.loading import load_model
-    from next_steps import apply_kernels, memory_estimate
+    from next_steps import apply_kernels, memory_estimate, recompute
 
     kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
     model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
+    recompute.set_recompute(model, workload.recompute)
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps)
@@ -211,6 +212,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def default_trace(workload: Workload) -> str:
     model = Path(workload.model).resolve().name
     kernels = "+".join(workload.kernels) or "baseline"
+    kernels += f"-{workload.recompute}" * bool(workload.recompute)
     kernels += "-cuda_graph" * workload.cuda_graph
     return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
 

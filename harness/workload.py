@@ -262,6 +262,8 @@ def kernels_in_words(record: dict) -> str:
     """The kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
+    if "recompute" in record:
+        names.append(f"recompute {record['recompute']}")
     if "opponent" in record:
         names.append(OPPONENTS[record["opponent"]])
     return ", ".join(names) or "none"

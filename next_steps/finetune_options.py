@@ -25,8 +25,11 @@ from harness.workload import OPPONENTS, Workload, finetune_parser
 
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 IGNORED = {  # by each of the flags below
-    "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
-    "opponent": ["longest", "kernels", "stochastic_rounding"],
+    "ladder": [
+        *("opponent", "longest", "kernels", "stochastic_rounding"),
+        *("recompute", "offload", "cuda_graph", "save"),
+    ],
+    "opponent": ["longest", "kernels", "stochastic_rounding", "recompute", "offload"],
     "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
 }
 

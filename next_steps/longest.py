@@ -15,6 +15,7 @@ from harness.loading import load_model
 from harness.workload import Workload, kernels_in_words, model_line
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
+from next_steps.recompute import set_recompute
 
 LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
 CPU_LENGTHS = 4  # on a CPU no more are tried: its memory ends where the machine stops to answer
@@ -25,6 +26,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     kernels = workload.kernels
     model = load_model(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
+    set_recompute(model, workload.recompute)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     first = -(-workload.seq_len // LENGTH_STEP) * LENGTH_STEP

@@ -42,7 +42,7 @@ from harness import architecture, config_file, dataset, run_records, stepping, t
 from harness.architecture import TORCH_DTYPES
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import apply_kernels, linear_cross_entropy_kernel
+from next_steps import apply_kernels, linear_cross_entropy_kernel, recompute
 from next_steps.memory_ledger import (
     BATCH,
     KINDS,
@@ -137,7 +137,12 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def run_step(
-    config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    seq_len: int,
+    kernels: list[str],
+    recomputed: str | None = None,
 ) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
@@ -147,6 +152,7 @@ def run_step(
         with torch.device("meta"):
             ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
         apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
+        recompute.set_recompute(model, recomputed)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
