@@ -30,6 +30,7 @@ IGNORED = {  # by each of the flags below
         *("recompute", "offload", "cuda_graph", "save"),
     ],
     "opponent": ["longest", "kernels", "stochastic_rounding", "recompute", "offload"],
+    "teacher": ["recompute", "offload"],
     "longest": ["data", "batch_size", "steps", "lr", "cuda_graph", "save"],
 }
 

@@ -29,7 +29,7 @@ def train(
     """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
     model = load_model(workload, step_tryer(workload.kernels))
     apply_kernels(model, model_kernels(workload.kernels))
-    set_recompute(model, workload.recompute)
+    set_recompute(model, workload.recompute, workload.offload)
     run = Run(name, workload, model, record_to, save_to)
     return take_steps(run, optimizer_for(model, workload))
 

@@ -26,7 +26,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     kernels = workload.kernels
     model = load_model(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
-    set_recompute(model, workload.recompute)
+    set_recompute(model, workload.recompute, workload.offload)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     first = -(-workload.seq_len // LENGTH_STEP) * LENGTH_STEP

@@ -32,6 +32,7 @@ one H200.  In fp32 and on other GPUs no run has been compared; an older GPU's cu
 import contextlib
 import functools
 import importlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -42,7 +43,7 @@ from harness import architecture, config_file, dataset, run_records, stepping, t
 from harness.architecture import TORCH_DTYPES
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import apply_kernels, linear_cross_entropy_kernel, recompute
+from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, recompute
 from next_steps.memory_ledger import (
     BATCH,
     KINDS,
@@ -121,6 +122,10 @@ def pretended_gpu() -> Iterator[None]:
             "_add_product",
             lambda *args, **options: None,
         ),
+        # what is offloaded has no memory here either
+        (offload, "pinned", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device="cpu")),
+        (offload, "transfer", lambda target, source: None),
+        (offload, "host_memory", lambda: math.inf),
         # does not know the device "meta"
         (
             torch,
@@ -142,7 +147,8 @@ def run_step(
     batch_size: int,
     seq_len: int,
     kernels: list[str],
-    recomputed: str | None = None,
+    level: str | None = None,
+    offloaded: bool = False,
 ) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
     with pretended_gpu(), Ledger() as ledger:
@@ -152,7 +158,7 @@ def run_step(
         with torch.device("meta"):
             ids, labels = (torch.empty((batch_size, seq_len), dtype=torch.int64) for _ in range(2))
         apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
-        recompute.set_recompute(model, recomputed)
+        recompute.set_recompute(model, level, offloaded)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -176,10 +182,21 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
 
 
 def estimate(
-    config: LlamaConfig, dtype: torch.dtype, batch_size: int, seq_len: int, kernels: list[str]
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    seq_len: int,
+    kernels: list[str],
+    level: str | None = None,
+    offloaded: bool = False,
 ) -> dict:
-    """The peak of a training step in bytes, when it is reached, and what it is made of."""
-    ledger = run_step(config, dtype, batch_size, seq_len, kernels)
+    """The peak of a training step in bytes, when it is reached, and what it is made of.
+
+    Args:
+        level: of recompute.py.
+        offloaded: what layers keep waits in the host's memory, of which nothing is counted here.
+    """
+    ledger = run_step(config, dtype, batch_size, seq_len, kernels, level, offloaded)
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
@@ -219,14 +236,15 @@ def report(workload: Workload, record_to: str | None = None) -> None:
     kernels = list(workload.kernels)
     config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
     shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
-    sets = [[], kernels] if kernels else [[]]
+    chosen = kernels, workload.recompute, workload.offload
+    sets = [([],), chosen] if any(chosen) else [([],)]
     record = {
         "kind": "estimate",
         "environment": run_records.environment(),
         **workload.as_record(),
         "parameters": architecture.parameter_count(config),
         "layers": config.num_hidden_layers,
-        "estimates": [estimate(config, *shape, names) for names in sets],
+        "estimates": [estimate(config, *shape, *each) for each in sets],
     }
     print(render(record))
     run_records.write_record(record_to, record)

@@ -162,7 +162,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     kernels, warmup = workload.kernels, workload.warmup
     model = load_model(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
-    set_recompute(model, workload.recompute)
+    set_recompute(model, workload.recompute, workload.offload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)

@@ -30,11 +30,14 @@ FLOPs.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the p
 layer's P weights: in LLaMA 3.1 8B 43,008 numbers save 436 MFLOP, 10,142 each.  So from T = 5,072 on
 a number of attention's output saves more than one of those, and it is kept: `attention_pays`.
 
+What a layer keeps can also wait in the host's memory, at any of the levels: offload.py.
+
 Limits: no torch.compile, no second derivative of what is computed again.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -49,6 +52,7 @@ from torch.utils.checkpoint import (
 
 from harness.workload import RECOMPUTE
 from next_steps import apply_kernels
+from next_steps.offload import Offloader
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
@@ -61,26 +65,34 @@ class Instead(functools.partial):
     """A forward that this file has put into a module, in the place of the class's."""
 
 
-def set_recompute(model: torch.nn.Module, level: str | None) -> torch.nn.Module:
+def set_recompute(
+    model: torch.nn.Module, level: str | None, offload: bool = False
+) -> torch.nn.Module:
     """Let the layers of a LlamaForCausalLM keep what this level says; returns the model.
 
     Args:
         model: after `apply_kernels`, if that is called.
         level: of RECOMPUTE; None: as the model was before any such call.
+        offload: what they keep waits in the host's memory.
     """
-    for layer in model.model.layers:
+    offloader = Offloader(model) if offload else None
+    for number, layer in enumerate(model.model.layers):
         norms = layer.input_layernorm, layer.post_attention_layernorm
         for module in (layer, layer.mlp, *norms):
             if isinstance(vars(module).get("forward"), Instead):
                 del module.forward
+        notes, noted = Notes(number, offloader), offload
         if isinstance(layer, apply_kernels.LlamaDecoderLayer):
             # a layer that runs twice keeps, the second time, what would run a third time
             layer.keep_norm = level in (NONE, LAYER)
             layer.keep_product = level in (NONE, NORM, LAYER)
         elif level in (NORM, MLP):
-            forget(layer, norms, level == MLP)
+            forget(layer, norms, level == MLP, notes)
+            noted = True
         if level == LAYER:
             layer.forward = Instead(checkpointed, model.config, layer.forward)
+        if noted:
+            layer.forward = Instead(notes.around, layer.forward)
     return model
 
 
@@ -119,10 +131,29 @@ def again(ctx) -> tuple[list[torch.Tensor], torch.Tensor]:
     return ctx.made
 
 
-class Notes:
-    """Hooks on what autograd keeps: of a `Recomputed`'s result, a note whose result it is."""
+@dataclass(frozen=True)
+class Result:
+    """What autograd holds in the place of a `Recomputed`'s result, or of a view of it."""
 
-    def __init__(self):
+    maker: object  # its node in the graph
+    geometry: tuple  # size, stride, storage_offset
+
+    def unpack(self) -> torch.Tensor:
+        return again(self.maker)[1].detach().as_strided(*self.geometry)
+
+
+def unpack(packed) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+class Notes:
+    """A layer's hooks: of a `Recomputed`'s result autograd keeps a note whose result it is.
+
+    All else stays, or with an offloader goes to the host's memory.
+    """
+
+    def __init__(self, number: int, offloader: Offloader | None):
+        self.number, self.offloader = number, offloader
         self.makers = {}  # by the storage of the result: its version, and its node in the graph
 
     def recomputed(
@@ -139,31 +170,32 @@ class Notes:
 
     def pack(self, t: torch.Tensor):
         version, maker = self.makers.get(StorageWeakRef(t.untyped_storage()), (None, None))
-        if version != t._version:
-            return t
-        return maker, (t.size(), t.stride(), t.storage_offset())
+        if version == t._version:
+            return Result(maker, (t.size(), t.stride(), t.storage_offset()))
+        return self.offloader.layer.pack(t) if self.offloader else t
 
-    def unpack(self, packed) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        maker, geometry = packed
-        return again(maker)[1].detach().as_strided(*geometry)
-
-    def around(self, forward: Callable, *args, **kwargs) -> torch.Tensor:
-        with saved_tensors_hooks(self.pack, self.unpack):
-            result = forward(*args, **kwargs)
+    def around(
+        self, forward: Callable, hidden_states: torch.Tensor, *args, **kwargs
+    ) -> torch.Tensor:
+        """The layer's forward, with these hooks."""
+        if self.offloader:
+            self.offloader.begin(self.number, [args, kwargs])
+        with saved_tensors_hooks(self.pack, unpack):
+            result = forward(hidden_states, *args, **kwargs)
         self.makers.clear()
+        if self.offloader:
+            self.offloader.end(self.number)
         return result
 
 
-def forget(layer: torch.nn.Module, norms: Sequence[torch.nn.Module], with_mlp: bool) -> None:
+def forget(
+    layer: torch.nn.Module, norms: Sequence[torch.nn.Module], with_mlp: bool, notes: Notes
+) -> None:
     """Let a layer forget its norms' results, and the MLP's product where no kernel does that."""
-    notes = Notes()
     for norm in norms:
         norm.forward = Instead(notes.recomputed, norm.forward, [norm.weight])
     if with_mlp and type(layer.mlp) is modeling_llama.LlamaMLP:
         layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
-    layer.forward = Instead(notes.around, layer.forward)
 
 
 def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
