@@ -46,9 +46,8 @@ class HostMemoryError(RunError):
 
     def __init__(self, n_bytes: int):
         super().__init__(
-            f"--offload needs {n_bytes / 1e9:.1f} GB and more of the host's memory, of which "
-            f"{OF_THE_HOST:.0%} are {OF_THE_HOST * host_memory() / 1e9:.1f} GB: lower --seq-len, "
-            "--batch-size or --recompute's demand, or leave --offload out"
+            f"--offload needs {n_bytes / 1e9:,.1f} GB of the host's memory and more, and may take "
+            f"{OF_THE_HOST * host_memory() / 1e9:,.1f}: lower --seq-len, or leave --offload out"
         )
 
 
