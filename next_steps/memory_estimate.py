@@ -149,9 +149,10 @@ def run_step(
     kernels: list[str],
     level: str | None = None,
     offloaded: bool = False,
+    ledger: Ledger | None = None,
 ) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
-    with pretended_gpu(), Ledger() as ledger:
+    with pretended_gpu(), ledger or Ledger() as ledger:
         model = architecture.build_model(config, dtype, "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
