@@ -24,7 +24,7 @@ GPU, CPU = True, False
 # sequences, tokens in each, micro-batches; without a GPU for Triton's interpreter
 SIZES = {
     GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)),
-    CPU: ((1, 16, 1), (2, 8, 1), (1, 16, 2)),
+    CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2)),
 }
 WARMUP, TIMED = 2, 3  # steps; where one has several micro-batches one less of each
 HEADERS = (
