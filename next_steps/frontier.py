@@ -240,9 +240,9 @@ def plot(record: dict, path: str) -> None:
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))
     figure, axes = pyplot().subplots(
-        1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained"
+        1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained", squeeze=False
     )
-    for axis, size in zip(axes, sizes):
+    for axis, size in zip(axes[0], sizes):
         for kernels, colour in COLOURS.items():
             rows = [r for r in record["rows"] if (r["size"], r["kernels"]) == (size, kernels)]
             measured = [row for row in rows if "step_ms" in row]
@@ -264,7 +264,7 @@ def plot(record: dict, path: str) -> None:
         axis.set(title=f"{size} tokens", xlabel="ms per step", ylabel="peak, GB")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    axes[0].legend(title="hollow: estimated")
+    axes[0, 0].legend(title="hollow: estimated")
     gpu = record["environment"]["gpu"] or "CPU, not meaningful"
     figure.suptitle(f"{record['model']}, {record['dtype']}, {gpu}")
     save_plot(figure, path)
