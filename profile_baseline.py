@@ -58,12 +58,13 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.device import HAS_GPU
     from harness.loader import Loader
     from harness.loading import load_model
-    from next_steps import apply_kernels, memory_estimate
+    from next_steps import apply_kernels, memory_estimate, recompute
 
     kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
     model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
+    recompute.set_recompute(model, workload.recompute, workload.offload)
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps + waiting.NEEDED)
@@ -221,6 +222,7 @@ def default_trace(workload: Workload) -> str:
     model = Path(workload.model).resolve().name
     kernels = "+".join(workload.kernels) or "baseline"
     kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
+    kernels += f"-{workload.recompute}" * bool(workload.recompute) + "-offload" * workload.offload
     kernels += "-cuda_graph" * workload.cuda_graph
     return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
 

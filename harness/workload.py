@@ -180,8 +180,8 @@ class Workload:
             on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
 
         Raises:
-            UserError: there is no GPU for a CUDA graph, no step that would be one, or nothing that
-                could be packed.
+            UserError: there is no GPU for a CUDA graph or to offload from, no step that would be a
+                graph, or nothing that could be packed.
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -196,6 +196,13 @@ class Workload:
             raise UserError(
                 f"--cuda-graph starts after {WARMUP_STEPS} steps, so with --steps "
                 f"{workload.steps} it does nothing: take more steps"
+            )
+        if workload.offload and not on_gpu:
+            raise UserError("--offload needs a CUDA GPU and none was found: leave it out")
+        if workload.offload and workload.cuda_graph:
+            raise UserError(
+                "--offload asks for the host's memory in each step, which a CUDA graph cannot: "
+                "leave --offload or --cuda-graph out"
             )
         if workload.cuda_graph and not on_gpu:
             raise UserError("--cuda-graph needs a CUDA GPU and none was found")
@@ -283,6 +290,10 @@ def kernels_in_words(record: dict) -> str:
     """The kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
+    if "recompute" in record:
+        names.append(f"recompute {record['recompute']}")
+    if "offload" in record:
+        names.append("offload")
     if "opponent" in record:
         names.append(OPPONENTS[record["opponent"]])
     return ", ".join(names) or "none"

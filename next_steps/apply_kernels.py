@@ -230,6 +230,8 @@ class LlamaAttention(modeling_llama.LlamaAttention):
 class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
+    keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
+
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
         """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
 
@@ -272,15 +274,19 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
 
         attention, mlp = self.self_attn, self.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        residual, *projected = norm_linear(hidden_states, self.input_layernorm, *projections)
+        residual, *projected = norm_linear(
+            hidden_states, self.input_layernorm, *projections, keep_norm=self.keep_norm
+        )
         attended, _ = attend(
             attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         hidden_states = residual + attention.o_proj(attended)
 
         projections = mlp.gate_proj, mlp.up_proj
-        residual, gate, up = norm_linear(hidden_states, self.post_attention_layernorm, *projections)
-        return residual + swiglu_linear(gate, up, mlp.down_proj)
+        residual, gate, up = norm_linear(
+            hidden_states, self.post_attention_layernorm, *projections, keep_norm=self.keep_norm
+        )
+        return residual + swiglu_linear(gate, up, mlp.down_proj, self.keep_product)
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):

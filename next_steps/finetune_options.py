@@ -26,8 +26,12 @@ from harness.workload import OPPONENTS, Workload, finetune_parser
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 COMPILED = "compile", OWN_GRAPHS
 IGNORED = {  # by each of the flags below
-    "ladder": ["opponent", "longest", "kernels", "stochastic_rounding", "cuda_graph", "save"],
-    "opponent": ["longest", "kernels", "stochastic_rounding"],
+    "ladder": [
+        *("opponent", "longest", "kernels", "stochastic_rounding"),
+        *("recompute", "offload", "cuda_graph", "save"),
+    ],
+    "opponent": ["longest", "kernels", "stochastic_rounding", "recompute", "offload"],
+    "teacher": ["recompute", "offload"],
     "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save"],
 }
 

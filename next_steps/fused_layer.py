@@ -24,7 +24,8 @@ token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
 
 The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0 passes more: the backward
 of SwiGLU has gate and up in registers when it computes their gradients, and writes silu(gate) * up
-on the way.
+on the way.  Where there is memory to spare, keep_norm and keep_product keep the two instead: the
+levels of recompute.py.
 
 Two more things that autograd does, and a Function does better:
 
@@ -42,6 +43,7 @@ import torch
 from torch.nn.functional import linear
 
 from next_steps.swiglu_kernel import (
+    TritonSwiGLUFunction,
     may_overwrite_saved,
     swiglu_backward,
     swiglu_forward,
@@ -74,39 +76,41 @@ def swiglu_linear_reference(
 
 
 class NormLinearFunction(torch.autograd.Function):
-    """`NormLinearFunction.apply(x, norm_weight, eps, *weights)` -> x, and RMSNorm(x) @ w.t().
+    """`NormLinearFunction.apply(x, norm_weight, eps, keep, *weights)` -> x, and RMSNorm(x) @ w.t().
 
     One product for each of the weights.  x (..., H), norm_weight (H,), every w (O, H); the results
-    are (..., H) and (..., O).
+    are (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, *weights):
+    def forward(ctx, x, norm_weight, eps, keep, *weights):
         y, rstd = rmsnorm_forward(x, norm_weight, eps)  # (..., H), (N,) fp32
         ctx.eps = eps
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
-        ctx.save_for_backward(x, norm_weight, rstd, *weights)
+        ctx.save_for_backward(x, norm_weight, rstd, y if keep else None, *weights)
         return x.view_as(x), *(linear(y, w) for w in weights)
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
         _refuse_second_derivative()
-        x, norm_weight, rstd, *weights = ctx.saved_tensors
-        need_x, need_norm_weight, _, *need_weights = ctx.needs_input_grad
+        x, norm_weight, rstd, y, *weights = ctx.saved_tensors
+        need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
         used = [dout is not None for dout in douts]
         # (N, O)
         douts = [None if dout is None else dout.reshape(-1, dout.shape[-1]) for dout in douts]
 
         dweights = [None] * len(weights)
         if any(given and need for given, need in zip(used, need_weights)):
-            y = rmsnorm_forward(x, norm_weight, ctx.eps)[0].view(-1, x.shape[-1])  # (N, H), again
+            if y is None:
+                y = rmsnorm_forward(x, norm_weight, ctx.eps)[0]  # again
+            y = y.view(-1, x.shape[-1])  # (N, H)
             # A loop: torch.compile cannot delete what a comprehension has seen.
             for i, need in enumerate(need_weights):
                 if used[i] and need:
                     dweights[i] = douts[i].t() @ y
-            del y
+        del y
         if not (need_x or need_norm_weight) or not any(used):
-            return dresidual, None, None, *dweights
+            return dresidual, None, None, None, *dweights
 
         dy = None  # (N, H)
         for dout, weight in zip(douts, weights):
@@ -121,7 +125,7 @@ class NormLinearFunction(torch.autograd.Function):
         )
         if dresidual is not None:
             dx.add_(dresidual)
-        return dx, dnorm_weight, None, *dweights
+        return dx, dnorm_weight, None, None, *dweights
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
@@ -161,19 +165,28 @@ def norm_linear(
     x: torch.Tensor,
     norm: torch.nn.Module,
     *projections: torch.nn.Linear,
+    keep_norm: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """x, and projection(norm(x)) for each of the projections.
 
     x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections have no bias.
+    keep_norm: norm(x) is kept for the backward, not computed again.
     """
     weights = [projection.weight for projection in projections]
-    return NormLinearFunction.apply(x, norm.weight, norm.variance_epsilon, *weights)
+    return NormLinearFunction.apply(x, norm.weight, norm.variance_epsilon, keep_norm, *weights)
 
 
 def swiglu_linear(
     gate: torch.Tensor,
     up: torch.Tensor,
     projection: torch.nn.Linear,
+    keep_product: bool = False,
 ) -> torch.Tensor:
-    """projection(silu(gate) * up) of gate, up (..., I); the projection has no bias."""
+    """projection(silu(gate) * up) of gate, up (..., I); the projection has no bias.
+
+    keep_product: silu(gate) * up is kept for the backward, by autograd, which needs it for the
+    projection's weight.  Gate and up are overwritten in the backward all the same.
+    """
+    if keep_product:
+        return linear(TritonSwiGLUFunction.apply(gate, up, True), projection.weight)
     return SwiGLULinearFunction.apply(gate, up, projection.weight)

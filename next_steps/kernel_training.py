@@ -17,6 +17,7 @@ from harness.training_run import Run
 from harness.workload import WARMUP_STEPS, Workload
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
+from next_steps.recompute import set_recompute
 
 
 def train(
@@ -28,6 +29,7 @@ def train(
     """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
     model = load_model(workload, step_tryer(workload.kernels))
     apply_kernels(model, model_kernels(workload.kernels))
+    set_recompute(model, workload.recompute, workload.offload)
     run = Run(name, workload, model, record_to, save_to)
     return take_steps(run, optimizer_for(model, workload))
 

@@ -1,6 +1,8 @@
 """How long may a sequence be?  `finetune_optimized.py --kernels all --longest`.
 
-Training steps on ever longer random sequences, one at a time, until the memory is full.
+Training steps on random sequences, one at a time: each twice as long as the one before until the
+memory is full or the model has no more positions, then halfway between what fitted and what did
+not.  With --recompute layer, and --offload, it reaches LLaMA 3.1's 131,072 positions on one GPU.
 """
 
 import gc
@@ -8,6 +10,7 @@ import gc
 import torch
 
 from harness import run_records, stepping, tables, timing
+from harness.architecture import flops_per_token
 from harness.command_line import ran_out_of_memory
 from harness.dataset import random_batch
 from harness.device import DEVICE, HAS_GPU
@@ -15,19 +18,26 @@ from harness.loading import load_model
 from harness.workload import Workload, kernels_in_words, model_line
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
+from next_steps.offload import HostMemoryError
+from next_steps.recompute import set_recompute
 
-LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens between two lengths that are tried
-CPU_LENGTHS = 4  # on a CPU no more are tried: its memory ends where the machine stops to answer
+LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: the lengths that are tried are multiples of it
+POSITIONS = "the model's positions"
+CPU_LENGTHS = 3  # on a CPU no more are tried: its memory ends where the machine stops to answer
 
 
 def find(workload: Workload, record_to: str | None = None) -> None:
-    """Try the workload's length or the next multiple of LENGTH_STEP, and on until one fails."""
-    kernels = workload.kernels
+    """Try the workload's length or the next multiple of LENGTH_STEP, and others until none is left.
+
+    The longest that fitted takes one more step, whose time is told.
+    """
+    kernels, micro_batches = workload.kernels, workload.micro_batches
     model = load_model(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
+    set_recompute(model, workload.recompute, workload.offload)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
-    vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
-    first = -(-workload.seq_len // LENGTH_STEP) * LENGTH_STEP
+    limit = model.config.max_position_embeddings
+    first = round_up(workload.seq_len)
     record = {
         "kind": "longest",
         "environment": run_records.environment(),
@@ -35,37 +45,80 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "first_length": first,
         "length_step": LENGTH_STEP,
-        "lengths": [],
+        "lengths": [],  # that fit
         "peaks": [],
-        "stopped_by": "the model's positions",
+        "stopped_by": POSITIONS,
     }
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
-    lengths = range(first, limit + 1, LENGTH_STEP)
-    if not HAS_GPU and len(lengths) > CPU_LENGTHS:
-        lengths = lengths[:CPU_LENGTHS]
-        record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
-    for length in lengths:
-        batches = [random_batch((1, length), vocabulary, DEVICE)] * workload.micro_batches
-        try:
-            if HAS_GPU:
-                torch.cuda.reset_peak_memory_stats()
-            loss, seconds = stepping.timed_step(model, optimizer, batches)
-        except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
-            record["stopped_by"] = "the GPU's memory"
+    fitting, too_long, length = {}, limit // LENGTH_STEP * LENGTH_STEP + LENGTH_STEP, first
+    while length is not None and length < too_long:
+        tried = try_length(model, optimizer, length, micro_batches)
+        if isinstance(tried, str):
+            too_long, record["stopped_by"] = length, tried
+            print(f"{length:>7,} tokens: more than {tried}", flush=True)
+        else:
+            fitting[length] = tried
+            print(f"{length:>7,} tokens: {in_words(tried)}", flush=True)
+        bisect = record["stopped_by"] != POSITIONS
+        length = next_length(max(fitting, default=None), too_long, bisect)
+        if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
+            record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
             break
-        peak = timing.peak_memory_bytes()
-        record["lengths"].append(length)
-        record["peaks"].append(peak)
-        print(f"{length:>7,} tokens: {seconds:6.2f} s, peak {peak / 1e9:.1f} GB", flush=True)
-        del loss
-        if HAS_GPU:
-            gc.collect()
-            torch.cuda.empty_cache()  # blocks of the last length do not fit the next
+    record["lengths"] = sorted(fitting)
+    record["peaks"] = [fitting[length][1] for length in record["lengths"]]
+    if fitting:
+        longest = max(fitting)
+        # the first step of a length compiles
+        again = try_length(model, optimizer, longest, micro_batches)
+        seconds, _ = fitting[longest] if isinstance(again, str) else again
+        record |= {"seconds": seconds, "attention_share": attention_share(model.config, longest)}
     print("\n" + render(record))
     run_records.write_record(record_to, record)
+
+
+def round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def next_length(longest: int | None, too_long: int, bisect: bool) -> int | None:
+    """Twice the longest that fitted, or halfway to the shortest that did not; None: no more."""
+    if longest is None or too_long - longest <= LENGTH_STEP:
+        return None
+    if bisect:
+        return round_up((longest + too_long) // 2 - LENGTH_STEP // 2)
+    return min(2 * longest, too_long - LENGTH_STEP)
+
+
+def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float, int] | str:
+    """Seconds and peak bytes of a step on so many tokens, or whose memory they do not fit."""
+    batch = random_batch((1, length), model.config.vocab_size, DEVICE)
+    batches = [batch] * micro_batches
+    try:
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        _, seconds = stepping.timed_step(model, optimizer, batches)
+        return seconds, timing.peak_memory_bytes()
+    except (RuntimeError, HostMemoryError) as error:
+        on_host = isinstance(error, HostMemoryError)
+        if not on_host and not ran_out_of_memory(error):
+            raise
+        model.zero_grad(set_to_none=True)  # what the step had left
+        return "the host's memory" if on_host else "the GPU's memory"
+    finally:
+        if HAS_GPU:
+            gc.collect()
+            torch.cuda.empty_cache()  # blocks of this length do not fit the next
+
+
+def attention_share(config, length: int) -> float:
+    """Of a step's FLOPs, with nothing computed twice."""
+    return 1 - flops_per_token(config, 0) / flops_per_token(config, length)
+
+
+def in_words(tried: tuple[float, int]) -> str:
+    seconds, peak = tried
+    return f"{seconds:6.2f} s, peak {peak / 1e9:.1f} GB"
 
 
 def render(record: dict) -> str:
@@ -74,10 +127,16 @@ def render(record: dict) -> str:
     longest = f"{lengths[-1]:,}" if lengths else f"less than {record['first_length']:,}"
     steps = f", {record['accumulate']} micro-batches a step" if "accumulate" in record else ""
     limit = f"in steps of {record['length_step']:,}; stopped by {record['stopped_by']}"
-    return "\n".join(
-        [
-            run_records.environment_line(record["environment"]),
-            f"{model_line(record)}; custom kernels: {kernels_in_words(record)}",
-            f"Longest sequence that fits, batch 1{steps}: {longest} tokens ({limit})",
-        ]
-    )
+    lines = [
+        run_records.environment_line(record["environment"]),
+        f"{model_line(record)}; custom kernels: {kernels_in_words(record)}",
+        f"Longest sequence that fits, batch 1{steps}: {longest} tokens ({limit})",
+    ]
+    if "seconds" in record:  # older records have none
+        seconds, share = record["seconds"], record["attention_share"]
+        limiter = "attention" if share > 0.5 else "matrix products with weights"
+        lines.append(
+            f"A step of it: {seconds:.2f} s, {lengths[-1] / seconds:,.0f} tokens/s, limited by "
+            f"{limiter}: attention has {share:.0%} of the FLOPs"
+        )
+    return "\n".join(lines)

@@ -33,6 +33,7 @@ one H200.  In fp32 and on other GPUs no run has been compared; an older GPU's cu
 import contextlib
 import functools
 import importlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
@@ -43,7 +44,7 @@ from harness import architecture, config_file, dataset, run_records, stepping, t
 from harness.architecture import TORCH_DTYPES
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import apply_kernels, linear_cross_entropy_kernel
+from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, recompute
 from next_steps.memory_ledger import (
     BATCH,
     KINDS,
@@ -123,6 +124,10 @@ def pretended_gpu() -> Iterator[None]:
             "_add_product",
             lambda *args, **options: None,
         ),
+        # what is offloaded has no memory here either
+        (offload, "pinned", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device="cpu")),
+        (offload, "transfer", lambda target, source: None),
+        (offload, "host_memory", lambda: math.inf),
         # does not know the device "meta"
         (
             torch,
@@ -145,15 +150,19 @@ def run_step(
     seq_len: int,
     kernels: list[str],
     micro_batches: int = 1,
+    level: str | None = None,
+    offloaded: bool = False,
+    ledger: Ledger | None = None,
 ) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
-    with pretended_gpu(), Ledger() as ledger:
+    with pretended_gpu(), ledger or Ledger() as ledger:
         model = architecture.build_model(config, dtype, "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         shape = batch_size, seq_len
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(micro_batches)]
         apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
+        recompute.set_recompute(model, level, offloaded)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -182,12 +191,19 @@ def estimate(
     seq_len: int,
     kernels: list[str],
     micro_batches: int = 1,
+    level: str | None = None,
+    offloaded: bool = False,
 ) -> dict:
     """The peak of a training step in bytes, when it is reached, and what it is made of.
 
     What is kept for the backward is of one micro-batch.
+
+    Args:
+        level: of recompute.py.
+        offloaded: what layers keep waits in the host's memory, of which nothing is counted here.
     """
-    ledger = run_step(config, dtype, batch_size, seq_len, kernels, micro_batches)
+    how = micro_batches, level, offloaded
+    ledger = run_step(config, dtype, batch_size, seq_len, kernels, *how)
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
@@ -227,14 +243,17 @@ def report(workload: Workload, record_to: str | None = None) -> None:
     kernels = list(workload.kernels)
     config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
     shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
-    sets = [[], kernels] if kernels else [[]]
+    chosen = kernels, workload.recompute, workload.offload
+    sets = [([],), chosen] if any(chosen) else [([],)]
     record = {
         "kind": "estimate",
         "environment": run_records.environment(),
         **workload.as_record(),
         "parameters": architecture.parameter_count(config),
         "layers": config.num_hidden_layers,
-        "estimates": [estimate(config, *shape, names, workload.micro_batches) for names in sets],
+        "estimates": [
+            estimate(config, *shape, names, workload.micro_batches, *how) for names, *how in sets
+        ],
     }
     print(render(record))
     run_records.write_record(record_to, record)

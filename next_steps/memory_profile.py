@@ -60,6 +60,7 @@ from next_steps.memory_ledger import (
     name_of,
 )
 from next_steps.memory_tables import plot, render
+from next_steps.recompute import set_recompute
 
 TOP = 6  # groups of tensors
 # of the timeline: in all layers of a phase, and in each other stage of the step
@@ -159,6 +160,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     kernels, warmup = workload.kernels, workload.warmup
     model = load_model(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
+    set_recompute(model, workload.recompute, workload.offload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)

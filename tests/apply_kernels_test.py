@@ -265,7 +265,7 @@ def test_a_wrong_layer_would_be_noticed(monkeypatch):
     expected = loss_and_gradients(make_model(), batch)
     for name, wrong in {
         "triton_apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k),
-        "swiglu_linear": lambda gate, up, projection: projection(torch.sigmoid(gate) * up),
+        "swiglu_linear": lambda gate, up, projection, keep: projection(torch.sigmoid(gate) * up),
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(apply_kernels, name, wrong)

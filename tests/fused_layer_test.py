@@ -226,7 +226,7 @@ def test_functions_take_the_layers_modules():
     linears = [torch.nn.Linear(*w.shape[::-1], bias=False, device=DEVICE) for w in inputs[2:]]
     for linear, w in zip(linears, inputs[2:]):
         linear.weight.data.copy_(w)
-    expected = NormLinearFunction.apply(inputs[0], inputs[1], 1e-2, *inputs[2:])
+    expected = NormLinearFunction.apply(inputs[0], inputs[1], 1e-2, False, *inputs[2:])
     assert all(map(torch.equal, norm_linear(inputs[0], norm, *linears), expected))
     (gate, up, w_down), _ = make_swiglu_inputs()
     down = torch.nn.Linear(*w_down.shape[::-1], bias=False, device=DEVICE)

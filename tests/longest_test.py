@@ -112,6 +112,39 @@ def test_the_longest_sequence_is_limited_by_memory(
     assert run_records.read_record(str(path), "longest")["lengths"] == [4, 8]
 
 
+@pytest.mark.parametrize("longest_that_fits", [4, 8, 20, 36, 60, 64])
+def test_the_search_ends_at_the_longest_that_fits(longest_that_fits, monkeypatch):
+    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    fitting, too_long, bisect, tried = None, 68, False, 0
+    length = 4
+    while length is not None:
+        tried += 1
+        assert length % 4 == 0 and (fitting or 0) < length < too_long
+        if length <= longest_that_fits:
+            fitting = length
+        else:
+            too_long, bisect = length, True
+        length = longest.next_length(fitting, too_long, bisect)
+    assert fitting == longest_that_fits and tried <= 9
+
+
+def test_the_step_of_the_longest_sequence_is_told(run_script, small_model, monkeypatch):
+    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    outcome = run_script(
+        finetune_optimized, *TINY, "--seq-len", "6", "--longest", "--kernels", "none",
+        "--recompute", "layer",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "custom kernels: recompute layer" in outcome.out
+    assert "tokens/s, limited by matrix products with weights: attention has" in outcome.out
+
+
+def test_attention_limits_the_models_whole_context():
+    config = architecture.llama_3_1_8b_config()
+    # 6 x 32 x 4,096 x T of that and 6 x 7.5e9
+    assert longest.attention_share(config, 131_072) == pytest.approx(0.696, abs=1e-3)
+
+
 def test_not_even_the_shortest_sequence_fits(monkeypatch, run_script, small_model):
     outcome = longest_until(OUT_OF_MEMORY[0], 4, monkeypatch, run_script)
     assert outcome.code == 0 and "less than 4 tokens" in outcome.out

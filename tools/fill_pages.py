@@ -64,7 +64,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     import compare_runs
     from harness import benchmark_picture, roofline
     from harness.benchmark_specs import SPECS
-    from next_steps import ladder, memory_tables
+    from next_steps import frontier, ladder, memory_tables
 
     for kernel in SPECS:
         yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
@@ -75,6 +75,8 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         yield name, roofline.plot, [[before, load(f"profile_4x2048_{after}")]]
     runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
+    if (RESULTS / "frontier.json").exists():
+        yield "frontier", frontier.plot, [load("frontier")]
     yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
 
 

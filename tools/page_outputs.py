@@ -6,7 +6,7 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness import benchmark_tables, profile_comparison, training_run
-from next_steps import ladder, longest, memory_estimate, memory_tables
+from next_steps import frontier, ladder, longest, memory_estimate, memory_tables
 from tools import sweep_tables
 from tools.page_records import load
 
@@ -30,6 +30,7 @@ def render(names: list[str]) -> str:
         "benchmark": benchmark_tables.render,
         "sweep": sweep_tables.render_sweep,
         "ladder": ladder.render,
+        "frontier": frontier.render,
         "longest": longest.render,
         "text": lambda record: "\n".join(record["lines"]),
     }

@@ -12,9 +12,9 @@ from harness.kernel_facts import PLAYBOOK_KERNELS
 from harness.run_records import relative_differences
 from harness.spread import Range, spread, timed, unless_same
 from harness.workload import OPPONENTS
-from next_steps import ladder
+from next_steps import frontier, ladder
 from tools.page_outputs import column_spans, position
-from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
+from tools.page_records import RESULTS, in_words, is_ours, load, markdown, rows_at, times, us_of
 
 # of whoever may be the strongest other, for a column that must not be wide
 SHORT_NAMES = {
@@ -254,12 +254,25 @@ def peaks(*names: str) -> str:
     return markdown(headers, body)
 
 
+def frontier_rows() -> str:
+    """Memory against time; of no record, a table without rows."""
+    if not (RESULTS / "frontier.json").exists():
+        return markdown(list(frontier.HEADERS), [])
+    rows = load("frontier")["rows"]
+    return markdown(list(frontier.HEADERS), [frontier.cells(row, rows) for row in rows])
+
+
 def longest() -> str:
     """The longest sequences that fit."""
     body = []
-    for which in ("baseline", "all"):
-        record = load(f"longest_{which}")
-        label = f"`--kernels {'none' if which == 'baseline' else 'all'}`"
+    for name in ("baseline", "all", "layer", "layer_offload"):
+        if not (RESULTS / f"longest_{name}.json").exists():
+            continue  # not measured yet
+        record = load(f"longest_{name}")
+        flags = [f"--kernels {'all' if record['kernels'] else 'none'}"]
+        flags += [f"--recompute {record['recompute']}"] if "recompute" in record else []
+        flags += ["--offload"] if "offload" in record else []
+        label = f"`{' '.join(flags)}`"
         tokens, peak = record["lengths"][-1], record["peaks"][-1]
         body.append([label, f"{tokens:,}", f"{peak / 1e9:.1f}"])
     return markdown(["", "longest sequence, tokens", "peak, GB"], body)
@@ -316,6 +329,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "graphs": graphs_table,
     "compare": compare,
     "peaks": peaks,
+    "frontier": frontier_rows,
     "longest": longest,
     "quality": quality,
     "distillation": distillation,

@@ -22,7 +22,7 @@ RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 
 
 def norm_linear(x, norm_weight, *weights, eps=EPS):
-    return NormLinearFunction.apply(x, norm_weight, eps, *weights)
+    return NormLinearFunction.apply(x, norm_weight, eps, False, *weights)
 
 
 def norm_reference(x, norm_weight, *weights, eps=EPS):

@@ -1,0 +1,212 @@
+"""What is computed again is what was there, only what a level says is computed again, and memory
+falls by what it says.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness import architecture
+from harness.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
+from harness.loading import load_model
+from harness.workload import RECOMPUTE
+from next_steps import memory_estimate, recompute
+from next_steps.apply_kernels import apply_kernels
+from next_steps.recompute import set_recompute
+from tests.small_workloads import (
+    largest_error,
+    loss_and_gradients,
+    tiny_batch,
+    tiny_workload,
+    uneven_norms,
+)
+
+KERNELS = [
+    [],
+    pytest.param(PLAYBOOK_KERNELS, marks=pytest.mark.exhaustive),
+    pytest.param(["swiglu", "rope"], marks=pytest.mark.exhaustive),
+    MODEL_KERNELS,
+]
+SETS = pytest.mark.parametrize("kernels", KERNELS, ids=lambda names: "+".join(names) or "none")
+LEVELS = pytest.mark.parametrize("level", RECOMPUTE)
+# Eager norms in fp32: three gradients of one tensor are added up in another order
+ALLOWED = {"bf16": 0.0, "fp32": 1e-6}
+LAYERS = 2  # of the tiny model
+
+
+def make_model(kernels, dtype="fp32") -> torch.nn.Module:
+    return uneven_norms(apply_kernels(load_model(tiny_workload("--dtype", dtype)), kernels))
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        return sum(self.counts[name] for name in ("mm", "addmm", "addmm_", "bmm"))
+
+
+def calls_of_a_step(model) -> Calls:
+    with Calls() as calls:
+        loss_and_gradients(model, tiny_batch())
+    return calls
+
+
+# ---------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@SETS
+def test_every_level_has_the_loss_and_gradients_of_none(kernels, dtype):
+    model, batch = make_model(kernels, dtype), tiny_batch()
+    expected = loss_and_gradients(model, batch)
+    for level in RECOMPUTE:
+        found = loss_and_gradients(set_recompute(model, level), batch)
+        error, name = largest_error(found, expected)
+        assert error <= ALLOWED[dtype], f"{level}: {name} is off by {error:.1e}"
+
+
+def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):
+    model, batch = make_model([]), tiny_batch()
+    expected = loss_and_gradients(model, batch)
+    right = recompute.again
+
+    def wrong(ctx):
+        inputs, result = right(ctx)
+        with torch.enable_grad():
+            return inputs, 1.01 * result
+
+    monkeypatch.setattr(recompute, "again", wrong)
+    found = loss_and_gradients(set_recompute(model, "norm"), batch)
+    assert largest_error(found, expected)[0] > 1e-3
+
+
+@LEVELS
+def test_two_backwards_through_one_graph(level):
+    model, batch = set_recompute(make_model([]), level), tiny_batch()
+    once = loss_and_gradients(model, batch)
+    model.zero_grad()
+    loss = model(**batch.inputs()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
+    assert largest_error(twice | {"loss": loss.detach()}, once)[0] <= 1e-6
+
+
+@LEVELS
+def test_frozen_parameters(level):
+    model, batch = make_model([]), tiny_batch()
+    expected = loss_and_gradients(model, batch)
+    frozen = [model.model.embed_tokens.weight, model.model.layers[0].input_layernorm.weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    model.zero_grad()
+    set_recompute(model, level)(**batch.inputs()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+        else:
+            assert parameter.grad is None
+
+
+@SETS
+def test_no_level_is_the_model_as_it_was(kernels):
+    model = make_model(kernels)
+    before = calls_of_a_step(model).counts
+    for level in RECOMPUTE:
+        set_recompute(model, level)
+    assert calls_of_a_step(set_recompute(model, None)).counts == before
+
+
+def test_evaluation_keeps_nothing_and_computes_nothing_twice():
+    model, batch = make_model([]).eval(), tiny_batch()
+    with torch.no_grad():
+        expected = model(**batch.inputs()).loss
+        for level in RECOMPUTE:
+            assert torch.equal(set_recompute(model, level)(**batch.inputs()).loss, expected)
+
+
+# ---------------------------------------------------------------- what runs twice
+
+
+@SETS
+def test_no_product_runs_twice_but_a_layers(kernels):
+    model = make_model(kernels)
+    products = {level: calls_of_a_step(set_recompute(model, level)).products for level in RECOMPUTE}
+    assert products["norm"] == products["mlp"] == products["none"]
+    in_mlp = 3 if "swiglu" in kernels and "fused_layer" not in kernels else 2
+    # the last product's result is nobody's input, unless it is made within a Function
+    assert products["layer"] == products["none"] + LAYERS * (4 + in_mlp)
+
+
+def test_a_norm_runs_twice_and_an_activation_in_mlp_alone():
+    model = make_model([])
+    counts = {level: calls_of_a_step(set_recompute(model, level)).counts for level in RECOMPUTE}
+    norms = 2 * LAYERS
+    rsqrt = [counts[level]["rsqrt"] for level in RECOMPUTE]
+    # a layer's recomputation ends before the last product; its norms are before that
+    assert rsqrt == [norms + 1, 2 * norms + 1, 2 * norms + 1, 2 * norms + 1]
+    silu = [counts[level]["silu"] for level in RECOMPUTE]
+    assert silu == [LAYERS, LAYERS, 2 * LAYERS, 2 * LAYERS]
+
+
+def test_attention_runs_twice_only_where_it_does_not_pay_to_keep_it(monkeypatch):
+    model = set_recompute(make_model([]), "layer")
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    for pays, times in ((False, 2), (True, 1)):
+        monkeypatch.setattr(recompute, "attention_pays", lambda config, seq_len, pays=pays: pays)
+        found = [n for name, n in calls_of_a_step(model).counts.items() if "attention" in name]
+        assert found and found[0] == times * LAYERS, attention
+
+
+def test_attention_is_kept_for_long_sequences():
+    config = architecture.llama_3_1_8b_config()
+    assert not recompute.attention_pays(config, 5071)
+    assert recompute.attention_pays(config, 5072)
+
+
+# ---------------------------------------------------------------- what is kept
+
+# Numbers per token and layer, of hidden size H, inner size I, heads' sizes Q and K: without what a
+# layer's own kernels keep of each row, and with eager norms' fp32 copies in the first column.
+EAGER, FUSED = [], MODEL_KERNELS
+
+
+def kept_by_arithmetic(level: str, fused: bool, config) -> float:
+    """bf16 numbers that a layer keeps per token, by the table in docs/recompute.md."""
+    h, i = config.hidden_size, config.intermediate_size
+    q, k = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    if level == "layer":
+        return h  # no attention: the sequence is short
+    numbers = 2 * h + q + 2 * k + q + 2 * i  # both residuals; q, k, v, attention; gate and up
+    if level in ("none", "norm"):
+        numbers += i if fused else 2 * i  # the product; and silu(gate)
+    if level == "none":
+        numbers += 2 * h if fused else 6 * h  # the norms' outputs; twice fp32, once bf16, - x
+    return numbers
+
+
+@pytest.mark.parametrize("kernels", [EAGER, FUSED], ids=["none", "all"])
+@LEVELS
+def test_a_layer_keeps_what_the_arithmetic_says(level, kernels):
+    config = architecture.llama_3_1_8b_config()
+    config.num_hidden_layers, config.vocab_size = 3, 512
+    n_tokens = 2 * 1024
+    kept = {}
+    for n_layers in (1, 3):  # what is kept outside of the layers is in both
+        config.num_hidden_layers = n_layers
+        ledger = memory_estimate.run_step(config, torch.bfloat16, 2, 1024, kernels, level)
+        kept[n_layers] = sum(block.n_bytes for block in ledger.kept())
+    numbers = (kept[3] - kept[1]) / 2 / n_tokens / 2
+    expected = kept_by_arithmetic(level, bool(kernels), config)
+    assert numbers == pytest.approx(expected, rel=3e-3)  # rstd and lse of each row

@@ -1,0 +1,75 @@
+"""The work that is counted is the step's: the model's FLOPs, and what is computed twice."""
+
+import pytest
+
+from harness import architecture
+from harness.kernel_facts import KERNELS
+from harness.workload import RECOMPUTE, Workload
+from next_steps import step_time
+
+B, T = 2, 256
+RATES = {
+    "matmul_tflops": 500.0,
+    "copy_gbs": 4000.0,
+    "link_gbs": 50.0,
+    "attention_tflops": {"forward": 400.0, "backward": 300.0},
+}
+
+
+def small_8b(n_layers: int = 2):
+    config = architecture.llama_3_1_8b_config()
+    config.num_hidden_layers, config.vocab_size = n_layers, 2048
+    return config
+
+
+def work_of(kernels=(), level=None, offload=False, n_layers: int = 2) -> step_time.Work:
+    ways = {"kernels": tuple(kernels), "recompute": level, "offload": offload}
+    workload = Workload(batch_size=B, seq_len=T, **ways)
+    return step_time.count_work(small_8b(n_layers), workload)
+
+
+@pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
+def test_the_flops_are_the_models(kernels):
+    work, n_tokens = work_of(kernels), B * T
+    in_products = architecture.flops_per_token(small_8b(), 0) * n_tokens
+    in_attention = architecture.flops_per_token(small_8b(), T) * n_tokens - in_products
+    assert work.product_flops == pytest.approx(in_products, rel=1e-3)  # RoPE's angles
+    assert sum(work.attention_flops.values()) == pytest.approx(in_attention * 7 / 6)
+
+
+def test_what_is_computed_twice_counts_twice():
+    works = {level: work_of([], level) for level in RECOMPUTE}
+    assert works["none"].product_flops == works["norm"].product_flops == works["mlp"].product_flops
+    forward = architecture.flops_per_token(small_8b(), 0) / 3
+    head = 2 * 4096 * 2048
+    down = 2 * 2 * 4096 * 14_336
+    again = (works["layer"].product_flops - works["none"].product_flops) / (B * T)
+    assert again == pytest.approx(forward - head - down, rel=1e-3)
+    assert works["layer"].attention_flops["forward"] == 2 * works["none"].attention_flops["forward"]
+    moved = [works[level].moved["other"] for level in RECOMPUTE]
+    assert moved == sorted(moved) and len(set(moved)) == len(RECOMPUTE)
+
+
+def test_offloaded_bytes_go_there_and_back():
+    work = work_of([], "layer", offload=True)
+    inputs = 2 * B * T * 4096 * 2  # of both layers, bf16
+    assert work.link_bytes == 2 * inputs
+    assert work_of([], "layer").link_bytes == 0
+
+
+def test_our_adamw_moves_seven_times_the_weights():
+    work = work_of(KERNELS)
+    assert work.bytes_of_kernels()["optimizer"] == 7 * work.sizes.weights
+    assert work.moved["optimizer"] < 1e-3 * work.sizes.weights
+    assert work_of([]).moved["optimizer"] > 10 * work.sizes.weights
+
+
+def test_a_step_takes_the_sum_of_its_parts():
+    work = work_of([])
+    one, two = (step_time.predict_ms(work, RATES, n) for n in (1, 2))
+    products = work.product_flops / 500e9
+    assert one > products
+    more = work.product_flops / 500e9 + 3 * work.sizes.weights / (0.9 * 4000e6)
+    assert two - one > more
+    slow = RATES | {"link_gbs": 1e-3}
+    assert step_time.predict_ms(work_of([], "layer", offload=True), slow) > 1e3
