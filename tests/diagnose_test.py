@@ -524,15 +524,15 @@ SLEEP_MS = 300.0  # far longer than a step of the tiny model
 def test_a_slow_loader_is_named(tmp_path, monkeypatch):
     load_data = dataset.load_data
 
-    def slowly(batches):
-        for number, batch in enumerate(batches):
+    class Slow(list):
+        def __getitem__(self, number):
             if number >= profile_baseline.TIMED_STEPS + profile_baseline.PROFILED_STEPS + 1:
                 time.sleep(SLEEP_MS / 1e3)
-            yield batch
+            return super().__getitem__(number)
 
     def slow_data(*arguments):
         data = load_data(*arguments)
-        return replace(data, train=slowly(data.train))
+        return replace(data, train=Slow(data.train))
 
     monkeypatch.setattr(dataset, "load_data", slow_data)
     record, text = profile_tiny(tmp_path)
