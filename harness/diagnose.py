@@ -43,6 +43,7 @@ TARGET = 0.9  # of a ceiling
 # of the step: below it, short kernels wait in the GPU's queue, not for the host; and no batch was
 # waited for
 IDLE_SHARE = 0.02
+CPU_LOADING_SHARE = 0.25  # the same of a batch without a GPU, where none is fetched during a step
 LEAST_SHARE = 0.001  # of the step: a smaller gain is not worth a line
 TOP = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
@@ -127,7 +128,8 @@ def step_ms(record: dict) -> float:
 def waits_for_data(record: dict) -> bool:
     """Does the step wait for its batch for a share of it that is worth a word?"""
     waited_ms = record.get("loading", {}).get("waited_ms", 0.0)
-    return waited_ms > IDLE_SHARE * step_ms(record)
+    share = IDLE_SHARE if record["device"] == "CUDA" else CPU_LOADING_SHARE
+    return waited_ms > share * step_ms(record)
 
 
 def loads_too_slowly(record: dict) -> bool:
