@@ -15,6 +15,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
+from next_steps import frontier
 from tools import compile_check, fill_pages, page_outputs, sweep_kernels
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
@@ -47,6 +48,7 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
+    "next_steps.frontier": frontier,
     "tools.compile_check": compile_check,
     "tools.sweep_kernels": sweep_kernels,
     "tools.fill_pages": fill_pages,
