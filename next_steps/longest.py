@@ -134,9 +134,10 @@ def render(record: dict) -> str:
     ]
     if "seconds" in record:  # older records have none
         seconds, share = record["seconds"], record["attention_share"]
+        tokens = lengths[-1] * record.get("accumulate", 1)
         limiter = "attention" if share > 0.5 else "matrix products with weights"
         lines.append(
-            f"A step of it: {seconds:.2f} s, {lengths[-1] / seconds:,.0f} tokens/s, limited by "
+            f"A step of it: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, limited by "
             f"{limiter}: attention has {share:.0%} of the FLOPs"
         )
     return "\n".join(lines)

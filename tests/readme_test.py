@@ -15,7 +15,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from next_steps import make_samples
+from next_steps import frontier, make_samples
 from tools import compile_check, fill_pages, page_outputs, sweep_kernels
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
@@ -48,6 +48,7 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
+    "next_steps.frontier": frontier,
     "next_steps.make_samples": make_samples,
     "tools.compile_check": compile_check,
     "tools.sweep_kernels": sweep_kernels,
