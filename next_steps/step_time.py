@@ -14,6 +14,7 @@ AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer 
 """
 
 import functools
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -128,7 +129,7 @@ def bytes_moved(operation, args, kwargs, results) -> int:
 
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
     """Of one step of one micro-batch."""
-    work = Work(costs.sizes_of(config, workload))
+    work = Work(costs.sizes_of(config, replace(workload, accumulate=None)))
     memory_estimate.run_step(
         config,
         TORCH_DTYPES[workload.dtype],

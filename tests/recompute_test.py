@@ -205,7 +205,7 @@ def test_a_layer_keeps_what_the_arithmetic_says(level, kernels):
     kept = {}
     for n_layers in (1, 3):  # what is kept outside of the layers is in both
         config.num_hidden_layers = n_layers
-        ledger = memory_estimate.run_step(config, torch.bfloat16, 2, 1024, kernels, level)
+        ledger = memory_estimate.run_step(config, torch.bfloat16, 2, 1024, kernels, level=level)
         kept[n_layers] = sum(block.n_bytes for block in ledger.kept())
     numbers = (kept[3] - kept[1]) / 2 / n_tokens / 2
     expected = kept_by_arithmetic(level, bool(kernels), config)
