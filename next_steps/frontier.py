@@ -161,7 +161,7 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
         "rates": rates,
         "rows": [],
     }
-    optimizer, before = None, None
+    optimizer, before, attention = None, None, {}  # the rates of attention, by its shape
     for way in ways_of(workload, HAS_GPU):
         w = way.workload
         if optimizer is None or way.kernels != before:
@@ -169,9 +169,11 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
             gc.collect()
             apply_kernels(set_recompute(model, None), model_kernels(w.kernels))
             optimizer = make_optimizer(model, 1e-5, w.kernels)
-        attention = step_time.attention_rates(model.config, w)
+        shape = w.batch_size, w.seq_len
+        if shape not in attention:
+            attention[shape] = step_time.attention_rates(model.config, w)
         row = {"size": way.size, "kernels": way.kernels, "recompute": way.level}
-        row |= predict(way, model.config, rates | {"attention_tflops": attention})
+        row |= predict(way, model.config, rates | {"attention_tflops": attention[shape]})
         row |= measure(way, model, optimizer)
         record["rows"].append(row)
         print("  ".join(cells(row, record["rows"])), flush=True)
