@@ -59,10 +59,13 @@ class Loader:
         return 0.0 if HAS_GPU and not torch.cuda.current_stream().query() else seconds
 
     def take(self) -> list[Batch]:
-        """What was fetched; the device must have been idle since.
+        """What was fetched; what is launched from here on has its turn after the copy.
 
         The batches taken before are kept until now: their memory is another stream's, which would
-        give it to the next copy while the step still reads it.
+        give it to the next copy while the step still reads it.  So the device must have been idle
+        since that step.
         """
+        if HAS_GPU:
+            torch.cuda.current_stream().wait_stream(self.stream)
         self.taken = self.next
         return self.taken

@@ -15,6 +15,7 @@ import profile_baseline
 from harness import architecture, costs, loading, stepping
 from harness.checking import DEVICE, relative_error
 from harness.dataset import IGNORE_INDEX, Batch
+from harness.device import HAS_GPU
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.workload import Workload
 from next_steps import distill, longest, memory_estimate
@@ -201,7 +202,9 @@ def test_a_distilled_student_s_gradients_are_those_of_one_large_batch(fused):
     )
     found = loss_and_gradients(student, micro_batches())
     error, name = largest_error(found, loss_and_gradients(student, one_large(micro_batches())))
-    assert error < 1e-6, f"{name} is off by {error:.1e}"
+    # a GPU multiplies batches of other shapes by other kernels, which add up in other orders
+    allowed = 4e-6 if HAS_GPU else 1e-6
+    assert error < allowed, f"{name} is off by {error:.1e}"
     empty = [micro_batch(T, seed) for seed in range(2)]
     for each in (empty, one_large(empty)):
         found = loss_and_gradients(student, each)
@@ -397,7 +400,7 @@ def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(run_script, tmp
     path = tmp_path / "record.json"
     outcome = run_script(finetune_optimized, *TINY[:4], *flags, "--json", str(path))
     assert outcome.code == 0, outcome.err
-    assert steps == [2, 2] and json.loads(path.read_text())["accumulate"] == 2
+    assert steps == [2, 2, 2] and json.loads(path.read_text())["accumulate"] == 2
     assert "batch 1, 2 micro-batches a step: 12 tokens" in outcome.out
 
 

@@ -61,6 +61,11 @@ def late(monkeypatch):
     return stream
 
 
+@pytest.fixture(autouse=True)
+def small_tensors_leave_too(monkeypatch):
+    monkeypatch.setattr(offload, "SMALL", 256)
+
+
 def offloader_of(model) -> offload.Offloader:
     return model.model.layers[0].forward.func.__self__.offloader
 
@@ -180,8 +185,9 @@ def test_the_estimate_has_no_more_than_two_layers_on_the_gpu(kernels):
     config.num_hidden_layers, config.vocab_size = 6, 512
     parts = {}
     for offloaded in (False, True):
+        how = {"level": "mlp", "offloaded": offloaded}
         found = memory_estimate.estimate(
-            config, torch.bfloat16, 1, 1024, [*kernels, "adamw"], "mlp", offloaded
+            config, torch.bfloat16, 1, 1024, [*kernels, "adamw"], **how
         )
         parts[offloaded] = found["parts"][KEPT]
     assert parts[True] < parts[False] * 3 / 6
@@ -191,8 +197,7 @@ def test_the_estimate_has_no_more_than_two_layers_on_the_gpu(kernels):
 @LEVELS
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @KERNELS
-def test_on_a_gpu_with_its_real_stream(kernels, dtype, level, monkeypatch):
-    monkeypatch.setattr(offload, "SMALL", 256)
+def test_on_a_gpu_with_its_real_stream(kernels, dtype, level):
     model, batch = make_model(kernels, dtype), tiny_batch(2, 256)
     expected = loss_and_gradients(set_recompute(model, level), batch)
     set_recompute(model, level, offload=True)

@@ -106,7 +106,9 @@ def first_tokens_that_are_targets(batch):
 
 
 def padding_that_is_a_target(batch):
-    return replace(batch, labels=batch.labels.index_fill(1, torch.tensor(2 * SIZE - 1), 0))
+    return replace(
+        batch, labels=batch.labels.index_fill(1, torch.tensor(2 * SIZE - 1, device=DEVICE), 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,10 +305,10 @@ def test_a_packed_step_does_not_wait_for_the_gpu(samples, names):
     optimizer = stepping.make_optimizer(model, 1e-5)
     batch = packed_batch(samples)
     for _ in range(2):  # compiling may wait
-        stepping.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, [batch])
     torch.cuda.synchronize()
     with waiting_forbidden():
-        stepping.training_step(model, optimizer, batch)
+        stepping.training_step(model, optimizer, [batch])
 
 
 @needs_gpu
@@ -321,7 +323,7 @@ def test_the_gpus_packed_attention_is_that_of_the_loop(heads):
     keys = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "sample_lengths": lengths}
 
     def attended(dtype, dropout):
-        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+        q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs)
         # a dropout of next to nothing takes the loop
         arguments = keys | {"scaling": 0.125, "dropout": dropout}
         out, _ = packed_attention.packed_attention(None, q, k, v, None, **arguments)
