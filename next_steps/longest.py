@@ -51,6 +51,8 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     }
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
+    # a step makes the optimizer's state, so that each length finds it
+    try_length(model, optimizer, LENGTH_STEP, micro_batches)
     fitting, too_long, length = {}, limit // LENGTH_STEP * LENGTH_STEP + LENGTH_STEP, first
     while length is not None and length < too_long:
         tried = try_length(model, optimizer, length, micro_batches)
@@ -65,14 +67,14 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
             record["stopped_by"] = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
             break
-    record["lengths"] = sorted(fitting)
-    record["peaks"] = [fitting[length][1] for length in record["lengths"]]
     if fitting:
         longest = max(fitting)
         # the first step of a length compiles
         again = try_length(model, optimizer, longest, micro_batches)
         seconds, _ = fitting[longest] if isinstance(again, str) else again
         record |= {"seconds": seconds, "attention_share": attention_share(model.config, longest)}
+    record["lengths"] = sorted(fitting)
+    record["peaks"] = [fitting[length][1] for length in record["lengths"]]
     print("\n" + render(record))
     run_records.write_record(record_to, record)
 

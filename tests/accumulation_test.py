@@ -400,7 +400,7 @@ def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(run_script, tmp
     path = tmp_path / "record.json"
     outcome = run_script(finetune_optimized, *TINY[:4], *flags, "--json", str(path))
     assert outcome.code == 0, outcome.err
-    assert steps == [2, 2, 2] and json.loads(path.read_text())["accumulate"] == 2
+    assert steps == [2] * 4 and json.loads(path.read_text())["accumulate"] == 2
     assert "batch 1, 2 micro-batches a step: 12 tokens" in outcome.out
 
 

@@ -106,9 +106,9 @@ def first_tokens_that_are_targets(batch):
 
 
 def padding_that_is_a_target(batch):
-    return replace(
-        batch, labels=batch.labels.index_fill(1, torch.tensor(2 * SIZE - 1, device=DEVICE), 0)
-    )
+    labels = batch.labels.clone()
+    labels[:, 2 * SIZE - 1] = 0
+    return replace(batch, labels=labels)
 
 
 @pytest.mark.parametrize(
