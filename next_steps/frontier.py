@@ -81,23 +81,12 @@ def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
 
 def predict(way: Way, config, rates: dict) -> dict:
     """Peak bytes and milliseconds, before the run."""
-    from harness.architecture import TORCH_DTYPES
     from next_steps import memory_estimate, step_time
 
     w = way.workload
     work = step_time.count_work(config, w)
-    estimated = memory_estimate.estimate(
-        config,
-        TORCH_DTYPES[w.dtype],
-        w.batch_size,
-        w.seq_len,
-        list(w.kernels),
-        micro_batches=w.micro_batches,
-        level=w.recompute,
-        offloaded=w.offload,
-    )
     return {
-        "estimated_bytes": estimated["peak_memory_bytes"],
+        "estimated_bytes": memory_estimate.estimate(config, w)["peak_memory_bytes"],
         "estimated_ms": step_time.predict_ms(work, rates, w.micro_batches),
     }
 

@@ -36,6 +36,7 @@ import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -143,26 +144,17 @@ def pretended_gpu() -> Iterator[None]:
         yield
 
 
-def run_step(
-    config: LlamaConfig,
-    dtype: torch.dtype,
-    batch_size: int,
-    seq_len: int,
-    kernels: list[str],
-    micro_batches: int = 1,
-    level: str | None = None,
-    offloaded: bool = False,
-    ledger: Ledger | None = None,
-) -> Ledger:
+def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = None) -> Ledger:
     """The ledger of two training steps, of which it remembers the second's stages."""
+    kernels = workload.kernels
     with pretended_gpu(), ledger or Ledger() as ledger:
-        model = architecture.build_model(config, dtype, "meta")
+        model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
-        shape = batch_size, seq_len
-        batches = [dataset.random_batch(shape, 1, "meta") for _ in range(micro_batches)]
+        shape = workload.batch_size, workload.seq_len
+        batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
         apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
-        recompute.set_recompute(model, level, offloaded)
+        recompute.set_recompute(model, workload.recompute, workload.offload)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -176,34 +168,20 @@ def run_step(
 
 def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
     """For `load_config`: two steps with these kernels, which raise what the kernels refuse."""
-    return functools.partial(
-        run_step, dtype=torch.float32, batch_size=1, seq_len=2, kernels=list(kernels)
-    )
+    small = Workload(dtype="fp32", seq_len=2, kernels=tuple(kernels))
+    return functools.partial(run_step, workload=small)
 
 
 # ---------------------------------------------------------------- the estimate
 
 
-def estimate(
-    config: LlamaConfig,
-    dtype: torch.dtype,
-    batch_size: int,
-    seq_len: int,
-    kernels: list[str],
-    micro_batches: int = 1,
-    level: str | None = None,
-    offloaded: bool = False,
-) -> dict:
+def estimate(config: LlamaConfig, workload: Workload) -> dict:
     """The peak of a training step in bytes, when it is reached, and what it is made of.
 
-    What is kept for the backward is of one micro-batch.
-
-    Args:
-        level: of recompute.py.
-        offloaded: what layers keep waits in the host's memory, of which nothing is counted here.
+    What is kept for the backward is of one micro-batch.  What waits in the host's memory is not
+    counted.
     """
-    how = micro_batches, level, offloaded
-    ledger = run_step(config, dtype, batch_size, seq_len, kernels, *how)
+    ledger = run_step(config, workload)
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     workspaces = 2 * CUBLAS_WORKSPACE
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
@@ -226,7 +204,7 @@ def estimate(
     for (name, _), (n_bytes, _) in ledger.peaks.items():
         phases[name] = max(phases[name], n_bytes + workspaces)
     return {
-        "kernels": kernels,
+        "kernels": list(workload.kernels),
         "peak_memory_bytes": peak + workspaces,
         "phase": phase,
         "layer": layer,
@@ -240,11 +218,9 @@ def estimate(
 
 def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload, the baseline's beside it, and write the record."""
-    kernels = list(workload.kernels)
-    config = config_file.load_config(workload, step_tryer(kernels), for_gpu=True)
-    shape = TORCH_DTYPES[workload.dtype], workload.batch_size, workload.seq_len
-    chosen = kernels, workload.recompute, workload.offload
-    sets = [([],), chosen] if any(chosen) else [([],)]
+    config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
+    baseline = replace(workload, kernels=(), recompute=None, offload=False)
+    differs = workload.kernels or workload.recompute or workload.offload
     record = {
         "kind": "estimate",
         "environment": run_records.environment(),
@@ -252,7 +228,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         "parameters": architecture.parameter_count(config),
         "layers": config.num_hidden_layers,
         "estimates": [
-            estimate(config, *shape, names, workload.micro_batches, *how) for names, *how in sets
+            estimate(config, each) for each in (baseline, *([workload] if differs else []))
         ],
     }
     print(render(record))

@@ -129,17 +129,9 @@ def bytes_moved(operation, args, kwargs, results) -> int:
 
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
     """Of one step of one micro-batch."""
-    work = Work(costs.sizes_of(config, replace(workload, accumulate=None)))
-    memory_estimate.run_step(
-        config,
-        TORCH_DTYPES[workload.dtype],
-        workload.batch_size,
-        workload.seq_len,
-        list(workload.kernels),
-        level=workload.recompute,
-        offloaded=workload.offload,
-        ledger=work,
-    )
+    one = replace(workload, accumulate=None)
+    work = Work(costs.sizes_of(config, one))
+    memory_estimate.run_step(config, one, work)
     return work
 
 

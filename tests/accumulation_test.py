@@ -310,9 +310,12 @@ def test_launches_share_the_micro_batches():
 def test_the_estimate_has_all_gradients_at_the_peak_and_keeps_one_micro_batch_s_activations(
     kernels,
 ):
-    shape = architecture.tiny_config(), torch.bfloat16, 2, 64, list(kernels)
-    one, three, five = (memory_estimate.estimate(*shape, n) for n in (1, 3, 5))
-    assert three["parts"][GRADIENTS] >= 2 * architecture.parameter_count(shape[0])
+    config = architecture.tiny_config()
+    workload = Workload(batch_size=2, seq_len=64, kernels=tuple(kernels))
+    one, three, five = (
+        memory_estimate.estimate(config, replace(workload, accumulate=n)) for n in (1, 3, 5)
+    )
+    assert three["parts"][GRADIENTS] >= 2 * architecture.parameter_count(config)
     assert three["kept_in_layers"] == one["kept_in_layers"]
     assert three["kept_outside"] == one["kept_outside"]
     batch = one["parts"][BATCH]

@@ -252,12 +252,12 @@ def test_dynamic_rotary_scaling_changes_nothing_within_the_models_positions(chec
 @pytest.mark.exhaustive
 def test_the_estimate_of_flash_attention_is_that_of_the_fused_one():
     config = architecture.tiny_config()
-    shape = torch.bfloat16, 1, 64, []
-    expected = memory_estimate.estimate(config, *shape)["peak_memory_bytes"]
+    workload = Workload(seq_len=64)
+    expected = memory_estimate.estimate(config, workload)["peak_memory_bytes"]
     config._attn_implementation = "flex_attention"
-    assert memory_estimate.estimate(config, *shape)["peak_memory_bytes"] == expected
+    assert memory_estimate.estimate(config, workload)["peak_memory_bytes"] == expected
     config._attn_implementation = "eager"
-    assert memory_estimate.estimate(config, *shape)["peak_memory_bytes"] > expected
+    assert memory_estimate.estimate(config, workload)["peak_memory_bytes"] > expected
 
 
 # ---------------------------------------------------------------- weights

@@ -19,7 +19,7 @@ import profile_baseline
 from harness import architecture, config_file, device, run_records, stepping
 from harness.device import DEVICE, HAS_GPU
 from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
-from harness.workload import DEFAULT_MODEL
+from harness.workload import DEFAULT_MODEL, Workload
 from next_steps import memory_estimate, memory_ledger
 from next_steps.apply_kernels import apply_kernels
 from next_steps.memory_ledger import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
@@ -55,8 +55,8 @@ ESTIMATE = memory_estimate.estimate  # the real one, also where a test has put a
 
 @functools.cache
 def estimate_8b(dtype: str, batch_size: int, seq_len: int, kernels: tuple[str, ...]) -> dict:
-    shape = architecture.TORCH_DTYPES[dtype], batch_size, seq_len
-    return ESTIMATE(architecture.llama_3_1_8b_config(), *shape, list(kernels))
+    workload = Workload(dtype=dtype, batch_size=batch_size, seq_len=seq_len, kernels=kernels)
+    return ESTIMATE(architecture.llama_3_1_8b_config(), workload)
 
 
 def estimate_of(record: dict) -> dict:
@@ -64,10 +64,14 @@ def estimate_of(record: dict) -> dict:
     return estimate_8b(record["dtype"], record["batch_size"], record["seq_len"], kernels)
 
 
-def tiny_estimate(*kernels: str, dtype=torch.bfloat16, seq_len=64, config=None) -> dict:
-    return memory_estimate.estimate(
-        config or architecture.tiny_config(), dtype, 2, seq_len, list(kernels)
-    )
+def tiny_estimate(*kernels: str, dtype="bf16", seq_len=64, config=None) -> dict:
+    workload = Workload(dtype=dtype, batch_size=2, seq_len=seq_len, kernels=kernels)
+    return memory_estimate.estimate(config or architecture.tiny_config(), workload)
+
+
+def tiny_step(kernels, batch_size: int, seq_len: int) -> memory_ledger.Ledger:
+    workload = Workload(batch_size=batch_size, seq_len=seq_len, kernels=tuple(kernels))
+    return memory_estimate.run_step(architecture.tiny_config(), workload)
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -166,7 +170,7 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     "kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join
 )
 def test_the_layers_keep_what_autograd_saves(kernels):
-    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 9, kernels)
+    ledger = tiny_step(kernels, 2, 9)
     kept = [block for block in ledger.kept() if block.stage[1] is not None]
     # attention also saves two numbers on a GPU, the state of dropout's generator: neither side
     # counts them
@@ -180,7 +184,7 @@ def test_the_layers_keep_what_autograd_saves(kernels):
 
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 def test_every_kept_tensor_has_a_kind(kernels):
-    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 2, 64, kernels)
+    ledger = tiny_step(kernels, 2, 64)
     assert {block.kind for block in ledger.kept()} <= set(memory_ledger.KINDS)
 
 
@@ -258,13 +262,9 @@ def test_tied_embeddings_are_one_parameter():
 def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
     config = architecture.tiny_config()
     weights = 2 * 4 * 512 * 512 * 4  # (B, heads, T, T) fp32
-    grouped = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
-        "attention"
-    ]
+    grouped = tiny_estimate(dtype="fp32", seq_len=512, config=config)["kept_in_layers"]["attention"]
     config.num_key_value_heads = 4
-    plain = tiny_estimate(dtype=torch.float32, seq_len=512, config=config)["kept_in_layers"][
-        "attention"
-    ]
+    plain = tiny_estimate(dtype="fp32", seq_len=512, config=config)["kept_in_layers"]["attention"]
     assert grouped > 2 * weights > plain
 
 
@@ -317,9 +317,9 @@ def test_without_kernels_there_is_one_column(run_script):
 
 @pytest.mark.exhaustive
 def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
-    def estimated_before(config, dtype, *shape):
-        assert config.hidden_size == 4096 and dtype == torch.bfloat16
-        return estimate_8b("bf16", *shape[:2], tuple(shape[2]))
+    def estimated_before(config, workload):
+        assert config.hidden_size == 4096 and workload.dtype == "bf16"
+        return estimate_8b("bf16", workload.batch_size, workload.seq_len, workload.kernels)
 
     for module in (device, config_file):
         monkeypatch.setattr(module, "HAS_GPU", False)
@@ -374,7 +374,7 @@ def test_the_moment_of_the_peak_in_words(phase, layer, expected):
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_stages_of_a_step_come_in_order(kernels):
-    ledger = memory_estimate.run_step(architecture.tiny_config(), torch.bfloat16, 1, 8, kernels)
+    ledger = tiny_step(kernels, 1, 8)
     backward = [("backward", layer) for layer in (None, 2, 1, memory_ledger.EMBEDDING)]
     forward = [("forward", layer) for layer in (None, 1, 2)]
     assert list(ledger.peaks) == [*forward, ("loss", None), *backward, ("optimizer", None)]

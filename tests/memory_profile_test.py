@@ -281,10 +281,12 @@ def test_every_part_is_there_at_some_time():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatch, kernels):
-    shape = architecture.tiny_config(), torch.bfloat16, *SHAPE, kernels
-    estimated = memory_estimate.estimate(*shape)
+    batch_size, seq_len = SHAPE
+    workload = Workload(batch_size=batch_size, seq_len=seq_len, kernels=tuple(kernels))
+    config = architecture.tiny_config()
+    estimated = memory_estimate.estimate(config, workload)
     monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
-    ledger = memory_estimate.run_step(*shape)
+    ledger = memory_estimate.run_step(config, workload)
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])

@@ -9,7 +9,7 @@ import torch
 from harness.command_line import UserError
 from harness.device import HAS_GPU
 from harness.kernel_facts import MODEL_KERNELS
-from harness.workload import RECOMPUTE
+from harness.workload import RECOMPUTE, Workload
 from next_steps import memory_estimate, offload
 from next_steps.memory_ledger import KEPT
 from next_steps.recompute import set_recompute
@@ -185,10 +185,10 @@ def test_the_estimate_has_no_more_than_two_layers_on_the_gpu(kernels):
     config.num_hidden_layers, config.vocab_size = 6, 512
     parts = {}
     for offloaded in (False, True):
-        how = {"level": "mlp", "offloaded": offloaded}
-        found = memory_estimate.estimate(
-            config, torch.bfloat16, 1, 1024, [*kernels, "adamw"], **how
+        workload = Workload(
+            seq_len=1024, kernels=(*kernels, "adamw"), recompute="mlp", offload=offloaded
         )
+        found = memory_estimate.estimate(config, workload)
         parts[offloaded] = found["parts"][KEPT]
     assert parts[True] < parts[False] * 3 / 6
 

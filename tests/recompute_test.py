@@ -12,7 +12,7 @@ from harness import architecture
 from harness.device import HAS_GPU
 from harness.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from harness.loading import load_model
-from harness.workload import RECOMPUTE
+from harness.workload import RECOMPUTE, Workload
 from next_steps import memory_estimate, recompute
 from next_steps.apply_kernels import apply_kernels
 from next_steps.recompute import set_recompute
@@ -203,11 +203,12 @@ def kept_by_arithmetic(level: str, fused: bool, config) -> float:
 def test_a_layer_keeps_what_the_arithmetic_says(level, kernels):
     config = architecture.llama_3_1_8b_config()
     config.num_hidden_layers, config.vocab_size = 3, 512
+    workload = Workload(batch_size=2, seq_len=1024, kernels=tuple(kernels), recompute=level)
     n_tokens = 2 * 1024
     kept = {}
     for n_layers in (1, 3):  # what is kept outside of the layers is in both
         config.num_hidden_layers = n_layers
-        ledger = memory_estimate.run_step(config, torch.bfloat16, 2, 1024, kernels, level=level)
+        ledger = memory_estimate.run_step(config, workload)
         kept[n_layers] = sum(block.n_bytes for block in ledger.kept())
     numbers = (kept[3] - kept[1]) / 2 / n_tokens / 2
     expected = kept_by_arithmetic(level, bool(kernels), config)
