@@ -46,10 +46,11 @@ Two lessons follow: how an fp32 number is rounded at random, and a power taken, 
 matters; and the optimizer: kernel, launcher, and the class that stands for PyTorch's.
 
 Limits: fp16, bf16, fp32, the gradient in the parameter's dtype; moments fp32 or bf16 (in fp16 v
-would underflow, so fp16 parameters get fp32 moments); no amsgrad, no DTensor.  Before a CUDA graph
-captures a step, one must have been made, which creates the state.  In a graph an lr or a beta that
-is to change must be a tensor on the GPU, filled in place, as PyTorch's schedulers fill lr; those
-that also cycle the momentum put a new number in the first beta's place, which no graph sees.
+would underflow, so fp16 parameters get fp32 moments); no amsgrad; of DTensors the optimizer takes
+the local shards, the launcher none.  Before a CUDA graph captures a step, one must have been made,
+which creates the state.  In a graph an lr or a beta that is to change must be a tensor on the GPU,
+filled in place, as PyTorch's schedulers fill lr; those that also cycle the momentum put a new
+number in the first beta's place, which no graph sees.
 """
 
 import collections
@@ -168,8 +169,11 @@ def _store(
 
 # ---- The kernel: a block of one parameter
 #
-# n stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides n (if not,
-# 2.4 times the time).
+# Of a shard, the blocks are those of the whole parameter, so that an element draws the same bits
+# whoever holds it; the first one may begin before the shard, as the last one may end behind it.
+#
+# extent stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides both
+# of its numbers (if not, 2.4 times the time).
 
 
 @triton.jit(do_not_specialize=["seed", "index"])
@@ -184,7 +188,7 @@ def _adamw_kernel(
     beta2,  # likewise
     eps,
     weight_decay,
-    n,
+    extent,  # (number of elements, index of the first one in the whole parameter)
     seed,  # of the optimizer; None: round to nearest
     index,  # of the parameter in it
     MAXIMIZE: tl.constexpr,
@@ -198,11 +202,13 @@ def _adamw_kernel(
     step_size = lr / _one_minus_power(log_beta1, step)
     sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
 
-    block = tl.program_id(0)
-    start = block.to(tl.int64) * BLOCK_SIZE  # a tensor may have more than 2**31 elements
+    n, offset = extent[0], extent[1]
+    skip = offset % BLOCK_SIZE  # of the first block
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE - skip  # there may be more than 2**31
+    block = tl.program_id(0) + tl.cast(offset // BLOCK_SIZE, tl.int32)
     p_ptr, g_ptr, m_ptr, v_ptr = p_ptr + start, g_ptr + start, m_ptr + start, v_ptr + start
     lane = tl.arange(0, BLOCK_SIZE)
-    mask = lane < n - start
+    mask = (lane < n - start) & (lane >= -start)
     p = tl.load(p_ptr + lane, mask=mask).to(tl.float32)
     g = tl.load(g_ptr + lane, mask=mask).to(tl.float32)
     m = tl.load(m_ptr + lane, mask=mask).to(tl.float32)
@@ -244,6 +250,7 @@ def adamw_step(
     seed: int | None = None,
     index: int = 0,
     maximize: bool = False,
+    offset: int = 0,
 ) -> None:
     """Make step number steps_done + 1 of p, m and v, in place; the host never waits for the GPU.
 
@@ -256,15 +263,17 @@ def adamw_step(
     seed: None rounds bf16 results to nearest; a number, together with `index` and the step, picks
         the random bits.
     maximize: go up the gradient instead of down.
+    offset: where these are a part of a larger parameter, the place of their first element in it,
+        counted in elements, which the random bits depend on too.
 
     Raises TypeError or ValueError, before anything is written, for anything else.
     """
     scalars = lr, beta1, beta2, eps, weight_decay
     launch = _launch_compiled if torch.compiler.is_compiling() else _launch
-    launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
+    launch(p, grad, m, v, steps_done, scalars, seed, index, maximize, offset)
 
 
-def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximize: bool) -> None:
+def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index, maximize, offset: int) -> None:
     _check(p, grad, m, v, steps_done)
     device = p.device
     lr, beta1, beta2, eps, weight_decay = scalars
@@ -280,7 +289,7 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximiz
     # A gradient through complex numbers may hold its values negated, and a bit that says so.
     grad = _dense(grad.resolve_neg() if grad.is_neg() else grad, strides)
     with _on_device_of(p):
-        _adamw_kernel[((n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
+        _adamw_kernel[((offset % BLOCK_SIZE + n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
             stepped[0],
             grad,
             stepped[1],
@@ -291,7 +300,7 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index: int, maximiz
             _log_and_complement(beta2),
             eps,
             weight_decay,
-            n,
+            (n, offset),
             seed,
             index,
             MAXIMIZE=bool(maximize),
@@ -352,10 +361,13 @@ def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
 # ---- Checks: what the kernel cannot compute is refused before it is handed any pointer
 
 
+def _is_plain(t: torch.Tensor) -> bool:
+    return type(t) is torch.Tensor or type(t) is torch.nn.Parameter
+
+
 def _check_memory(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse a tensor without memory of its own that holds its elements, or of another dtype."""
-    plain = type(t) is torch.Tensor or type(t) is torch.nn.Parameter
-    if not plain and is_traceable_wrapper_subclass(t):
+    if not _is_plain(t) and is_traceable_wrapper_subclass(t):
         given = f"{name} is a {type(t).__name__}, which holds no memory of its own"
         advice = "pass the one inside, such as a DTensor's .to_local()"
         raise TypeError(f"{given}, expected a plain tensor: {advice}.")
@@ -416,25 +428,26 @@ def _is_number(value) -> bool:
     "tutorial::adamw_step",
     mutates_args=("p", "m", "v"),
     schema="(Tensor(a!) p, Tensor grad, Tensor(b!) m, Tensor(c!) v, Tensor steps_done,"
-    " Tensor?[] tensors, float[] floats, int? seed, int index, bool maximize) -> ()",
+    " Tensor?[] tensors, float[] floats, int? seed, int index, bool maximize, int offset)"
+    " -> ()",
 )
-def _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
+def _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize, offset):
     scalars = tuple(number if t is None else t for t, number in zip(tensors, floats))
-    _launch(p, grad, m, v, steps_done, scalars, seed, index, maximize)
+    _launch(p, grad, m, v, steps_done, scalars, seed, index, maximize, offset)
 
 
 @_operator.register_fake
-def _(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize):
+def _(p, grad, m, v, steps_done, tensors, floats, seed, index, maximize, offset):
     _check(p, grad, m, v, steps_done)
 
 
-def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize) -> None:
+def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize, offset) -> None:
     tensors, floats = [], []
     for name, value in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), scalars):
         is_tensor = isinstance(value, torch.Tensor)
         tensors.append(value if is_tensor else None)
         floats.append(0.0 if is_tensor else _number_for(p.device, name, value))
-    _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, bool(maximize))
+    _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, bool(maximize), offset)
 
 
 # ---- The optimizer
@@ -459,17 +472,22 @@ class TritonAdamW(torch.optim.Optimizer):
     stochastic_rounding: whether bfloat16 weights and moments are rounded up or down at random.
     step_in_backward: update each parameter during the backward and free its gradient at once;
         step() then only counts.  To accumulate gradients, put every backward but the last into
-        `with optimizer.accumulating():` (without it, a second backward before step() raises); the
-        last must reach all parameters that they reached.  Not for gradient clipping
-        (clip_grad_norm_ finds no gradients and returns 0), or gradients that still have to be
-        averaged over GPUs or unscaled.  A copy of the optimizer (copy.deepcopy, pickle) steps in
-        step() alone.
-    seed: of the random bits.  They also depend on the step and on the parameter's place among all
-        parameters.
+        `with optimizer.accumulating():` (without it, a second backward before step() raises).  A
+        gradient that is left after it, step() uses: of a parameter that the last backward did not
+        reach, and of every one that is whole on each of several processes, because DDP averages
+        gradients only after autograd has made them.  Not for gradient clipping (clip_grad_norm_
+        finds no gradients and returns 0), or gradients that still have to be unscaled.  A copy of
+        the optimizer (copy.deepcopy, pickle) steps in step() alone.
+    seed: of the random bits.  They also depend on the step, on the parameter's place among all
+        parameters and on the element's in it, but not on how many processes share it.
+
+    A parameter may be a DTensor, as fully_shard (FSDP2) makes them: each process steps its local
+    shard, and the moments are DTensors of the same placements.  FSDP2 runs the hooks of
+    step_in_backward itself, once a gradient is reduced.
 
     Raises TypeError or ValueError, and changes nothing, for an option out of range and for a
-    parameter that requires a gradient but has no fp16, bf16 or fp32 memory of its own, with a place
-    for each element (a DTensor or other wrapper, sparse, expanded).
+    parameter that requires a gradient but has no fp16, bf16 or fp32 memory of its own (or shard in
+    it), with a place for each element (a wrapper, sparse, expanded).
     """
 
     _accumulating = False
@@ -548,26 +566,28 @@ class TritonAdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(_new_state(p, group["moments_dtype"]))
+        rounding = group["stochastic_rounding"]
         adamw_step(
-            p,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            _local(p),
+            _local(_placed_like(p, grad)),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
             state["step"],
             group["lr"],
             *group["betas"],
             group["eps"],
             group["weight_decay"],
-            group["seed"] if group["stochastic_rounding"] else None,
+            group["seed"] if rounding else None,
             index,
             group["maximize"],
+            _offset(p) if rounding else 0,
         )
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
         self._stepped[p] = state["step"]
 
     def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
-        if self._accumulating and p not in self._stepped:
-            return  # the next backward adds to it
+        if (self._accumulating and p not in self._stepped) or _averaged_later(p):
+            return  # the next backward adds to it, or DDP has yet to average it
         grad, p.grad = p.grad, None
         if p in self._stepped:
             given = "a second gradient reached a parameter before step()"
@@ -594,16 +614,15 @@ class TritonAdamW(torch.optim.Optimizer):
         """Like torch's: returns what the closure does, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         params = [(group, p) for group in self.param_groups for p in group["params"]]
-        if not self._step_in_backward:
-            for index, (group, p) in enumerate(params):
-                if p.grad is not None:
-                    self._step_parameter(group, index, p, p.grad)
-        elif not self._stepped:
+        left = [(i, group, p) for i, (group, p) in enumerate(params) if p.grad is not None]
+        if any(p in self._stepped for _, _, p in left):
+            given = "a gradient is there of a parameter that the backward has stepped"
+            raise RuntimeError(f"{given}: leave .grad alone.")
+        if self._step_in_backward and not self._stepped and not left:
             given = "no backward has stepped a parameter since the last step()"
             raise RuntimeError(f"{given}: call loss.backward() first.")
-        elif any(p.grad is not None for _, p in params):
-            given = "a gradient is there that no backward has stepped"
-            raise RuntimeError(f"{given}: leave .grad alone, unfreeze earlier.")
+        for index, group, p in left:
+            self._step_parameter(group, index, p, p.grad)
         if self._stepped:
             # On the GPU, so that a graph's replays count too.
             torch._foreach_add_(list(self._stepped.values()), 1)
@@ -646,7 +665,7 @@ class TritonAdamW(torch.optim.Optimizer):
 
         for p in loaded:  # from here on, nothing is refused
             for key, tensor in loaded[p].items():
-                state[p][key].copy_(tensor)
+                _local(state[p][key]).copy_(_local(tensor))
         for tensor, number in filled.items():
             tensor.fill_(number)
         self._stepped.clear()
@@ -680,6 +699,51 @@ class TritonAdamW(torch.optim.Optimizer):
         return group
 
 
+# ---- Parameters that several processes share
+
+
+def _is_dtensor(t: torch.Tensor) -> bool:
+    if _is_plain(t) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second, but whoever has one has had it
+
+    return isinstance(t, DTensor)
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    with torch.no_grad():
+        return t.to_local() if _is_dtensor(t) else t
+
+
+def _placed_like(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient as p is placed; of tensor parallelism it may still be a sum to be made."""
+    if not _is_dtensor(p) or grad.placements == p.placements:
+        return grad
+    return grad.redistribute(p.device_mesh, p.placements)
+
+
+def _offset(p: torch.Tensor) -> int:
+    """The place of this process's first element in the whole parameter."""
+    if not _is_dtensor(p) or not _local(p).numel():
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, first = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return first[0] * math.prod(p.shape[1:]) if first else 0
+
+
+def _averaged_later(p: torch.Tensor) -> bool:
+    """Whether the gradient that is there may be of this process's part of a batch alone.
+
+    So it is under DDP, of which a parameter knows nothing; a DTensor's is of all in its mesh.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    processes = p.device_mesh.size() if _is_dtensor(p) else 1
+    return torch.distributed.get_world_size() > processes
+
+
 # ---- An optimizer's groups and states
 
 
@@ -699,8 +763,10 @@ def _check_group(group: dict) -> None:
     """Refuse a group that no step can take; make its numbers Python's, but leave its tensors."""
     for p in group["params"]:
         if p.requires_grad:  # what is frozen may be anything
-            _check_memory("a parameter", p, FLOATS)
-            _check_overlap("a parameter", p)
+            _check_memory("a parameter", _local(p), FLOATS)
+            _check_overlap("a parameter", _local(p))
+            if _is_dtensor(p):
+                _check_placements(p, group["stochastic_rounding"])
 
     def within(value, below: float = math.inf) -> bool:
         return _is_number(value) and 0.0 <= value < below
@@ -733,18 +799,39 @@ def _check_group(group: dict) -> None:
     group.update(betas=tuple(map(plain, betas)), seed=int(seed))
 
 
+def _check_placements(p: torch.Tensor, rounding: bool) -> None:
+    """Refuse a sum yet to be made and, if bits are to be drawn, a shard that is not whole rows."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    given = f"a parameter has the placements {p.placements}"
+    if any(placement.is_partial() for placement in p.placements):
+        raise ValueError(f"{given}, expected no Partial: redistribute() it.")
+    kinds = [(type(place), getattr(place, "dim", None)) for place in p.placements]
+    rows = set(kinds) <= {(Replicate, None), (Shard, 0)}
+    if rounding and not (rows and _local(p).is_contiguous()):
+        expected = "expected contiguous Shard(0) for stochastic_rounding"
+        raise ValueError(f"{given} and strides {p.stride()}, {expected}: leave that out.")
+
+
 def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.Tensor]:
     """What a state_dict holds for a parameter, refused unless it fits."""
     loaded = {}
-    for key, shape in (("step", ()), ("exp_avg", p.shape), ("exp_avg_sq", p.shape)):
+    for key, like in (("step", torch.zeros(())), ("exp_avg", p), ("exp_avg_sq", p)):
         name = f"{key} of parameter {number}"
         if key not in saved:
             raise ValueError(f"{name} is missing in the state, expected an AdamW's: load another.")
-        loaded[key] = torch.as_tensor(saved[key], dtype=torch.float32 if key == "step" else None)
-        _check_memory(name, loaded[key], (*FLOATS, torch.float64))
-        if loaded[key].shape != shape:
-            given = f"{name} has shape {tuple(loaded[key].shape)}"
-            raise ValueError(f"{given}, expected {tuple(shape)}: load the state of an equal model.")
+        tensor = torch.as_tensor(saved[key], dtype=torch.float32 if key == "step" else None)
+        if _is_dtensor(like) or _is_dtensor(tensor):
+            given, expected = (getattr(t, "placements", None) for t in (tensor, like))
+            if given != expected:
+                advice = "load it with torch.distributed.checkpoint.state_dict"
+                raise TypeError(f"{name} has placements {given}, expected {expected}: {advice}.")
+        _check_memory(name, _local(tensor), (*FLOATS, torch.float64))
+        if (tensor.shape, _local(tensor).shape) != (like.shape, _local(like).shape):
+            given = f"{name} has shape {tuple(tensor.shape)}"
+            expected = tuple(like.shape)
+            raise ValueError(f"{given}, expected {expected}: load the state of an equal model.")
+        loaded[key] = tensor
     return loaded
 
 

@@ -21,7 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.optim import lr_scheduler
 
 from harness import command_line
@@ -458,6 +465,23 @@ def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
     alone = torch.nn.Parameter(start.clone())
     train(TritonAdamW([a, alone], stochastic_rounding=True), [[None, fixed]])
     assert torch.equal(alone, b)
+
+
+def test_a_shards_draws_are_those_of_its_place_in_the_whole():
+    n = 3000
+    p, g, m, v = (randn(n, dtype=BF16, seed=seed) for seed in range(4))
+    tensors = p, g, m, v.abs()
+    settings = (torch.zeros((), device=DEVICE), 0.05, 0.8, 0.95, 1e-3, 0.3, 7, 2)
+    expected = [t.clone() for t in tensors]
+    adamw_step(*expected, *settings)
+    for first, last in ((0, 1), (1, 2), (5, 1500), (1016, 1040), (1024, 2048), (2047, n)):
+        part = [t[first:last].clone() for t in tensors]
+        adamw_step(*part, *settings, offset=first)
+        assert all(torch.equal(a, b[first:last]) for a, b in zip(part, expected)), (first, last)
+    far = [t[:50].clone() for t in tensors], [t[:50].clone() for t in tensors]
+    for part, offset in zip(far, (2**33, 2**33 + 1024)):
+        adamw_step(*part, *settings, offset=offset)
+    assert not torch.equal(far[0][0], far[1][0])
 
 
 # ---- What stochastic rounding is good for ------------------------------------------------------
@@ -1343,16 +1367,20 @@ def test_accumulating_ends_with_an_error_and_does_not_hide_one():
         model.loss().backward()
 
 
-def test_step_after_accumulating_alone_is_refused():
-    model = Model()
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    with optimizer.accumulating():
-        model.loss().backward()
-    with pytest.raises(RuntimeError, match="no backward has stepped"):
+def test_gradients_that_the_last_backward_does_not_reach_are_stepped_in_step():
+    models = Model(), Model()
+    ours = TritonAdamW(models[0].parameters(), step_in_backward=True)
+    theirs = TritonAdamW(models[1].parameters())
+    for model, optimizer in zip(models, (ours, theirs)):
+        with optimizer.accumulating():
+            model.loss().backward()
+        model.embedding.square().sum().backward()  # reaches one of three
         optimizer.step()
-    model.embedding.square().sum().backward()  # reaches one of three
-    with pytest.raises(RuntimeError, match="a gradient is there that no backward has stepped"):
+        optimizer.zero_grad()
+        with optimizer.accumulating():  # and then none
+            model.loss().backward()
         optimizer.step()
+    assert_same_run(ours, theirs)
 
 
 def test_step_without_a_backward_is_refused():
@@ -1378,10 +1406,22 @@ def test_gradients_of_before_are_refused():
     model.zero_grad()
     model.bias.requires_grad_(False)
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    model.bias.requires_grad_(True)  # too late for a hook
+    model.bias.requires_grad_(True)  # too late for a hook, so that step() takes it
     model.loss().backward()
-    with pytest.raises(RuntimeError, match="a gradient is there that no backward has stepped"):
+    optimizer.step()
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    assert model.bias in optimizer.state
+
+
+def test_a_gradient_beside_the_one_that_the_backward_has_stepped_is_refused():
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    model.bias.grad = torch.ones_like(model.bias)
+    before = model.bias.detach().clone()
+    with pytest.raises(RuntimeError, match="a gradient is there of a parameter that the backward"):
         optimizer.step()
+    assert torch.equal(model.bias, before)
 
 
 def test_clipping_finds_no_gradients():
@@ -1790,24 +1830,83 @@ def test_dtensors_are_refused_before_any_pointer_is_taken(mesh, placement, monke
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_dtensors_are_refused_at_construction_and_with_a_new_group(mesh, in_backward):
-    wrapped = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]))
-    with pytest.raises(TypeError, match=f"a parameter {WRAPPED}"):
-        TritonAdamW([wrapped], step_in_backward=in_backward)
-    optimizer = TritonAdamW(make_params((3,)), step_in_backward=in_backward)
-    with pytest.raises(TypeError, match=f"a parameter {WRAPPED}"):
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_dtensors_of_one_process_take_the_steps_of_what_they_hold(mesh, placement, in_backward):
+    plain = make_params((4, 6), (5,), dtype=BF16)
+    wrapped = [
+        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement])) for p in plain
+    ]
+    options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+    runs = [TritonAdamW(params, **options) for params in (plain, wrapped)]
+    for optimizer in runs:
+        for _ in range(2):
+            sum((p * p).sum() for p in params_of(optimizer)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain, wrapped):
+        assert torch.equal(p, q.to_local()) and q.grad is None
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(runs[0].state[p][key], runs[1].state[q][key].to_local())
+            assert runs[1].state[q][key].placements == (placement,)
+
+
+UNFIT_PLACEMENTS = {  # name: (placements of a parameter, what the sentence says)
+    "sum to be made": (Partial(), r"the placements \(Partial\(.*, expected no Partial"),
+    "columns": (Shard(1), r"the placements \(Shard\(dim=1\),\) .* for stochastic_rounding"),
+}
+
+
+@pytest.mark.parametrize("placement, sentence", UNFIT_PLACEMENTS.values(), ids=UNFIT_PLACEMENTS)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group(
+    mesh, placement, sentence, in_backward
+):
+    local = torch.ones(4, 6, dtype=BF16)
+    wrapped = torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
+    options = {"step_in_backward": in_backward, "stochastic_rounding": True}
+    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
+        TritonAdamW([wrapped], **options)
+    optimizer = TritonAdamW(make_params((3,)), **options)
+    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
         optimizer.add_param_group({"params": [wrapped]})
     assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
 
 
-def test_dtensors_of_a_state_are_refused(mesh):
-    source, target = (TritonAdamW(make_params((4, 6))) for _ in range(2))
-    train(source, random_grads(source, 1))
-    saved = source.state_dict()
-    saved["state"][0]["exp_avg"] = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
-    with pytest.raises(TypeError, match=f"exp_avg of parameter 0 {WRAPPED}"):
-        target.load_state_dict(saved)
-    assert not target.state
+def test_dtensors_of_doubles_are_refused(mesh):
+    wrapped = distribute_tensor(torch.ones(4, 6, dtype=torch.float64), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
+        TritonAdamW([torch.nn.Parameter(wrapped)])
+
+
+def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(
+    mesh, monkeypatch
+):
+    runs = []
+    for in_backward in (True, False):
+        model = Model()
+        optimizer = TritonAdamW(model.parameters(), step_in_backward=in_backward)
+        with monkeypatch.context() as several:
+            several.setattr(dist, "get_world_size", lambda: 2)
+            model.loss().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        runs.append(optimizer)
+    assert_same_run(*runs)
+
+
+def test_a_state_placed_otherwise_is_refused(mesh):
+    plain, wrapped = make_params((4, 6)), make_params((4, 6))
+    wrapped = [torch.nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for p in wrapped]
+    a, b = TritonAdamW(plain), TritonAdamW(wrapped)
+    for optimizer in (a, b):
+        params_of(optimizer)[0].sum().backward()
+        optimizer.step()
+    before = everything(a)
+    with pytest.raises(TypeError, match=r"exp_avg of parameter 0 has placements \(Shard.* None"):
+        a.load_state_dict(b.state_dict())
+    with pytest.raises(TypeError, match=r"exp_avg of .* placements None, expected \(Shard"):
+        b.load_state_dict(a.state_dict())
+    assert equal(everything(a), before)
 
 
 def test_stochastic_rounding_of_fp16_is_refused_and_of_fp32_does_nothing():
