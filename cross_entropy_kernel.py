@@ -667,7 +667,7 @@ def cross_entropy_forward(
         TypeError, ValueError: a tensor's type, dtype, shape or device, or the reduction, is wrong;
             or the logits cannot be overwritten: a leaf that requires a gradient, or not contiguous.
     """
-    rows, row_targets = _checked_rows(logits, targets, reduction)
+    rows, row_targets = checked_rows(logits, targets, reduction)
     n_valid = (targets.long() != ignore_index).sum() if reduction == "mean" else None
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)
     if overwrite:
@@ -692,7 +692,7 @@ def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_
     Raises:
         TypeError, ValueError: as the forward.
     """
-    rows, row_targets = _checked_rows(logits, targets)
+    rows, row_targets = checked_rows(logits, targets)
     refuse_foreign_memory("grad_output", grad_output)
     if grad_output.ndim == 0:
         row_grads = grad_output.expand(len(rows))  # a view with stride 0
@@ -741,7 +741,7 @@ def refuse_foreign_memory(name, tensor):
         raise TypeError(f"{name} is {tensor.layout}, expected torch.strided: pass its to_dense().")
 
 
-def _checked_rows(logits, targets, reduction="mean"):
+def checked_rows(logits, targets, reduction="mean"):
     """Refuse what the kernels cannot compute.
 
     Return logits as (n_rows, V) with adjacent columns, and targets as (n_rows,).
@@ -824,7 +824,7 @@ _backward_operator = torch.library.custom_op(
 
 @_inplace_operator.register_fake
 def _loss_shape(logits, targets, ignore_index, reduction):
-    _checked_rows(logits, targets, reduction)
+    checked_rows(logits, targets, reduction)
     shape = targets.shape if reduction == "none" else ()
     return logits.new_empty(shape, dtype=torch.float32)
 
@@ -839,11 +839,11 @@ def _forward_shapes(logits, targets, ignore_index, reduction):
 
 @_backward_operator.register_fake
 def _backward_shape(grad_output, logits, targets, stats, n_valid, ignore_index):
-    rows, _ = _checked_rows(logits, targets)
+    rows, _ = checked_rows(logits, targets)
     return _new_drows(rows).view(logits.shape)
 
 
-def _compiled_forward(logits, targets, ignore_index, reduction, overwrite):
+def compiled_forward(logits, targets, ignore_index, reduction, overwrite):
     """cross_entropy_forward for torch.compile."""
     if overwrite:
         _refuse_to_overwrite(logits, logits)  # the compiler does not know whose view a tensor is
@@ -852,7 +852,7 @@ def _compiled_forward(logits, targets, ignore_index, reduction, overwrite):
     return loss, stats, n_valid[0] if n_valid else None
 
 
-def _compiled_backward(grad_output, logits, targets, stats, n_valid, ignore_index):
+def compiled_backward(grad_output, logits, targets, stats, n_valid, ignore_index):
     """cross_entropy_backward for torch.compile."""
     if stats is not None:
         return _backward_operator(grad_output, logits, targets, stats, n_valid, ignore_index)
@@ -906,7 +906,7 @@ class FusedCrossEntropyFunction(torch.autograd.Function):
         ctx.ignore_index = ignore_index
         ctx.inplace = inplace
         compiling = torch.compiler.is_compiling()
-        forward = _compiled_forward if compiling else cross_entropy_forward
+        forward = compiled_forward if compiling else cross_entropy_forward
         loss, *saved = forward(logits, targets, ignore_index, reduction, inplace)
         if inplace and not compiling:
             # Autograd cannot see what a kernel writes; told, it refuses other uses of the old
@@ -922,7 +922,7 @@ class FusedCrossEntropyFunction(torch.autograd.Function):
             asked = "which create_graph=True asks for."
             raise RuntimeError(f"The fused loss has no second derivative, {asked}")
         compiling = torch.compiler.is_compiling()
-        backward = _compiled_backward if compiling else cross_entropy_backward
+        backward = compiled_backward if compiling else cross_entropy_backward
         dlogits = backward(grad_output, *ctx.saved_tensors, ctx.ignore_index)
         if ctx.inplace and not compiling:
             torch.autograd.graph.increment_version(dlogits)

@@ -10,10 +10,12 @@ from tests.subjects import (
     reverse_kl,
     rmsnorm,
     rope,
+    split_cross_entropy,
     swiglu,
 )
 
 LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
+LESSONS += (split_cross_entropy,)
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
 }
