@@ -22,6 +22,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -32,6 +33,11 @@ class UserError(Exception):
 
 class RunError(Exception):
     """Something failed while running: one sentence, exit code 1."""
+
+
+def world_size() -> int:
+    """How many processes torchrun started for this run; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,6 +151,18 @@ def out_of_memory() -> str:
     )
 
 
+LOST_A_PROCESS = "another process of this run ended or does not answer: see what it says"
+
+
+def lost_a_process(error: Exception) -> bool:
+    """Did one of several processes not get the data of another?  Gloo says it in words."""
+    if world_size() == 1:
+        return False
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo" in str(error)
+
+
 class OutputError(Exception):
     """Standard output takes nothing more; its cause is the OSError."""
 
@@ -207,7 +225,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     one (130), or a pipe whose reader is gone, as in `| head -1` (141).
     """
     if sys.stdout is None:  # closed by whoever started the script
-        sys.exit(exit_code(main))
+        leave(exit_code(main))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?"
     output = StandardOutput(sys.stdout)
@@ -217,6 +235,22 @@ def run_main(main: Callable[[], int | None]) -> None:
             output.flush()
         except OutputError as error:  # main() printed less than a buffer, or has not been told yet
             code = code or output_failed(error)
+    leave(code)
+
+
+def leave(code: int) -> None:
+    """End this process; of several one that failed ends at once, whoever waits for its data.
+
+    torchrun then ends the others.
+    """
+    if world_size() > 1:
+        if code:
+            sys.stderr.flush()
+            os._exit(code)
+        import torch
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     sys.exit(code)
 
 
@@ -234,17 +268,22 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return 1
     except OutputError as error:
         return output_failed(error)
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        print(f"error: {out_of_memory()}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Ended as error:
         print(f"ended by {error}", file=sys.stderr)
         return 128 + error.number
+    except Exception as error:
+        if isinstance(error, (RuntimeError, MemoryError)) and ran_out_of_memory(error):
+            print(f"error: {out_of_memory()}", file=sys.stderr)
+        elif lost_a_process(error):
+            print(f"error: {LOST_A_PROCESS}", file=sys.stderr)
+        elif world_size() > 1:  # its end must not wait for the others: see `leave`
+            traceback.print_exc()
+        else:
+            raise
+        return 1
 
 
 def output_failed(error: OutputError) -> int:

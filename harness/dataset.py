@@ -142,14 +142,15 @@ class Data:
 def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
     """The micro-batches of `steps` steps in a row, and VALIDATION_BATCHES held out.
 
-    Of equal workloads the same.
+    Of equal workloads the same.  Of several processes those of all: N batches in a row, of
+    batch_size sequences each, are what they take as a micro-batch.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
-    n_train = steps * workload.micro_batches * workload.batch_size
-    n_validation = VALIDATION_BATCHES * workload.batch_size
+    n_train = steps * workload.micro_batches * workload.sequences
+    n_validation = VALIDATION_BATCHES * workload.sequences
     train, validation, source = load_samples(workload, config, n_train, n_validation)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:

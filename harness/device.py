@@ -25,11 +25,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def is_idle() -> bool:
-    """Has the device done all that was launched?"""
-    return not HAS_GPU or torch.cuda.current_stream().query()
-
-
 def require_interpreter() -> None:
     """Refuse to run kernels without a GPU if the environment forbids Triton's interpreter.
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader
 
+from harness import parallel
 from harness.dataset import Batch, Batches
 from harness.device import DEVICE, HAS_GPU
 
@@ -23,14 +24,19 @@ from harness.device import DEVICE, HAS_GPU
 class Loader:
     """The micro-batches of one step after the other.
 
-    loader = Loader(batches, per_step=1)   # builds and copies those of the first step
+    loader = Loader(batches, per_step=1)   # builds and copies those of the first step to take
     loader.take()                          # a step's, on the device once that is idle
     loader.fetch()                         # to be called when the step's work is launched
+
+    Of N processes each gets every Nth batch, and the first ones begin the step.
     """
 
-    def __init__(self, batches: Batches, per_step: int):
-        # with a generator of its own it draws nothing from PyTorch's
+    def __init__(self, batches: Batches, per_step: int, steps_done: int = 0):
+        # with a generator of its own it draws nothing from PyTorch's; what is not in `sampler`,
+        # as the batches of steps done, is never built
         options = {"pin_memory": HAS_GPU, "generator": torch.Generator()}
+        done = steps_done * per_step * parallel.world_size()
+        options["sampler"] = range(done + parallel.rank(), len(batches), parallel.world_size())
         self.batches = iter(DataLoader(batches, batch_size=None, **options))
         self.per_step = per_step
         self.stream = torch.cuda.Stream() if HAS_GPU else None

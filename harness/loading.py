@@ -52,7 +52,7 @@ def load_weights(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,
             dtype=dtype,
-            device_map={"": DEVICE},
+            device_map={"": torch.empty(0, device=DEVICE).device},  # with its number
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Iterator
 
 from harness.command_line import RunError, UserError, flag_name
+from harness.processes import is_first
 
 OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # the flags of files that a script writes
 INPUT_FILES = "data", "records", "compare"  # and of those that it reads
+OUTPUT_FOLDERS = "save", "checkpoint"
 MODEL_FOLDERS = "save", "model", "teacher"
 MODEL_FILES = "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"
 UNFINISHED = ".unfinished-"  # how names begin that exist only while something is written
@@ -23,11 +25,11 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing.
 
     Raises:
-        UserError: of the flags in OUTPUT_FILES and --save, as far as the script has them, one is
-            empty, one cannot be written, --plot is no .png, or one would overwrite another or what
-            the script reads.
+        UserError: of the flags in OUTPUT_FILES and OUTPUT_FOLDERS, as far as the script has them,
+            one is empty, one cannot be written, --plot is no .png, or one would overwrite another
+            or what the script reads.
     """
-    outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, "save")}
+    outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
     for name, path in outputs.items():
         if not path:
@@ -36,7 +38,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             )
         if name == "plot" and not path.endswith(".png"):
             raise UserError(f"--plot {path} must end in .png")
-        (require_folder if name == "save" else require_writable)(path)
+        (require_folder if name in OUTPUT_FOLDERS else require_writable)(path)
     for name in [name for name in OUTPUT_FILES if name in outputs]:
         for what, other in others_files(args, name):
             if not written_straight(outputs[name]) and in_the_way(outputs[name], other):
@@ -47,7 +49,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
     """(in words, path) of every file and folder that the flag `output` must not replace."""
-    for name in (*OUTPUT_FILES, "save"):
+    for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS):
         if name != output and getattr(args, name, None):
             yield f"{flag_name(name)} {getattr(args, name)}", getattr(args, name)
     for name in INPUT_FILES:
@@ -172,7 +174,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def write_output(path: str, content: bytes, what: str) -> None:
-    """`write_whole`, with one sentence where it fails.
+    """`write_whole`, with one sentence where it fails; of several processes the first one does it.
 
     Args:
         what: is written, in words.
@@ -180,6 +182,8 @@ def write_output(path: str, content: bytes, what: str) -> None:
     Raises:
         RunError: the file cannot be written.
     """
+    if not is_first():
+        return
     try:
         write_whole(path, content)
     except OSError as error:

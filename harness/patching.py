@@ -3,8 +3,28 @@
 from collections.abc import Callable
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from harness.dataset import IGNORE_INDEX
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+# of transformers: they stay after an output_attentions=True, and do nothing
+RECORDERS = "transformers.utils.output_capturing"
+# of fully_shard: they gather a module's weights while it is called
+GATHERERS = "torch.distributed.fsdp"
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """Its class; if fully_shard has derived one from it, that which it was derived from."""
+    cls = type(module)
+    return cls.__bases__[1] if cls.__bases__[0] is FSDPModule else cls
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Has it hooks that may see or change what goes in or out?"""
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    origins = [str(getattr(hook, "__module__", None)) for hook in hooks]
+    return not all(origin.startswith((RECORDERS, GATHERERS)) for origin in origins)
 
 
 def replace_modules(model: torch.nn.Module, cls: type, make: Callable) -> int:

@@ -87,8 +87,13 @@ def write_record(path: str | None, record: dict) -> None:
     """
     if path is None:
         return
-    write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
+    keep_record(path, record)
     print(f"Record written to {path}")
+
+
+def keep_record(path: str, record: dict) -> None:
+    """`write_record` without a word, for one that is still growing."""
+    write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
 
 
 def read_record(path: str, kind: str) -> dict:

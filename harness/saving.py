@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from harness.command_line import RunError
 from harness.dataset import load_tokenizer
 from harness.output_files import UNFINISHED
+from harness.parallel import whole_weights
+from harness.processes import is_first
 from harness.workload import Workload
 
 # transformers' names
@@ -27,12 +29,16 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     Whenever this is interrupted, `from_pretrained` loads the whole old or the whole new model; that
     is decided by config.json alone (`put_in_place`).  The one exception are the tokenizer's files,
     which are replaced one by one.  Of the files that were there only those of the old model are
-    removed.  What an interrupted save left behind the next one removes.  Saves of several processes
-    to one directory wait for each other; the last one's model stays.
+    removed.  What an interrupted save left behind the next one removes.  Saves of several runs to
+    one directory wait for each other; the last one's model stays.  Of the processes of one run the
+    first writes; it needs all of them to get the weights together.
 
     Raises:
         RunError: the files cannot be written.
     """
+    weights = whole_weights(model)
+    if not is_first():
+        return
     tokenizer = load_tokenizer(workload)
     model.config.use_cache = True  # load_model switched it off for training only
     target = Path(os.path.realpath(folder))
@@ -43,7 +49,7 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
             unfinished = target / f"{UNFINISHED}{secrets.token_hex(8)}"
             unfinished.mkdir()
             try:
-                model.save_pretrained(unfinished)
+                model.save_pretrained(unfinished, state_dict=weights)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(unfinished)
                 put_in_place(unfinished, target)

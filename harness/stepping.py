@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from harness import parallel
 from harness.architecture import unpacked_sequences
 from harness.command_line import RunError, UserError, ran_out_of_memory
 from harness.dataset import Batch
@@ -34,17 +35,21 @@ def inputs_of(batch: Batch, model: Callable) -> dict:
 
     So it need not wait for the GPU to count them.
     """
-    counted = {"max_targets": batch.n_targets} if getattr(model, "takes_max_targets", False) else {}
+    inner = getattr(model, "module", model)  # of DistributedDataParallel
+    counted = {"max_targets": batch.n_targets} if getattr(inner, "takes_max_targets", False) else {}
     return batch.inputs() | counted
 
 
 def count_targets(batches: list[Batch]) -> torch.Tensor:
     """How many tokens a step is trained on: () int64, on the batches' device.
 
+    Of several processes the mean of theirs: `parallel.mean_over_processes`.
+
     Filled there: a copy from the host would wait for the device.
     """
     count = sum(batch.n_targets for batch in batches)
-    return torch.full((), count, dtype=torch.int64, device=batches[0].input_ids.device)
+    on_device = torch.full((), count, dtype=torch.int64, device=batches[0].input_ids.device)
+    return parallel.mean_over_processes(on_device)
 
 
 def training_step(
@@ -57,8 +62,9 @@ def training_step(
 
     With one micro-batch it is the step of finetune_baseline.py's page.  Of several the gradients
     are added up, and the loss is the mean over the targets of them all: each micro-batch adds its
-    sum of losses divided by their number.  The ranges give the profiler its phases; outside a
-    profile they cost nothing worth measuring.
+    sum of losses divided by their number.  With several processes the targets are those of all, and
+    the loss is the mean of what the processes return.  The ranges give the profiler its phases;
+    outside a profile they cost nothing worth measuring.
 
     Args:
         model: a Hugging Face model, or what is called as one.
@@ -69,7 +75,7 @@ def training_step(
     """
     *earlier, last = batches
     shared = {}
-    if earlier:
+    if earlier or parallel.world_size() > 1:
         shared["num_items_in_batch"] = count_targets(batches) if n_targets is None else n_targets
 
     def add_gradients(batch: Batch) -> torch.Tensor:
@@ -79,7 +85,8 @@ def training_step(
             loss.backward()
         return loss.detach()
 
-    with getattr(optimizer, "accumulating", contextlib.nullcontext)():
+    accumulating = getattr(optimizer, "accumulating", contextlib.nullcontext)
+    with accumulating(), parallel.unreduced(model):
         # one by one: a compiled model writes over the loss that it returned before
         loss_before = sum(add_gradients(batch) for batch in earlier)
     loss = add_gradients(last)

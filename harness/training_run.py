@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from harness import parallel
 from harness.architecture import TORCH_DTYPES, flops_per_token
 from harness.attribution import busy_us, gpu_events
 from harness.command_line import RunError
@@ -31,12 +32,20 @@ from harness.device import DEVICE, HAS_GPU, synchronize
 from harness.diagnosis_tables import ceilings_line
 from harness.loader import Loader
 from harness.profiler import measure_ceilings
+from harness.resuming import COLUMNS
 from harness.run_records import environment, environment_line, write_record
 from harness.saving import save_model
 from harness.spread import spread, timed
 from harness.tables import NO_GPU_NOTE, OF_STEPS, number, title
 from harness.timing import datasheet_tflops, peak_memory_bytes
-from harness.workload import WARMUP_STEPS, Workload, kernels_in_words, model_line, teacher_line
+from harness.workload import (
+    WARMUP_STEPS,
+    Workload,
+    kernels_in_words,
+    model_line,
+    size_in_words,
+    teacher_line,
+)
 
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 
@@ -51,6 +60,7 @@ class Run:
         record_to: the file for the record, if there is to be one.
         save_to: the folder for the trained model, if there is to be one.
         more: what else the record is to say, such as the size of a teacher.
+        resumed: what `progress` said of the steps before, which the model has taken, if any.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class Run:
         record_to: str | None = None,
         save_to: str | None = None,
         more: dict | None = None,
+        resumed: dict | None = None,
     ):
         self.name, self.workload, self.model = name, workload, model
         self.record_to, self.save_to = record_to, save_to
@@ -68,19 +79,29 @@ class Run:
         self.environment = environment()
         n_parameters = sum(p.numel() for p in model.parameters())
         self.described = workload.as_record() | {"parameters": n_parameters} | (more or {})
-        # one of each per step
-        self.losses, self.seconds, self.tokens, self.peaks = [], [], [], []
-        self.data_seconds = []  # of these seconds, those that the device waited for the next batch
-        self.warmup_steps = WARMUP_STEPS if workload.steps > WARMUP_STEPS else 0
+        # one of each per step; data_seconds: of its seconds, those that the device waited for data
+        before = resumed or dict.fromkeys(COLUMNS, ())
+        self.losses, self.seconds, self.tokens = (
+            list(before[column]) for column in ("losses", "seconds", "tokens")
+        )
+        self.peaks, self.data_seconds = list(before["peaks"]), list(before["data_seconds"])
+        self.steps_before = len(self.losses)
+        left = workload.steps - self.steps_before
+        # steps of another process are not timed either
+        self.warmup_steps = self.steps_before + (WARMUP_STEPS if left > WARMUP_STEPS else 0)
         # the last one, if that leaves some to be timed
-        self.profiled_steps = int(HAS_GPU and workload.steps > WARMUP_STEPS + 1)
+        self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
         self.busy_ms = None
         if save_to:
             # saved with the model: if it cannot be had, say so before training
             load_tokenizer(workload)
         self.print_heading()
         self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype]) if HAS_GPU else None
-        self.validation_before = validation_loss(model, self.data.validation)
+        if resumed:
+            self.described["resumed_from"] = self.steps_before
+            self.validation_before = resumed["validation_loss_before"]
+        else:
+            self.validation_before = validation_loss(model, self.data.validation)
 
     def print_heading(self) -> None:
         if not HAS_GPU:
@@ -90,6 +111,8 @@ class Run:
         if self.workload.teacher is not None:
             print(teacher_line(self.described))
         print(f"Data: {self.data.source}")
+        if self.workload.parallel:
+            print(f"Step: {size_in_words(self.described)}")
         kernels = kernels_in_words(self.described)
         print(f"Custom kernels: {kernels}; AdamW, learning rate {self.workload.lr:g}\n")
 
@@ -103,8 +126,8 @@ class Run:
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         last_timed = self.workload.steps - self.profiled_steps
-        self.loader = Loader(self.data.train, self.workload.micro_batches)
-        for step in range(1, self.workload.steps + 1):
+        self.loader = Loader(self.data.train, self.workload.micro_batches, self.steps_before)
+        for step in range(self.steps_before + 1, self.workload.steps + 1):
             batches = self.loader.take()
             self.step_tokens = sum(batch.n_tokens for batch in batches)
             with self.recording() if step > last_timed else contextlib.nullcontext():
@@ -130,6 +153,8 @@ class Run:
     def end_step(self, loss: torch.Tensor) -> None:
         """Stop the clock once the device is idle, record the step and print its line.
 
+        Of several processes: the mean of their losses, all tokens, and the largest memory.
+
         While the device is busy the next step's batches are fetched.
 
         Raises:
@@ -138,14 +163,21 @@ class Run:
         self.data_seconds.append(self.loader.fetch())
         synchronize()
         self.seconds.append(time.perf_counter() - self.started)
-        self.losses.append(loss.item())
+        of_each = parallel.gather(loss.item(), self.step_tokens, peak_memory_bytes())
+        losses, tokens, peaks = zip(*of_each)
+        self.losses.append(sum(losses) / len(losses))
         step = len(self.losses)
         if not math.isfinite(self.losses[-1]):
             raise RunError(f"the loss became {self.losses[-1]} at step {step}; {NOT_SAVED}")
-        self.tokens.append(self.step_tokens)
-        self.peaks.append(peak_memory_bytes())
+        self.tokens.append(int(sum(tokens)))
+        self.peaks.append(int(max(peaks)))
         columns = self.losses, self.seconds, self.tokens, self.peaks
         print(step_line(step, self.workload.steps, *columns), flush=True)
+
+    def progress(self) -> dict:
+        """What a run that goes on after the steps so far has to know of them, as `resumed`."""
+        columns = {column: getattr(self, column) for column in COLUMNS}
+        return columns | {"validation_loss_before": self.validation_before}
 
     def finish(self) -> dict:
         """Validate, print the result block, save the model, write the record and return it.
@@ -189,6 +221,8 @@ class Run:
         seconds, tokens = timed(steps), timed(steps, "tokens")
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
+        n = parallel.world_size()
+        of_each = {"tokens_per_second_per_gpu": throughput / n} if n > 1 else {}
         flops = flops_per_token(self.model.config, self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         return {
@@ -198,10 +232,11 @@ class Run:
             "p20_seconds": low,
             "p80_seconds": high,
             "tokens_per_second": throughput,
-            "model_flops_utilization": self.utilization(flops * throughput),
+            **of_each,
+            "model_flops_utilization": self.utilization(flops * throughput / n),
             "busy_ms": self.busy_ms,
             "ceilings": self.ceilings,
-            "least_ms": self.least_ms(flops, statistics.mean(tokens)),
+            "least_ms": self.least_ms(flops, statistics.mean(tokens) / n),
         }
 
     def utilization(self, flops_per_second: float) -> float | None:
@@ -219,15 +254,24 @@ class Run:
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
-    """Mean loss per trained token over the held-out batches, dropout off."""
+    """Mean loss per trained token over the held-out batches, dropout off.
+
+    Several processes share the batches.  They gather sharded weights together, so each calls the
+    model equally often; what a round has too many is computed again and does not count.
+    """
     model.eval()
     total, count = 0.0, 0
-    for batch in batches:
-        batch = batch.to(DEVICE)
-        total += model(**batch.inputs()).loss.item() * batch.n_targets
-        count += batch.n_targets
+    n = parallel.world_size()
+    for first in range(0, len(batches), n):
+        i = first + parallel.rank()
+        batch = batches[i % len(batches)].to(DEVICE)
+        loss = model(**batch.inputs()).loss.item()
+        if i < len(batches):
+            total += loss * batch.n_targets
+            count += batch.n_targets
     model.train()
-    return total / count
+    totals, counts = zip(*parallel.gather(total, count))
+    return sum(totals) / sum(counts)
 
 
 # ---------------------------------------------------------------- output
@@ -278,6 +322,8 @@ def result_block(record: dict) -> str:
     light = share_of_step(record, "least_ms", "at the measured ceilings, without the host")
     before, after = record["validation_loss_before"], record["validation_loss_after"]
     throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
+    if "tokens_per_second_per_gpu" in record:
+        throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
     if padding := record.get("padding"):  # older records do not say it
         throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
     rows = [

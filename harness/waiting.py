@@ -10,39 +10,36 @@ three mean is `harness.diagnose`'s.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from harness.device import is_idle, synchronize
+from harness.device import synchronize
+from harness.loader import Loader
 
 # Batches of each measurement.  The first ones may have been waiting, where a loader works ahead.
 ALONE, TOGETHER = 7, 3
-NEEDED = ALONE + 1 + TOGETHER
+NEEDED = ALONE + TOGETHER
 
 
-def measure_loading(loader: Iterator, take_step: Callable, resident_ms: float) -> dict:
+def measure_loading(loader: Loader, take_step: Callable, resident_ms: float) -> dict:
     """The three, in milliseconds, and how long the device waited for a batch: medians.
 
     Args:
-        loader: its next() is the batch of a step, on the device; it has NEEDED of them.
-        take_step: takes a step on such a batch, without waiting for it.
-        resident_ms: what a step takes on a batch that is there.
+        loader: has NEEDED steps' batches left to fetch.
+        take_step: takes a step on such batches, without waiting for it.
+        resident_ms: what a step takes on batches that are there.
     """
     alone, together, waited = [], [], []
     for _ in range(ALONE):
         start = from_idle()
-        next(loader)
+        loader.fetch()
         alone.append(1e3 * (from_idle() - start))
-    batch = next(loader)
     for _ in range(TOGETHER):
+        batches = loader.take()
         start = from_idle()
-        take_step(batch)
-        launched = time.perf_counter()
-        batch = next(loader)
-        loaded = time.perf_counter()
-        in_time = not is_idle()  # the device computes still
+        take_step(batches)
+        waited_at_most = 1e3 * loader.fetch()
         together.append(1e3 * (from_idle() - start))
-        longer = max(0.0, together[-1] - resident_ms)
-        waited.append(0.0 if in_time else min(longer, 1e3 * (loaded - launched)))
+        waited.append(min(waited_at_most, max(0.0, together[-1] - resident_ms)))
     return {
         "alone_ms": statistics.median(alone),
         "resident_ms": resident_ms,

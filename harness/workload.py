@@ -12,6 +12,7 @@ Imports no PyTorch: `--help` and the comparison of records need none.
 import argparse
 from dataclasses import dataclass, field, fields
 
+from harness import processes
 from harness.command_line import (
     Parser,
     UserError,
@@ -113,6 +114,12 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="record a step once and replay it, so that each is one launch; needs a GPU",
     )
+    add(
+        "--parallel",
+        choices=processes.PARALLEL,
+        help="with several processes, which torchrun starts: fsdp gives each a share of every "
+        "parameter (the default there), ddp all of them",
+    )
     add("--json", metavar="FILE", help="write the run as a JSON record")
 
 
@@ -124,6 +131,18 @@ def finetune_parser(doc: str) -> Parser:
     add("--steps", type=positive_int, default=20, help="optimizer steps (default: %(default)s)")
     add("--lr", type=positive_float, help="learning rate (default: 1e-5; 1e-3 for tiny)")
     add("--save", metavar="DIR", help="write the trained model; from_pretrained(DIR) loads it")
+    add(
+        "--checkpoint",
+        metavar="DIR",
+        help="where checkpoints go: one when Ctrl-C or SIGTERM ends the run, after its step",
+    )
+    add(
+        "--checkpoint-every",
+        type=positive_int,
+        metavar="N",
+        help="also one after every N steps; the newest stays",
+    )
+    add("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, to the bit")
     return parser
 
 
@@ -139,7 +158,7 @@ class Workload:
     random_init: bool = False
     dtype: str = DTYPE[True]  # of DTYPES
     data: str = "stdlib"
-    batch_size: int = 1  # sequences per micro-batch
+    batch_size: int = 1  # sequences per micro-batch, in each process
     seq_len: int = SEQ_LEN[True]  # tokens per sequence
     accumulate: int | None = None  # micro-batches in a step, if several
     pack: bool = False  # several samples in a sequence, each as if it were alone
@@ -151,6 +170,7 @@ class Workload:
         None  # None: as many as the model has, or half of its own teacher's
     )
     temperature: float | None = None
+    world_size: int | None = None  # processes, if several: torchrun's, and no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
     stochastic_rounding: bool = field(default=False, compare=False)
@@ -159,6 +179,7 @@ class Workload:
     cuda_graph: bool = field(default=False, compare=False)
     opponent: str | None = field(default=None, compare=False)  # of OPPONENTS, in place of kernels
     warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
+    parallel: str | None = field(default=None, compare=False)  # if several processes: how
 
     @property
     def micro_batches(self) -> int:
@@ -166,10 +187,15 @@ class Workload:
         return self.accumulate or 1
 
     @property
+    def sequences(self) -> int:
+        """How many of them all processes take as a micro-batch."""
+        return self.batch_size * (self.world_size or 1)
+
+    @property
     def is_on_the_page(self) -> bool:
         """Is its step the one that finetune_baseline.py shows?"""
         ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph
-        return not any(ways)
+        return not any((*ways, self.parallel))
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, on_gpu: bool) -> "Workload":
@@ -181,7 +207,7 @@ class Workload:
 
         Raises:
             UserError: there is no GPU for a CUDA graph or to offload from, no step that would be a
-                graph, or nothing that could be packed.
+                graph, nothing that could be packed, or what `processes.settings` refuses.
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
@@ -190,7 +216,7 @@ class Workload:
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         if hasattr(args, "lr"):
             defaults["lr"] = 1e-3 if args.model == TINY else 1e-5
-        values = defaults | given
+        values = defaults | given | processes.settings(args)
         workload = cls(**values | {"kernels": tuple(values.get("kernels", ()))})
         if workload.cuda_graph and workload.steps and workload.steps <= WARMUP_STEPS:
             raise UserError(
@@ -215,7 +241,7 @@ class Workload:
         flags = []
         for each in fields(self):
             value = getattr(self, each.name)
-            if value is None or value is False or value == ():
+            if each.name == "world_size" or value is None or value is False or value == ():
                 continue
             flags.append(flag_name(each.name))
             if value is not True:
@@ -246,11 +272,16 @@ class Workload:
                 record["teacher_weights"] = weights_in_words(value, self)
         return record
 
-    def differences(self, other: "Workload") -> list[str]:
-        """Sentences naming each setting of `other` that forbids comparing its losses with this."""
-        how = {each.name for each in fields(self) if not each.compare}
-        mine, theirs = self.as_record(), other.as_record()
-        keys = [key for key in dict.fromkeys([*mine, *theirs]) if key not in how]
+    def differences(self, other: "Workload", how: bool = False) -> list[str]:
+        """Sentences naming each setting of `other` that forbids comparing its losses with this.
+
+        The same sequences may be spread over any number of processes.
+
+        how: those naming the settings that do not, in place of them.
+        """
+        of_how = {each.name for each in fields(self) if not each.compare} | {"world_size"}
+        mine, theirs = (each.as_record() | {"batch_size": each.sequences} for each in (self, other))
+        keys = [key for key in dict.fromkeys([*mine, *theirs]) if (key in of_how) == how]
         return [
             f"{key} {theirs.get(key)} (not {mine.get(key)})"
             for key in keys
@@ -308,7 +339,11 @@ def model_line(record: dict) -> str:
 def size_in_words(record: dict) -> str:
     """How many tokens a step of a record takes."""
     size = f"{record['batch_size']} x {record['seq_len']} tokens"
-    return f"{record['accumulate']} micro-batches of {size}" if "accumulate" in record else size
+    if "accumulate" in record:
+        size = f"{record['accumulate']} micro-batches of {size}"
+    if "world_size" in record:
+        size += f" in each of {record['world_size']} processes ({record['parallel']})"
+    return size
 
 
 def workload_line(record: dict) -> str:

@@ -5,7 +5,9 @@
     model(input_ids, labels=labels).loss       # as before; also inside transformers.Trainer
 
 Parameters and the keys of the `state_dict` stay.  Norms and MLPs become other modules; attention,
-decoder layers and the model itself get a class of this file, which derives from their own.
+decoder layers, lm_head and the model itself get a class that derives from their own.  Every weight
+is used while its layer, its norm or lm_head is called, as `fully_shard`, which comes after this,
+needs it.
 
 The logits of an output are the untouched ones or None.  They are None in training, with labels,
 where a kernel has computed the loss: linear_cross_entropy never has them whole, cross_entropy
@@ -19,13 +21,14 @@ The optimizer is not part of the model: `triton_adamw(model, lr)`.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from harness import stepping
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from harness.patching import replace_modules
+from harness.patching import class_of, has_hooks, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
-from next_steps.llama_losses import cross_entropy_loss, linear_cross_entropy_loss
+from next_steps.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU
@@ -36,9 +39,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 from transformers.models.llama import modeling_llama  # isort: skip
 
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-# its hooks stay after an output_attentions=True, and do nothing
-RECORDERS = "transformers.utils.output_capturing"
 # the rotary kernel stands for this function and no other
 ROTARY = modeling_llama.apply_rotary_pos_emb
 
@@ -86,6 +86,9 @@ def apply_kernels(
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         given = "accelerate has spread the model over devices"
         raise ValueError(f"{given}, expected one: load it without that device_map.")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        given = "fully_shard has spread the model over processes"
+        raise ValueError(f"{given}, expected it whole: apply the kernels first.")
     if "rmsnorm" in names:
         replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
@@ -97,6 +100,7 @@ def apply_kernels(
             change_class(model, LlamaDecoderLayer)
     if set(LOSS_KERNELS) & set(names):
         change_class(model, LlamaForCausalLM)
+        change_class(model.lm_head, Linear)
     if type(model) is LlamaForCausalLM:
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
     return model
@@ -107,7 +111,7 @@ def triton_adamw(
 ) -> TritonAdamW:
     """AdamW in one kernel per parameter, which steps during the backward.
 
-    So gradients never all exist at once.
+    So gradients never all exist at once, unless every process holds the whole model (DDP).
     """
     options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
     return TritonAdamW(stepping.trained(model), lr=lr, **options)
@@ -165,9 +169,8 @@ def is_as_written(cls: type) -> bool:
 
 def is_unchanged(module: torch.nn.Module) -> bool:
     """Does it run the forward that its class was written with, and none of its own hooks?"""
-    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    hooked = any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks)
-    return is_as_written(type(module)) and "forward" not in vars(module) and not hooked
+    as_written = is_as_written(class_of(module)) and "forward" not in vars(module)
+    return as_written and not has_hooks(module)
 
 
 def is_untouched(module: torch.nn.Module) -> bool:
@@ -178,6 +181,11 @@ def is_untouched(module: torch.nn.Module) -> bool:
 def is_plain(linear: torch.nn.Module) -> bool:
     """Is it no more than x @ weight.t(): no LoRA around it, not quantized, no bias?"""
     return type(linear) is torch.nn.Linear and linear.bias is None and is_untouched(linear)
+
+
+def is_plain_head(head: torch.nn.Module) -> bool:
+    """The same of an lm_head, which is called, and may so be a unit of fully_shard."""
+    return class_of(head) in HEAD and head.bias is None and is_untouched(head)
 
 
 # ---------------------------------------------------------------- the classes
@@ -296,6 +304,11 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
     takes_max_targets = True  # for `stepping.inputs_of`
 
+    def set_output_embeddings(self, new_embeddings):
+        """Make it the lm_head, with the loss in it; resize_token_embeddings makes a new one."""
+        super().set_output_embeddings(new_embeddings)
+        change_class(self.lm_head, Linear)
+
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
         inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
@@ -323,10 +336,11 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
         kernels = self.loss_kernels if replaceable else ()
-        without_logits = self.training and is_plain(self.lm_head)
+        without_logits = self.training and is_plain_head(self.lm_head)
         linear = (
             without_logits
             and "linear_cross_entropy" in kernels
+            and class_of(self.lm_head) is Linear
             and self.lm_head.weight.shape[0] == self.config.vocab_size  # if not, others refuse it
         )
         if not linear and "cross_entropy" not in kernels:
@@ -343,7 +357,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         if linear:
             logits = None
             loss = linear_cross_entropy_loss(
-                hidden_states, self.lm_head.weight, labels, max_targets, **kwargs
+                hidden_states, self.lm_head, labels, max_targets, **kwargs
             )
         else:
             logits = self.lm_head(hidden_states)  # (B, T, V)
@@ -361,6 +375,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
 # ---------------------------------------------------------------- what a kernel may stand for
 
 ATTENTION = modeling_llama.LlamaAttention, LlamaAttention
+HEAD = torch.nn.Linear, Linear
 MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
 NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
 SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
@@ -376,6 +391,6 @@ def is_from_the_same_package(function: Callable, cls: type) -> bool:
 
 FORWARDS = {
     cls: cls.forward
-    for cls in (torch.nn.Linear, *ATTENTION, *MLP, *NORM, *SILU, *MODELS)
+    for cls in (*HEAD, *ATTENTION, *MLP, *NORM, *SILU, *MODELS)
     if is_from_the_same_package(cls.forward, cls)
 }

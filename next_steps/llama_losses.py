@@ -3,6 +3,7 @@
 import torch
 
 from cross_entropy_kernel import TritonCrossEntropyLoss
+from harness.dataset import IGNORE_INDEX
 from harness.patching import causal_lm_loss
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 
@@ -27,20 +28,33 @@ def cross_entropy_loss(
     return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
 
 
+class Linear(torch.nn.Linear):
+    """A head that gives logits or, told the targets, their loss by a kernel, without logits.
+
+    So it is called in both cases, and has hooks of its own run: with them fully_shard gathers the
+    weight when a module is called, and reduces its gradient.  Anywhere else it is a part of itself.
+    """
+
+    def forward(self, input, targets=None, ignore_index=IGNORE_INDEX, max_targets=None):
+        """Logits (..., V) of input (..., H); with targets (...) int64 their mean loss, () fp32."""
+        if targets is None:
+            return super().forward(input)
+        return TritonLinearCrossEntropyLoss(ignore_index)(input, self.weight, targets, max_targets)
+
+
 def linear_cross_entropy_loss(
     hidden_states: torch.Tensor,
-    weight: torch.Tensor,
+    head: Linear,
     labels: torch.Tensor,
     max_targets: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """The same from the hidden states (B, T, H) and the head's weight (V, H).
+    """The same from the hidden states (B, T, H) and the head, without a bias.
 
     No more than max_targets tokens are predicted, if somebody has counted them.
     """
 
     def cross_entropy(hidden_states, targets, ignore_index):
-        loss_function = TritonLinearCrossEntropyLoss(ignore_index)
-        return loss_function(hidden_states, weight, targets, max_targets)
+        return head(hidden_states, targets, ignore_index, max_targets)
 
     return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)

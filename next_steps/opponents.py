@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from harness import stepping
+from harness import parallel, stepping
 from harness.architecture import unpacked_sequences
 from harness.command_line import UserError
 from harness.loading import load_model
@@ -82,12 +82,27 @@ RECIPES = {  # by the words of --opponent
 }
 
 
+def prepare(
+    workload: Workload,
+) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
+    """(model, what is called in its place, optimizer) of the workload's opponent.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    recipe, capturable = RECIPES[workload.opponent], workload.cuda_graph
+    model = recipe.load(workload)
+    called = parallel.wrap(model, workload)
+    if recipe.compile_mode:
+        called = compiled(model, recipe.compile_mode)
+    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=capturable)
+    return model, called, optimizer
+
+
 def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
     """Fine-tune as the workload's opponent does it; returns the record."""
     workload = replace(workload, kernels=())
-    recipe, capturable = RECIPES[workload.opponent], workload.cuda_graph
-    model = recipe.load(workload)
-    called = compiled(model, recipe.compile_mode) if recipe.compile_mode else model
-    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=capturable)
+    parallel.start(workload)
+    model, called, optimizer = prepare(workload)
     run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)
     return take_steps(run, optimizer, called)

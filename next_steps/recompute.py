@@ -193,9 +193,16 @@ def forget(
 ) -> None:
     """Let a layer forget its norms' results, and the MLP's product where no kernel does that."""
     for norm in norms:
-        norm.forward = Instead(notes.recomputed, norm.forward, [norm.weight])
+        norm.forward = Instead(forgetful_norm, norm, norm.forward, notes)
     if with_mlp and type(layer.mlp) is modeling_llama.LlamaMLP:
         layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
+
+
+def forgetful_norm(
+    norm: torch.nn.Module, forward: Callable, notes: Notes, x: torch.Tensor
+) -> torch.Tensor:
+    """A norm's forward, which is computed again; its weight is FSDP's gathered one, if sharded."""
+    return notes.recomputed(forward, [norm.weight], x)
 
 
 def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:

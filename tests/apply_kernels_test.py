@@ -381,6 +381,18 @@ def test_head_of_another_size_than_the_configuration_is_refused(names):
 
 
 @pytest.mark.exhaustive
+def test_head_of_another_size_that_comes_later_has_the_kernel_too(launches):
+    models = make_model(), make_model(["linear_cross_entropy"])
+    for model in models:
+        model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+        with torch.no_grad():  # what was added is random
+            model.lm_head.weight[VOCABULARY:], model.model.embed_tokens.weight[VOCABULARY:] = 0, 0
+    batch = make_batch()
+    assert_equal(loss_and_gradients(models[1], batch), loss_and_gradients(models[0], batch))
+    assert launches["cross_entropy_inplace"] == 1 and models[1](**batch).logits is None
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["linear_cross_entropy"])], ids="+".join)
 def test_tied_embeddings(names):
     """The head's gradient and the embedding's are added up in one tensor."""

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import profile_baseline
 from harness import architecture, costs
-from harness.attribution import category_of_triton_kernel
+from harness.attribution import category_by_name
 from harness.costs import NOTHING, Cost
 from harness.kernel_facts import OTHER, ROWS, RUNGS, Sizes
 from harness.workload import Workload
@@ -226,7 +226,7 @@ def test_what_our_kernels_move_is_what_is_necessary(rung):
     moved = sum(
         launches * costs.cost_of_kernel(name, launches, SIZES).n_bytes
         for name, launches in LAUNCHES.items()
-        if category_of_triton_kernel(name) == rung.category
+        if category_by_name(name) == rung.category
     )
     assert moved == pytest.approx(rung.floor_bytes(SIZES))
 

@@ -15,10 +15,10 @@ FAULTS = {
         ("overwritten logits handed out", "logits=None if without_logits else logits", "logits=logits"),
     ],
     "test_logits_that_somebody_else_holds_are_not_overwritten[cross_entropy]": [
-        ("held logits overwritten", "self.training and is_plain(self.lm_head)", "self.training"),
+        ("held logits overwritten", "self.training and is_plain_head(self.lm_head)", "self.training"),
     ],
     "test_a_step_tells_the_model_how_many_targets_its_batch_has": [
-        ("number of targets dropped", "self.lm_head.weight, labels, max_targets, **kwargs", "self.lm_head.weight, labels, **kwargs"),
+        ("number of targets dropped", "self.lm_head, labels, max_targets, **kwargs", "self.lm_head, labels, **kwargs"),
     ],
     "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
         ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),

@@ -10,6 +10,6 @@ FAULTS = {
         ("ignore_index dropped by linear_cross_entropy", "TritonLinearCrossEntropyLoss(ignore_index)", "TritonLinearCrossEntropyLoss()"),
     ],
     "test_too_small_a_number_of_targets_is_noticed": [
-        ("number of targets dropped", "weight, targets, max_targets)", "weight, targets)"),
+        ("number of targets dropped", "self.weight, targets, max_targets)", "self.weight, targets)"),
     ],
 }  # fmt: skip

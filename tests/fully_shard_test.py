@@ -1,0 +1,156 @@
+"""Two processes with half of the weights each, by PyTorch's fully_shard, are one with all of them.
+
+pytest tests/fully_shard_test.py     # on two GPUs, or without any
+"""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from harness import architecture
+from harness.checking import relative_error
+from harness.kernel_facts import MODEL_KERNELS
+from next_steps import apply_kernels, llama_losses
+from tests.two_processes import (
+    in_two_processes,
+    made_once,
+    one_gpu_is_too_few,
+    results_of_two,
+)
+
+# isort: split
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+VOCABULARY, B, T = 67, 2, 4
+
+# What is a unit of its own beside the layers: gathered when it is called, and no earlier.
+UNITS = {
+    "norm and head": lambda model: [model.model.norm, model.lm_head],
+    "head": lambda model: model.lm_head,
+    "root": None,
+}
+
+
+def make_model(names: list[str], device: torch.device, tied: bool = False) -> LlamaForCausalLM:
+    config = architecture.tiny_config()
+    config.update({"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48})
+    config.update({"head_dim": 8, "tie_word_embeddings": tied})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32)
+    return apply_kernels.apply_kernels(model.train(), names)
+
+
+def shard(model: LlamaForCausalLM, unit: str) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if UNITS[unit]:
+        fully_shard(UNITS[unit](model), reshard_after_forward=False)
+    fully_shard(model)
+
+
+def batch(rows: slice, device: torch.device) -> dict:
+    """Rows of a batch of B, each with as many targets."""
+    ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :2] = -100
+    return {"input_ids": ids[rows].to(device), "labels": labels[rows].to(device)}
+
+
+def train(model: LlamaForCausalLM, inputs: dict, steps: int = 2) -> dict[str, torch.Tensor]:
+    """The last step's loss and gradients, and whether there were logits; the weights are moved."""
+    for _ in range(steps):
+        model.zero_grad()
+        output = model(**inputs)
+        output.loss.backward()
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    has_logits = torch.tensor(output.logits is not None)
+    return {"loss": output.loss.detach(), "logits": has_logits, **found}
+
+
+def train_half(rank, device, names, unit, tied) -> dict[str, torch.Tensor]:
+    model = make_model(names, device, tied)
+    keys = list(model.state_dict())
+    shard(model, unit)
+    assert list(model.state_dict()) == keys
+    found = train(model, batch(slice(rank * B // 2, (rank + 1) * B // 2), device))
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in found.items()
+    }
+
+
+CASES = [  # kernels, units, tied embeddings
+    (MODEL_KERNELS, "norm and head", False),
+    (MODEL_KERNELS, "head", False),
+    (MODEL_KERNELS, "root", False),
+    (MODEL_KERNELS, "root", True),
+    (["linear_cross_entropy"], "norm and head", False),
+    (["cross_entropy"], "norm and head", False),
+]
+
+
+def train_all_halves(rank, device) -> list[dict[str, torch.Tensor]]:
+    return [train_half(rank, device, *case) for case in CASES]
+
+
+def halves_in(folder) -> None:
+    in_two_processes(train_all_halves, folder)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> list[tuple[dict, dict]]:
+    """For each case, what both processes have found."""
+    return list(zip(*results_of_two(made_once(halves_in, tmp_path_factory))))
+
+
+@one_gpu_is_too_few
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_two_halves_of_the_weights_and_of_the_batch_are_the_whole(index, halves):
+    names, _, tied = CASES[index]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    expected = train(make_model(names, device, tied), batch(slice(None), device))
+    found, other = halves[index]
+    assert not (expected.pop("logits") or found.pop("logits") or other.pop("logits")), (
+        "the loss comes from another than one process's kernel"
+    )
+    losses = found.pop("loss"), other.pop("loss")
+    assert losses[0] != losses[1], "both have had the same half of the batch"
+    assert relative_error(sum(losses) / 2, expected.pop("loss").cpu()) < 1e-6
+    for half in (found, other):
+        assert half.keys() == expected.keys()
+        errors = {name: relative_error(half[name], expected[name].cpu()) for name in expected}
+        assert max(errors.values()) < 1e-6, errors
+
+
+def train_with_the_weight_outside(rank, device) -> None:
+    def loss(hidden_states, head, labels, max_targets=None, **kwargs):
+        return llama_losses.Linear.forward(head, hidden_states, labels)
+
+    apply_kernels.linear_cross_entropy_loss = loss
+    train_half(rank, device, ["linear_cross_entropy"], "head", False)
+
+
+@one_gpu_is_too_few
+@pytest.mark.exhaustive
+def test_weight_outside_of_a_forward_is_half_of_it_and_refused(tmp_path):
+    raised = torch.multiprocessing.ProcessRaisedException
+    with pytest.raises(raised, match="weight is a DTensor, expected a plain tensor"):
+        in_two_processes(train_with_the_weight_outside, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_kernels_come_before_fully_shard(tmp_path):
+    model = make_model([], torch.device("cpu"))
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match="fully_shard has spread the model over processes"):
+            apply_kernels.apply_kernels(model)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,335 @@
+"""Several processes train what one trains with all their sequences; and how they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import finetune_baseline
+import finetune_optimized
+import profile_baseline
+from harness import command_line, dataset, loader, parallel, processes
+from harness.architecture import tiny_config
+from harness.device import HAS_GPU
+from harness.workload import Workload
+from tests.small_workloads import TINY, jsonl, tiny_workload
+from tests.two_processes import made_once
+
+HERE = Path(__file__).parents[1]
+SECONDS = 60  # in which those end that wait for one that is gone
+pytestmark = pytest.mark.skipif(
+    HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
+)
+WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
+MORE = ["baseline-1-norm", "baseline-1-mlp", "baseline-1-layer", "kernels-1-layer"]
+EQUAL = [f"{each}-{way}" for way in WAYS for each in processes.PARALLEL]
+EQUAL += [f"fsdp-{way}" for way in MORE]
+
+
+def started(n: int, *command: str) -> subprocess.Popen:
+    """A script in n processes, or in one without torchrun, each with one thread."""
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.Popen(
+        [sys.executable, *(several if n > 1 else []), *command],
+        cwd=HERE,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def torchrun(n: int, *command: str, timeout: float = 540) -> subprocess.CompletedProcess:
+    """The same, once it has ended."""
+    with started(n, *command) as several:
+        try:
+            out, err = several.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            several.terminate()  # which torchrun hands on
+            raise
+    return subprocess.CompletedProcess(command, several.returncode, out, err)
+
+
+def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
+    command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
+    outcome = torchrun(n, *command)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+
+
+def write_data(folder: Path) -> None:
+    """Samples that differ in how many of their tokens are trained on."""
+    jsonl(folder / "data.jsonl", *(("ab", "answer"[: 1 + i % 6]) for i in range(100)))
+
+
+def train_by_one_and_two(folder: Path) -> None:
+    """By one process, with two sequences a micro-batch, and by two with one each."""
+    write_data(folder)
+    for n, cases in ((1, [f"one-{way}" for way in (*WAYS, *MORE)]), (2, EQUAL)):
+        (folder / str(n)).mkdir()
+        trained(folder / str(n), n, 2 // n, cases)
+
+
+@pytest.fixture(scope="module")
+def by_one_and_two(tmp_path_factory) -> Path:
+    return made_once(train_by_one_and_two, tmp_path_factory)
+
+
+def hold_equal(one: Path, several: Path, case: str) -> dict:
+    """Losses to 1e-6 of themselves, every parameter to 1e-6; returns the record of several.
+
+    On GPUs the kernels' parameters to 2 % of a step, which is 1e-3: another number of rows is added
+    up in another order there, and where a gradient is nearly nothing AdamW divides by that.
+    """
+    allowed = 2e-5 if HAS_GPU and "kernels" in case else 1e-6
+    _, _, way = case.partition("-")
+    first, other = (
+        json.loads((folder / f"{name}.json").read_text())
+        for folder, name in ((one, f"one-{way}"), (several, case))
+    )
+    for key in ("losses", "validation_loss_before", "validation_loss_after"):
+        assert other[key] == pytest.approx(first[key], rel=1e-6), key
+    assert first["losses"][3] != pytest.approx(first["losses"][0], rel=1e-3)
+    assert other["tokens"] == first["tokens"]
+    weights, others = (
+        load_file(folder / name / "model.safetensors")
+        for folder, name in ((one, f"one-{way}"), (several, case))
+    )
+    assert weights.keys() == others.keys()
+    apart = {name: (weights[name] - others[name]).abs().max().item() for name in weights}
+    assert max(apart.values()) < allowed, apart
+    assert json.loads((several / case / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
+    return other
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", EQUAL)
+def test_two_processes_with_half_the_batch_equal_one_with_the_whole(by_one_and_two, case):
+    by_one, by_two = by_one_and_two / "1", by_one_and_two / "2"
+    record = hold_equal(by_one, by_two, case)
+    assert (record["world_size"], record["parallel"]) == (2, case.partition("-")[0])
+    assert record["tokens_per_second_per_gpu"] == record["tokens_per_second"] / 2
+    one = json.loads((by_one / f"one-{case.partition('-')[2]}.json").read_text())
+    assert not Workload.from_record(one).differences(Workload.from_record(record))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 3, reason="needs three GPUs, or none")
+def test_three_processes_divide_what_two_do_not(tmp_path):
+    """Neither the weights' rows nor the batches for validation are a multiple of three."""
+    write_data(tmp_path)
+    folder = tmp_path / "three"
+    folder.mkdir()
+    trained(folder, 1, 3, ["one-baseline-3"])
+    trained(folder, 3, 1, ["fsdp-baseline-3", "ddp-baseline-3"])
+    for case in ("fsdp-baseline-3", "ddp-baseline-3"):
+        hold_equal(folder, folder, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")],
+)
+def test_when_one_process_fails_all_end(how, said):
+    start = time.perf_counter()
+    outcome = torchrun(2, "-m", "tests.several_processes", how, timeout=3 * SECONDS)
+    assert outcome.returncode != 0 and said in outcome.stderr
+    assert time.perf_counter() - start < 2 * SECONDS
+    ours = outcome.stderr.partition("torch/distributed/elastic")[0]
+    assert how == "fault" or "Traceback" not in ours.replace("Traceback : ", ""), ours
+    assert "step 1/4" in outcome.stdout and "step 2/4" not in outcome.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", processes.PARALLEL)
+def test_a_profile_is_the_first_processs(way, tmp_path):
+    record, trace = tmp_path / "a.json", tmp_path / "trace.json"
+    flags = [*TINY, "--parallel", way, "--json", str(record), "--trace", str(trace)]
+    outcome = torchrun(2, "profile_baseline.py", *flags)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert outcome.stdout.count("Chrome trace: ") == 1 and trace.exists()
+    said = json.loads(record.read_text())
+    assert (said["world_size"], said["parallel"]) == (2, way)
+    assert f"1 x 16 tokens in each of 2 processes ({way})" in outcome.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", processes.PARALLEL)
+def test_an_opponent_trains_in_two_processes(way, tmp_path):
+    flags = [*TINY, "--steps", "3", "--opponent", "fused-adamw", "--parallel", way]
+    outcome = torchrun(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert json.loads((tmp_path / "a.json").read_text())["opponent"] == "fused-adamw"
+
+
+# ---------------------------------------------------------------- a run that goes on
+
+
+SIX = [*TINY, "--seq-len", "8", "--steps", "6", "--batch-size"]
+ROUNDED = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
+
+
+def run_of(n: int, script: str, *flags: str) -> str:
+    outcome = torchrun(n, script, *flags)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout
+
+
+def what_came_out(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the weights of a run."""
+    losses = json.loads((folder / "run.json").read_text())["losses"]
+    return losses, load_file(folder / "model" / "model.safetensors")
+
+
+def outputs(folder: Path) -> list[str]:
+    return ["--json", str(folder / "run.json"), "--save", str(folder / "model")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", processes.PARALLEL)
+def test_two_processes_go_on_to_the_bit(way, tmp_path):
+    """bf16, rounded at random by the kernel that steps the shards."""
+    flags = [*SIX, "1", *ROUNDED, "--parallel", way]
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    run_of(2, "finetune_optimized.py", *flags, *kept, *outputs(tmp_path / "straight"))
+    resumed = [*flags, "--resume", str(tmp_path / "kept"), *outputs(tmp_path / "resumed")]
+    said = run_of(2, "finetune_optimized.py", *resumed)
+    assert "steps 5 to 6" in said and "In another way" not in said
+    (losses, weights), (others, resumed) = map(
+        what_came_out, (tmp_path / "straight", tmp_path / "resumed")
+    )
+    assert losses == others and len(losses) == 6
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tmp_path):
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    size = {1: "2", 2: "1"}  # the same sequences in a step
+    first = [*SIX, size[before], *kept, *outputs(tmp_path / "first")]
+    run_of(before, "finetune_baseline.py", *first)
+    then = ["--resume", str(tmp_path / "kept"), *outputs(tmp_path / "then")]
+    said = run_of(after, "finetune_baseline.py", *SIX, size[after], *then)
+    assert "steps 5 to 6" in said and f"world_size {None if after == 1 else 2} (not" in said
+    (losses, weights), (others, resumed) = map(
+        what_came_out, (tmp_path / "first", tmp_path / "then")
+    )
+    assert others == pytest.approx(losses, rel=1e-6)
+    assert max((weights[name] - resumed[name]).abs().max().item() for name in weights) < 1e-6
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
+    """torchrun hands SIGTERM on, and waits for its processes."""
+    kept = ["--checkpoint", str(tmp_path / "kept")]
+    flags = [*TINY, "--seq-len", "8", "--steps", "5000", *kept]
+    with started(2, "finetune_baseline.py", *flags) as several:
+        for line in several.stdout:
+            if line.startswith("step    3/"):
+                break
+        else:
+            pytest.fail(several.stderr.read()[-3000:])
+        several.send_signal(signal.SIGTERM)
+        said = several.stdout.read()
+        assert several.wait(SECONDS) != 0
+    (path,) = (tmp_path / "kept").iterdir()
+    assert f"Checkpoint written to {path}" in said and path.name.startswith("step-")
+    steps = json.loads((path / "run.json").read_text())["step"]
+    assert f"Ended after step {steps}: --resume {tmp_path / 'kept'}" in said
+
+
+# ---------------------------------------------------------------- in this process
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """as_rank(r, n): what torchrun tells process r of n."""
+
+    def tell(rank: int, n: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(n))
+
+    return tell
+
+
+def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
+    """Each sequence once, in the same order."""
+    flags = ["--accumulate", "2", "--steps", "3"]
+    whole = dataset.load_data(tiny_workload(*flags, "--batch-size", "6"), tiny_config(), 3)
+    of_each = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        workload = tiny_workload(*flags, "--batch-size", "2")
+        data = dataset.load_data(workload, tiny_config(), 3)
+        of_each.append([batch for step in loader.Loader(data.train, 2) for batch in step])
+        assert sum(len(batch.input_ids) for batch in data.validation) == sum(
+            len(batch.input_ids) for batch in whole.validation
+        )
+    assert len(of_each[0]) == len(whole.train) == 6
+    for large, *small in zip(whole.train, *of_each):
+        parts = torch.cat([batch.input_ids for batch in small]).cpu()
+        assert torch.equal(parts, large.input_ids)
+
+
+def test_without_torchrun_there_is_one_process(run_script):
+    assert (parallel.world_size(), parallel.rank(), parallel.is_first()) == (1, 0, True)
+    assert tiny_workload().parallel is None and tiny_workload().is_on_the_page
+    assert parallel.gather(1.5, 2) == [(1.5, 2)]
+    outcome = run_script(finetune_baseline, *TINY, "--parallel", "ddp")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "error: --parallel ddp needs more than the one process; torchrun starts several: "
+        "torchrun --nproc-per-node 2 SCRIPT\n",
+    )
+
+
+def test_several_processes_shard_the_model_unless_told(as_rank):
+    as_rank(1, 2)
+    workload = tiny_workload()
+    assert (workload.parallel, workload.world_size) == ("fsdp", 2)
+    assert not workload.is_on_the_page and not parallel.is_first()
+    assert tiny_workload("--parallel", "ddp").parallel == "ddp"
+
+
+def test_runs_of_the_same_sequences_are_compared_however_they_are_spread(as_rank):
+    one = tiny_workload("--batch-size", "4")
+    as_rank(0, 2)
+    half, whole = (tiny_workload("--batch-size", size) for size in ("2", "4"))
+    assert Workload.from_record(half.as_record()) == half and "--world-size" not in half.as_flags()
+    assert tiny_workload(*half.as_flags()) == half
+    assert not one.differences(half) and not half.differences(one)
+    assert one.differences(whole) == ["batch_size 8 (not 4)"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "what"),
+    [
+        (finetune_baseline, ["--cuda-graph"], "--cuda-graph"),
+        (finetune_baseline, ["--offload"], "--offload"),
+        (finetune_optimized, ["--ladder"], "--ladder"),
+        (finetune_optimized, ["--longest"], "--longest"),
+        (finetune_optimized, ["--teacher", "tiny"], "--teacher"),
+        (finetune_optimized, ["--opponent", "compile"], "--opponent compile"),
+        (profile_baseline, ["--memory"], "--memory"),
+        (profile_baseline, ["--estimate"], "--estimate"),
+    ],
+)
+def test_what_is_for_one_process_is_refused_with_several(
+    run_script, as_rank, monkeypatch, script, flags, what
+):
+    as_rank(0, 2)
+    monkeypatch.setattr(command_line, "leave", sys.exit)  # which would end these tests
+    outcome = run_script(script, "--model", "tiny", *flags)
+    assert outcome.code == 2 and outcome.out == ""
+    assert outcome.err.startswith(f"error: {what} is for one process and torchrun started 2: ")
+    assert outcome.err.count("\n") == 1

@@ -1,0 +1,92 @@
+"""What parallel_test.py has done by several processes: torchrun starts this file in each.
+
+    torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER CASE CASE ...
+    torchrun --nproc-per-node 2 -m tests.several_processes raise|die
+
+One start for all cases: to import PyTorch takes most of a small run's time.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from harness import command_line, parallel
+from harness.command_line import RunError
+from next_steps import finetune_options
+from tests.small_workloads import TINY, smaller_config
+
+KERNEL_FLAGS = {"baseline": "none", "kernels": "all"}
+
+
+def two_layers():
+    """The smallest model that has more than one unit of the same kind."""
+    config = smaller_config()
+    config.num_hidden_layers = 2
+    return config
+
+
+def train(folder: Path, case: str, batch_size: int) -> None:
+    """Train a case, such as fsdp-kernels-3, -3 being its micro-batches, and what comes behind.
+
+    Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
+    reads no fsdp or ddp.
+    """
+    from harness.workload import Workload, finetune_parser
+    from next_steps import kernel_training
+
+    way, kernels, accumulate, *more = case.split("-")
+    parser = finetune_parser("")
+    finetune_options.add_flags(parser)
+    flags = [
+        "--data",
+        f"{folder.parent}/data.jsonl",
+        "--batch-size",
+        str(batch_size),
+        "--steps",
+        "4",
+    ]
+    flags += ["--kernels", KERNEL_FLAGS[kernels], "--accumulate", accumulate]
+    flags += ["--parallel", way] if parallel.world_size() > 1 else []
+    flags += [word for level in more for word in ("--recompute", level)]
+    args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
+    from harness import architecture
+    from harness.device import HAS_GPU
+
+    architecture.tiny_config = two_layers
+    workload = Workload.from_flags(args, HAS_GPU)
+    kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
+
+
+def fail(how: str) -> None:
+    """Rank 1 fails in its second step, while the others wait for it."""
+    from harness import stepping
+
+    real, calls = stepping.training_step, []
+
+    def training_step(*arguments):
+        calls.append(arguments)
+        if parallel.rank() == 1 and len(calls) == 2:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"raise": RunError, "fault": ValueError}[how]("planted")
+        return real(*arguments)
+
+    stepping.training_step = training_step
+    sys.argv = ["finetune_baseline.py", *TINY, "--steps", "4"]
+    import finetune_baseline
+
+    finetune_baseline.main()
+
+
+def main() -> None:
+    what, *rest = sys.argv[1:]
+    if what != "train":
+        return fail(what)
+    folder, batch_size, *cases = rest
+    for case in cases:
+        train(Path(folder), case, int(batch_size))
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)
