@@ -10,6 +10,7 @@ compare_runs.py lays two runs side by side.
 from harness import command_line
 from harness.output_files import check_outputs
 from harness.workload import Workload, finetune_parser
+from next_steps import finetune_options
 
 
 def main() -> None:
@@ -18,10 +19,7 @@ def main() -> None:
     from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if not workload.is_on_the_page:  # these steps, taken in another way
-        from next_steps import kernel_training
-
-        kernel_training.train(workload, args.json, args.save, name="Baseline")
+    if finetune_options.takes_steps(args, workload, "Baseline"):  # what a flag asks for beyond this page
         return
 
     import torch

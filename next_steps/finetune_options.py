@@ -19,20 +19,25 @@ from harness.command_line import (
     positive_float,
     positive_int,
     refuse_ignored,
+    world_size,
 )
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
+from harness.resuming import Checkpoints
 from harness.workload import OPPONENTS, Workload, finetune_parser
 
+CHECKPOINTS = "checkpoint", "checkpoint_every", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 COMPILED = "compile", OWN_GRAPHS
 IGNORED = {  # by each of the flags below
     "ladder": [
         *("opponent", "longest", "kernels", "stochastic_rounding"),
-        *("recompute", "offload", "cuda_graph", "save"),
+        *("recompute", "offload", "cuda_graph", "save", *CHECKPOINTS),
     ],
-    "opponent": ["longest", "kernels", "stochastic_rounding", "recompute", "offload"],
-    "teacher": ["recompute", "offload"],
-    "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save"],
+    "opponent": [
+        *("longest", "kernels", "stochastic_rounding", "recompute", "offload", *CHECKPOINTS),
+    ],
+    "teacher": ["recompute", "offload", *CHECKPOINTS],
+    "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save", *CHECKPOINTS],
 }
 
 
@@ -64,6 +69,9 @@ def parse_args(doc: str) -> argparse.Namespace:
         if (args.accumulate or 1) > 1:  # github.com/pytorch/pytorch/issues/169545
             fault = "which write over the gradients that are to be added up"
             raise UserError(f"{own}, {fault}: leave --accumulate out")
+    if args.opponent in COMPILED and world_size() > 1:
+        given = f"--opponent {args.opponent} is for one process and torchrun started {world_size()}"
+        raise UserError(f"{given}: take fused-adamw, rms-norm or liger")
     if args.pack and (args.ladder or args.opponent in COMPILED):
         flag = "--ladder" if args.ladder else f"--opponent {args.opponent}"
         prepared = f"{flag} records or compiles a step for those after it"
@@ -152,10 +160,22 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
         from next_steps import distill
 
         distill.train(workload, record_to=args.json, save_to=args.save)
-    elif workload.kernels != PLAYBOOK_KERNELS or not workload.is_on_the_page:
-        from next_steps import kernel_training
-
-        kernel_training.train(workload, record_to=args.json, save_to=args.save)
     else:
+        return takes_steps(args, workload, "Optimized", PLAYBOOK_KERNELS)
+    return True
+
+
+def takes_steps(
+    args: argparse.Namespace, workload: Workload, name: str, page_kernels: tuple[str, ...] = ()
+) -> bool:
+    """Train with kernel_training.py if a flag asks for what the page of a script with these
+    kernels does not show; was it so?
+    """
+    checkpoints = Checkpoints.from_flags(args)
+    on_the_page = workload.kernels == page_kernels and workload.is_on_the_page
+    if on_the_page and not checkpoints.is_asked:
         return False
+    from next_steps import kernel_training
+
+    kernel_training.train(workload, args.json, args.save, name, checkpoints)
     return True

@@ -518,6 +518,10 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
             "--ladder",
         ),
         (["--ladder", "--save", "x"], "--save", "--ladder"),
+        (["--ladder", "--resume", "x"], "--resume", "--ladder"),
+        (["--opponent", "liger", "--checkpoint", "x"], "--checkpoint", "--opponent"),
+        (["--teacher", "tiny", "--resume", "x"], "--resume", "--teacher"),
+        (["--longest", "--checkpoint", "x"], "--checkpoint", "--longest"),
         (["--ladder", "--opponent", "liger"], "--opponent", "--ladder"),
         (["--ladder", "--stochastic-rounding"], "--stochastic-rounding", "--ladder"),
         (["--ladder", "--cuda-graph"], "--cuda-graph", "--ladder"),
@@ -779,8 +783,8 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):
     new = make_model(1, 1, None)
     real = new.save_pretrained
 
-    def disk_full(folder):
-        real(folder)
+    def disk_full(folder, **options):
+        real(folder, **options)
         raise OSError(28, "No space left on device")
 
     new.save_pretrained = disk_full

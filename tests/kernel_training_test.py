@@ -81,7 +81,7 @@ def test_a_graph_without_a_gpu_is_refused(run_script, monkeypatch, script, flags
 def test_a_graph_of_a_pages_own_step_is_handed_over(run_script, monkeypatch, script, expected):
     started = []
 
-    def take_steps(run, optimizer):
+    def take_steps(run, optimizer, *more):
         started.append((run.name, run.workload.kernels))
         assert run.workload.cuda_graph and optimizer.param_groups[0]["capturable"]
 
@@ -89,7 +89,7 @@ def test_a_graph_of_a_pages_own_step_is_handed_over(run_script, monkeypatch, scr
     monkeypatch.setattr(
         kernel_training,
         "Run",
-        lambda name, workload, *rest: SimpleNamespace(name=name, workload=workload),
+        lambda name, workload, *rest, **more: SimpleNamespace(name=name, workload=workload),
     )
     monkeypatch.setattr(kernel_training, "take_steps", take_steps)
     outcome = run_script(script, *SMALL, "--cuda-graph")

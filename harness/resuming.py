@@ -1,0 +1,152 @@
+"""From which checkpoint a run goes on, and whether it may: flags, facts, refusals.
+
+    DIR/step-400/run.json      the facts: workload, losses so far, data, versions
+    DIR/step-400/...           the tensors, which next_steps/checkpoint.py writes and reads
+
+Only a complete checkpoint has a name like this one.  Imports no PyTorch: what does not fit is
+refused before a model is loaded.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.command_line import UserError
+from harness.workload import Workload
+
+FACTS = "run.json"
+NAMED = "step-"  # how a checkpoint's name begins; the number of steps taken follows
+# lists of a run with an entry for each step
+COLUMNS = "losses", "seconds", "tokens", "peaks", "data_seconds"
+# on what bits depend besides the workload
+MACHINE = "gpu", "cpu", "torch", "cuda", "triton", "transformers"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a run's flags say about them; by default there are none."""
+
+    folder: str | None = None  # to write them to
+    every: int | None = None  # steps; None: only when a signal ends the run
+    resume: str | None = None  # to go on from its newest
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
+        """What the flags say.
+
+        Raises:
+            UserError: there is no folder to write to, or the checkpoint of another run is in it.
+        """
+        asked = cls(args.checkpoint, args.checkpoint_every, args.resume)
+        if asked.every and not asked.folder:
+            given = f"--checkpoint-every {asked.every} has no place to write to"
+            raise UserError(f"{given}: add --checkpoint DIR")
+        if asked.folder and (there := newest(asked.folder)):
+            resumed = asked.resume and newest(asked.resume)
+            if not (resumed and os.path.samefile(there, resumed)):
+                given = f"--checkpoint {asked.folder} holds {there.name} of another run"
+                advice = f"add --resume {asked.folder} to go on from there, or name another folder"
+                raise UserError(f"{given}, expected none: {advice}")
+        return asked
+
+    @property
+    def is_asked(self) -> bool:
+        """Is there anything to write or to go on from?"""
+        return self.folder is not None or self.resume is not None
+
+
+def all_in(folder: str | Path) -> list[Path]:
+    """The complete checkpoints in a folder, the newest last; none where there is no folder."""
+    found = {
+        int(path.name.removeprefix(NAMED)): path
+        for path in Path(folder).glob(f"{NAMED}*")
+        if path.name.removeprefix(NAMED).isdecimal() and path.is_dir()
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def newest(folder: str | Path) -> Path | None:
+    """The complete checkpoint of most steps; None if there is none."""
+    return (all_in(folder) or [None])[-1]
+
+
+def read(folder: str, workload: Workload) -> tuple[Path, dict]:
+    """The newest checkpoint, and its facts, if the workload may go on from it.
+
+    Prints from where, and what is done in another way than before.
+
+    Raises:
+        UserError: there is none, it is damaged, is of another training, or has no step left.
+    """
+    path = newest(folder) if folder else None
+    if path is None:
+        expected = "a folder that --checkpoint DIR has written to"
+        raise UserError(
+            f"--resume {folder!r} holds no checkpoint, expected {expected}: name another"
+        )
+    try:
+        facts = json.loads((path / FACTS).read_text())
+        saved, step = Workload.from_record(facts), facts["step"]
+        if {len(facts[column]) for column in COLUMNS} != {step}:
+            raise ValueError(f"it does not list {step} steps")
+        machine = {name: facts["environment"][name] for name in MACHINE}
+        facts["data_digest"], facts["parameters"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
+        raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
+    if workload.steps <= step:
+        given = f"{path} is of step {step}, and --steps {workload.steps} leaves none to take"
+        raise UserError(f"{given}: give the --steps of the whole run, {saved.steps}")
+    if different := refused_differences(saved, workload):
+        given = f"{path} is of another training: {'; '.join(different)}"
+        raise UserError(f"{given}: give the flags that it was started with, or name another")
+    print(f"Resuming from {path}: steps {step + 1} to {workload.steps}")
+    for note in notes(saved, machine, workload):
+        print(note)
+    print()
+    return path, facts
+
+
+def refused_differences(saved: Workload, workload: Workload) -> list[str]:
+    """What makes it another training than the saved one.
+
+    A step's sequences may be laid out in another way: 8 at once, in two micro-batches of 4, or 4 on
+    each of two GPUs.  The number of steps decides which samples are read, and so their order.
+    """
+    without_layout = {"batch_size": 1, "accumulate": None, "world_size": None}
+    before, now = replace(saved, **without_layout), replace(workload, **without_layout)
+    different = before.differences(now)
+    expected, given = (each.sequences * each.micro_batches for each in (saved, workload))
+    if given != expected:
+        different.append(f"sequences in a step {given} (not {expected})")
+    return different
+
+
+def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
+    """A line for all that is done in another way, and whether that may change the last bits."""
+    from harness.run_records import environment
+
+    here = environment()
+    changed = [
+        f"{name} {here[name]} (not {before})"
+        for name, before in machine.items()
+        if here[name] != before
+    ]
+    for name in ("batch_size", "accumulate"):
+        before, now = getattr(saved, name), getattr(workload, name)
+        if before != now:
+            changed.append(f"{name} {now} (not {before})")
+    exact = []
+    for difference in saved.differences(workload, how=True):
+        name = difference.split()[0]
+        # PyTorch's AdamW computes in another order where a graph may record it; ours does not
+        stays = name == "offload" or (name == "cuda_graph" and "adamw" in workload.kernels)
+        (exact if stays else changed).append(difference)
+    lines = []
+    if exact:
+        lines.append(f"In another way, with the same result to the bit: {'; '.join(exact)}")
+    if changed:
+        lines.append(f"In another way, so that last bits may differ: {'; '.join(changed)}")
+    return lines

@@ -1,0 +1,101 @@
+"""A checkpoint of two processes, each with its half of every tensor, is one process's, and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+
+from harness import resuming
+from harness.checking import DEVICE
+from next_steps import checkpoint
+from tests.two_processes import in_two_processes, one_gpu_is_too_few
+
+N_PARAMETERS = 5 * 3 + 5 + 2 * 5
+
+
+def training(device, world: int) -> tuple:
+    """A model and its AdamW; of several processes sharded, five rows into three and two."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
+    model.to(device)
+    if world > 1:
+        mesh = init_device_mesh(torch.device(device).type, (world,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def one_step(model, optimizer) -> None:
+    device = next(model.parameters()).device
+    model(torch.arange(6.0, device=device).view(2, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model, optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all that training changes, put together; all processes call it."""
+    tensors = checkpoint.tensors_of(model, optimizer)
+    found = dict(tensors["model"])
+    for name, state in tensors["optimizer"].items():
+        found |= {f"{name}.{key}": t for key, t in state.items()}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu().clone()
+        for name, t in found.items()
+    }
+
+
+def save(rank, device, folder: Path) -> dict[str, torch.Tensor]:
+    model, optimizer = training(device, world=2)
+    for _ in range(2):
+        one_step(model, optimizer)
+    checkpoint.save(str(folder), model, optimizer, {"step": 2})
+    return whole(model, optimizer)
+
+
+def load(rank, device, folder: Path) -> dict[str, torch.Tensor]:
+    model, optimizer = training(device, world=2)
+    path = resuming.newest(folder)
+    checkpoint.load(model, optimizer, path, {"parameters": N_PARAMETERS})
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(isinstance(t, DTensor) for t in (*model.parameters(), *states))
+    return whole(model, optimizer)
+
+
+def equal(found: dict, expected: dict) -> bool:
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@one_gpu_is_too_few
+@pytest.mark.exhaustive
+def test_what_two_processes_saved_one_loads_and_two_load_what_one_saved(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp(name) for name in ("two", "one", "a", "b", "c")]
+    of_two, of_one, *stores = folders
+    two, other = in_two_processes(save, stores[0], of_two)
+    path = resuming.newest(of_two)
+    assert path.name == "step-2" and json.loads((path / resuming.FACTS).read_text()) == {"step": 2}
+    assert len(list(path.glob("*.distcp"))) == 2, "each wrote its part"
+    assert not equal(two, whole(*after_steps(0))), "this comparison cannot fail"
+    for found in (other, *in_two_processes(load, stores[1], of_two)):
+        assert equal(found, two)
+
+    model, optimizer = training(DEVICE, world=1)
+    checkpoint.load(model, optimizer, path, {"parameters": N_PARAMETERS})
+    assert equal(whole(model, optimizer), two)
+
+    model, optimizer = after_steps(3)
+    checkpoint.save(str(of_one), model, optimizer, {"step": 3})
+    for found in in_two_processes(load, stores[2], of_one):
+        assert equal(found, whole(model, optimizer))
+
+
+def after_steps(n: int) -> tuple:
+    model, optimizer = training(DEVICE, world=1)
+    checkpoint.make_states(optimizer)
+    for _ in range(n):
+        one_step(model, optimizer)
+    return model, optimizer

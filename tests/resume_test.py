@@ -1,0 +1,493 @@
+"""A run that is ended and resumed is the run that was not, to the bit; a checkpoint is whole."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import finetune_baseline
+import finetune_optimized
+from harness import architecture, resuming, training_run
+from harness.checking import DEVICE
+from harness.command_line import Ended, RunError, UserError
+from harness.device import HAS_GPU
+from harness.kernel_facts import KERNELS
+from harness.loader import Loader
+from harness.resuming import Checkpoints
+from harness.workload import Workload
+from next_steps import checkpoint, kernel_training
+from next_steps.adamw_kernel import TritonAdamW
+from tests.files_test import in_child, killed_before_change
+from tests.fixtures import needs_gpu
+from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
+
+STEPS = 6
+SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch, own_cache):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+@pytest.fixture
+def examples(tmp_path) -> str:
+    """Four to train on, so that six steps of one go on into the next epoch; one is held out."""
+    words = "abcde", "fgh", "ijklmn", "op", "qrst"
+    return str(jsonl(tmp_path / "data.jsonl", *((word[0], word[1:]) for word in words)))
+
+
+@pytest.fixture
+def ended_after(monkeypatch):
+    """ended_after(n): from now on a run gets a signal in its n-th step; None: none does."""
+    end_step, when = training_run.Run.end_step, {"step": None, "signal": signal.SIGTERM}
+
+    def end_step_and_perhaps_be_ended(run, loss):
+        if len(run.losses) + 1 == when["step"]:
+            os.kill(os.getpid(), when["signal"])
+        end_step(run, loss)
+
+    monkeypatch.setattr(training_run.Run, "end_step", end_step_and_perhaps_be_ended)
+    return lambda step, number=signal.SIGTERM: when.update(step=step, signal=number)
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path, ended_after):
+    """trained(workload, 2, 3): ended after steps 2 and 3 and resumed; all that came out of it."""
+    made, optimizer_for = [], kernel_training.optimizer_for
+
+    def remember(model, workload):
+        made[:] = model, optimizer_for(model, workload)
+        return made[1]
+
+    monkeypatch.setattr(kernel_training, "optimizer_for", remember)
+
+    def train(workload: Workload, *ends: int) -> dict:
+        folder, resume = str(tmp_path / "checkpoints"), None
+        shutil.rmtree(folder, ignore_errors=True)
+        for end in ends:
+            ended_after(end)
+            with pytest.raises(Ended, match="SIGTERM"):
+                kernel_training.train(workload, checkpoints=Checkpoints(folder, None, resume))
+            assert [path.name for path in Path(folder).iterdir()] == [f"step-{end}"]
+            resume = folder
+        ended_after(None)
+        record = kernel_training.train(workload, checkpoints=Checkpoints(resume=resume))
+        tensors = checkpoint.tensors_of(*made)
+        states = {
+            f"{name}.{key}": t
+            for name, state in tensors["optimizer"].items()
+            for key, t in state.items()
+        }
+        assert len(states) == 3 * len(list(made[0].parameters()))
+        return {"record": record, **tensors["model"], **states}
+
+    return train
+
+
+def differing(found: dict, expected: dict) -> list[str]:
+    """Names of the tensors, and of what a record says of the training, that are not equal."""
+    assert found.keys() == expected.keys()
+    names = [name for name in expected if name != "record"]
+    wrong = [name for name in names if not torch.equal(found[name], expected[name])]
+    wrong += [name for name in names if found[name].dtype != expected[name].dtype]
+    said = "losses", "tokens", "validation_loss_before", "validation_loss_after", "parameters"
+    records = found["record"], expected["record"]
+    return wrong + [key for key in said if records[0][key] != records[1][key]]
+
+
+def same_in_pieces(trained, workload: Workload) -> None:
+    straight = trained(workload)
+    for ends in ((2,), (2, 3)):
+        assert differing(trained(workload, *ends), straight) == [], ends
+
+
+WAYS = {  # flags, kernels
+    "PyTorch's": ([], ()),
+    "micro-batches": (["--accumulate", "3"], ()),
+    "adamw": ([], ("adamw",)),
+    "adamw of micro-batches": (["--accumulate", "2"], ("adamw",)),
+    "recompute": (["--recompute", "layer"], ()),
+}
+
+
+@pytest.mark.parametrize(("flags", "kernels"), WAYS.values(), ids=WAYS)
+def test_a_resumed_run_is_the_run_that_was_not_ended(trained, examples, flags, kernels):
+    """Across an epoch's edge: step 5 of one sample each begins the second one."""
+    workload = tiny_workload(*SMALL, "--data", examples, *flags)
+    same_in_pieces(trained, replace(workload, kernels=kernels))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("data", ["stdlib", "synthetic"])
+def test_with_all_kernels_it_is_too(trained, data):
+    workload = tiny_workload(*SMALL, "--data", data)
+    same_in_pieces(trained, replace(workload, kernels=tuple(KERNELS)))
+
+
+def test_packed_sequences_are_the_same_ones(trained, examples):
+    same_in_pieces(trained, tiny_workload(*SMALL, "--data", examples, "--pack"))
+
+
+def test_what_rounds_at_random_goes_on_where_it_was(trained, examples):
+    workload = tiny_workload(*SMALL, "--data", examples, "--dtype", "bf16")
+    same_in_pieces(trained, replace(workload, kernels=("adamw",), stochastic_rounding=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernels", [(), tuple(KERNELS)], ids=["none", "all"])
+@pytest.mark.parametrize("flags", [[], ["--accumulate", "2"]], ids=["one", "micro-batches"])
+def test_a_graph_that_is_recorded_later_takes_the_same_steps(trained, kernels, flags):
+    workload = tiny_workload(*SMALL, "--dtype", "bf16", *flags)
+    rounded = "adamw" in kernels
+    same_in_pieces(
+        trained, replace(workload, kernels=kernels, stochastic_rounding=rounded, cuda_graph=True)
+    )
+
+
+@needs_gpu
+def test_a_graph_goes_on_where_single_launches_ended(trained, ended_after, tmp_path):
+    workload = replace(tiny_workload(*SMALL), kernels=tuple(KERNELS))
+    straight, folder = trained(workload), str(tmp_path / "other")
+    ended_after(2)
+    with pytest.raises(Ended):
+        kernel_training.train(workload, checkpoints=Checkpoints(folder))
+    ended_after(None)
+    graph = replace(workload, cuda_graph=True)
+    record = kernel_training.train(graph, checkpoints=Checkpoints(resume=folder))
+    assert record["losses"] == straight["record"]["losses"]
+
+
+def forget_moments(monkeypatch):
+    load = checkpoint.load
+    monkeypatch.setattr(
+        checkpoint, "load", lambda *given: load(*given) or checkpoint.make_states(given[1])
+    )
+
+
+def forget_the_count(monkeypatch):
+    load = checkpoint.load
+
+    def load_and_count_anew(model, optimizer, *rest):
+        load(model, optimizer, *rest)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+
+    monkeypatch.setattr(checkpoint, "load", load_and_count_anew)
+
+
+def begin_the_data_again(monkeypatch):
+    monkeypatch.setattr(training_run, "Loader", lambda batches, n, done: Loader(batches, n))
+
+
+@pytest.mark.parametrize(
+    "mistake", [forget_moments, forget_the_count, begin_the_data_again], ids=lambda f: f.__name__
+)
+def test_what_is_not_resumed_would_be_noticed(trained, examples, monkeypatch, mistake):
+    workload = tiny_workload(*SMALL, "--data", examples)
+    straight = trained(workload)
+    mistake(monkeypatch)
+    assert differing(trained(workload, 2), straight)
+
+
+# ---------------------------------------------------------------- what a run says and writes
+
+
+def flags_of(folder, *more: str) -> list[str]:
+    return [*TINY, *SMALL, "--checkpoint", str(folder), *more]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "script",
+    [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)],
+)
+def test_a_signal_ends_the_run_after_its_step(
+    run_script, ended_after, tmp_path, script, number, code
+):
+    folder, record = tmp_path / "checkpoints", tmp_path / "run.json"
+    before = signal.getsignal(number)
+    ended_after(3, number)
+    outcome = run_script(script, *flags_of(folder, "--checkpoint-every", "2"))
+    assert outcome.code == code and signal.getsignal(number) is before
+    assert f"Ended after step 3: --resume {folder} goes on from there" in outcome.out
+    assert "step 3/6" in outcome.out and "step 4/6" not in outcome.out
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+    ended_after(None)
+    again = ["--checkpoint-every", "2", "--resume", str(folder), "--json", str(record)]
+    outcome = run_script(script, *flags_of(folder, *again))
+    assert outcome.code == 0 and f"Resuming from {folder / 'step-3'}: steps 4 to 6" in outcome.out
+    assert "In another way" not in outcome.out
+    assert [path.name for path in folder.iterdir()] == ["step-4"], "the last step is not saved"
+    said = json.loads(record.read_text())
+    assert said["resumed_from"] == 3 and len(said["losses"]) == len(said["seconds"]) == STEPS
+    # the other process's three, and its own first two; a GPU's last is profiled
+    assert said["warmup_steps"] == 5 and "(steps 6 to 6)" in outcome.out
+
+
+def test_a_signal_in_the_last_step_ends_after_the_results(run_script, ended_after, tmp_path):
+    ended_after(STEPS)
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path / "checkpoints"))
+    assert outcome.code == 143 and "Validation loss:" in outcome.out
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_is_done_in_another_way_is_said(run_script, ended_after, tmp_path):
+    ended_after(2)
+    folder = str(tmp_path / "checkpoints")
+    run_script(finetune_baseline, *flags_of(folder, "--batch-size", "2"))
+    ended_after(None)
+    resumed = [*TINY, *SMALL, "--resume", folder]
+    layout = ["--accumulate", "2", "--recompute", "layer"]
+    outcome = run_script(finetune_baseline, *resumed, *layout)
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("In another way")]
+    for said in ("batch_size 1 (not 2)", "accumulate 2 (not None)", "recompute layer (not None)"):
+        assert said in line
+    assert "last bits may differ" in line
+
+
+def test_which_changes_leave_the_bits():
+    plain = tiny_workload(*SMALL)
+    environment = dict.fromkeys(resuming.MACHINE)
+    for kernels, exact in ((("adamw",), True), ((), False)):
+        before, now = (replace(plain, kernels=kernels, cuda_graph=graph) for graph in (False, True))
+        lines = resuming.notes(before, {}, now)
+        assert len(lines) == 1 and ("same result to the bit" in lines[0]) == exact
+    of_two = replace(plain, world_size=2, parallel="fsdp")
+    lines = resuming.notes(of_two, environment | {"torch": "1.0"}, plain)
+    for said in ("world_size None (not 2)", "parallel None (not fsdp)", "(not 1.0)"):
+        assert said in lines[0]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def saved(run_script, ended_after, tmp_path, examples) -> Path:
+    """The folder of a run of six steps that was ended after the second."""
+    folder = tmp_path / "checkpoints"
+    ended_after(2)
+    assert run_script(finetune_baseline, *flags_of(folder, "--data", examples)).code == 143
+    ended_after(None)
+    return folder
+
+
+def break_facts(folder):
+    (folder / "step-2" / "run.json").write_text("{")
+
+
+def lose_a_fact(folder):
+    facts = json.loads((folder / "step-2" / "run.json").read_text())
+    del facts["losses"][0]
+    (folder / "step-2" / "run.json").write_text(json.dumps(facts))
+
+
+def cut_tensors(folder):
+    (file,) = (folder / "step-2").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def lose_tensors(folder):
+    (file,) = (folder / "step-2").glob("*.distcp")
+    file.unlink()
+
+
+def break_metadata(folder):
+    (folder / "step-2" / ".metadata").write_bytes(b"nothing")
+
+
+def empty(folder):
+    shutil.rmtree(folder / "step-2")
+
+
+def half_written(folder):
+    (folder / "step-2").rename(folder / ".unfinished-step-2")
+
+
+def another_model(folder):
+    facts = json.loads((folder / "step-2" / "run.json").read_text())
+    (folder / "step-2" / "run.json").write_text(json.dumps(facts | {"parameters": 7}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (empty, "holds no checkpoint, expected a folder that --checkpoint DIR has written to"),
+        (half_written, "holds no checkpoint, expected a folder that --checkpoint DIR has"),
+        (break_facts, "step-2/run.json is damaged"),
+        (lose_a_fact, "step-2/run.json is damaged"),
+        (cut_tensors, "step-2 could not be loaded"),
+        (lose_tensors, "step-2 could not be loaded"),
+        (break_metadata, "step-2 could not be loaded"),
+        (another_model, "step-2 is of a model of 7 parameters, expected "),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, damage, said):
+    damage(saved)
+    flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved)]
+    outcome = run_script(finetune_baseline, *flags)
+    assert outcome.code == 2 and outcome.err.startswith("error: ") and said in outcome.err
+    assert outcome.err.count("\n") == 1 and "step 3" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lr", "0.5"], "step-2 is of another training: lr 0.5 (not 0.001)"),
+        (["--steps", "7"], "another training: steps 7 (not 6)"),
+        (["--steps", "2"], "is of step 2, and --steps 2 leaves none to take"),
+        (["--batch-size", "3"], "sequences in a step 3 (not 1)"),
+        (["--seed", "1", "--pack"], "seed 1 (not 0); pack True (not None)"),
+    ],
+)
+def test_other_flags_that_change_the_result_are_refused(run_script, saved, examples, flags, said):
+    resume = ["--data", examples, "--resume", str(saved), *flags]
+    outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert said in outcome.err
+
+
+def test_a_text_that_has_changed_is_refused(run_script, saved, examples):
+    Path(examples).write_text(Path(examples).read_text().replace('"gh"', '"gi"'))
+    resume = ["--data", examples, "--resume", str(saved)]
+    outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
+    assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
+
+
+def test_another_runs_checkpoint_is_not_replaced(run_script, saved, examples):
+    outcome = run_script(finetune_baseline, *flags_of(saved, "--data", examples))
+    assert outcome.code == 2 and f"--checkpoint {saved} holds step-2 of another run" in outcome.err
+    assert [path.name for path in saved.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--checkpoint-every", "2"], "has no place to write to: add --checkpoint DIR"),
+        (["--checkpoint", ""], "--checkpoint '' names nothing"),
+        (["--resume", ""], "holds no checkpoint"),
+        (["--resume", "/nowhere"], "--resume '/nowhere' holds no checkpoint"),
+        (["--checkpoint", "/dev/null"], "cannot write to /dev/null"),
+    ],
+)
+def test_flags_that_can_do_nothing_are_refused(run_script, flags, said):
+    outcome = run_script(finetune_baseline, *TINY, *SMALL, *flags)
+    assert (outcome.code, outcome.out) == (2, "") and said in outcome.err
+
+
+def test_dropout_is_refused():
+    model = SimpleNamespace(config=SimpleNamespace(attention_dropout=0.1))
+    with pytest.raises(UserError, match=r"attention_dropout is 0\.1, .* expected 0: set it"):
+        checkpoint.refuse_random_numbers(model)
+
+
+# ---------------------------------------------------------------- complete or absent
+
+
+def small_training(optimizer_class=torch.optim.AdamW) -> tuple:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+    model.to(DEVICE)
+    optimizer = optimizer_class(model.parameters())
+    return model, optimizer
+
+
+def one_step(model, optimizer) -> None:
+    model(torch.arange(6.0, device=DEVICE).view(2, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loaded(path: Path) -> dict:
+    model, optimizer = small_training()
+    checkpoint.load(
+        model, optimizer, path, {"parameters": sum(p.numel() for p in model.parameters())}
+    )
+    return checkpoint.tensors_of(model, optimizer)
+
+
+def copies(tensors: dict) -> dict:
+    return {
+        key: copies(value) if isinstance(value, dict) else value.clone()
+        for key, value in tensors.items()
+    }
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        equal(a[key], b[key]) if isinstance(a[key], dict) else torch.equal(a[key], b[key])
+        for key in a
+    )
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a process that has used a GPU cannot be forked")
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
+    """Before each thing that it changes in the file system: at least half a dozen of them."""
+    model, optimizer = small_training()
+    by_step = {}
+    for step in (1, 2):
+        one_step(model, optimizer)
+        by_step[step] = copies(checkpoint.tensors_of(model, optimizer))
+        if step == 1:
+            checkpoint.save(str(tmp_path / "first"), model, optimizer, {"step": 1})
+
+    left, outcome, number = [], "", 0
+    while outcome != "done":
+        number += 1
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", folder)
+        save = partial(checkpoint.save, str(folder), model, optimizer)
+        outcome = killed_before_change(number, partial(save, {"step": 2}))
+        assert outcome in ("killed", "done")
+        path = resuming.newest(folder)
+        step = json.loads((path / resuming.FACTS).read_text())["step"]
+        assert path.name == f"step-{step}" and equal(loaded(path), by_step[step])
+        left.append(step)
+        # the next save finds nothing in its way, and leaves nothing else
+        assert in_child(partial(save, {"step": 3})) == "done"
+        assert [each.name for each in folder.iterdir()] == ["step-3"]
+    assert left == sorted(left) and left.count(1) >= 6 and left.count(2) >= 2
+
+
+def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monkeypatch):
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    path = checkpoint.save(str(tmp_path), model, optimizer, {"step": 1})
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        said = f"no checkpoint could be written to {tmp_path}: .*No space left.*; {path} is still"
+        with pytest.raises(RunError, match=said):
+            checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    assert resuming.newest(tmp_path) == path
+    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    assert [each.name for each in tmp_path.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, TritonAdamW])
+def test_the_states_to_fill_are_those_of_a_first_step(optimizer_class):
+    model, optimizer = small_training(optimizer_class)
+    one_step(model, optimizer)
+    other, fresh = small_training(optimizer_class)
+    checkpoint.make_states(fresh)
+    for p, q in zip(model.parameters(), other.parameters()):
+        made, expected = fresh.state[q], optimizer.state[p]
+        assert made.keys() == expected.keys()
+        for key, t in made.items():
+            assert (t.shape, t.dtype, t.device) == (
+                expected[key].shape,
+                expected[key].dtype,
+                expected[key].device,
+            )
+            assert not t.any() and not t.requires_grad
