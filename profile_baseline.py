@@ -26,7 +26,7 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import command_line, diagnosis_tables
+from harness import command_line, diagnosis_tables, parallel
 from harness.command_line import UserError, positive_int
 from harness.kernel_facts import KERNELS
 from harness.output_files import check_outputs
@@ -52,7 +52,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness import attribution, costs, profiler, stepping, timing, waiting
+    from harness import attribution, communication, costs, profiler, stepping, timing, waiting
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
     from harness.device import HAS_GPU
@@ -65,11 +65,13 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     model = load_model(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     recompute.set_recompute(model, workload.recompute, workload.offload)
+    called = parallel.wrap(model, workload)
+    expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps + waiting.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
-    loader = iter(Loader(data.train, workload.micro_batches))
+    loader = Loader(data.train, workload.micro_batches)
     steps = list(itertools.islice(loader, n_steps))
     warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
     timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
@@ -78,11 +80,11 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
     def profile_operations() -> tuple[torch.profiler.profile, float]:
         with category_ranges(model):
-            return profiler.profiled_step(model, optimizer, profiled[2:], stacks)
+            return profiler.profiled_step(called, optimizer, profiled[2:], stacks)
 
     with torch.cuda.stream(stream):
         for batches in warmup:
-            profiler.timed_step(model, optimizer, batches)
+            profiler.timed_step(called, optimizer, batches)
         resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
         if graph:
             profile, profiled_ms = profile_operations()
@@ -90,18 +92,18 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         if graph:
-            take_step = stepping.captured_step(model, optimizer, timed[0], stream)
-        step_ms = [profiler.timed_step(model, optimizer, step, take_step) for step in timed]
-        peak_memory = timing.peak_memory_bytes()
+            take_step = stepping.captured_step(called, optimizer, timed[0], stream)
+        step_ms = [profiler.timed_step(called, optimizer, step, take_step) for step in timed]
+        peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
         if HAS_GPU:
-            replayed, idle = profiler.timeline(model, optimizer, profiled[:2], take_step)
+            replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
         if graph:
             _, trace_bytes = profiler.write_trace(replayed, trace_file)
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
         loading = waiting.measure_loading(
-            loader, lambda step: take_step(model, optimizer, step), statistics.median(step_ms)
+            loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
         )
     moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
     return {
@@ -116,6 +118,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "sizes": asdict(sizes),
         "timeline": idle,
         "loading": loading,
+        **({"communication": expected} if expected else {}),
         # a replay calls no operation
         "host_waits": [] if graph else attribution.host_waits(profile.events()),
         "step_ms": step_ms,
@@ -224,6 +227,7 @@ def default_trace(workload: Workload) -> str:
     kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
     kernels += f"-{workload.recompute}" * bool(workload.recompute) + "-offload" * workload.offload
     kernels += "-cuda_graph" * workload.cuda_graph
+    kernels += f"-{workload.parallel}-{workload.world_size}" if workload.parallel else ""
     return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
 
 
@@ -250,6 +254,7 @@ def main() -> None:
         from next_steps import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")
     record = profile_training(workload, args.trace, args.stacks)

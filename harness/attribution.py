@@ -19,7 +19,15 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from harness.costs import NOTHING, Cost, cost_of_kernel
-from harness.kernel_facts import CATEGORIES, OTHER, ROWS, UNATTRIBUTED, Sizes, launch_of
+from harness.kernel_facts import (
+    CATEGORIES,
+    COMMUNICATION,
+    OTHER,
+    ROWS,
+    UNATTRIBUTED,
+    Sizes,
+    launch_of,
+)
 
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 CATEGORY_OF_RANGE = {
@@ -192,8 +200,10 @@ def phase_of(launcher: FunctionEvent) -> str:
     return "other"
 
 
-def category_of_triton_kernel(name: str) -> str | None:
-    """That of one of our own kernels, wherever it is launched: AdamW's may run in the backward."""
+def category_by_name(name: str) -> str | None:
+    """That of NCCL's kernels and of our own, wherever launched: AdamW's may run in the backward."""
+    if name.startswith("nccl"):
+        return COMMUNICATION
     row, _ = launch_of(name) or (None, None)
     return None if row is None else row.category
 
@@ -206,7 +216,11 @@ def category_of_kernel(name: str) -> str:
 
 def busy_us(events: list[FunctionEvent]) -> float:
     """Time in which at least one kernel ran (without a GPU: one operation)."""
-    timed = gpu_events(events) or [e for e in events if is_operation(e)]
+    return covered_us(gpu_events(events) or [e for e in events if is_operation(e)])
+
+
+def covered_us(timed: list[FunctionEvent]) -> float:
+    """Time in which at least one of these ran."""
     total, busy_until = 0.0, float("-inf")
     for start, end in sorted((e.time_range.start, e.time_range.end) for e in timed):
         total += max(0.0, end - max(start, busy_until))
@@ -262,7 +276,7 @@ def attribute(
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:
             category, phase = category_of(work.launcher, forward), phase_of(work.launcher)
-        category = category_of_triton_kernel(work.name) or category
+        category = category_by_name(work.name) or category
         for part in (row, categories[category], phases[phase]):
             part["us"] += work.us
             part["launches"] += 1
@@ -330,4 +344,19 @@ def idle_times(events: list[FunctionEvent]) -> dict:
         "idle_us": idle,
         "synchronization_us": waited,
         "host_us": statistics.median(paces or [0.0]),
+    }
+
+
+def communication_times(events: list[FunctionEvent]) -> dict:
+    """Microseconds in which NCCL's kernels ran, and in which no other did: theirs are exposed.
+
+    The others, on streams of their own, hide the rest.  A kernel of NCCL's also waits for the
+    processes that come later, and that time is in both numbers.
+    """
+    kernels = gpu_events(events)
+    nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]
+    others = [kernel for kernel in kernels if category_by_name(kernel.name) != COMMUNICATION]
+    return {
+        "communication_us": covered_us(nccl),
+        "exposed_us": covered_us(kernels) - covered_us(others),
     }

@@ -9,7 +9,7 @@ data sheet:
 Where the two meet, at matmul rate / copy rate FLOPs per byte, the roof of the *roofline* has its
 edge.  An operation that does fewer FLOPs per byte (its *intensity*) cannot be faster than its bytes
 allow, one that does more not faster than its FLOPs.  So the verdict on a part of the step is one of
-five:
+six:
 
     bandwidth-bound        its bytes take longer than its FLOPs, both at their ceilings
     compute-bound          its FLOPs take longer
@@ -18,6 +18,8 @@ five:
     host-synchronization   the host waited for the GPU, so nothing was queued, and then the GPU
                            waited for the host
     loader-bound           the batch was not there, and both waited for it
+    communication-bound    several GPUs exchanged weights or gradients, and meanwhile computed
+                           nothing
 
 Two counts of bytes:
 
@@ -37,7 +39,7 @@ and a step of which a part becomes faster gains no more than that part (Amdahl's
 
 from dataclasses import dataclass
 
-from harness.kernel_facts import FACTS, ROWS, RUNGS, Sizes
+from harness.kernel_facts import COMMUNICATION, FACTS, ROWS, RUNGS, Sizes
 
 TARGET = 0.9  # of a ceiling
 # of the step: below it, short kernels wait in the GPU's queue, not for the host; and no batch was
@@ -49,6 +51,12 @@ TOP = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
 LAUNCHES, SYNCHRONIZATION = "GPU idle: launches", "GPU idle: synchronization"
 LOADING = "Waiting for data"
+EXPOSED_SHARE = 0.05  # of the step: less communication that nothing hides is no verdict
+EXPOSED = "Communication, exposed"
+MORE_TO_HIDE_IN = (
+    "more tokens a step (--batch-size, --seq-len), accumulation without synchronisation, "
+    "or larger shards"
+)
 RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
 ADVICE = {  # where there is no kernel of ours
     "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
@@ -178,10 +186,14 @@ def replaced_by(kernels: list[str]) -> set[str]:
 
 
 def counted(record: dict) -> dict[str, dict]:
-    """The categories whose bytes are known: not those of kernels that Triton's interpreter ran."""
-    interpreted = replaced_by(record["kernels"]) if record["device"] == "CPU" else set()
+    """The categories whose bytes are known: not those of kernels that Triton's interpreter ran.
+
+    Nor the communication's, which has another ceiling.
+    """
+    unknown = replaced_by(record["kernels"]) if record["device"] == "CPU" else set()
+    unknown |= {COMMUNICATION}
     parts = record["categories"].items()
-    return {name: part for name, part in parts if part["bytes"] and name not in interpreted}
+    return {name: part for name, part in parts if part["bytes"] and name not in unknown}
 
 
 def judge_categories(record: dict) -> dict[str, Finding]:
@@ -222,6 +234,19 @@ def judge_loading(record: dict) -> dict[str, Finding]:
     return {LOADING: pure_loss(LOADING, "loader-bound", waited_us, advice)}
 
 
+def exposed_us(record: dict) -> float:
+    """Communication that no other kernel hides; 0 of one process, and in older records."""
+    return (record["timeline"] or {}).get("exposed_us", 0.0)
+
+
+def judge_communication(record: dict) -> dict[str, Finding]:
+    """The communication that nothing hides, where that is a share of the step worth a word."""
+    if exposed_us(record) <= EXPOSED_SHARE * 1e3 * record["median_step_ms"]:
+        return {}
+    loss = pure_loss(EXPOSED, "communication-bound", exposed_us(record), MORE_TO_HIDE_IN)
+    return {EXPOSED: loss}
+
+
 def pure_loss(name: str, verdict: str, us: float, advice: str) -> Finding:
     """Time in which nothing is moved or computed."""
     return Finding(name, us, 0.0, 0.0, 0.0, 0.0, None, 0.0, verdict, advice)
@@ -230,6 +255,6 @@ def pure_loss(name: str, verdict: str, us: float, advice: str) -> Finding:
 def ranking(record: dict) -> list[Finding]:
     """What could be gained, the most first."""
     findings = [*judge_categories(record).values(), *judge_idle(record).values()]
-    findings += judge_loading(record).values()
+    findings += [*judge_loading(record).values(), *judge_communication(record).values()]
     least_us = LEAST_SHARE * 1e3 * step_ms(record)
     return sorted((f for f in findings if f.gain_us > least_us), key=lambda f: -f.gain_us)

@@ -5,6 +5,7 @@ from harness.diagnose import (
     SYNCHRONIZATION,
     TARGET,
     Finding,
+    exposed_us,
     host_us,
     judge_categories,
     judge_idle,
@@ -106,6 +107,30 @@ def host_line(record: dict) -> str:
     return f"Where the GPU waits for the host: {slow}"
 
 
+def communication_lines(record: dict) -> list[str]:
+    """What it should take, what it took, and how much of it other kernels hide.
+
+    Nothing in one process or in older records; without a GPU the prediction.
+    """
+    lines = []
+    if "communication" in record:
+        expected = record["communication"]
+        unit, size = decimal_unit([*expected["bytes"].values()], "GB", "MB", 1e9)
+        parts = [
+            f"{n_bytes / size:,.1f} {unit} by {name} at {expected['gbs'][name]:,.1f} GB/s"
+            for name, n_bytes in expected["bytes"].items()
+        ]
+        lines.append(f"Communication, predicted: {expected['ms']:,.1f} ms, {', '.join(parts)}")
+    if total_us := (record.get("timeline") or {}).get("communication_us", 0.0):
+        exposed = exposed_us(record)
+        hidden, share = total_us - exposed, exposed / record["median_step_ms"] / 10
+        lines.append(
+            f"Communication: {total_us / 1e3:,.1f} ms, of which other kernels hide "
+            f"{hidden / 1e3:,.1f}; exposed: {exposed / 1e3:,.1f}, {share:.1f} % of a step"
+        )
+    return lines
+
+
 def waiting_lines(record: dict) -> list[str]:
     """Three measurements of data and step, and the two questions that they help to answer.
 
@@ -156,6 +181,7 @@ def render(record: dict) -> str:
             title(f"Diagnosis{'' if on_gpu else NOT_MEANINGFUL}"),
             ceilings_line(record),
             host_line(record),
+            *communication_lines(record),
             *waiting_lines(record),
             *([OF_KERNELS] if on_gpu else []),
             "",

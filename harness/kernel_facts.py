@@ -20,6 +20,7 @@ tests/kernel_facts_test.py says which of them is missing.
 from dataclasses import dataclass, field
 
 OTHER = "other elementwise and copies"
+COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
 CATEGORIES = [  # of a profile, in the order of its table
     "matmul",
@@ -30,6 +31,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "rotary",
     OTHER,
     "optimizer",
+    COMMUNICATION,
     UNATTRIBUTED,
 ]
 

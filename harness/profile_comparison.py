@@ -50,7 +50,7 @@ def categories_table(before: dict, after: dict) -> str:
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
     unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
     for name, old in before["categories"].items():
-        new = after["categories"][name]
+        new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # older: not this one
         if not old["launches"] and not new["launches"]:
             continue
         row = comparison_row(name, old["us"], new["us"], predicted.get(name))

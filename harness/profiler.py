@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness import dataset, stepping, timing
-from harness.attribution import busy_us, gpu_events, idle_times
+from harness.attribution import busy_us, communication_times, gpu_events, idle_times
 from harness.command_line import RunError
 from harness.device import HAS_GPU
 from harness.kernel_facts import ROWS
@@ -44,6 +44,11 @@ def in_range(name: str, function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return ranged
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """As it was before FSDP made the module a unit."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def range_hooks(module: torch.nn.Module, name: str) -> list:
@@ -81,8 +86,8 @@ def category_ranges(
     handles = [
         handle
         for module in model.modules()
-        if type(module).__name__ in RANGE_OF_CLASS and module not in fused
-        for handle in range_hooks(module, RANGE_OF_CLASS[type(module).__name__])
+        if class_name(module) in RANGE_OF_CLASS and module not in fused
+        for handle in range_hooks(module, RANGE_OF_CLASS[class_name(module)])
     ]
     loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
     setattr(model, loss, in_range("loss", loss_function))
@@ -158,7 +163,7 @@ def timeline(
     steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
 ) -> tuple[profile, dict]:
-    """When the GPU is idle, from a step in which kernels and CUDA calls alone are recorded.
+    """When the GPU is idle or only communicates, while kernels and CUDA calls alone are recorded.
 
     Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a
     kernel takes as long as ever, but the time between kernels would be the profiler's.
@@ -166,7 +171,8 @@ def timeline(
     profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
     step_ms = last_of(profiler, model, optimizer, steps, take_step)
     events = profiler.events()
-    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **idle_times(events)}
+    times = {**idle_times(events), **communication_times(events)}
+    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **times}
 
 
 def measure_ceilings(dtype: torch.dtype) -> dict:

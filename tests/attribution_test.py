@@ -14,13 +14,14 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from harness.attribution import (
     attribute,
-    category_of_triton_kernel,
+    category_by_name,
+    communication_times,
     counted_once,
     host_waits,
     idle_times,
 )
 from harness.costs import Cost
-from harness.kernel_facts import OTHER, ROWS, UNATTRIBUTED, Sizes
+from harness.kernel_facts import COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 MAIN, AUTOGRAD = 1, 2  # threads
@@ -262,8 +263,8 @@ OUR_KERNELS = {
 def test_every_kernel_of_ours_has_its_category():
     """By the names in the lessons' sources, so that a new kernel cannot be forgotten."""
     names = {name for row in ROWS for name in launched_kernels(row.lesson)}
-    assert {name: category_of_triton_kernel(name) for name in names} == OUR_KERNELS
-    assert category_of_triton_kernel("vectorized_elementwise_kernel") is None
+    assert {name: category_by_name(name) for name in names} == OUR_KERNELS
+    assert category_by_name("vectorized_elementwise_kernel") is None
 
 
 @pytest.mark.parametrize("kernel", OUR_KERNELS)
@@ -562,6 +563,38 @@ def test_the_wait_that_ends_the_timing_is_no_idle_time():
 
 def test_kernels_that_overlap_leave_no_gap():
     assert idle_of((0, 5, 100), (50, 60, 70), (90, 95, 120))["idle_us"] == 0
+
+
+def exposed_of(*kernels: tuple[str, float, float]) -> tuple[float, float]:
+    """(all of the communication, what nothing hides) of kernels, each (name, begin, end)."""
+    events = [event(name, *times, number, True) for number, (name, *times) in enumerate(kernels)]
+    found = communication_times(EventList(events, use_device="cuda"))
+    return found["communication_us"], found["exposed_us"]
+
+
+GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."
+
+
+def test_communication_that_other_streams_hide_is_not_exposed():
+    assert exposed_of((GATHER, 10, 20), ("gemm", 0, 30)) == (10, 0)
+    assert exposed_of((GATHER, 10, 20), ("gemm", 0, 12), ("mul", 11, 15)) == (10, 5)
+    assert exposed_of((GATHER, 10, 20), ("gemm", 0, 10), ("mul", 20, 25)) == (10, 10)
+
+
+def test_two_collectives_at_once_are_exposed_once():
+    assert exposed_of((GATHER, 10, 20), (REDUCE, 15, 30), ("gemm", 18, 22)) == (20, 16)
+
+
+def test_one_process_does_not_communicate():
+    assert exposed_of(("gemm", 0, 10), ("Memcpy HtoD", 5, 20)) == (0, 0)
+
+
+def test_kernels_of_nccl_are_communication_wherever_they_are_launched():
+    t = Timeline()
+    with t.range("forward"), t.range("mlp"), t.op("c10d::_allgather_base_"):
+        t.launch(GATHER, 4.0)
+    t.launch(REDUCE, 2.0, linked=False, called=False)
+    assert found(t.attribute()) == {COMMUNICATION: 6.0}
 
 
 def waits_of(timeline: Timeline) -> dict[tuple[str, str], int]:

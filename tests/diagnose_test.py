@@ -190,6 +190,19 @@ def test_waiting_that_the_recording_adds_is_not_counted():
     )  # gaps between kernels that were queued are the GPU's own
 
 
+@pytest.mark.parametrize("exposed_us", [0.0, 50.0, 51.0])
+def test_exposed_communication_is_a_cost_from_a_twentieth_of_the_step_on(exposed_us):
+    record = made_up(optimizer=part(5.0, n_bytes=5e3), communication=part(300.0, n_bytes=1e3))
+    record["timeline"] |= {"communication_us": 300.0, "exposed_us": exposed_us}
+    assert list(diagnose.judge_categories(record)) == ["optimizer"]
+    found = [(f.verdict, f.gain_us) for f in diagnose.ranking(record)]
+    assert found == ([("communication-bound", 51.0)] if exposed_us > 50 else [])
+    text = diagnosis_tables.render(record)
+    assert ("communication-bound" in text) == ("more tokens a step" in text) == (exposed_us > 50)
+    assert "Communication: 0.3 ms, of which other kernels hide" in text
+    assert "Communication" not in diagnosis_tables.render(made_up(loss=part(5.0, n_bytes=5e3)))
+
+
 def test_every_kernel_is_known_to_replace_something():
     replaced = diagnose.replaced_by(KERNELS)
     assert replaced == set(RUNG_OF_CATEGORY) <= set(CATEGORIES)
@@ -571,40 +584,36 @@ def test_an_item_in_every_layer_is_named(tmp_path, monkeypatch):
     assert "it is not the loader." in text
 
 
-def test_the_waiting_is_what_a_loader_that_works_ahead_leaves():
-    """Each batch takes 40 ms, and a step 80 ms: together 80 where a worker loads, else 120."""
+class SlowLoader:
+    """Each batch takes 40 ms: of the host that asks for it, or of a worker since it was asked."""
 
-    def loader():
-        while True:
+    def __init__(self, works_ahead: bool):
+        self.worker = ThreadPoolExecutor(1) if works_ahead else None
+        self.coming = None
+
+    def fetch(self) -> float:
+        start = time.perf_counter()
+        if self.worker is None:
             time.sleep(0.04)
-            yield 1
+        else:
+            if self.coming is not None:
+                self.coming.result()
+            self.coming = self.worker.submit(time.sleep, 0.04)
+        return time.perf_counter() - start
 
-    def loader_ahead():
-        with ThreadPoolExecutor(1) as worker:
-            coming, batches = None, loader()
-            while True:
-                batch = coming.result() if coming else next(batches)
-                coming = worker.submit(next, batches)
-                yield batch
+    def take(self) -> int:
+        return 1
 
+
+def test_the_waiting_is_what_a_loader_that_works_ahead_leaves():
+    """A step takes 80 ms: together 80 where a worker loads, else 120."""
     found = [
-        waiting_module.measure_loading(each(), lambda batch: time.sleep(0.08), resident_ms=80.0)
-        for each in (loader, loader_ahead)
+        waiting_module.measure_loading(SlowLoader(ahead), lambda batch: time.sleep(0.08), 80.0)
+        for ahead in (False, True)
     ]
     assert all(each["alone_ms"] >= 40 for each in found)
     assert found[0]["waited_ms"] >= 40 and found[0]["together_ms"] >= 120
     assert found[1]["waited_ms"] < 20 and 80 <= found[1]["together_ms"] < found[0]["together_ms"]
-
-
-@pytest.mark.parametrize("still_computes", [True, False])
-def test_a_batch_that_comes_while_the_device_computes_is_not_waited_for(
-    monkeypatch, still_computes
-):
-    """A pretended GPU: the step is launched at once, and is done 50 ms later, or was at once."""
-    monkeypatch.setattr(waiting_module, "is_idle", lambda: not still_computes)
-    batches = (time.sleep(0.03) for _ in range(waiting_module.NEEDED))
-    found = waiting_module.measure_loading(batches, lambda batch: None, resident_ms=0.0)
-    assert found["waited_ms"] == 0 if still_computes else found["waited_ms"] >= 30
 
 
 @needs_gpu
