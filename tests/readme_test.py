@@ -15,8 +15,8 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from next_steps import frontier, make_samples
-from tools import compile_check, fill_pages, page_outputs, sweep_kernels
+from next_steps import frontier, make_samples, scaling
+from tools import compile_check, fill_pages, page_outputs, sweep_kernels, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
 from tools.page_records import HERE, RESULTS, load
@@ -50,9 +50,11 @@ MODULES = {
     "compare_runs.py": compare_runs,
     "next_steps.frontier": frontier,
     "next_steps.make_samples": make_samples,
+    "next_steps.scaling": scaling,
     "tools.compile_check": compile_check,
     "tools.sweep_kernels": sweep_kernels,
     "tools.fill_pages": fill_pages,
+    "tools.trace_picture": trace_picture,
 }
 
 

@@ -64,7 +64,10 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     import compare_runs
     from harness import benchmark_picture, roofline
     from harness.benchmark_specs import SPECS
-    from next_steps import frontier, ladder, memory_tables
+    from harness.processes import PARALLEL
+    from next_steps import frontier, ladder, memory_tables, scaling_tables
+    from tools import trace_picture
+    from tools.page_step_tables import scaling_records
 
     for kernel in SPECS:
         yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
@@ -77,6 +80,10 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
     if (RESULTS / "frontier.json").exists():
         yield "frontier", frontier.plot, [load("frontier")]
+    if several := scaling_records(*PARALLEL)[1:]:
+        yield "scaling", scaling_tables.plot, [several]
+    if (RESULTS / "trace_fsdp_4x2048.json").exists():
+        yield "trace_fsdp_4x2048", trace_picture.plot, [load("trace_fsdp_4x2048")]
     yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
 
 

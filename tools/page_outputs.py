@@ -6,7 +6,7 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness import benchmark_tables, profile_comparison, training_run
-from next_steps import frontier, ladder, longest, memory_estimate, memory_tables
+from next_steps import frontier, ladder, longest, memory_estimate, memory_tables, scaling_tables
 from tools import sweep_tables
 from tools.page_records import load
 
@@ -19,6 +19,8 @@ def render(names: list[str]) -> str:
     records = [load(name) for name in names]
     if len(records) > 1 and records[0]["kind"] == "profile":
         return profile_comparison.render_comparison(*records)
+    if len(records) > 1 and records[0]["kind"] == "scaling":
+        return scaling_tables.render(*records)
     if len(records) > 1:
         return compare_runs.render(compare_runs.run_names(records), records)
     (record,) = records

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from harness import profile_comparison
 from harness.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.kernel_facts import PLAYBOOK_KERNELS
+from harness.processes import PARALLEL
 from harness.run_records import relative_differences
 from harness.spread import Range, spread, timed, unless_same
 from harness.workload import OPPONENTS
-from next_steps import frontier, ladder
+from next_steps import frontier, ladder, scaling_tables
 from tools.page_outputs import column_spans, position
 from tools.page_records import RESULTS, in_words, is_ours, load, markdown, rows_at, times, us_of
 
@@ -278,6 +279,32 @@ def longest() -> str:
     return markdown(["", "longest sequence, tokens", "peak, GB"], body)
 
 
+def scaling_records(*parallel: str) -> list[dict]:
+    """Of one process and of two, as far as there are any; none unless there is that of one."""
+    names = ["scaling_1", *(f"scaling_{way}_2" for way in parallel)]
+    if not (RESULTS / f"{names[0]}.json").exists():
+        return []
+    return [load(name) for name in names if (RESULTS / f"{name}.json").exists()]
+
+
+def scaling(parallel: str) -> str:
+    """Each of two GPUs beside one alone; of no record, a table without rows."""
+    records = scaling_records(parallel)
+    rows = scaling_tables.body(*records) if len(records) == 2 else []
+    return markdown(list(scaling_tables.HEADERS), rows)
+
+
+def crossovers() -> str:
+    """From how many tokens on communication is hidden; of no record, a table without rows."""
+    _, *several = scaling_records(*PARALLEL) or [None]
+    body = [
+        [f"{way}, {record['parallel']}", scaling_tables.crossover(record, way)]
+        for record in several
+        for way in scaling_tables.ways_in(record)
+    ]
+    return markdown(["", "tokens in a step of each GPU"], body)
+
+
 def quality() -> str:
     """What stochastic rounding is worth."""
     records = (load(f"quality_{name}") for name in ("fp32", "bf16", "stochastic"))
@@ -331,6 +358,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "peaks": peaks,
     "frontier": frontier_rows,
     "longest": longest,
+    "scaling": scaling,
+    "crossovers": crossovers,
     "quality": quality,
     "distillation": distillation,
     "distillation_8b": distillation_8b,

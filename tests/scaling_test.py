@@ -1,0 +1,244 @@
+"""The scaling table: what its numbers are from made-up records, what it refuses, and a real run."""
+
+import json
+import sys
+import weakref
+
+import pytest
+import torch
+
+from harness import architecture, parallel
+from harness.device import HAS_GPU
+from harness.workload import Workload
+from next_steps import kernel_training, scaling, scaling_tables
+from tests.longest_test import GPU
+from tests.parallel_test import torchrun
+from tests.small_workloads import smaller_config
+from tools import page_records, page_step_tables
+from tools.page_outputs import COLUMNS
+
+
+def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50) -> dict:
+    """A step's time varies by a tenth; twice what is exposed is sent."""
+    found = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
+    found |= {"median_ms": ms, "p20_ms": 0.95 * ms, "p80_ms": 1.05 * ms, "step_ms": [ms]}
+    found["tokens_per_second_per_gpu"] = 1e3 * batch_size * seq_len / ms
+    found["peak_memory_bytes"] = gb * 1e9
+    if exposed_ms is not None:
+        found |= {"exposed_us": 1e3 * exposed_ms, "communication_us": 2e3 * exposed_ms}
+    return found
+
+
+def record(rows, world_size=1, **values) -> dict:
+    several = "fsdp" if world_size > 1 else None
+    return {
+        "kind": "scaling", "environment": GPU, "model": "tiny", "weights": "random weights",
+        "dtype": "bf16", "kernels": [], "parameters": 1, "world_size": world_size,
+        "parallel": several, "absent": [], "rows": rows, **values,
+    }  # fmt: skip
+
+
+ONE = record([row("baseline", 1, 512, 100, gb=90), row("all kernels", 1, 512, 80)])
+TWO = record(
+    [
+        row("baseline", 1, 512, 125, 25, gb=60),
+        row("baseline", 1, 1024, 200, 10),
+        row("baseline", 1, 2048, 400, 16),
+        row("all kernels", 1, 512, 100, 50),
+        {"way": "all kernels", "batch_size": 1, "seq_len": 1024, "failure": "the GPU's memory"},
+        row("Liger", 1, 512, 150, 3),
+        row("Liger", 1, 1024, 202, 40),
+    ],
+    2,
+)
+
+
+def written(folder, *records) -> list[str]:
+    paths = [folder / f"{i}.json" for i in range(len(records))]
+    for path, each in zip(paths, records):
+        path.write_text(json.dumps(each))
+    return [str(path) for path in paths]
+
+
+def test_a_row_beside_that_of_one_process_and_of_liger():
+    table = {cells[0]: cells[1:] for cells in scaling_tables.body(ONE, TWO)}
+    n_a = scaling_tables.NOT_MEASURED
+    # 95 / 131.25 and 105 / 118.75 are the ends of the spread
+    first = ["4,096", "5,120", "80 % (72–88)", "60.0", "90.0", "50.0", "25.0, 20%", "1.20×"]
+    assert table["baseline 1 × 512"] == first
+    assert table["all kernels 1 × 512"][-2:] == ["50.0, 50%", "1.50×"]
+    # not measured by one; Liger's step is as long as makes no difference
+    assert table["baseline 1 × 1,024"][1:3] == [n_a, n_a]
+    assert table["baseline 1 × 1,024"][-1] == "no difference"
+    assert table["all kernels 1 × 1,024"][0] == "too large"
+    assert table["Liger 1 × 512"][-1] == "–"
+
+
+def test_the_crossover_is_where_the_exposed_part_stays_small():
+    # 20 %, 5 %, which is not below it, and 4 %
+    assert scaling_tables.crossover(TWO, "baseline") == "2,048"
+    assert scaling_tables.crossover(TWO, "all kernels") == "more than 512"
+    # 2 % and then 20 %: small at first is not small from there on
+    assert scaling_tables.crossover(TWO, "Liger") == "more than 1,024"
+    assert scaling_tables.crossover(ONE, "baseline") == scaling_tables.NOT_MEASURED
+
+
+def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
+    paths = written(tmp_path, ONE, TWO, TWO | {"parallel": "ddp"})
+    picture = tmp_path / "scaling.png"
+    outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
+    assert outcome.code == 0, outcome.err
+    assert "2 processes, fsdp" in outcome.out and "2 processes, ddp" in outcome.out
+    assert outcome.out.count("so many tokens a GPU on: 2,048") == 2
+    assert picture.stat().st_size > 0
+
+
+def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
+    ways, sizes = ("baseline", "all kernels", "Liger"), scaling.SIZES[True]
+    one = record([row(way, *size, 987.6, gb=123.4) for way in ways for size in sizes])
+    two = record([row(way, *size, 1123, 250, gb=123.4) for way in ways for size in sizes], 2)
+    for name, each in (("1", one), ("fsdp_2", two)):
+        (tmp_path / f"scaling_{name}.json").write_text(json.dumps(each))
+    monkeypatch.setattr(page_step_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
+    table = page_step_tables.TABLES["scaling"]("fsdp")
+    assert len(table.splitlines()) == 2 + len(ways) * len(sizes)
+    assert all(len(line) <= COLUMNS for line in table.splitlines())
+    assert "| all kernels, fsdp |" in page_step_tables.TABLES["crossovers"]()
+    assert len(page_step_tables.TABLES["scaling"]("ddp").splitlines()) == 2  # no record: no rows
+
+
+@pytest.mark.parametrize(
+    "records, words",
+    [
+        ([ONE], "0.json alone is no comparison"),
+        ([TWO, TWO], "0.json is of 2 processes and comes first"),
+        ([ONE, ONE], "1.json is of one process"),
+        ([ONE, TWO | {"dtype": "fp32"}], "dtype fp32 in"),
+        ([ONE, TWO | {"model": "other"}], "model other in"),
+        ([ONE, TWO | {"environment": GPU | {"gpu": "Other"}}], "gpu Other in"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(run_script, tmp_path, records, words):
+    outcome = run_script(scaling, "--compare", *written(tmp_path, *records))
+    assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_flags_without_effect_are_refused(run_script, tmp_path):
+    (one,) = written(tmp_path, ONE)
+    for flags, words in (
+        (["--compare", one, "--json", str(tmp_path / "new")], "--json does nothing with --compare"),
+        (["--plot", str(tmp_path / "new.png")], "add --compare"),
+        (["--parallel", "ddp"], "needs more than the one process"),
+    ):
+        outcome = run_script(scaling, *flags)
+        assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_a_picture_of_what_nobody_measured_is_refused(run_script, tmp_path):
+    paths = written(tmp_path, ONE, record(ONE["rows"], 2))
+    outcome = run_script(scaling, "--compare", *paths, "--plot", str(tmp_path / "new.png"))
+    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+def measured_as(monkeypatch, outcomes) -> list:
+    """`measure` of made-up outcomes; the models that it was called with, weakly."""
+    seen = []
+
+    def measure(called, *rest):
+        seen.append(weakref.ref(called))
+        return outcomes(len(seen))
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr("harness.profiler.measure_ceilings", lambda dtype: {})
+    return seen
+
+
+def tiny() -> Workload:
+    return Workload(model="tiny", dtype="fp32", seq_len=8, lr=1e-5, data="synthetic")
+
+
+def test_a_record_is_kept_after_each_row(monkeypatch, small, tmp_path):
+    path = tmp_path / "record.json"
+
+    def stop_at_the_second(number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return row("", 1, 1, 5)
+
+    measured_as(monkeypatch, stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        scaling.walk(tiny(), str(path))
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
+    monkeypatch, small, tmp_path, capsys
+):
+    path, alive = tmp_path / "record.json", []
+    seen = measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
+    prepare = kernel_training.prepare
+
+    def count(workload):
+        alive.append(sum(each() is not None for each in seen))
+        return prepare(workload)
+
+    monkeypatch.setattr(kernel_training, "prepare", count)
+    monkeypatch.setitem(scaling.SIZES, HAS_GPU, ((1, 4), (1, 8)))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    scaling.walk(tiny(), str(path))
+    found = json.loads(path.read_text())
+    assert [each["way"] for each in found["rows"]] == ["baseline", "all kernels"]
+    assert alive == [0, 0]
+    (absent,) = found["absent"]
+    assert "Liger-Kernel is not installed" in absent and absent in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, way):
+    one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
+    for n, path, more in ((1, one, []), (2, two, ["--parallel", way])):
+        command = ["-m", "next_steps.scaling", "--model", "tiny", "--json", path, *more]
+        outcome = torchrun(n, *command)
+        assert outcome.returncode == 0, outcome.stderr[-3000:]
+        assert outcome.stdout.count("Record written") == 1
+    records = scaling_tables.read([one, two])
+    assert [each["world_size"] for each in records] == [1, 2]
+    assert records[1]["parallel"] == way
+    for each in records:
+        rows = [r for r in each["rows"] if r["way"] != "Liger"]
+        assert len(rows) == 2 * len(scaling.SIZES[HAS_GPU])
+        for r in rows:
+            assert len(r["step_ms"]) == scaling.STEPS[HAS_GPU][1]
+            assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+    outcome = run_script(scaling, "--compare", one, two)
+    assert outcome.code == 0 and f"2 processes, {way}" in outcome.out
+
+
+def test_the_slowest_process_counts(monkeypatch, small):
+    """Two processes by name; the other one's numbers are made up."""
+    model, called, optimizer = kernel_training.prepare(tiny())
+    monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
+    found = scaling.measure(called, optimizer, (1, 4), model.config.vocab_size)
+    assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
+
+
+def test_processes_take_different_sequences_of_one_model(monkeypatch, small):
+    drawn, weights = [], []
+
+    def measure(called, *rest):
+        drawn.append(torch.randint(1000, (8,)).tolist())
+        weights.append(called.model.embed_tokens.weight.sum().item())
+        return {"failure": "the GPU's memory"}
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    for rank in (0, 1):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        list(scaling.rows_of("baseline", tiny(), {}))
+    assert drawn[0] != drawn[1] and weights[0] == weights[1]
