@@ -19,7 +19,7 @@ def main() -> None:
     from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if finetune_options.takes_steps(args, workload, "Baseline"):  # what a flag asks for beyond this page
+    if finetune_options.takes_steps(args, workload, "Baseline"):  # beyond this page
         return
 
     import torch
