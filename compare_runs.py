@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from harness import command_line, output_files, pictures, run_records, tables
 from harness.command_line import UserError
-from harness.spread import spread, timed, unless_same
+from harness.spread import spread, timed, unless_same, waited
 from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
@@ -116,7 +116,7 @@ def render(names: list[str], records: list[dict]) -> str:
     parts = [tables.title("Comparison of fine-tuning runs")]
     for name, record in zip(names, records):
         where = run_records.environment_line(record["environment"])
-        parts.append(f"{name}: {where}\n  custom kernels: {kernels_in_words(record)}")
+        parts.append(f"{name}: {where}\n  {how_in_words(record, first)}")
     parts.append(
         f"Workload of the first: {first['model']} ({first['weights']}, {first['dtype']}), "
         f"data {first['data']}, {size_in_words(first)}, "
@@ -152,6 +152,16 @@ def render(names: list[str], records: list[dict]) -> str:
                 f"{largest:.1e} (allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
             )
     return "\n\n".join(parts)
+
+
+def how_in_words(record: dict, first: dict) -> str:
+    """What a run was made with, and of its steps what the table below does not show."""
+    words = [f"custom kernels: {kernels_in_words(record)}"]
+    if (size := size_in_words(record)) != size_in_words(first):
+        words.append(size)
+    shares = {"padding": record.get("padding", 0.0), "waiting for data": waited(record)}
+    words += [f"{what}: {100 * share:.1f} %" for what, share in shares.items() if share >= 1e-2]
+    return "; ".join(words)
 
 
 def rates(record: dict) -> list[float]:

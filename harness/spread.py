@@ -23,6 +23,13 @@ def timed(record: dict, key: str = "seconds") -> list:
     return record[key][record["warmup_steps"] : end]
 
 
+def waited(record: dict) -> float:
+    """At most this share of the steps' time went by waiting for data; 0 in older records."""
+    if "data_seconds" not in record:
+        return 0.0
+    return sum(timed(record, "data_seconds")) / sum(timed(record))
+
+
 def spread(values: Sequence[float]) -> Range:
     """20th and 80th percentile of at least one number, linear between neighbours."""
     if len(values) == 1:

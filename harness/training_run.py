@@ -35,7 +35,7 @@ from harness.profiler import measure_ceilings
 from harness.resuming import COLUMNS
 from harness.run_records import environment, environment_line, write_record
 from harness.saving import save_model
-from harness.spread import spread, timed
+from harness.spread import spread, timed, waited
 from harness.tables import NO_GPU_NOTE, OF_STEPS, number, title
 from harness.timing import datasheet_tflops, peak_memory_bytes
 from harness.workload import (
@@ -337,8 +337,8 @@ def result_block(record: dict) -> str:
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
     ]
     if "data_seconds" in record:
-        share = sum(timed(record, "data_seconds")) / sum(timed(record))
-        rows.insert(6, ("Waiting for data:", f"at most {100 * share:.2f} % of the steps' time"))
+        share = f"at most {100 * waited(record):.2f} % of the steps' time"
+        rows.insert(6, ("Waiting for data:", share))
     if "teacher" in record:
         first, last = record["losses"][0], record["losses"][-1]
         change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"

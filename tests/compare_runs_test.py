@@ -129,6 +129,23 @@ def test_runs_of_different_workloads_are_not_called_the_same_training(script):
     )
 
 
+def test_what_a_run_did_otherwise_is_said_beside_its_kernels(script):
+    two = {
+        "world_size": 2,
+        "parallel": "ddp",
+        "padding": 0.125,
+        "data_seconds": [0.0, 0.006, 0.006],
+    }
+    _, out, _ = script(run(batch_size=2, padding=0.001), run("Optimized", **two))
+    lines = [line.strip() for line in out.splitlines() if "custom kernels" in line]
+    assert lines == [
+        "custom kernels: none",
+        "custom kernels: none; 1 x 8 tokens in each of 2 processes (ddp); padding: 12.5 %; "
+        "waiting for data: 2.0 %",
+    ]
+    assert "the same training" in out  # two sequences a step, both
+
+
 def test_long_runs_show_their_first_and_last_step(script):
     code, out, _ = script(run(losses=range(1, 102)), run("Optimized", losses=range(1, 102)))
     steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
