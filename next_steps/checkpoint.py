@@ -194,22 +194,25 @@ class Keeper(contextlib.AbstractContextManager):
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if kind is None and self.signal:  # in the last step, so that the run has come to its end
-            self.end()
+            self.end(self.signal)
 
     def note(self, number: int, frame) -> None:
         self.signal = number
         signal.signal(number, signal.SIG_DFL)
 
-    def end(self) -> None:
-        raise KeyboardInterrupt if self.signal == signal.SIGINT else Ended(self.signal)
+    def end(self, number: int) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
-    def asked_to_end(self) -> bool:
-        """Has a signal come, to whichever process?  All of them have to save the same step."""
-        if dist.is_initialized():
-            signals = torch.tensor(self.signal, device=DEVICE)
-            dist.all_reduce(signals, dist.ReduceOp.MAX)
-            self.signal = int(signals)
-        return self.signal != 0
+    def agreed_signal(self) -> int:
+        """The signal that has come, to whichever process; 0: none.  All save the same step.
+
+        One that comes while they agree stays noted, for the next step.
+        """
+        if not dist.is_initialized():
+            return self.signal
+        signals = torch.tensor(self.signal, device=DEVICE)
+        dist.all_reduce(signals, dist.ReduceOp.MAX)
+        return int(signals)
 
     def end_step(self) -> None:
         """Save, if it is time to; then end the run, if it was asked to end.
@@ -219,13 +222,13 @@ class Keeper(contextlib.AbstractContextManager):
         step, every = len(self.run.losses), self.checkpoints.every
         if not self.checkpoints.folder or step == self.run.workload.steps:
             return
-        ends = self.asked_to_end()
-        if ends or (every and step % every == 0):
+        number = self.agreed_signal()
+        if number or (every and step % every == 0):
             path = save(self.checkpoints.folder, self.run.model, self.optimizer, self.facts())
             print(f"Checkpoint written to {path}", flush=True)
-        if ends:
+        if number:
             print(f"Ended after step {step}: --resume {self.checkpoints.folder} goes on from there")
-            self.end()
+            self.end(number)
 
     def facts(self) -> dict:
         """What is said beside the tensors; see harness/resuming.py."""

@@ -239,6 +239,17 @@ def test_a_signal_in_the_last_step_ends_after_the_results(run_script, ended_afte
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_a_signal_that_comes_while_processes_agree_is_for_the_next_step(monkeypatch):
+    keeper = checkpoint.Keeper(SimpleNamespace(), None, Checkpoints())
+
+    def comes_meanwhile(signals, op):
+        keeper.signal = signal.SIGTERM
+
+    monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(checkpoint.dist, "all_reduce", comes_meanwhile)
+    assert [keeper.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
+
+
 def test_what_is_done_in_another_way_is_said(run_script, ended_after, tmp_path):
     ended_after(2)
     folder = str(tmp_path / "checkpoints")
