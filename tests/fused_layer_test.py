@@ -35,8 +35,6 @@ from harness.checking import (
 )
 from next_steps import fused_layer, swiglu_kernel
 from next_steps.fused_layer import (
-    NormLinearFunction,
-    SwiGLULinearFunction,
     norm_linear,
     norm_linear_reference,
     swiglu_linear,
@@ -46,6 +44,7 @@ from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.subjects import fused_layer as subjects
 from tests.subjects.fused_layer import norm_linear as fused_norm
 from tests.subjects.fused_layer import norm_reference as reference_norm
+from tests.subjects.fused_layer import swiglu_linear_inplace
 
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I
@@ -66,7 +65,7 @@ def reference_swiglu(gate, up, weight):
 
 
 def fused_mlp(*inputs):
-    return (subjects.layer(fused_norm, SwiGLULinearFunction.apply)(*inputs),)
+    return (subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs),)
 
 
 def reference_mlp(*inputs):
@@ -169,7 +168,7 @@ def saved_bytes_beyond(function, *inputs) -> tuple[int, int]:
 
 
 def apply_swiglu(gate, up, weight):
-    return (SwiGLULinearFunction.apply(gate, up, weight),)
+    return (swiglu_linear_inplace(gate, up, weight),)
 
 
 def memory_rows() -> list[str]:
@@ -226,12 +225,12 @@ def test_functions_take_the_layers_modules():
     linears = [torch.nn.Linear(*w.shape[::-1], bias=False, device=DEVICE) for w in inputs[2:]]
     for linear, w in zip(linears, inputs[2:]):
         linear.weight.data.copy_(w)
-    expected = NormLinearFunction.apply(inputs[0], inputs[1], 1e-2, False, *inputs[2:])
+    expected = fused_norm(*inputs, eps=1e-2)
     assert all(map(torch.equal, norm_linear(inputs[0], norm, *linears), expected))
     (gate, up, w_down), _ = make_swiglu_inputs()
     down = torch.nn.Linear(*w_down.shape[::-1], bias=False, device=DEVICE)
     down.weight.data.copy_(w_down)
-    assert torch.equal(swiglu_linear(gate, up, down), SwiGLULinearFunction.apply(gate, up, w_down))
+    assert torch.equal(swiglu_linear(gate, up, down), swiglu_linear_inplace(gate, up, w_down))
 
 
 @pytest.mark.parametrize("n_weights", [1, 3])
@@ -397,7 +396,7 @@ def test_backward_writes_over_gate_and_up_unless_the_graph_is_kept(retain_graph)
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     mine = [t.clone() for t in leaves]
-    SwiGLULinearFunction.apply(*mine, w_down).backward(dout, retain_graph=retain_graph)
+    swiglu_linear_inplace(*mine, w_down).backward(dout, retain_graph=retain_graph)
     assert all(torch.equal(t, leaf if retain_graph else leaf.grad) for t, leaf in zip(mine, leaves))
 
 
@@ -406,7 +405,7 @@ def test_other_use_that_saved_gate_or_up_raises(which):
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     mine = [t.requires_grad_().clone() for t in (gate, up)]
     other = mine[which].square()  # autograd keeps what it is the square of
-    out = SwiGLULinearFunction.apply(*mine, w_down)
+    out = swiglu_linear_inplace(*mine, w_down)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward([out, other], [dout, torch.ones_like(other)])
         other.sum().backward()
@@ -415,7 +414,7 @@ def test_other_use_that_saved_gate_or_up_raises(which):
 def test_second_use_of_gate_and_up_by_swiglu_linear_raises():
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     mine = [t.requires_grad_().clone() for t in (gate, up)]
-    first, second = (SwiGLULinearFunction.apply(*mine, w_down) for _ in range(2))
+    first, second = (swiglu_linear_inplace(*mine, w_down) for _ in range(2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward([first, second], [dout, dout])
 
@@ -437,9 +436,9 @@ def test_second_use_is_right_if_it_needs_no_old_values():
 
 def test_leaves_are_refused_because_their_grad_would_be_their_own_memory():
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
-    out = SwiGLULinearFunction.apply(gate.requires_grad_(), up.clone(), w_down)
+    out = swiglu_linear_inplace(gate.requires_grad_(), up.clone(), w_down)
     assert relative_error(torch.autograd.grad(out, gate, dout, retain_graph=True)[0], gate) > 0
-    out = SwiGLULinearFunction.apply(gate, up.requires_grad_(), w_down)
+    out = swiglu_linear_inplace(gate, up.requires_grad_(), w_down)
     with pytest.raises(ValueError, match="expected a contiguous result of its own to overwrite"):
         out.backward(dout)
 
@@ -462,7 +461,7 @@ def test_memory_that_cannot_hold_both_gradients_is_refused(pair):
     gate, up = (
         both.chunk(2, -1) if pair.startswith("halves") else 2 * [both[:, : gate.shape[1]].clone()]
     )
-    out = SwiGLULinearFunction.apply(gate, up, w_down)
+    out = swiglu_linear_inplace(gate, up, w_down)
     with pytest.raises(ValueError, match="expected a contiguous result of its own to overwrite"):
         out.backward(dout)
 
