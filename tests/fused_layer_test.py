@@ -35,6 +35,7 @@ from harness.checking import (
 )
 from next_steps import fused_layer, swiglu_kernel
 from next_steps.fused_layer import (
+    NormLinearFunction,
     norm_linear,
     norm_linear_reference,
     swiglu_linear,
@@ -42,6 +43,7 @@ from next_steps.fused_layer import (
 )
 from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.subjects import fused_layer as subjects
+from tests.subjects import lora_linear as lora_subjects
 from tests.subjects.fused_layer import norm_linear as fused_norm
 from tests.subjects.fused_layer import norm_reference as reference_norm
 from tests.subjects.fused_layer import swiglu_linear_inplace
@@ -479,6 +481,63 @@ def test_norm_without_a_weight():
     assert_all_passed(
         check_against_float64("no weight", ours, reference, names, [x, *weights], douts)
     )
+
+
+# ---- Adapters ------------------------------------------------------------------------------------
+
+
+def step_with_adapters(inputs, douts, function):
+    """Gradients of a gate and an up projection with adapters behind a norm, whose w are frozen."""
+    frozen = "w_gate", "w_up", "w_down"
+    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in inputs.items()}
+    outputs = function(*leaves.values())
+    torch.autograd.backward(outputs, list(douts.values()))
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(keep):
+    inputs, douts = lora_subjects.make_norm((SIZES[0],), SIZES[1:], torch.float32)
+    inputs["norm_weight"].requires_grad_(False)
+
+    def ours(x, norm_weight, *tensors):
+        tensors = *tensors, None, None
+        scales = lora_subjects.SCALES[0], None
+        return NormLinearFunction.apply(x, norm_weight, EPS, keep, scales, (None, None), *tensors)
+
+    with (
+        CountMatmuls() as matmuls,
+        mock.patch.object(
+            fused_layer, "rmsnorm_forward", wraps=fused_layer.rmsnorm_forward
+        ) as forward,
+    ):
+        found = step_with_adapters(inputs, douts, ours)
+    assert forward.call_count == 1 + (not keep)
+    # two with w, two thin ones; backward: dh, da, db, two with w and one with a into one gradient
+    assert matmuls.count == 4 + 6
+    expected = step_with_adapters(inputs, douts, lora_subjects.norm_lora_reference)
+    assert found["w_gate"] is None
+    for name, right in expected.items():
+        assert right is None or relative_error(found[name], right) < 5e-6
+
+
+def test_gradients_lie_over_gate_and_up_with_an_adapter_too():
+    inputs, (dout,) = (
+        list(t.values()) for t in lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
+    )
+    leaves = [t.requires_grad_() for t in inputs[:2]]
+    mine = [t.clone() for t in leaves]
+    lora_subjects.swiglu_lora_inplace(*mine, *inputs[2:]).backward(dout)
+    assert all(torch.equal(t, leaf.grad) for t, leaf in zip(mine, leaves))
+
+
+def test_swiglu_linear_with_an_adapter_keeps_h_beside_its_inputs():
+    inputs, _ = lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    with saved_tensors() as saved:
+        lora_subjects.swiglu_lora_inplace(*leaves)
+    (h,) = (t for t in saved if all(t.data_ptr() != leaf.data_ptr() for leaf in leaves))
+    assert h.shape == (5, lora_subjects.RANKS[0])
 
 
 # ---- What only a GPU can show --------------------------------------------------------------------
