@@ -128,7 +128,7 @@ class NormLinearFunction(torch.autograd.Function):
         gradients = parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
         del y
         if not need_dy:
-            return dresidual, *[None] * 5, *gradients
+            return *[None] * 6, *gradients
 
         dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
         dx, dnorm_weight = rmsnorm_backward(
