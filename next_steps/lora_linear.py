@@ -41,8 +41,8 @@ projections, beyond those of the products with w.  The results are together 43,0
 The prediction for 32 layers and 8,192 tokens in bf16: 367 GB and 152 GB, which is 92 and 38 ms at
 4.0 TB/s.
 
-A sum is also rounded less often: to x @ w.t(), in fp32 still, is added what peft has rounded three
-times before.
+A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
+and the sum.
 
 The base layer may hold its weight in another form, as a quantized one does: then there is a method
 `dequantized`, which is called in the forward and again in the backward, and nothing of it is kept.

@@ -949,6 +949,26 @@ def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
     assert_all_passed(checks_against(*of_trained))
 
 
+@pytest.mark.exhaustive
+def test_adamw_in_the_backward_moves_adapters_as_it_moves_pefts():
+    """Those of q, k and v's A have their gradients in one tensor."""
+    batch, models = make_batch(), []
+    for names in (["rmsnorm"], MODEL_KERNELS):
+        model = with_adapters(names, "kernels")
+        optimizer = triton_adamw(model, 1e-3)
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append({name: p.detach() for name, p in model.named_parameters()})
+    assert_equal(models[1], models[0], allowed=1e-4)
+    moved = relative_error(
+        models[1][LORA_A], dict(with_adapters([], "").named_parameters())[LORA_A]
+    )
+    assert moved > 1e-3, "cannot fail"
+
+
+LORA_A = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
 STEPS_ASIDE = {
     "merged": lambda model: [layer.merge() for layer in lora_layers(model)],
     "disabled": lambda model: [layer.enable_adapters(False) for layer in lora_layers(model)],

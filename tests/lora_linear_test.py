@@ -123,7 +123,7 @@ def test_any_number_of_projections(names):
 
 
 def test_a_sum_is_rounded_once():
-    """In bf16, the forward is nearer to float64 than peft's, which rounds four times."""
+    """In bf16, the forward is nearer to float64 than peft's, which rounds it three times."""
     model, x = adapted(torch.bfloat16), make_x(torch.bfloat16)
     wide = adapted().double()
     wide.load_state_dict(model.state_dict())
