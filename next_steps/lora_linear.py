@@ -240,9 +240,13 @@ class LoRALinearFunction(torch.autograd.Function):
 def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """projection(x) for each of the projections, of x (..., I): results (..., O).
 
-    If one of them is no adapted projection of x's dtype (`is_adapted`), all are called as they are.
+    If one of them is no adapted projection of x's dtype (`is_adapted`), all are called as they are;
+    and so under autocast, and where somebody has hooks on all modules.
     """
-    if not all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections):
+    hooked = torch.nn.modules.module._has_any_global_hook()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
+    if hooked or autocast or not fits:
         return tuple(projection(x) for projection in projections)
     scales, bases, tensors = arguments(projections)
     return LoRALinearFunction.apply(x, scales, bases, *tensors)

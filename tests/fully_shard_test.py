@@ -133,7 +133,8 @@ def test_two_halves_of_the_weights_and_of_the_batch_are_the_whole(index, halves)
     for half in (found, other):
         assert half.keys() == expected.keys()
         errors = {name: relative_error(half[name], expected[name].cpu()) for name in expected}
-        assert max(errors.values()) < 1e-6, errors
+        # with these adapters q's gradients are small differences, as one process's halves are too
+        assert max(errors.values()) < (2e-5 if any(options[1:]) else 1e-6), errors
 
 
 def train_with_the_weight_outside(rank, device) -> None:

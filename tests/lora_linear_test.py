@@ -11,6 +11,7 @@ from collections import Counter
 import peft
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.checking import DEVICE, assert_all_passed, compare, relative_error
@@ -294,6 +295,19 @@ def test_adapters_of_one_dtype_and_an_input_of_another_are_pefts():
     for layer in layers(model):
         layer.base_layer = Halved(layer.base_layer)
     assert is_product(model.q, torch.float32) and not is_product(model.q, torch.bfloat16)
+
+
+def test_autocast_and_hooks_on_all_modules_are_pefts():
+    model, x, called = adapted(), make_x(), []
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found, expected = lora_linear(x, *layers(model)), model(x)
+    assert all(map(torch.equal, found, expected)) and not is_ours(found)
+    handle = register_module_forward_hook(lambda *_: called.append(1))
+    try:
+        assert not is_ours(lora_linear(x, *layers(model))) and called
+    finally:
+        handle.remove()
+    assert is_ours(lora_linear(x, *layers(model)))
 
 
 def test_merged_disabled_and_exchanged_adapters_come_back():

@@ -53,6 +53,9 @@ FAULTS = {
         ("own forward bypassed", '"forward" not in vars(module) and ', ""),
         ("hooks on A and B bypassed", "layers = module, a, b, module.lora_dropout[name]", "layers = (module,)"),
     ],
+    "test_autocast_and_hooks_on_all_modules_are_pefts": [
+        ("hooks on all modules bypassed", "hooked or autocast or not fits", "autocast or not fits"),
+    ],
     "test_a_patched_class_runs_its_own_code": [
         ("patched class bypassed", " and cls.forward.__module__ == cls.__module__", ""),
     ],
