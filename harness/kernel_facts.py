@@ -228,6 +228,15 @@ ROWS = [
         },
     ),
     Facts(
+        name="lora_linear",
+        lesson="next_steps.lora_linear",
+        test="tests.lora_linear_test",
+        patches=None,  # the fused layer takes it where there are adapters
+        category=None,  # no kernels of its own
+        # what is not a matrix product there: adapters that are laid one below the other
+        functions={"LoRALinear": OTHER},
+    ),
+    Facts(
         name="reverse_kl",
         lesson="next_steps.reverse_kl_kernel",
         test="tests.reverse_kl_test",

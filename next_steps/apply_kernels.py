@@ -30,6 +30,7 @@ from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, swiglu_linear
 from next_steps.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from next_steps.llama_mlp import TritonLlamaMLP
+from next_steps.lora_linear import is_product, lora_linear
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU
 from rmsnorm_kernel import TritonRMSNorm
@@ -64,7 +65,8 @@ def apply_kernels(
       that come later are called;
     - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
-    - a projection that is more than a matrix product: LoRA around it, quantized, with a bias.
+    - a projection that is more than a matrix product with or without an adapter: with a bias, with
+      another LoRA than lora_linear's.
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
@@ -178,13 +180,8 @@ def is_untouched(module: torch.nn.Module) -> bool:
     return is_unchanged(module) and not torch.nn.modules.module._has_any_global_hook()
 
 
-def is_plain(linear: torch.nn.Module) -> bool:
-    """Is it no more than x @ weight.t(): no LoRA around it, not quantized, no bias?"""
-    return type(linear) is torch.nn.Linear and linear.bias is None and is_untouched(linear)
-
-
 def is_plain_head(head: torch.nn.Module) -> bool:
-    """The same of an lm_head, which is called, and may so be a unit of fully_shard."""
+    """Is it no more than x @ weight.t()?  It is called, and may so be a unit of fully_shard."""
     return class_of(head) in HEAD and head.bias is None and is_untouched(head)
 
 
@@ -243,8 +240,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
         """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
 
-        Not so with parts of other classes, changed or with hooks; a projection that is more than a
-        matrix product; attention weights that are asked for; autocast; and gradient checkpointing,
+        Not so with parts of other classes, changed or with hooks; a projection that is no
+        `is_product`; attention weights that are asked for; autocast; and gradient checkpointing,
         which is part of the layer's own forward.
         """
         attention, mlp = self.self_attn, self.mlp
@@ -260,7 +257,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         if output_attentions is None:
             output_attentions = getattr(attention.config, "output_attentions", False)
         return (
-            all(map(is_plain, projections))
+            all(is_product(projection, hidden_states.dtype) for projection in projections)
             and all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
             and not output_attentions
             and not torch.is_autocast_enabled(hidden_states.device.type)
@@ -288,7 +285,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         attended, _ = attend(
             attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
         )
-        hidden_states = residual + attention.o_proj(attended)
+        (attended,) = lora_linear(attended, attention.o_proj)
+        hidden_states = residual + attended
 
         projections = mlp.gate_proj, mlp.up_proj
         residual, gate, up = norm_linear(

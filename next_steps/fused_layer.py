@@ -36,12 +36,25 @@ Two more things that autograd does, and a Function does better:
    norm_linear returns x as its first result; the gradient of the branch around then arrives in the
    same backward.
 
+A projection may have a LoRA adapter, or a quantized weight: what is between norm and SwiGLU are the
+products of lora_linear.py, which are the plain ones where there is neither.
+
 Limits: those of the two kernels; no bias, no second derivative.
 """
 
 import torch
 from torch.nn.functional import linear
 
+from next_steps.lora_linear import (
+    arguments,
+    as_rows,
+    input_gradient,
+    lora_linear,
+    needs_input,
+    parameter_gradients,
+    products,
+    thin_gradient,
+)
 from next_steps.swiglu_kernel import (
     TritonSwiGLUFunction,
     may_overwrite_saved,
@@ -76,46 +89,48 @@ def swiglu_linear_reference(
 
 
 class NormLinearFunction(torch.autograd.Function):
-    """`NormLinearFunction.apply(x, norm_weight, eps, keep, *weights)` -> x, and RMSNorm(x) @ w.t().
+    """`NormLinearFunction.apply(x, norm_weight, eps, keep, scales, bases, *tensors)`.
 
-    One product for each of the weights.  x (..., H), norm_weight (H,), every w (O, H); the results
-    are (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.
+    x, and for each of the projections what it makes of RMSNorm(x): `products` of lora_linear.py,
+    which says what scales, bases and tensors are.  x (..., H), norm_weight (H,); the results are
+    (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, keep, *weights):
+    def forward(ctx, x, norm_weight, eps, keep, scales, bases, *tensors):
         y, rstd = rmsnorm_forward(x, norm_weight, eps)  # (..., H), (N,) fp32
-        ctx.eps = eps
+        outs, h, stacked = products(y, scales, bases, tensors)
+        ctx.eps, ctx.scales, ctx.bases = eps, scales, bases
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
-        ctx.save_for_backward(x, norm_weight, rstd, y if keep else None, *weights)
-        return x.view_as(x), *(linear(y, w) for w in weights)
+        weights, b = tensors[::3], tensors[2::3]
+        y = y if keep else None
+        ctx.save_for_backward(x, norm_weight, rstd, y, h, stacked, *weights, *b)
+        return x.view_as(x), *outs
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
         _refuse_second_derivative()
-        x, norm_weight, rstd, y, *weights = ctx.saved_tensors
-        need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
-        used = [dout is not None for dout in douts]
-        # (N, O)
-        douts = [None if dout is None else dout.reshape(-1, dout.shape[-1]) for dout in douts]
+        x, norm_weight, rstd, y, h, stacked, *others = ctx.saved_tensors
+        weights, b = others[: len(douts)], others[len(douts) :]
+        need_x, need_norm_weight, _, _, _, _, *needed = ctx.needs_input_grad
+        if all(dout is None for dout in douts):
+            return dresidual, *[None] * (5 + len(needed))
 
-        dweights = [None] * len(weights)
-        if any(given and need for given, need in zip(used, need_weights)):
+        douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
+        need_dy = need_x or need_norm_weight
+        dh = None
+        if need_dy or any(needed[1::3]):
+            dh = thin_gradient(douts, h, ctx.scales, b)
+        if needs_input(douts, needed):
             if y is None:
                 y = rmsnorm_forward(x, norm_weight, ctx.eps)[0]  # again
-            y = y.view(-1, x.shape[-1])  # (N, H)
-            # A loop: torch.compile cannot delete what a comprehension has seen.
-            for i, need in enumerate(need_weights):
-                if used[i] and need:
-                    dweights[i] = douts[i].t() @ y
+            y = as_rows(y)  # (N, H)
+        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
         del y
-        if not (need_x or need_norm_weight) or not any(used):
-            return dresidual, None, None, None, *dweights
+        if not need_dy:
+            return *[None] * 6, *gradients
 
-        dy = None  # (N, H)
-        for dout, weight in zip(douts, weights):
-            if dout is not None:
-                dy = dout @ weight if dy is None else dy.addmm_(dout, weight)
+        dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
         dx, dnorm_weight = rmsnorm_backward(
             dy.view(x.shape),
             x,
@@ -125,34 +140,42 @@ class NormLinearFunction(torch.autograd.Function):
         )
         if dresidual is not None:
             dx.add_(dresidual)
-        return dx, dnorm_weight, None, None, *dweights
+        return dx, dnorm_weight, None, None, None, None, *gradients
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`SwiGLULinearFunction.apply(gate, up, weight)`: (silu(gate) * up) @ weight.t().
+    """`SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)`, with one projection.
 
-    gate, up (..., I), weight (O, I).  The backward overwrites gate and up: to be used nowhere
-    else.  With retain_graph=True, or where one of them needs no gradient, it does not:
-    gradients get memory of their own.
+    What it makes of silu(gate) * up: `products` of lora_linear.py.  gate, up (..., I); the result
+    is (..., O).  The backward overwrites gate and up: to be used nowhere else.  With
+    retain_graph=True, or where one of them needs no gradient, it does not: gradients get memory of
+    their own.
     """
 
     @staticmethod
-    def forward(ctx, gate, up, weight):
-        ctx.save_for_backward(gate, up, weight)
-        return linear(swiglu_forward(gate, up), weight)
+    def forward(ctx, gate, up, scales, bases, *tensors):
+        (out,), h, stacked = products(swiglu_forward(gate, up), scales, bases, tensors)
+        ctx.scales, ctx.bases = scales, bases
+        weight, _, b = tensors
+        ctx.save_for_backward(gate, up, h, stacked, weight, b)
+        return out
 
     @staticmethod
     def backward(ctx, dout):
         _refuse_second_derivative()
-        gate, up, weight = ctx.saved_tensors
-        *need_both, need_weight = ctx.needs_input_grad
-        inplace = may_overwrite_saved() and all(need_both)
-        dh = dout @ weight  # (..., I)
-        dgate, dup, h = swiglu_backward(dh, gate, up, inplace=inplace, need_y=need_weight)
-        dweight = None
-        if need_weight:
-            dweight = dout.reshape(-1, dout.shape[-1]).t() @ h.view(-1, h.shape[-1])
-        return dgate, dup, dweight
+        gate, up, h, stacked, weight, b = ctx.saved_tensors
+        need_gate, need_up, _, _, *needed = ctx.needs_input_grad
+        inplace = may_overwrite_saved() and need_gate and need_up
+        douts = [as_rows(dout)]  # (N, O)
+        dh = thin_gradient(douts, h, ctx.scales, [b])
+        dy = input_gradient(douts, dh, stacked, ctx.bases, [weight])  # (N, I)
+        need_y = needs_input(douts, needed)
+        dgate, dup, y = swiglu_backward(
+            dy.view(gate.shape), gate, up, inplace=inplace, need_y=need_y
+        )
+        y = as_rows(y) if need_y else None
+        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, [b], needed)
+        return dgate, dup, None, None, *gradients
 
 
 def _refuse_second_derivative() -> None:
@@ -169,11 +192,14 @@ def norm_linear(
 ) -> tuple[torch.Tensor, ...]:
     """x, and projection(norm(x)) for each of the projections.
 
-    x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections have no bias.
+    x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections are what `is_product` of
+    lora_linear.py says.
     keep_norm: norm(x) is kept for the backward, not computed again.
     """
-    weights = [projection.weight for projection in projections]
-    return NormLinearFunction.apply(x, norm.weight, norm.variance_epsilon, keep_norm, *weights)
+    scales, bases, tensors = arguments(projections)
+    return NormLinearFunction.apply(
+        x, norm.weight, norm.variance_epsilon, keep_norm, scales, bases, *tensors
+    )
 
 
 def swiglu_linear(
@@ -182,11 +208,13 @@ def swiglu_linear(
     projection: torch.nn.Linear,
     keep_product: bool = False,
 ) -> torch.Tensor:
-    """projection(silu(gate) * up) of gate, up (..., I); the projection has no bias.
+    """projection(silu(gate) * up) of gate, up (..., I); the projection is as in norm_linear.
 
     keep_product: silu(gate) * up is kept for the backward, by autograd, which needs it for the
     projection's weight.  Gate and up are overwritten in the backward all the same.
     """
     if keep_product:
-        return linear(TritonSwiGLUFunction.apply(gate, up, True), projection.weight)
-    return SwiGLULinearFunction.apply(gate, up, projection.weight)
+        (out,) = lora_linear(TritonSwiGLUFunction.apply(gate, up, True), projection)
+        return out
+    scales, bases, tensors = arguments([projection])
+    return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)

@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import accelerate
+import peft
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -56,9 +57,9 @@ B, T = 2, 4
 EACH = [[name] for name in MODEL_KERNELS]
 
 
-def rarely(*kernel_sets: list[str]) -> list:
-    """Sets of kernels that a reader's run leaves out: that of all kernels has them in it."""
-    return [pytest.param(names, marks=pytest.mark.exhaustive) for names in kernel_sets]
+def rarely(*values) -> list:
+    """Values, such as sets of kernels, that a reader's run leaves out: others have them in them."""
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 ALONE_AND_TOGETHER = [*EACH, MODEL_KERNELS]
@@ -871,6 +872,167 @@ def test_lora_is_not_bypassed(name, wrapped_first, launches):
     assert launches["scale"] == (0 if name == "lm_head" else 2)
 
 
+TARGETS = {
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+    "some": ["k_proj", "o_proj", "gate_proj"],
+}
+TARGETS["all"] = TARGETS["attention"] + TARGETS["mlp"]
+
+
+def add_adapters(model, targets="all", trained=False, **options):
+    """peft's, in the model itself; the same random numbers each time, and none of them zero.
+
+    trained: everything else is trained too.
+    """
+    torch.manual_seed(2)
+    options = {"r": 3, "lora_alpha": 2, "init_lora_weights": False} | options
+    config = peft.LoraConfig(target_modules=TARGETS[targets], **options)
+    model = peft.inject_adapter_in_model(config, model).to(model.dtype)
+    for parameter in model.parameters() if trained else ():
+        parameter.requires_grad_(True)
+    return model.train()
+
+
+def with_adapters(names, first, targets="all", dtype=torch.float32, **options):
+    """A model with adapters and the kernels named, of which one is there first."""
+    if first == "adapters":
+        model = add_adapters(make_model(dtype=dtype), targets, **options)
+        return apply_kernels.apply_kernels(model, names)
+    return add_adapters(make_model(names, dtype), targets, **options)
+
+
+FIRST = pytest.mark.parametrize("first", ["adapters", "kernels"])
+
+
+@FIRST
+@pytest.mark.parametrize("targets", ["all", *rarely("attention", "mlp", "some")])
+@pytest.mark.parametrize("trained", [False, *rarely(True)])
+def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
+    targets, trained, first, launches
+):
+    batch = make_batch()
+    expected = loss_and_gradients(add_adapters(make_model(), targets, trained), batch)
+    assert relative_error(expected["loss"], make_model()(**batch).loss) > 1e-4, "cannot fail"
+    model = with_adapters(MODEL_KERNELS, first, targets, trained=trained)
+    assert_equal(loss_and_gradients(model, batch), expected)
+    # a norm runs again where something in the layer needs its result: a weight, or an A of its own
+    needed = 2 if trained or targets in ("all", "some") else 1
+    assert launches["rmsnorm_fwd"] == N_NORMS + needed * LAYERS, "a layer is not fused"
+
+
+@pytest.mark.exhaustive
+@FIRST
+@pytest.mark.parametrize(
+    "names", [["rmsnorm", "swiglu"], ["rope"], ["fused_layer"], ["cross_entropy"]], ids="+".join
+)
+def test_adapters_have_the_same_loss_and_gradients_with_some_kernels(names, first, launches):
+    batch = make_batch()
+    expected = loss_and_gradients(add_adapters(make_model()), batch)
+    assert_equal(loss_and_gradients(with_adapters(names, first), batch), expected)
+    if "swiglu" in names:
+        assert launches["swiglu_fwd"] == launches["swiglu_bwd"] == LAYERS
+        assert launches["rmsnorm_fwd"] == N_NORMS
+
+
+@pytest.mark.exhaustive
+@FIRST
+def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
+    batch = make_batch()
+    bf16 = torch.bfloat16
+    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double(), batch)
+    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)), batch)
+    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16), batch)
+    trained = [name for name, value in ref64.items() if value is not None]
+    assert len(trained) == 1 + 2 * 7 * LAYERS
+    of_trained = ({name: values[name] for name in trained} for values in (ref64, found, eager))
+    assert_all_passed(checks_against(*of_trained))
+
+
+@pytest.mark.exhaustive
+def test_adamw_in_the_backward_moves_adapters_as_it_moves_pefts():
+    """Those of q, k and v's A have their gradients in one tensor."""
+    batch, models = make_batch(), []
+    for names in (["rmsnorm"], MODEL_KERNELS):
+        model = with_adapters(names, "kernels")
+        optimizer = triton_adamw(model, 1e-3)
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append({name: p.detach() for name, p in model.named_parameters()})
+    assert_equal(models[1], models[0], allowed=1e-4)
+    moved = relative_error(
+        models[1][LORA_A], dict(with_adapters([], "").named_parameters())[LORA_A]
+    )
+    assert moved > 1e-3, "cannot fail"
+
+
+LORA_A = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+STEPS_ASIDE = {
+    "merged": lambda model: [layer.merge() for layer in lora_layers(model)],
+    "disabled": lambda model: [layer.enable_adapters(False) for layer in lora_layers(model)],
+    "two adapters": lambda model: [
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(target_modules=TARGETS["all"], init_lora_weights=False),
+            model,
+            adapter_name="other",
+        ),
+        [layer.set_adapter(["default", "other"]) for layer in lora_layers(model)],
+    ],
+}
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.Linear)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", STEPS_ASIDE)
+def test_what_happens_to_adapters_later_is_seen(change, launches):
+    """Asked in every call; and the embedding is trained, or else nothing is where they are off."""
+    batch, models = make_batch(), [add_adapters(make_model()), with_adapters(["fused_layer"], "")]
+    for model in models:
+        model.model.embed_tokens.requires_grad_(True)
+        loss_and_gradients(model, batch)
+        torch.manual_seed(5)
+        STEPS_ASIDE[change](model)
+    launches.clear()
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected)
+    assert not launches, "a layer is fused"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options", [{"lora_dropout": 0.3}, {"use_dora": True}, {"rank_pattern": {"q_proj": 5}}], ids=str
+)
+def test_adapters_of_another_kind(options, launches):
+    batch, losses = make_batch(), []
+    for model in (
+        add_adapters(make_model(), **options),
+        with_adapters(["fused_layer"], "adapters", **options),
+    ):
+        torch.manual_seed(4)  # what dropout draws
+        losses.append(loss_and_gradients(model, batch))
+    assert_equal(losses[1], losses[0])
+    assert bool(launches) == ("rank_pattern" in options)
+
+
+@pytest.mark.exhaustive
+def test_a_peft_model_is_given_unwrapped(launches):
+    config = peft.LoraConfig(r=3, target_modules=TARGETS["all"], init_lora_weights=False)
+    torch.manual_seed(2)
+    model = peft.get_peft_model(make_model(), config)
+    with pytest.raises(TypeError, match="expected a LlamaForCausalLM: unwrap it first"):
+        apply_kernels.apply_kernels(model)
+    batch = make_batch()
+    expected = loss_and_gradients(model, batch)
+    apply_kernels.apply_kernels(model.get_base_model())
+    assert_equal(loss_and_gradients(model, batch), expected)
+    assert launches["rmsnorm_fwd"] == N_NORMS + 2 * LAYERS
+
+
 @pytest.mark.exhaustive
 def test_bias_is_not_forgotten():
     batch = make_batch()
@@ -1387,13 +1549,16 @@ def compile_unpacked(model):
 
 
 @pytest.mark.exhaustive  # to compile takes half a minute
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("compiled", [compile_layers, compile_unpacked])
-def test_a_compiled_model_makes_the_same_step(compiled, monkeypatch):
+def test_a_compiled_model_makes_the_same_step(compiled, adapted, monkeypatch):
     """In the two ways that docs/own_code.md names, in which attention gets no mask.
 
     (Nor does it in others from a transformers between 5.17 and 5.23 on.)
     """
     model, batch = make_model(MODEL_KERNELS), make_batch()
+    if adapted:
+        add_adapters(model)
     expected = loss_and_gradients(model, batch)
     masks = []
     attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]

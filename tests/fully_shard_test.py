@@ -3,6 +3,7 @@
 pytest tests/fully_shard_test.py     # on two GPUs, or without any
 """
 
+import peft
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -32,12 +33,20 @@ UNITS = {
 }
 
 
-def make_model(names: list[str], device: torch.device, tied: bool = False) -> LlamaForCausalLM:
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make_model(
+    names: list[str], device: torch.device, tied: bool = False, adapters: bool = False
+) -> LlamaForCausalLM:
     config = architecture.tiny_config()
     config.update({"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48})
     config.update({"head_dim": 8, "tie_word_embeddings": tied})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(device, torch.float32)
+    if adapters:
+        config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
+        model = peft.inject_adapter_in_model(config, model).requires_grad_(True)
     return apply_kernels.apply_kernels(model.train(), names)
 
 
@@ -70,8 +79,8 @@ def train(model: LlamaForCausalLM, inputs: dict, steps: int = 2) -> dict[str, to
     return {"loss": output.loss.detach(), "logits": has_logits, **found}
 
 
-def train_half(rank, device, names, unit, tied) -> dict[str, torch.Tensor]:
-    model = make_model(names, device, tied)
+def train_half(rank, device, names, unit, tied, adapters=False) -> dict[str, torch.Tensor]:
+    model = make_model(names, device, tied, adapters)
     keys = list(model.state_dict())
     shard(model, unit)
     assert list(model.state_dict()) == keys
@@ -82,8 +91,9 @@ def train_half(rank, device, names, unit, tied) -> dict[str, torch.Tensor]:
     }
 
 
-CASES = [  # kernels, units, tied embeddings
+CASES = [  # kernels, units, tied embeddings, and whether there are adapters
     (MODEL_KERNELS, "norm and head", False),
+    (MODEL_KERNELS, "norm and head", False, True),
     (MODEL_KERNELS, "head", False),
     (MODEL_KERNELS, "root", False),
     (MODEL_KERNELS, "root", True),
@@ -110,9 +120,9 @@ def halves(tmp_path_factory) -> list[tuple[dict, dict]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_two_halves_of_the_weights_and_of_the_batch_are_the_whole(index, halves):
-    names, _, tied = CASES[index]
+    names, _, *options = CASES[index]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    expected = train(make_model(names, device, tied), batch(slice(None), device))
+    expected = train(make_model(names, device, *options), batch(slice(None), device))
     found, other = halves[index]
     assert not (expected.pop("logits") or found.pop("logits") or other.pop("logits")), (
         "the loss comes from another than one process's kernel"
@@ -123,7 +133,8 @@ def test_two_halves_of_the_weights_and_of_the_batch_are_the_whole(index, halves)
     for half in (found, other):
         assert half.keys() == expected.keys()
         errors = {name: relative_error(half[name], expected[name].cpu()) for name in expected}
-        assert max(errors.values()) < 1e-6, errors
+        # with these adapters q's gradients are small differences, as one process's halves are too
+        assert max(errors.values()) < (2e-5 if any(options[1:]) else 1e-6), errors
 
 
 def train_with_the_weight_outside(rank, device) -> None:

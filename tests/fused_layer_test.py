@@ -36,7 +36,6 @@ from harness.checking import (
 from next_steps import fused_layer, swiglu_kernel
 from next_steps.fused_layer import (
     NormLinearFunction,
-    SwiGLULinearFunction,
     norm_linear,
     norm_linear_reference,
     swiglu_linear,
@@ -44,8 +43,10 @@ from next_steps.fused_layer import (
 )
 from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.subjects import fused_layer as subjects
+from tests.subjects import lora_linear as lora_subjects
 from tests.subjects.fused_layer import norm_linear as fused_norm
 from tests.subjects.fused_layer import norm_reference as reference_norm
+from tests.subjects.fused_layer import swiglu_linear_inplace
 
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I
@@ -66,7 +67,7 @@ def reference_swiglu(gate, up, weight):
 
 
 def fused_mlp(*inputs):
-    return (subjects.layer(fused_norm, SwiGLULinearFunction.apply)(*inputs),)
+    return (subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs),)
 
 
 def reference_mlp(*inputs):
@@ -169,7 +170,7 @@ def saved_bytes_beyond(function, *inputs) -> tuple[int, int]:
 
 
 def apply_swiglu(gate, up, weight):
-    return (SwiGLULinearFunction.apply(gate, up, weight),)
+    return (swiglu_linear_inplace(gate, up, weight),)
 
 
 def memory_rows() -> list[str]:
@@ -226,12 +227,12 @@ def test_functions_take_the_layers_modules():
     linears = [torch.nn.Linear(*w.shape[::-1], bias=False, device=DEVICE) for w in inputs[2:]]
     for linear, w in zip(linears, inputs[2:]):
         linear.weight.data.copy_(w)
-    expected = NormLinearFunction.apply(inputs[0], inputs[1], 1e-2, False, *inputs[2:])
+    expected = fused_norm(*inputs, eps=1e-2)
     assert all(map(torch.equal, norm_linear(inputs[0], norm, *linears), expected))
     (gate, up, w_down), _ = make_swiglu_inputs()
     down = torch.nn.Linear(*w_down.shape[::-1], bias=False, device=DEVICE)
     down.weight.data.copy_(w_down)
-    assert torch.equal(swiglu_linear(gate, up, down), SwiGLULinearFunction.apply(gate, up, w_down))
+    assert torch.equal(swiglu_linear(gate, up, down), swiglu_linear_inplace(gate, up, w_down))
 
 
 @pytest.mark.parametrize("n_weights", [1, 3])
@@ -397,7 +398,7 @@ def test_backward_writes_over_gate_and_up_unless_the_graph_is_kept(retain_graph)
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     mine = [t.clone() for t in leaves]
-    SwiGLULinearFunction.apply(*mine, w_down).backward(dout, retain_graph=retain_graph)
+    swiglu_linear_inplace(*mine, w_down).backward(dout, retain_graph=retain_graph)
     assert all(torch.equal(t, leaf if retain_graph else leaf.grad) for t, leaf in zip(mine, leaves))
 
 
@@ -406,7 +407,7 @@ def test_other_use_that_saved_gate_or_up_raises(which):
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     mine = [t.requires_grad_().clone() for t in (gate, up)]
     other = mine[which].square()  # autograd keeps what it is the square of
-    out = SwiGLULinearFunction.apply(*mine, w_down)
+    out = swiglu_linear_inplace(*mine, w_down)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward([out, other], [dout, torch.ones_like(other)])
         other.sum().backward()
@@ -415,7 +416,7 @@ def test_other_use_that_saved_gate_or_up_raises(which):
 def test_second_use_of_gate_and_up_by_swiglu_linear_raises():
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
     mine = [t.requires_grad_().clone() for t in (gate, up)]
-    first, second = (SwiGLULinearFunction.apply(*mine, w_down) for _ in range(2))
+    first, second = (swiglu_linear_inplace(*mine, w_down) for _ in range(2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward([first, second], [dout, dout])
 
@@ -437,9 +438,9 @@ def test_second_use_is_right_if_it_needs_no_old_values():
 
 def test_leaves_are_refused_because_their_grad_would_be_their_own_memory():
     (gate, up, w_down), (dout,) = make_swiglu_inputs()
-    out = SwiGLULinearFunction.apply(gate.requires_grad_(), up.clone(), w_down)
+    out = swiglu_linear_inplace(gate.requires_grad_(), up.clone(), w_down)
     assert relative_error(torch.autograd.grad(out, gate, dout, retain_graph=True)[0], gate) > 0
-    out = SwiGLULinearFunction.apply(gate, up.requires_grad_(), w_down)
+    out = swiglu_linear_inplace(gate, up.requires_grad_(), w_down)
     with pytest.raises(ValueError, match="expected a contiguous result of its own to overwrite"):
         out.backward(dout)
 
@@ -462,7 +463,7 @@ def test_memory_that_cannot_hold_both_gradients_is_refused(pair):
     gate, up = (
         both.chunk(2, -1) if pair.startswith("halves") else 2 * [both[:, : gate.shape[1]].clone()]
     )
-    out = SwiGLULinearFunction.apply(gate, up, w_down)
+    out = swiglu_linear_inplace(gate, up, w_down)
     with pytest.raises(ValueError, match="expected a contiguous result of its own to overwrite"):
         out.backward(dout)
 
@@ -480,6 +481,63 @@ def test_norm_without_a_weight():
     assert_all_passed(
         check_against_float64("no weight", ours, reference, names, [x, *weights], douts)
     )
+
+
+# ---- Adapters ------------------------------------------------------------------------------------
+
+
+def step_with_adapters(inputs, douts, function):
+    """Gradients of a gate and an up projection with adapters behind a norm, whose w are frozen."""
+    frozen = "w_gate", "w_up", "w_down"
+    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in inputs.items()}
+    outputs = function(*leaves.values())
+    torch.autograd.backward(outputs, list(douts.values()))
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(keep):
+    inputs, douts = lora_subjects.make_norm((SIZES[0],), SIZES[1:], torch.float32)
+    inputs["norm_weight"].requires_grad_(False)
+
+    def ours(x, norm_weight, *tensors):
+        tensors = *tensors, None, None
+        scales = lora_subjects.SCALES[0], None
+        return NormLinearFunction.apply(x, norm_weight, EPS, keep, scales, (None, None), *tensors)
+
+    with (
+        CountMatmuls() as matmuls,
+        mock.patch.object(
+            fused_layer, "rmsnorm_forward", wraps=fused_layer.rmsnorm_forward
+        ) as forward,
+    ):
+        found = step_with_adapters(inputs, douts, ours)
+    assert forward.call_count == 1 + (not keep)
+    # two with w, two thin ones; backward: dh, da, db, two with w and one with a into one gradient
+    assert matmuls.count == 4 + 6
+    expected = step_with_adapters(inputs, douts, lora_subjects.norm_lora_reference)
+    assert found["w_gate"] is None
+    for name, right in expected.items():
+        assert right is None or relative_error(found[name], right) < 5e-6
+
+
+def test_gradients_lie_over_gate_and_up_with_an_adapter_too():
+    inputs, (dout,) = (
+        list(t.values()) for t in lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
+    )
+    leaves = [t.requires_grad_() for t in inputs[:2]]
+    mine = [t.clone() for t in leaves]
+    lora_subjects.swiglu_lora_inplace(*mine, *inputs[2:]).backward(dout)
+    assert all(torch.equal(t, leaf.grad) for t, leaf in zip(mine, leaves))
+
+
+def test_swiglu_linear_with_an_adapter_keeps_h_beside_its_inputs():
+    inputs, _ = lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    with saved_tensors() as saved:
+        lora_subjects.swiglu_lora_inplace(*leaves)
+    (h,) = (t for t in saved if all(t.data_ptr() != leaf.data_ptr() for leaf in leaves))
+    assert h.shape == (5, lora_subjects.RANKS[0])
 
 
 # ---- What only a GPU can show --------------------------------------------------------------------

@@ -4,6 +4,7 @@ falls by what it says.
 
 from collections import Counter
 
+import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +77,42 @@ def test_every_level_has_the_loss_and_gradients_of_none(kernels, dtype):
         found = loss_and_gradients(set_recompute(model, level), batch)
         error, name = largest_error(found, expected)
         assert error <= ALLOWED[dtype], f"{level}: {name} is off by {error:.1e}"
+
+
+def with_adapters(kernels) -> torch.nn.Module:
+    """peft's, with random B; nothing else is trained, and so a layer's input needs no gradient."""
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    return peft.inject_adapter_in_model(config, make_model(kernels)).train()
+
+
+def loss_and_trained(model) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**tiny_batch().inputs()).loss
+    loss.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach(), **trained}
+
+
+@SETS
+def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
+    model = with_adapters(kernels)
+    expected = loss_and_trained(model)
+    assert len(expected) == 1 + 2 * 7 * LAYERS
+    for level in RECOMPUTE:
+        error, name = largest_error(loss_and_trained(set_recompute(model, level)), expected)
+        # six, not three, gradients of one tensor where the products are peft's
+        assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
+
+
+def test_a_norm_with_adapters_runs_again_and_no_product_does():
+    model = with_adapters(MODEL_KERNELS)
+    products = {}
+    for level in RECOMPUTE:
+        with Calls() as calls:
+            loss_and_trained(set_recompute(model, level))
+        products[level] = calls.products
+    assert products["norm"] == products["mlp"] == products["none"] < products["layer"]
 
 
 def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):

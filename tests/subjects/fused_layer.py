@@ -21,8 +21,14 @@ SIZE = 24, 40  # H, I
 RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 
 
+def without_adapters(*weights):
+    """scales, bases and tensors, as the Functions take them."""
+    none = (None,) * len(weights)
+    return none, none, *(t for weight in weights for t in (weight, None, None))
+
+
 def norm_linear(x, norm_weight, *weights, eps=EPS):
-    return NormLinearFunction.apply(x, norm_weight, eps, False, *weights)
+    return NormLinearFunction.apply(x, norm_weight, eps, False, *without_adapters(*weights))
 
 
 def norm_reference(x, norm_weight, *weights, eps=EPS):
@@ -32,7 +38,11 @@ def norm_reference(x, norm_weight, *weights, eps=EPS):
 def swiglu_linear(gate, up, weight):
     """Of results, which its backward may overwrite."""
     gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
-    return SwiGLULinearFunction.apply(gate, up, weight)
+    return swiglu_linear_inplace(gate, up, weight)
+
+
+def swiglu_linear_inplace(gate, up, weight):
+    return SwiGLULinearFunction.apply(gate, up, *without_adapters(weight))
 
 
 def mlp_reference(x, w_gate, w_up, w_down):
@@ -267,7 +277,7 @@ SUBJECTS = (
         name="swiglu_linear",
         kernels=(swiglu_kernel,),
         function=swiglu_linear,
-        entry=SwiGLULinearFunction.apply,
+        entry=swiglu_linear_inplace,
         reference=swiglu_linear_reference,
         make=make_swiglu,
         differentiable=("gate", "up", "w_down"),
@@ -303,7 +313,7 @@ SUBJECTS = (
     Subject(
         name="norm_and_mlp",
         kernels=KERNELS,
-        function=layer(norm_linear, SwiGLULinearFunction.apply),
+        function=layer(norm_linear, swiglu_linear_inplace),
         reference=layer(norm_reference, swiglu_linear_reference),
         make=make_layer,
         differentiable=("x", "norm_weight", "w_gate", "w_up", "w_down"),

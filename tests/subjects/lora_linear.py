@@ -1,0 +1,281 @@
+"""Projections with adapters: by themselves, behind a norm, and behind SwiGLU."""
+
+import torch
+
+import rmsnorm_kernel
+from harness.checking import DEVICE
+from next_steps import swiglu_kernel
+from next_steps.fused_layer import NormLinearFunction, SwiGLULinearFunction
+from next_steps.lora_linear import LoRALinearFunction, lora_linear_reference
+from next_steps.swiglu_kernel import swiglu_reference
+from rmsnorm_kernel import rmsnorm_reference
+from tests.subject import PADDED_WIDTHS, BadInput, Subject
+
+EPS = 1e-5
+SIZE = 24, 40  # H, I
+RANKS = 3, 2
+SCALES = 2.0, 0.75
+RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
+NO_BASES = None, None
+
+
+def lora_linear(x, *tensors):
+    """Two projections of one input."""
+    return LoRALinearFunction.apply(x, SCALES, NO_BASES, *tensors)
+
+
+def lora_reference(x, *tensors):
+    pairs = zip(tensors[::3], tensors[1::3], tensors[2::3], SCALES)
+    return tuple(lora_linear_reference(x, *of_one) for of_one in pairs)
+
+
+def norm_lora(x, norm_weight, w_gate, a_gate, b_gate, w_up):
+    """Two projections, one of them with an adapter."""
+    tensors = w_gate, a_gate, b_gate, w_up, None, None
+    scales = SCALES[0], None
+    return NormLinearFunction.apply(x, norm_weight, EPS, False, scales, NO_BASES, *tensors)
+
+
+def norm_lora_reference(x, norm_weight, w_gate, a_gate, b_gate, w_up):
+    y = rmsnorm_reference(x, norm_weight, EPS)
+    gate = lora_linear_reference(y, w_gate, a_gate, b_gate, SCALES[0])
+    return x, gate, lora_linear_reference(y, w_up)
+
+
+def swiglu_lora(gate, up, w_down, a_down, b_down):
+    """Of results, which its backward may overwrite."""
+    gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
+    return swiglu_lora_inplace(gate, up, w_down, a_down, b_down)
+
+
+def swiglu_lora_inplace(gate, up, w_down, a_down, b_down):
+    return SwiGLULinearFunction.apply(gate, up, SCALES[:1], (None,), w_down, a_down, b_down)
+
+
+def swiglu_lora_reference(gate, up, w_down, a_down, b_down):
+    y = swiglu_reference(gate, up)
+    return lora_linear_reference(y, w_down, a_down, b_down, SCALES[0])
+
+
+def drawn(rows, size, dtype, seed):
+    """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in),
+    of the adapters (rank, in) and (out, rank).  `up` is half as wide as gate.
+    """
+    H, I = size
+    half = -(-I // 2)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, mean=0.0, scale=1.0):
+        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+    t = {"x": normal(*rows, H, mean=0.5, scale=1.5), "norm_weight": normal(H, mean=0.5)}
+    widths = {"gate": (H, I), "up": (H, half), "down": (I, H)}
+    for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, RANKS[0])):
+        t[f"w_{name}"] = normal(width_out, width_in, scale=width_in**-0.5)
+        t[f"a_{name}"] = normal(rank, width_in, scale=width_in**-0.5)
+        t[f"b_{name}"] = normal(width_out, rank, scale=rank**-0.5)
+        t[f"d{name}"] = normal(*rows, width_out, mean=0.25)
+    return t | {
+        "gate": normal(*rows, I, mean=0.3, scale=2.0),
+        "up": normal(*rows, I, mean=0.5),
+        "dresidual": normal(*rows, H, mean=0.25),
+    }
+
+
+def maker(inputs, outputs):
+    """A record's `make`, of these inputs and of the gradients of these outputs."""
+
+    def make(rows, size, dtype, seed=0):
+        t = drawn(rows, size, dtype, seed)
+        return {name: t[name] for name in inputs}, {name: t[f"d{name}"] for name in outputs}
+
+    return make
+
+
+LORA_INPUTS = "x", "w_gate", "a_gate", "b_gate", "w_up", "a_up", "b_up"
+NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up"
+SWIGLU_INPUTS = "gate", "up", "w_down", "a_down", "b_down"
+make_lora = maker(LORA_INPUTS, ("gate", "up"))
+make_norm = maker(NORM_INPUTS, ("residual", "gate", "up"))
+make_swiglu = maker(SWIGLU_INPUTS, ("down",))
+
+
+def wrong_lora_gradients(inputs, douts, right):
+    x, w_gate, a_gate, b_gate, w_up, a_up, b_up = inputs.values()
+    dgate, dup = douts.values()
+    s_gate, s_up = SCALES
+    gate_part, up_part = x @ a_gate.t() @ b_gate.t(), x @ a_up.t() @ b_up.t()
+    dh_gate, dh_up = s_gate * dgate @ b_gate, s_up * dup @ b_up
+    plain = dgate @ w_gate + dup @ w_up
+    return {
+        "gate without its adapter": {"gate": x @ w_gate.t()},
+        "gate without its scale": {"gate": right["gate"] - (s_gate - 1) * gate_part},
+        "up with gate's scale": {"up": right["up"] + (s_gate - s_up) * up_part},
+        "dx without the adapters": {"dx": plain},
+        "dx with one adapter": {"dx": plain + dh_gate @ a_gate},
+        "dx of the first projection": {"dx": dgate @ w_gate + dh_gate @ a_gate},
+        "dx without the scales": {"dx": plain + dgate @ b_gate @ a_gate + dup @ b_up @ a_up},
+        "da_gate without its scale": {"da_gate": right["da_gate"] / s_gate},
+        "da_up without its last row": {"da_up": dh_up[:-1].t() @ x[:-1]},
+        "da_up through w": {"da_up": right["da_up"].roll(1, 0)},
+        "db_gate without its scale": {"db_gate": right["db_gate"] / s_gate},
+        "db_up scaled twice": {"db_up": right["db_up"] * s_up},
+        "dw_gate with the adapter's scale": {"dw_gate": right["dw_gate"] * s_gate},
+    }
+
+
+def wrong_norm_gradients(inputs, douts, right):
+    x, _, w_gate, a_gate, b_gate, w_up = inputs.values()
+    dresidual, dgate, dup = douts.values()
+    x_hat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    plain, dh = dgate @ w_gate + dup @ w_up, SCALES[0] * dgate @ b_gate
+    return {
+        "dx without the residual's gradient": {"dx": right["dx"] - dresidual},
+        "dnorm_weight without the adapter": {"dnorm_weight": (plain * x_hat).sum(0)},
+        "da_gate of x": {"da_gate": dh.t() @ x},
+        "da_gate without the norm's weight": {"da_gate": dh.t() @ x_hat},
+        "db_gate of x": {"db_gate": SCALES[0] * dgate.t() @ (x @ a_gate.t())},
+    }
+
+
+def wrong_swiglu_gradients(inputs, douts, right):
+    gate, up, w_down, a_down, b_down = inputs.values()
+    (dout,) = douts.values()
+    s, dh = torch.sigmoid(gate), SCALES[0] * dout @ b_down
+    plain, whole = dout @ w_down, dout @ w_down + dh @ a_down
+    return {
+        "dgate without the adapter": {"dgate": plain * up * s * (1 + gate * (1 - s))},
+        "dup without the adapter": {"dup": plain * gate * s},
+        "da_down of gate": {"da_down": dh.t() @ gate},
+        "da_down of its own gradient": {"da_down": dh.t() @ whole},
+        "db_down without its scale": {"db_down": right["db_down"] / SCALES[0]},
+    }
+
+
+def bad_lora_input():
+    x, w_gate, a_gate, b_gate, *up = make_lora((4,), SIZE, torch.float32)[0].values()
+    return {
+        "x of another width": BadInput(
+            (x[:, :-1], w_gate, a_gate, b_gate, *up),
+            RuntimeError,
+            "shapes cannot be multiplied|same reduction dim",  # the compiler's words
+        ),
+        "an adapter of another width": BadInput(
+            (x, w_gate, a_gate, b_gate[:-1], *up), RuntimeError, "tensor size .* should match"
+        ),
+        "an adapter of another dtype": BadInput(
+            (x, w_gate, a_gate, b_gate.double(), *up), RuntimeError, "same dtype"
+        ),
+    }
+
+
+def bad_norm_input():
+    x, *others = make_norm((4,), SIZE, torch.float32)[0].values()
+    sentence = r"x has shape \(4, 23\), expected \(..., 24\)"
+    return {"x of another H": BadInput((x[:, :-1], *others), ValueError, sentence)}
+
+
+def bad_swiglu_input():
+    gate, up, *others = make_swiglu((4,), SIZE, torch.float32)[0].values()
+    sentence = r"up has shape .*, expected gate's"
+    return {"two shapes": BadInput((gate, up[:-1], *others), ValueError, sentence)}
+
+
+def bytes_of_h_and_a(inputs):
+    """Every h, and both a one below the other."""
+    x = inputs["x"]
+    return 4 * sum(RANKS) * (x.shape[:-1].numel() + x.shape[-1])
+
+
+def bytes_of_h_and_rstd(inputs):
+    return 4 * (1 + RANKS[0]) * inputs["x"].shape[:-1].numel()
+
+
+NO_KERNEL = "it launches none of Triton's kernels, only PyTorch's products"
+COMPILER = {
+    "forward_alone": "torch.compile drops the first argument of a forward that takes *tensors, "
+    "where nothing needs a gradient"
+}
+OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
+MEMORY = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
+COMMON = {
+    "made_by_kernels_alone": False,
+    "size": SIZE,
+    "ragged_sizes": RAGGED,
+    "large_sizes": ((300, 700),),
+    "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
+    "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
+    "gpu_size": (256, 512),
+}
+EXEMPT = {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": MEMORY}
+
+SUBJECTS = (
+    Subject(
+        name="lora_linear",
+        kernels=(),
+        function=lora_linear,
+        reference=lora_reference,
+        make=make_lora,
+        differentiable=LORA_INPUTS,
+        wrong_answers=wrong_lora_gradients,
+        far=(("x", 0),),
+        saved=("x", "w_gate", "b_gate", "w_up", "b_up"),
+        saved_bytes=bytes_of_h_and_a,
+        activations=("x",),
+        bad_input=bad_lora_input,
+        bad_when_compiled="x of another width",
+        multiplied=LORA_INPUTS,
+        **COMMON,
+        exempt=EXEMPT
+        | COMPILER
+        | {
+            "comparator_rejects_what_no_kernel_wrote": NO_KERNEL,
+            "cpu_tensors_without_the_interpreter_are_refused_with_a_sentence": NO_KERNEL,
+            "new_row_counts_compile_no_new_kernels": NO_KERNEL,
+        },
+    ),
+    Subject(
+        name="norm_lora",
+        kernels=(rmsnorm_kernel,),
+        function=norm_lora,
+        reference=norm_lora_reference,
+        make=make_norm,
+        differentiable=NORM_INPUTS,
+        wrong_answers=wrong_norm_gradients,
+        made_by_pytorch=("residual",),
+        far=(("x", 0),),
+        saved=NORM_INPUTS,
+        saved_bytes=bytes_of_h_and_rstd,
+        fixed_outputs={"residual": "being modified inplace"},
+        activations=("x",),
+        bad_input=bad_norm_input,
+        bad_when_compiled="x of another H",
+        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_gate", "a_gate", "b_gate", "w_up"),
+        **COMMON,
+        exempt=EXEMPT | COMPILER,
+    ),
+    Subject(
+        name="swiglu_lora",
+        kernels=(swiglu_kernel,),
+        function=swiglu_lora,
+        entry=swiglu_lora_inplace,
+        reference=swiglu_lora_reference,
+        make=make_swiglu,
+        differentiable=SWIGLU_INPUTS,
+        wrong_answers=wrong_swiglu_gradients,
+        far=(("gate", 0), ("up", 0)),
+        saved=("w_down", "a_down", "b_down"),
+        activations=("gate", "up"),
+        bad_input=bad_swiglu_input,
+        bad_when_compiled="two shapes",
+        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_down", "a_down", "b_down"),
+        **COMMON,
+        exempt=EXEMPT
+        | {
+            "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite; "
+            "fused_layer_test looks at what the function itself keeps"
+        },
+    ),
+)
