@@ -27,7 +27,8 @@ MODEL_CONFIG = "config.json"  # transformers' name
 VARIANTS = (
     *("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "exclude_modules", "fan_in_fan_out", "trainable_token_indices"),
-    *("target_parameters", "layer_replication", "use_qalora", "alora_invocation_tokens"),
+    *("target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora"),
+    *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
 DAMAGED = ValueError, LookupError, TypeError, RecursionError  # what reading such a file may raise
 PLAIN_STARTS = True, False, "gaussian"  # of init_lora_weights: those that leave W alone
