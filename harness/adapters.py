@@ -55,7 +55,10 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         module.lora_A.to(dtype=TORCH_DTYPES[workload.dtype])
         module.lora_B.to(dtype=TORCH_DTYPES[workload.dtype])
     if workload.adapter is not None and not on_meta:
-        load_adapters(model, workload)
+        found = read_adapters(workload, model.config)
+        with torch.no_grad():
+            for name, t in adapter_weights(model, dict(model.named_parameters())).items():
+                t.copy_(found[name])
     return model
 
 
@@ -80,30 +83,35 @@ def has_adapter(module: torch.nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
-def load_adapters(model: torch.nn.Module, workload: Workload) -> None:
-    """Fill a model's adapters with those of the workload's folder.
+def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
+    """The tensors in the workload's adapter folder, by their names there.
 
     Raises:
-        UserError: the file is damaged, or its tensors are not those that the model's adapters need.
+        UserError: the file is damaged, or its tensors are not those of adapters of a model of this
+            configuration.
     """
-    folder = workload.adapter
+    folder, rank = workload.adapter, workload.lora_rank
     with reading(f"the weights of --adapter {folder}"):
         found = load_file(f"{folder}/{WEIGHTS}")
-    wanted = adapter_weights(model, dict(model.named_parameters()))
+    shapes = {}
+    for name, (rows, columns) in projection_shapes(config).items():
+        part = "self_attn" if name in ATTENTION else "mlp"
+        if name in TARGETS[workload.lora_targets]:
+            for layer in range(config.num_hidden_layers):
+                prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
+                shapes[f"{prefix}.lora_A.weight"] = rank, columns
+                shapes[f"{prefix}.lora_B.weight"] = rows, rank
+    there = shapes.keys() & found.keys()
     misfits = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "not part of that model": sorted(found.keys() - wanted.keys()),
-        "of another shape": sorted(
-            name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape
-        ),
+        "missing": sorted(shapes.keys() - found.keys()),
+        "not part of that model": sorted(found.keys() - shapes.keys()),
+        "of another shape": sorted(name for name in there if shapes[name] != found[name].shape),
     }
     said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
     if said:
         given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
         raise UserError(f"{given}: give the --model that it was trained with")
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(found[name])
+    return found
 
 
 # ---------------------------------------------------------------- what is saved

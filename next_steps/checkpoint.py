@@ -87,7 +87,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
     """
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"
-        advice = "give the --model, --quantize and --seed that it was started with"
+        advice = "give the --model that it was started with"
         raise UserError(f"{given}, expected those of this model: {advice}")
     n = sum(p.numel() for p in model.parameters())
     if "frozen_digest" not in facts and facts["parameters"] != n:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from harness.adapters import add_adapters
+from harness.adapters import add_adapters, read_adapters
+from harness.config_file import load_config
 from harness.loading import load_model
 from harness.workload import Workload
 
@@ -21,6 +22,9 @@ def load(workload: Workload, try_step: Callable | None = None) -> torch.nn.Modul
     Raises:
         UserError: what `load_model`, `load_quantized` and `add_adapters` refuse.
     """
+    if workload.adapter is not None:
+        # a wrong one is refused here, not after minutes of loading
+        read_adapters(workload, load_config(workload, try_step))
     if workload.quantize is None:
         return add_adapters(load_model(workload, try_step), workload)
     from next_steps.quantize import load_quantized
