@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from harness import loading
 from harness.adapters import add_adapters, read_adapters
 from harness.config_file import load_config
-from harness.loading import load_model
 from harness.workload import Workload
 
 
@@ -26,7 +26,7 @@ def load(workload: Workload, try_step: Callable | None = None) -> torch.nn.Modul
         # a wrong one is refused here, not after minutes of loading
         read_adapters(workload, load_config(workload, try_step))
     if workload.quantize is None:
-        return add_adapters(load_model(workload, try_step), workload)
+        return add_adapters(loading.load_model(workload, try_step), workload)
     from next_steps.quantize import load_quantized
 
     return add_adapters(load_quantized(workload, try_step), workload)
