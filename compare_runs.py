@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 from harness import command_line, output_files, pictures, run_records, tables
+from harness.adapter_flags import lora_in_words
 from harness.command_line import UserError
 from harness.spread import spread, timed, unless_same, waited
 from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
@@ -122,6 +123,7 @@ def render(names: list[str], records: list[dict]) -> str:
         f"data {first['data']}, {size_in_words(first)}, "
         f"{first['steps']} steps, seed {first['seed']}"
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
+        + (f", {lora_in_words(first)}" if "lora_rank" in first else "")
     )
     if first["environment"]["gpu"] is None:
         parts.append(

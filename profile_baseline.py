@@ -53,16 +53,16 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     import torch
 
     from harness import attribution, communication, costs, profiler, stepping, timing, waiting
+    from harness.adapters import counts
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
     from harness.device import HAS_GPU
     from harness.loader import Loader
-    from harness.loading import load_model
-    from next_steps import apply_kernels, memory_estimate, recompute
+    from next_steps import apply_kernels, lora, memory_estimate, recompute
 
     kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
-    model = load_model(workload, memory_estimate.step_tryer(kernels))
+    model = lora.load(workload, memory_estimate.step_tryer(kernels))
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
     recompute.set_recompute(model, workload.recompute, workload.offload)
     called = parallel.wrap(model, workload)
@@ -110,7 +110,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "kind": "profile",
         "environment": environment(),
         **workload.as_record(),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        **counts(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes),
         **({"busy_us": idle["busy_us"]} if graph else {}),
@@ -224,6 +224,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def default_trace(workload: Workload) -> str:
     model = Path(workload.model).resolve().name
     kernels = "+".join(workload.kernels) or "baseline"
+    kernels += f"-lora{workload.lora_rank}-{workload.lora_targets}" if workload.lora_rank else ""
+    kernels += f"-{workload.quantize}" if workload.quantize else ""
     kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
     kernels += f"-{workload.recompute}" * bool(workload.recompute) + "-offload" * workload.offload
     kernels += "-cuda_graph" * workload.cuda_graph

@@ -20,6 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from harness.costs import NOTHING, Cost, cost_of_kernel
 from harness.kernel_facts import (
+    ADAPTERS,
     CATEGORIES,
     COMMUNICATION,
     OTHER,
@@ -30,15 +31,19 @@ from harness.kernel_facts import (
 )
 
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
+# around a projection with an adapter, and inside of that around the projection itself
+WITH_ADAPTER, WITHOUT_ADAPTER = "adapters", "projection"
 CATEGORY_OF_RANGE = {
     "normalization": "normalization",
     "loss": "loss",
     "rotary": "rotary",
     "optimizer": "optimizer",
+    WITH_ADAPTER: ADAPTERS,
     # what is not a matmul or SDPA there
     "mlp": "activation",
     "attention": OTHER,
     "embedding": OTHER,
+    WITHOUT_ADAPTER: OTHER,
 }
 MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|linear)$")
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
@@ -163,21 +168,22 @@ def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], Fun
 def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent]) -> str:
     """Whose time is a kernel that `launcher` launched?  The heart of the profile.
 
-    1. Fused attention or a matrix product among the launcher and its callers decides.
-    2. Where two paths of the network meet (a residual; q, k and v of one input)
+    1. Where two paths of the network meet (a residual; q, k and v of one input)
        autograd adds their gradients, outside of any backward node.  No layer owns that add.
+    2. Fused attention or a matrix product among the launcher and its callers decides; but a product
+       with an adapter's matrix is the adapter's.
     3. Otherwise walk outwards to the first thing that tells: a range, one of our
        autograd.Functions by its name, or a backward node.  The backward pass runs
        on a thread of its own, outside of all ranges, but its nodes carry the number
        of the forward operation that created them, and what was true of that is true here.
     """
+    if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
+        return OTHER
     callers = list(ancestors(launcher))
     if any(ATTENTION_OPERATION.search(event.name) for event in callers):
         return "attention"
     if any(MATMUL_OPERATION.match(event.name) for event in callers):
-        return "matmul"
-    if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
-        return OTHER
+        return ADAPTERS if in_adapter(launcher, forward) else "matmul"
     for event in callers:
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
@@ -188,6 +194,17 @@ def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], Function
             origin = forward.get((event.fwd_thread, event.sequence_nr))
             return category_of(origin, forward) if origin is not None else OTHER
     return OTHER
+
+
+def in_adapter(launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent]) -> bool:
+    """Is it part of an adapter, and not of the projection beside it?"""
+    for event in ancestors(launcher):
+        if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
+            return event.name == WITH_ADAPTER
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            origin = forward.get((event.fwd_thread, event.sequence_nr))
+            return origin is not None and in_adapter(origin, forward)
+    return False
 
 
 def phase_of(launcher: FunctionEvent) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from harness import architecture
+from harness.adapters import trained_count
 from harness.kernel_facts import RUNGS, Sizes, launch_of
 from harness.workload import Workload
 
@@ -57,7 +58,7 @@ def sizes_of(config, workload: Workload) -> Sizes:
     per_layer = width * n_tokens * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     return Sizes(
-        weights=width * architecture.parameter_count(config),
+        weights=width * trained_count(config, workload),
         stream=per_layer * config.hidden_size,
         heads=per_layer * head_columns,
         inner=per_layer * config.intermediate_size,

@@ -19,6 +19,7 @@ tests/kernel_facts_test.py says which of them is missing.
 
 from dataclasses import dataclass, field
 
+ADAPTERS = "adapters"  # LoRA's thin products and what adds their results
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
@@ -29,6 +30,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "loss",
     "activation",
     "rotary",
+    ADAPTERS,
     OTHER,
     "optimizer",
     COMMUNICATION,
@@ -40,7 +42,7 @@ CATEGORIES = [  # of a profile, in the order of its table
 class Sizes:
     """Bytes of one pass over the tensors of a step, from the model's configuration."""
 
-    weights: int  # all parameters
+    weights: int  # all parameters that are trained
     stream: int  # (B*T, H), once per layer
     heads: int  # q and k, once per layer
     inner: int  # (B*T, I), once per layer

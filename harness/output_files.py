@@ -16,8 +16,11 @@ from harness.processes import is_first
 OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # the flags of files that a script writes
 INPUT_FILES = "data", "records", "compare"  # and of those that it reads
 OUTPUT_FOLDERS = "save", "checkpoint"
-MODEL_FOLDERS = "save", "model", "teacher"
-MODEL_FILES = "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"
+MODEL_FOLDERS = "save", "model", "teacher", "adapter"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+)
 UNFINISHED = ".unfinished-"  # how names begin that exist only while something is written
 
 

@@ -73,8 +73,9 @@ def wrap(model: "torch.nn.Module", workload: Workload) -> "torch.nn.Module":
     if workload.parallel == DDP:
         from torch.nn.parallel import DistributedDataParallel
 
-        # a gradient lies in the bucket that is sent: not a second time
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # A gradient lies in the bucket that is sent: not a second time.  Buffers are the same in
+        # all processes, among them quantized weights, and need not be sent in each forward.
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if workload.parallel == FSDP:
         shard(model)
     return model
@@ -140,10 +141,10 @@ def gather(*numbers: float) -> list[tuple[float, ...]]:
     return [tuple(each.tolist()) for each in all_of_them]
 
 
-def whole_weights(model: "torch.nn.Module") -> dict | None:
+def whole_weights(model: "torch.nn.Module", trained_alone: bool = False) -> dict | None:
     """A sharded model's state_dict, whole and in the first process's memory; None of a whole one.
 
-    To be called in all processes.
+    To be called in all processes.  trained_alone: without what is frozen.
     """
     if world_size() == 1:
         return None
@@ -153,5 +154,7 @@ def whole_weights(model: "torch.nn.Module") -> dict | None:
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone
+    )
     return get_model_state_dict(model, options=options)

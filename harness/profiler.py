@@ -11,7 +11,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness import dataset, stepping, timing
-from harness.attribution import busy_us, communication_times, gpu_events, idle_times
+from harness.adapters import has_adapter
+from harness.attribution import (
+    WITH_ADAPTER,
+    WITHOUT_ADAPTER,
+    busy_us,
+    communication_times,
+    gpu_events,
+    idle_times,
+)
 from harness.command_line import RunError
 from harness.device import HAS_GPU
 from harness.kernel_facts import ROWS
@@ -89,6 +97,10 @@ def category_ranges(
         if class_name(module) in RANGE_OF_CLASS and module not in fused
         for handle in range_hooks(module, RANGE_OF_CLASS[class_name(module)])
     ]
+    for module in model.modules():
+        if has_adapter(module) and module not in fused:
+            handles += range_hooks(module, WITH_ADAPTER)
+            handles += range_hooks(module.base_layer, WITHOUT_ADAPTER)
     loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
     setattr(model, loss, in_range("loss", loss_function))
     modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)

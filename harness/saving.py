@@ -1,4 +1,4 @@
-"""Saving a model: whenever that is interrupted, the whole old or the whole new one is there."""
+"""Saving a model or its adapters: whenever that is interrupted, the old or the new one is whole."""
 
 import fcntl
 import json
@@ -11,7 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from harness import adapter_flags
+from harness.adapters import adapter_weights, merged_weights, peft_config
 from harness.command_line import RunError
 from harness.dataset import load_tokenizer
 from harness.output_files import UNFINISHED
@@ -33,35 +36,84 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     one directory wait for each other; the last one's model stays.  Of the processes of one run the
     first writes; it needs all of them to get the weights together.
 
+    With LoRA it is the adapters alone that are written, as peft's own directory, or with `merge`
+    the model of which they have become part.
+
     Raises:
         RunError: the files cannot be written.
     """
-    weights = whole_weights(model)
+    is_lora = workload.lora_rank is not None
+    adapters_alone = is_lora and not workload.merge
+    weights = whole_weights(model, trained_alone=adapters_alone)
     if not is_first():
         return
-    tokenizer = load_tokenizer(workload)
-    model.config.use_cache = True  # load_model switched it off for training only
-    target = Path(os.path.realpath(folder))
+    if is_lora:
+        weights = model.state_dict() if weights is None else weights
+        weights = (adapter_weights if adapters_alone else merged_weights)(model, weights)
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        with alone_in(target):
-            remove_unfinished(target)
-            unfinished = target / f"{UNFINISHED}{secrets.token_hex(8)}"
-            unfinished.mkdir()
-            try:
-                model.save_pretrained(unfinished, state_dict=weights)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(unfinished)
+        with unfinished_folder(folder) as (unfinished, target):
+            if adapters_alone:
+                write_adapters(unfinished, workload, weights)
+                put_adapters_in_place(unfinished, target)
+            else:
+                write_model(unfinished, model, workload, weights)
                 put_in_place(unfinished, target)
-            finally:
-                remove_unfinished(target)
     except (
         OSError,
         ValueError,
         SafetensorError,
     ) as error:  # ValueError: what transformers finds wrong
         raise RunError(f"the model could not be saved to {folder}: {error}") from error
-    print(f"Model saved to {folder}")
+    print(f"{'Adapters' if adapters_alone else 'Model'} saved to {folder}")
+
+
+@contextmanager
+def unfinished_folder(folder: str) -> Iterator[tuple[Path, Path]]:
+    """(a new folder, the given one, in which it lies); the new one is removed in the end."""
+    target = Path(os.path.realpath(folder))
+    target.mkdir(parents=True, exist_ok=True)
+    with alone_in(target):
+        remove_unfinished(target)
+        unfinished = target / f"{UNFINISHED}{secrets.token_hex(8)}"
+        unfinished.mkdir()
+        try:
+            yield unfinished, target
+        finally:
+            remove_unfinished(target)
+
+
+def write_model(
+    folder: Path, model: torch.nn.Module, workload: Workload, weights: dict | None
+) -> None:
+    """Write an ordinary model with these weights; None: its own."""
+    tokenizer = load_tokenizer(workload)
+    model.config.use_cache = True  # load_model switched it off for training only
+    model.save_pretrained(folder, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def write_adapters(folder: Path, workload: Workload, weights: dict[str, torch.Tensor]) -> None:
+    """Write adapters in peft's format, for `PeftModel.from_pretrained`."""
+    peft_config(workload).save_pretrained(folder)
+    file = folder / adapter_flags.CONFIG
+    said = json.loads(file.read_text())
+    said["target_modules"] = sorted(said["target_modules"])  # peft writes a set as it comes
+    file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    save_file(weights, folder / adapter_flags.WEIGHTS, metadata={"format": "pt"})
+
+
+def put_adapters_in_place(folder: Path, target: Path) -> None:
+    """Make the adapters in `folder`, which lies in `target`, those of `target`.
+
+    Of the same settings one rename is all.  Other settings and their weights cannot be renamed at
+    once: the old settings go first, and until the new ones are there nothing loads.
+    """
+    old, new = (place / adapter_flags.CONFIG for place in (target, folder))
+    if not (old.exists() and old.read_bytes() == new.read_bytes()):
+        old.unlink(missing_ok=True)
+    (folder / adapter_flags.WEIGHTS).replace(target / adapter_flags.WEIGHTS)
+    new.replace(old)
 
 
 @contextmanager

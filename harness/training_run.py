@@ -23,7 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness import parallel
-from harness.architecture import TORCH_DTYPES, flops_per_token
+from harness.adapters import counts, flops_per_token
+from harness.architecture import TORCH_DTYPES
 from harness.attribution import busy_us, gpu_events
 from harness.command_line import RunError
 from harness.costs import least_ms
@@ -77,8 +78,7 @@ class Run:
         self.record_to, self.save_to = record_to, save_to
         self.data = load_data(workload, model.config, workload.steps)
         self.environment = environment()
-        n_parameters = sum(p.numel() for p in model.parameters())
-        self.described = workload.as_record() | {"parameters": n_parameters} | (more or {})
+        self.described = workload.as_record() | counts(model, workload) | (more or {})
         # one of each per step; data_seconds: of its seconds, those that the device waited for data
         before = resumed or dict.fromkeys(COLUMNS, ())
         self.losses, self.seconds, self.tokens = (
@@ -223,7 +223,7 @@ class Run:
         throughput = sum(tokens) / sum(seconds)
         n = parallel.world_size()
         of_each = {"tokens_per_second_per_gpu": throughput / n} if n > 1 else {}
-        flops = flops_per_token(self.model.config, self.data.span)
+        flops = flops_per_token(self.model.config, self.workload, self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         return {
             **steps,

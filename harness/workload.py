@@ -12,7 +12,7 @@ Imports no PyTorch: `--help` and the comparison of records need none.
 import argparse
 from dataclasses import dataclass, field, fields
 
-from harness import processes
+from harness import adapter_flags, processes
 from harness.command_line import (
     Parser,
     UserError,
@@ -120,6 +120,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         help="with several processes, which torchrun starts: fsdp gives each a share of every "
         "parameter (the default there), ddp all of them",
     )
+    adapter_flags.add_adapter_flags(parser)
     add("--json", metavar="FILE", help="write the run as a JSON record")
 
 
@@ -129,8 +130,17 @@ def finetune_parser(doc: str) -> Parser:
     add_workload_flags(parser)
     add = parser.add_argument
     add("--steps", type=positive_int, default=20, help="optimizer steps (default: %(default)s)")
-    add("--lr", type=positive_float, help="learning rate (default: 1e-5; 1e-3 for tiny)")
+    add(
+        "--lr",
+        type=positive_float,
+        help="learning rate (default: 1e-5; 1e-3 for tiny; with LoRA ten times that)",
+    )
     add("--save", metavar="DIR", help="write the trained model; from_pretrained(DIR) loads it")
+    add(
+        "--merge",
+        action="store_true",
+        help="with LoRA: --save adds the adapters to the weights and writes an ordinary model",
+    )
     add(
         "--checkpoint",
         metavar="DIR",
@@ -170,6 +180,11 @@ class Workload:
         None  # None: as many as the model has, or half of its own teacher's
     )
     temperature: float | None = None
+    lora_rank: int | None = None  # None: all weights are trained; the next two come with it
+    lora_alpha: float | None = None
+    lora_targets: str | None = None  # of adapter_flags.TARGETS
+    quantize: str | None = None  # of adapter_flags.QUANTIZED: the frozen weights
+    adapter: str | None = None  # the folder of the adapters that are trained further
     world_size: int | None = None  # processes, if several: torchrun's, and no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
@@ -180,6 +195,7 @@ class Workload:
     opponent: str | None = field(default=None, compare=False)  # of OPPONENTS, in place of kernels
     warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
     parallel: str | None = field(default=None, compare=False)  # if several processes: how
+    merge: bool = field(default=False, compare=False)  # adapters are saved as part of the weights
 
     @property
     def micro_batches(self) -> int:
@@ -195,7 +211,7 @@ class Workload:
     def is_on_the_page(self) -> bool:
         """Is its step the one that finetune_baseline.py shows?"""
         ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph
-        return not any((*ways, self.parallel))
+        return not any((*ways, self.parallel, self.lora_rank))
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, on_gpu: bool) -> "Workload":
@@ -207,16 +223,20 @@ class Workload:
 
         Raises:
             UserError: there is no GPU for a CUDA graph or to offload from, no step that would be a
-                graph, nothing that could be packed, or what `processes.settings` refuses.
+                graph, nothing that could be packed, or what the `settings` of processes and
+                adapter_flags refuse.
         """
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("accumulate") == 1:  # as if it were not there, also in the record
             del given["accumulate"]
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
+        shared = processes.settings(args)
+        adapters = adapter_flags.settings(args, shared.get("parallel"))
         if hasattr(args, "lr"):
-            defaults["lr"] = 1e-3 if args.model == TINY else 1e-5
-        values = defaults | given | processes.settings(args)
+            # two thin matrices, of which one begins as 0, bear a larger step than weights do
+            defaults["lr"] = (1e-3 if args.model == TINY else 1e-5) * (10 if adapters else 1)
+        values = defaults | given | shared | adapters
         workload = cls(**values | {"kernels": tuple(values.get("kernels", ()))})
         if workload.cuda_graph and workload.steps and workload.steps <= WARMUP_STEPS:
             raise UserError(
@@ -333,7 +353,9 @@ def kernels_in_words(record: dict) -> str:
 def model_line(record: dict) -> str:
     """The model of a record with `as_record` and the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    return f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
+    lora = adapter_flags.lora_in_words(record)
+    words = f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
+    return f"{words}; {lora}" if lora else words
 
 
 def size_in_words(record: dict) -> str:

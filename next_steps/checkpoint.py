@@ -7,6 +7,7 @@ What a step depends on, and where a resumed run has it from:
 
     parameters, AdamW's moments, its count of steps    saved: tensors, here
     learning rate, betas, kernels                      the flags, which must be the same
+    frozen weights, of LoRA                        --model; their digest must be the same
     which samples are in which step                    (seed, epoch); the steps done are skipped
     the bits that round at random                      (seed, step, parameter, element)
 
@@ -39,6 +40,7 @@ from harness.output_files import UNFINISHED
 from harness.resuming import FACTS, NAMED, Checkpoints, all_in
 from harness.training_run import Run
 from next_steps.adamw_kernel import TritonAdamW
+from next_steps.frozen_digest import frozen_digest
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -47,13 +49,19 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """What training changes, by the parameters' names: the tensors themselves, no copies."""
+    """What training changes, by the parameters' names: the tensors themselves, no copies.
+
+    With LoRA these are the adapters: of what is frozen a checkpoint has the digest.
+    """
     states = {
         name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
         if p in optimizer.state
     }
-    return {"model": model.state_dict(), "optimizer": states}
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, p in named if p.requires_grad}
+    weights = {name: t for name, t in model.state_dict().items() if name in trained}
+    return {"model": weights, "optimizer": states}
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
@@ -77,8 +85,12 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
     Raises:
         UserError: the checkpoint is damaged, or of another model.
     """
+    if facts.get("frozen_digest") != frozen_digest(model):
+        given = f"{path} was trained beside other frozen weights"
+        advice = "give the --model that it was started with"
+        raise UserError(f"{given}, expected those of this model: {advice}")
     n = sum(p.numel() for p in model.parameters())
-    if facts["parameters"] != n:
+    if "frozen_digest" not in facts and facts["parameters"] != n:
         given = f"{path} is of a model of {facts['parameters']:,} parameters"
         raise UserError(f"{given}, expected {n:,}: give the --model that it was started with")
     make_states(optimizer)
@@ -184,6 +196,8 @@ class Keeper(contextlib.AbstractContextManager):
         self.signal = 0
         self.handlers = {}
         self.digest = run.data.train.samples.digest() if checkpoints.folder else None
+        frozen = frozen_digest(run.model) if checkpoints.folder else None
+        self.frozen = {} if frozen is None else {"frozen_digest": frozen}
 
     def __enter__(self) -> "Keeper":
         if self.checkpoints.folder:
@@ -235,6 +249,7 @@ class Keeper(contextlib.AbstractContextManager):
         return {
             "step": len(self.run.losses),
             "data_digest": self.digest,
+            **self.frozen,
             "environment": self.run.environment,
             **self.run.described,
             **self.run.progress(),

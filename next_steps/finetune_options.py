@@ -36,7 +36,7 @@ IGNORED = {  # by each of the flags below
     "opponent": [
         *("longest", "kernels", "stochastic_rounding", "recompute", "offload", *CHECKPOINTS),
     ],
-    "teacher": ["recompute", "offload", *CHECKPOINTS],
+    "teacher": ["recompute", "offload", "lora_rank", "adapter", *CHECKPOINTS],
     "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save", *CHECKPOINTS],
 }
 

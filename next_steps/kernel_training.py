@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 
 from harness import parallel, resuming, stepping
-from harness.loading import load_model
 from harness.resuming import Checkpoints
 from harness.training_run import Run
 from harness.workload import WARMUP_STEPS, Workload
-from next_steps import checkpoint
+from next_steps import checkpoint, lora
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 from next_steps.recompute import set_recompute
@@ -52,7 +51,7 @@ def prepare(
     workload: Workload,
 ) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
     """(model, what is called in its place, optimizer) with the workload's kernels."""
-    model = load_model(workload, step_tryer(workload.kernels))
+    model = lora.load(workload, step_tryer(workload.kernels))
     apply_kernels(model, model_kernels(workload.kernels))
     set_recompute(model, workload.recompute, workload.offload)
     called = parallel.wrap(model, workload)

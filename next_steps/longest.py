@@ -10,12 +10,12 @@ import gc
 import torch
 
 from harness import run_records, stepping, tables, timing
-from harness.architecture import flops_per_token
+from harness.adapters import counts, flops_per_token
 from harness.command_line import ran_out_of_memory
 from harness.dataset import random_batch
 from harness.device import DEVICE, HAS_GPU
-from harness.loading import load_model
 from harness.workload import Workload, kernels_in_words, model_line
+from next_steps import lora
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 from next_steps.offload import HostMemoryError
@@ -32,7 +32,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     The longest that fitted takes one more step, whose time is told.
     """
     kernels, micro_batches = workload.kernels, workload.micro_batches
-    model = load_model(workload, step_tryer(kernels))
+    model = lora.load(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
     set_recompute(model, workload.recompute, workload.offload)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
@@ -42,7 +42,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         "kind": "longest",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        **counts(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
         "lengths": [],  # that fit
@@ -72,7 +72,8 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         # the first step of a length compiles
         again = try_length(model, optimizer, longest, micro_batches)
         seconds, _ = fitting[longest] if isinstance(again, str) else again
-        record |= {"seconds": seconds, "attention_share": attention_share(model.config, longest)}
+        share = attention_share(model.config, workload, longest)
+        record |= {"seconds": seconds, "attention_share": share}
     record["lengths"] = sorted(fitting)
     record["peaks"] = [fitting[length][1] for length in record["lengths"]]
     print("\n" + render(record))
@@ -113,9 +114,10 @@ def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float
             torch.cuda.empty_cache()  # blocks of this length do not fit the next
 
 
-def attention_share(config, length: int) -> float:
+def attention_share(config, workload: Workload, length: int) -> float:
     """Of a step's FLOPs, with nothing computed twice."""
-    return 1 - flops_per_token(config, 0) / flops_per_token(config, length)
+    without, whole = (flops_per_token(config, workload, n) for n in (0, length))
+    return 1 - without / whole
 
 
 def in_words(tried: tuple[float, int]) -> str:

@@ -42,7 +42,9 @@ from unittest import mock
 import torch
 
 from harness import architecture, config_file, dataset, run_records, stepping, tables
+from harness.adapters import add_adapters, lora_counts
 from harness.architecture import TORCH_DTYPES
+from harness.command_line import UserError
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
 from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, recompute
@@ -149,6 +151,7 @@ def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = No
     kernels = workload.kernels
     with pretended_gpu(), ledger or Ledger() as ledger:
         model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
+        add_adapters(model, workload)
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         shape = workload.batch_size, workload.seq_len
@@ -217,7 +220,14 @@ def estimate(config: LlamaConfig, workload: Workload) -> dict:
 
 
 def report(workload: Workload, record_to: str | None = None) -> None:
-    """Print the estimate for a workload, the baseline's beside it, and write the record."""
+    """Print the estimate for a workload, the baseline's beside it, and write the record.
+
+    Raises:
+        UserError: its weights are quantized, which meta tensors cannot be.
+    """
+    if workload.quantize:
+        given = "--estimate runs on tensors without memory, which --quantize cannot pack"
+        raise UserError(f"{given}: leave it out, or measure with --memory")
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
     baseline = replace(workload, kernels=(), recompute=None, offload=False)
     differs = workload.kernels or workload.recompute or workload.offload
@@ -226,6 +236,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         "environment": run_records.environment(),
         **workload.as_record(),
         "parameters": architecture.parameter_count(config),
+        **(lora_counts(config, workload) if workload.lora_rank else {}),
         "layers": config.num_hidden_layers,
         "estimates": [
             estimate(config, each) for each in (baseline, *([workload] if differs else []))

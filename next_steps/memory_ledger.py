@@ -230,8 +230,12 @@ class Ledger(TorchDispatchMode):
         layer.register_forward_hook(lambda _, inputs, output: self.on_gradient(output, number))
 
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
-        """Where the gradient of a layer's output is complete, the backward of that layer begins."""
-        tensor.register_hook(lambda gradient: self.enter("backward", layer))
+        """Where the gradient of a layer's output is complete, the backward of that layer begins.
+
+        A frozen embedding's output has none.
+        """
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.enter("backward", layer))
 
     def part_of(self, block: Block) -> str:
         if block.part is not None:

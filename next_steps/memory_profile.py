@@ -41,10 +41,11 @@ from dataclasses import dataclass
 import torch
 
 from harness import dataset, output_files, run_records, stepping, tables
+from harness.adapters import counts
 from harness.command_line import UserError
 from harness.device import DEVICE, HAS_GPU
-from harness.loading import load_model
 from harness.workload import Workload
+from next_steps import lora
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.memory_estimate import step_tryer
 from next_steps.memory_ledger import (
@@ -158,7 +159,7 @@ def cublas_workspaces() -> int:
 def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
     kernels, warmup = workload.kernels, workload.warmup
-    model = load_model(workload, step_tryer(kernels))
+    model = lora.load(workload, step_tryer(kernels))
     apply_kernels(model, model_kernels(kernels))
     set_recompute(model, workload.recompute, workload.offload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
@@ -181,7 +182,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
         "kind": "memory",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        **counts(model, workload),
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,
         "unobserved_peak_bytes": unobserved_peak,

@@ -12,10 +12,10 @@ import torch
 from harness import parallel, stepping
 from harness.architecture import unpacked_sequences
 from harness.command_line import UserError
-from harness.loading import load_model
 from harness.patching import replace_modules
 from harness.training_run import Run
 from harness.workload import OPPONENTS, Workload
+from next_steps import lora
 from next_steps.kernel_training import take_steps
 
 # after the harness, which decides how triton (imported by transformers) will run
@@ -31,7 +31,7 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
         made.weight = norm.weight
         return made
 
-    model = load_model(workload)
+    model = lora.load(workload)
     replace_modules(model, LlamaRMSNorm, rms_norm)
     return model
 
@@ -47,7 +47,7 @@ def with_liger(workload: Workload) -> torch.nn.Module:
     except ImportError as error:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
     apply_liger_kernel_to_llama()
-    return load_model(workload)
+    return lora.load(workload)
 
 
 def compiled(model: torch.nn.Module, mode: str) -> Callable:
@@ -69,7 +69,7 @@ def compiled(model: torch.nn.Module, mode: str) -> Callable:
 
 @dataclass(frozen=True)
 class Recipe:
-    load: Callable[[Workload], torch.nn.Module] = load_model
+    load: Callable[[Workload], torch.nn.Module] = lora.load
     compile_mode: str | None = None  # of torch.compile; None: it is not compiled
 
 

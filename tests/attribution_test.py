@@ -13,6 +13,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from harness.attribution import (
+    WITH_ADAPTER,
+    WITHOUT_ADAPTER,
     attribute,
     category_by_name,
     communication_times,
@@ -21,7 +23,7 @@ from harness.attribution import (
     idle_times,
 )
 from harness.costs import Cost
-from harness.kernel_facts import COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
+from harness.kernel_facts import ADAPTERS, COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 MAIN, AUTOGRAD = 1, 2  # threads
@@ -168,6 +170,37 @@ def test_a_backward_operation_belongs_where_its_forward_operation_did():
     with t.range("backward"), t.backward("PowBackward0", seq=7):
         t.call("aten::mul", "mul", 2.0)
     assert found(t.attribute()) == {"normalization": 3.0}
+
+
+def test_an_adapters_products_are_its_own_and_the_projections_are_not():
+    """Forward and backward; and an addition of gradients, which meet at the input, is nobody's."""
+    t = Timeline()
+    with t.range("forward"), t.range("mlp"), t.range(WITH_ADAPTER):
+        with t.range(WITHOUT_ADAPTER), t.op("aten::linear"):
+            t.call("aten::mm", "gemm", 1.0, seq=1)
+        with t.op("aten::linear"):
+            t.call("aten::mm", "gemm", 2.0, seq=2)
+        t.call("aten::mul", "mul", 4.0, seq=3)
+        t.call("aten::add", "add", 8.0, seq=4)
+    with t.range("backward"):
+        with t.backward("MulBackward0", seq=3):
+            t.call("aten::mul", "mul", 16.0)
+        with t.backward("MmBackward0", seq=2):
+            t.call("aten::mm", "gemm", 32.0)
+        with t.backward("MmBackward0", seq=1):
+            t.call("aten::mm", "gemm", 64.0)
+        with t.op(EVALUATE + "MmBackward0", seq=1, fwd_thread=MAIN):
+            t.call("aten::add", "add", 128.0)
+    assert found(t.attribute()) == {"matmul": 65.0, ADAPTERS: 62.0, OTHER: 128.0}
+
+
+def test_a_layer_that_runs_again_in_the_backward_has_its_adapters_again():
+    t = Timeline()
+    with t.range("backward"), t.backward("CheckpointBackward", seq=9), t.range(WITH_ADAPTER):
+        with t.range(WITHOUT_ADAPTER):
+            t.call("aten::mm", "gemm", 1.0)
+        t.call("aten::mm", "gemm", 2.0)
+    assert found(t.attribute()) == {"matmul": 1.0, ADAPTERS: 2.0}
 
 
 def test_a_number_of_another_thread_is_another_operation():

@@ -107,7 +107,7 @@ def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded
     run_script, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    monkeypatch.setattr(opponents, "load_model", lambda workload: pytest.fail("loaded"))
+    monkeypatch.setattr(opponents.lora, "load", lambda workload: pytest.fail("loaded"))
     outcome = run_script(finetune_optimized, *SMALL, "--opponent", "liger")
     assert (outcome.code, outcome.err) == (
         2,

@@ -5,6 +5,7 @@ import torch
 
 import finetune_optimized
 from harness import architecture, run_records, stepping
+from harness.workload import Workload
 from next_steps import longest
 from tests.small_workloads import smaller_config
 
@@ -142,7 +143,7 @@ def test_the_step_of_the_longest_sequence_is_told(run_script, small_model, monke
 def test_attention_limits_the_models_whole_context():
     config = architecture.llama_3_1_8b_config()
     # 6 x 32 x 4,096 x T of that and 6 x 7.5e9
-    assert longest.attention_share(config, 131_072) == pytest.approx(0.696, abs=1e-3)
+    assert longest.attention_share(config, Workload(), 131_072) == pytest.approx(0.696, abs=1e-3)
 
 
 def test_not_even_the_shortest_sequence_fits(monkeypatch, run_script, small_model):

@@ -19,7 +19,7 @@ from harness import config_file, dataset, loading, patching
 from harness.checking import assert_all_passed, compare
 from harness.device import DEVICE, HAS_GPU
 from harness.workload import Workload, finetune_parser
-from next_steps import apply_kernels
+from next_steps import apply_kernels, lora
 from tests.small_workloads import loss_and_gradients
 
 # isort: split
@@ -159,6 +159,72 @@ def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypa
     baseline, optimized = records
     assert optimized == pytest.approx(baseline, rel=1e-5)
     assert optimized[-1] < optimized[-2], "the validation loss did not fall"
+
+
+# ---------------------------------------------------------------- LoRA
+
+LORA = ["--lora-rank", "16", "--lr", "1e-3"]
+
+
+@pytest.mark.exhaustive
+def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, english):
+    workload = workload_of(flags(smollm, english, 16, "--steps", "1", *LORA))
+    model = lora.load(workload)
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # at 0 the gradients of A are 0 too
+            torch.nn.init.normal_(p, std=0.01)
+    state = model.state_dict()
+    batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
+
+    def loss_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        loss.backward()
+        trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        return {"loss": loss.detach(), **trained}
+
+    eager = loss_and_gradients(model)
+    found = loss_and_gradients(apply_kernels.apply_kernels(model))
+    exact = lora.load(workload)
+    exact.load_state_dict(state)
+    ref64 = loss_and_gradients(in_float64(exact))
+    assert len(found) == 1 + 30 * 7 * 2  # the loss; 30 layers of 7 projections
+    assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
+
+
+@pytest.mark.exhaustive
+def test_adapters_lower_the_validation_loss(smollm, english, monkeypatch, tmp_path):
+    path = tmp_path / "run.json"
+    command = flags(smollm, english, 128, "--steps", "6", *LORA, "--json", str(path))
+    monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *command])
+    finetune_baseline.main()
+    record = json.loads(path.read_text())
+    assert record["trained_parameters"] < 0.04 * record["parameters"]
+    assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_adapters_with_kernels_follow_the_baseline(
+    smollm, english, monkeypatch, tmp_path, dtype, allowed
+):
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
+    losses = []
+    for script in (finetune_baseline, finetune_optimized):
+        path = tmp_path / f"{script.__name__}.json"
+        more = ["--steps", "3", *LORA, "--dtype", dtype, "--json", str(path)]
+        command = flags(smollm, english, 16, *more)
+        command += ["--kernels", "all"] if script is finetune_optimized else []
+        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *command])
+        script.main()
+        record = json.loads(path.read_text())
+        losses.append([*record["losses"], record["validation_loss_after"]])
+    baseline, optimized = losses
+    assert optimized == pytest.approx(baseline, rel=allowed)
+
+
+# ---------------------------------------------------------------- distillation
 
 
 @pytest.fixture

@@ -1,0 +1,218 @@
+"""LoRA: the weights are frozen, and beside a projection two thin matrices are trained.
+
+    y = x @ W.t() + (x @ A.t() @ B.t()) * scaling      W (O, I), A (R, I), B (O, R)
+
+W gets no gradient, and so no moments: A and B have R (I + O) numbers where W has I O.  scaling is
+alpha / R.  B begins as 0, so that the first step starts from the model as it was.
+
+The layers are peft's, so that whoever has peft can load what is saved here, and the other way.
+What they cost: docs/lora.md.
+"""
+
+import torch
+from safetensors.torch import load_file
+
+from harness import architecture
+from harness.adapter_flags import ATTENTION, MLP, TARGETS, WEIGHTS
+from harness.architecture import TORCH_DTYPES, parameter_count
+from harness.command_line import UserError
+from harness.config_file import reading
+from harness.workload import Workload
+
+NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
+FILE_PREFIX = "base_model.model."  # in peft's files, before the model's own names
+# projections whose inputs come before the first adapter, so that they need no gradient: the first
+# layer's, as the embedding is frozen
+WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*ATTENTION, *MLP[:2])}
+
+
+def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
+    """Freeze a LlamaForCausalLM and give it the workload's adapters, if it has any; returns it.
+
+    They are drawn from the seed alone, so the same in every process and beside quantized weights;
+    or, with `adapter`, read from its folder.  They have the workload's dtype.  On the meta device
+    nothing is drawn or read.
+
+    Args:
+        model: before kernels are applied.  Its projections are nn.Linear, or modules with
+            in_features, out_features and `dequantized()`.
+
+    Raises:
+        UserError: the saved adapters are damaged, or not of this model.
+    """
+    if workload.lora_rank is None:
+        return model
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import Linear
+
+    config = peft_config(workload)
+    quantized = {type(m) for m in model.modules() if hasattr(m, "dequantized")}
+    config._register_custom_module(dict.fromkeys(quantized, Linear))
+    on_meta = model.device.type == "meta"
+    torch.manual_seed(workload.seed)
+    inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=on_meta)
+    for module in filter(has_adapter, model.modules()):
+        module.lora_A.to(dtype=TORCH_DTYPES[workload.dtype])
+        module.lora_B.to(dtype=TORCH_DTYPES[workload.dtype])
+    if workload.adapter is not None and not on_meta:
+        found = read_adapters(workload, model.config)
+        with torch.no_grad():
+            for name, t in adapter_weights(model, dict(model.named_parameters())).items():
+                t.copy_(found[name])
+    return model
+
+
+def peft_config(workload: Workload):
+    """The workload's adapters in peft's words: what adapter_config.json says."""
+    from peft import LoraConfig
+
+    alpha = workload.lora_alpha
+    return LoraConfig(
+        r=workload.lora_rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=list(TARGETS[workload.lora_targets]),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=workload.model,
+    )
+
+
+def has_adapter(module: torch.nn.Module) -> bool:
+    """Is it one of peft's projections?"""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
+    """The tensors in the workload's adapter folder, by their names there.
+
+    Raises:
+        UserError: the file is damaged, or its tensors are not those of adapters of a model of this
+            configuration.
+    """
+    folder, rank = workload.adapter, workload.lora_rank
+    with reading(f"the weights of --adapter {folder}"):
+        found = load_file(f"{folder}/{WEIGHTS}")
+    shapes = {}
+    for name, (rows, columns) in projection_shapes(config).items():
+        part = "self_attn" if name in ATTENTION else "mlp"
+        if name in TARGETS[workload.lora_targets]:
+            for layer in range(config.num_hidden_layers):
+                prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
+                shapes[f"{prefix}.lora_A.weight"] = rank, columns
+                shapes[f"{prefix}.lora_B.weight"] = rows, rank
+    there = shapes.keys() & found.keys()
+    misfits = {
+        "missing": sorted(shapes.keys() - found.keys()),
+        "not part of that model": sorted(found.keys() - shapes.keys()),
+        "of another shape": sorted(name for name in there if shapes[name] != found[name].shape),
+    }
+    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    if said:
+        given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
+        raise UserError(f"{given}: give the --model that it was trained with")
+    return found
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
+    """Those of a state_dict that are adapters', by the names that peft's files have."""
+    names = {
+        f"{name}.lora_{matrix}.{NAME}.weight": f"{FILE_PREFIX}{name}.lora_{matrix}.weight"
+        for name, module in model.named_modules()
+        if has_adapter(module)
+        for matrix in "AB"
+    }
+    return {in_file: weights[name] for name, in_file in names.items()}
+
+
+def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
+    """A state_dict with the adapters, as that of the ordinary model in which they are part of W.
+
+    W + scaling * B @ A is computed in fp32, and rounded once.  The results are in the host's
+    memory: what was trained with quantized weights need not fit the GPU without.
+    """
+    merged = dict(weights)
+
+    def replace(name: str, weight: torch.Tensor) -> None:
+        for key in [key for key in merged if key.startswith(f"{name}.")]:
+            del merged[key]
+        merged[f"{name}.weight"] = weight
+
+    for name, module in model.named_modules():
+        if has_adapter(module):
+            base = module.base_layer
+            quantized = hasattr(base, "dequantized")
+            w = base.dequantized() if quantized else weights[f"{name}.base_layer.weight"]
+            a, b = (weights[f"{name}.lora_{matrix}.{NAME}.weight"].float() for matrix in "AB")
+            thin = b.to(w.device), a.to(w.device)
+            added = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME])
+            replace(name, added.to(w.dtype).cpu())
+        elif hasattr(module, "dequantized") and not name.endswith(".base_layer"):
+            replace(name, module.dequantized().cpu())
+    return merged
+
+
+# ---------------------------------------------------------------- how much there is
+
+
+def projection_shapes(config) -> dict[str, tuple[int, int]]:
+    """(O, I) of each of a layer's projections, by name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
+
+
+def adapter_count(config, workload: Workload) -> int:
+    """How many numbers the adapters of a model of this configuration have."""
+    shapes = projection_shapes(config)
+    of_a_layer = sum(sum(shapes[name]) for name in TARGETS[workload.lora_targets])
+    return config.num_hidden_layers * workload.lora_rank * of_a_layer
+
+
+def trained_count(config, workload: Workload) -> int:
+    """How many parameters of a model of this configuration are trained."""
+    if workload.lora_rank is None:
+        return parameter_count(config)
+    return adapter_count(config, workload)
+
+
+def counts(model: torch.nn.Module, workload: Workload) -> dict:
+    """The part of a record that says how large the model is, adapters included."""
+    if workload.lora_rank is None:
+        return {"parameters": sum(p.numel() for p in model.parameters())}
+    return lora_counts(model.config, workload)
+
+
+def lora_counts(config, workload: Workload) -> dict:
+    """The same of a configuration, with LoRA: 4-bit weights do not tell their number."""
+    trained = adapter_count(config, workload)
+    return {"parameters": parameter_count(config) + trained, "trained_parameters": trained}
+
+
+def flops_per_token(config, workload: Workload, seq_len: float) -> float:
+    """`architecture.flops_per_token` of what the workload trains.
+
+    With LoRA a frozen weight has four of its six FLOPs: those of its own gradient go.  In the first
+    layer those go too that lead to inputs which no adapter comes before.  The adapters' own six are
+    added.
+    """
+    flops = architecture.flops_per_token(config, seq_len)
+    if workload.lora_rank is None:
+        return flops
+    shapes, adapted = projection_shapes(config), TARGETS[workload.lora_targets]
+    in_layer = sum(rows * columns for rows, columns in shapes.values())
+    matrix_weights = config.num_hidden_layers * in_layer + config.vocab_size * config.hidden_size
+    flops += 6.0 * adapter_count(config, workload) - 2.0 * matrix_weights
+    for name in WITHOUT_GRADIENT[workload.lora_targets]:
+        rows, columns = shapes[name]
+        flops -= 2.0 * rows * columns
+        flops -= 2.0 * workload.lora_rank * columns if name in adapted else 0.0
+    if ATTENTION[0] not in adapted:  # nor has the first layer's attention a backward
+        flops -= 4.0 * config.num_attention_heads * config.head_dim * seq_len
+    return flops

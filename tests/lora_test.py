@@ -1,0 +1,621 @@
+"""LoRA: the adapters alone are trained, in every way that all weights are, and saved as by peft."""
+
+import copy
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+import compare_runs
+import finetune_baseline
+import finetune_optimized
+import profile_baseline
+from harness import adapter_flags, adapters, architecture, loading, stepping
+from harness.adapter_flags import ATTENTION, MLP, TARGETS
+from harness.checking import DEVICE, assert_all_passed, compare
+from harness.device import HAS_GPU
+from harness.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
+from harness.workload import RECOMPUTE, Workload, finetune_parser
+from next_steps import finetune_options, lora, memory_estimate
+from next_steps.apply_kernels import apply_kernels, make_optimizer
+from next_steps.frozen_digest import checksum, frozen_digest
+from next_steps.recompute import set_recompute
+from tests.files_test import assert_one_sentence, killed_before_change
+from tests.parallel_test import torchrun
+from tests.small_workloads import TINY, smaller_config, tiny_batch, tiny_workload, uneven_norms
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
+
+RANK = ["--lora-rank", "4", "--lora-alpha", "6"]
+SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]
+
+
+@pytest.fixture
+def small_model(monkeypatch, own_cache):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+def without_zeros(model: torch.nn.Module) -> torch.nn.Module:
+    """B away from 0, where neither A's gradient nor a wrong scaling would be seen."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+    return model
+
+
+def adapted(*flags: str) -> torch.nn.Module:
+    return without_zeros(uneven_norms(lora.load(tiny_workload(*RANK, *flags))))
+
+
+def loss_and_gradients(model: torch.nn.Module, batch) -> dict[str, torch.Tensor]:
+    """The loss, and the gradient of each adapter; nothing else has one."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == {n for n, p in model.named_parameters() if "lora_" in n}
+    return {"loss": loss.detach(), **found}
+
+
+def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose norms and loss, which compute in fp32 whatever they are given, do not."""
+    from tests.smollm_test import in_float64
+
+    return in_float64(copy.deepcopy(model))
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
+    workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
+    model, plain = lora.load(workload), loading.load_model(tiny_workload())
+    names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
+    assert names == set(TARGETS[targets])
+    n_trained = sum(p.numel() for p in stepping.trained(model))
+    assert n_trained == adapters.adapter_count(model.config, workload)
+    n = sum(p.numel() for p in model.parameters())
+    counts = {"parameters": n, "trained_parameters": n_trained}
+    assert adapters.counts(model, workload) == counts
+    ids = tiny_batch().input_ids
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adapters_have_the_models_dtype_and_are_the_same_for_a_seed(dtype):
+    first, again, other = (
+        lora.load(tiny_workload(*RANK, "--dtype", dtype, "--seed", seed)) for seed in "778"
+    )
+    assert {p.dtype for p in first.parameters()} == {architecture.TORCH_DTYPES[dtype]}
+    names = [n for n, p in first.named_parameters() if "lora_A" in n]
+    states = [model.state_dict() for model in (first, again, other)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in names)
+    assert not any(torch.equal(states[0][name], states[2][name]) for name in names)
+
+
+def test_alpha_over_rank_scales_what_adapters_add():
+    once, twice = adapted(), adapted("--lora-alpha", "12")
+    x = torch.randn(3, 64, device=DEVICE)
+    q, q_twice = (model.model.layers[0].self_attn.q_proj for model in (once, twice))
+    base = q.base_layer(x)
+    torch.testing.assert_close(q_twice(x) - base, 2 * (q(x) - base))
+
+
+def test_the_learning_rate_is_ten_times_that_of_full_fine_tuning():
+    assert tiny_workload(*RANK).lr == pytest.approx(10 * tiny_workload().lr)
+    assert tiny_workload(*RANK, "--lr", "0.5").lr == 0.5
+    assert tiny_workload("--lora-rank", "7").lora_alpha == 7.0
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_flops_are_what_pytorch_counts(targets):
+    workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
+    model = lora.load(workload)
+    model.config._attn_implementation = "eager"  # its products are visible to the counter
+    ids = torch.zeros(2, 64, dtype=torch.int64, device=DEVICE)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # eager attention multiplies the half of the scores too that the mask throws away: all of T
+    expected = ids.numel() * adapters.flops_per_token(model.config, workload, 2 * 64)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # RoPE's angles
+
+
+def test_a_step_of_the_8b_model_has_two_thirds_of_the_flops():
+    config, full = architecture.llama_3_1_8b_config(), Workload()
+    workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
+    assert adapters.adapter_count(config, workload) == 41_943_040
+    shares = [adapters.flops_per_token(config, w, 512) for w in (workload, full)]
+    assert 2 / 3 < shares[0] / shares[1] < 0.68
+
+
+# ---------------------------------------------------------------- with kernels
+
+
+@pytest.mark.parametrize("kernels", [["rmsnorm", "swiglu", "rope"], MODEL_KERNELS], ids=str)
+def test_adapters_before_and_after_the_kernels_give_the_same_numbers(kernels):
+    workload, batch = tiny_workload(*RANK), tiny_batch()
+    before = apply_kernels(adapted(), kernels)
+    after = apply_kernels(uneven_norms(loading.load_model(tiny_workload())), kernels)
+    after = without_zeros(adapters.add_adapters(after, workload))
+    found, expected = loss_and_gradients(after, batch), loss_and_gradients(before, batch)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_kernels_give_the_gradient_of_every_adapter(targets):
+    batch = tiny_batch()
+    model = adapted("--lora-targets", targets)
+    ref64 = loss_and_gradients(in_float64(model), batch)
+    eager = loss_and_gradients(model, batch)
+    found = loss_and_gradients(apply_kernels(model), batch)
+    assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
+
+
+@pytest.mark.parametrize("level", [level for level in RECOMPUTE if level != "none"])
+@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["eager", "kernels"])
+def test_every_level_of_recomputation_has_the_gradients_of_none(kernels, level):
+    model, batch = apply_kernels(adapted(), kernels), tiny_batch()
+    expected = loss_and_gradients(model, batch)
+    found = loss_and_gradients(set_recompute(model, level), batch)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("kernels", [[], KERNELS], ids=["eager", "kernels"])
+def test_the_optimizer_holds_moments_of_adapters_alone(kernels):
+    model = apply_kernels(adapted(), [name for name in kernels if name in MODEL_KERNELS])
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    trained = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(model, 1e-2, kernels)
+    stepping.training_step(model, optimizer, [tiny_batch(), tiny_batch()])
+    now = dict(model.named_parameters())
+    assert set(optimizer.state) == {now[name] for name in trained}
+    assert all(torch.equal(now[name], frozen[name]) for name in frozen)
+    assert not any(torch.equal(now[name], trained[name]) for name in trained)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_record(run_script, tmp_path, script, *flags: str) -> dict:
+    path = tmp_path / f"{len(list(tmp_path.glob('*.json')))}.json"
+    outcome = run_script(script, *flags, "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    return json.loads(path.read_text())
+
+
+WAYS = {
+    "plain": [],
+    "accumulate": ["--accumulate", "2"],
+    "pack": ["--pack"],
+    "layer": ["--recompute", "layer"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_runs_with_kernels_follow_those_without(small_model, run_script, tmp_path, way):
+    flags = [*SMALL, *RANK, *WAYS[way]]
+    baseline = run_record(run_script, tmp_path, finetune_baseline, *flags)
+    optimized = run_record(run_script, tmp_path, finetune_optimized, *flags, "--kernels", "all")
+    for record in (baseline, optimized):
+        assert record["trained_parameters"] < record["parameters"] / 2
+    for key in ("losses", "validation_loss_after"):
+        assert optimized[key] == pytest.approx(baseline[key], rel=1e-5)
+    assert len(set(baseline["losses"])) == 3
+
+
+def test_bf16_runs_agree_to_a_hundredth(small_model, run_script, tmp_path):
+    flags = [*SMALL, *RANK, "--dtype", "bf16"]
+    losses = [
+        run_record(run_script, tmp_path, script, *flags)["losses"]
+        for script in (finetune_baseline, finetune_optimized)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_an_opponent_trains_the_same_adapters(small_model, run_script, tmp_path):
+    flags = [*SMALL, *RANK]
+    ours = run_record(run_script, tmp_path, finetune_baseline, *flags)
+    theirs = run_record(
+        run_script, tmp_path, finetune_optimized, *flags, "--opponent", "rms-norm"
+    )  # fmt: skip
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
+    assert theirs["trained_parameters"] == ours["trained_parameters"]
+
+
+def test_losses_of_another_rank_are_not_compared(small_model, run_script, tmp_path):
+    paths = [tmp_path / f"{rank}.json" for rank in (2, 4)]
+    for rank, path in zip("24", paths):
+        flags = [*SMALL, "--lora-rank", rank, "--json", str(path)]
+        assert run_script(finetune_baseline, *flags).code == 0
+    outcome = run_script(compare_runs, *map(str, paths))
+    assert "LoRA of rank 2, alpha 2" in outcome.out
+    assert "not the same workload" in outcome.out and "lora_rank 4 (not 2)" in outcome.out
+
+
+def test_a_workload_is_turned_into_flags_and_back():
+    workload = tiny_workload(*RANK, "--lora-targets", "mlp")
+    parser = finetune_parser("")
+    finetune_options.add_flags(parser)
+    args = parser.parse_args(workload.as_flags())
+    assert replace(Workload.from_flags(args, HAS_GPU), kernels=()) == workload
+    record = workload.as_record()
+    assert Workload.from_record(record | {"kernels": []}) == workload
+    assert not workload.is_on_the_page
+
+
+@pytest.mark.exhaustive
+def test_two_processes_train_the_adapters_that_one_does(tmp_path):
+    flags = [*TINY, *RANK, "--steps", "3", "--data", "synthetic"]
+    found = {}
+    for name, n, *more in (
+        ("one", 1, "--batch-size", "2"),
+        ("fsdp", 2, "--parallel", "fsdp"),
+        ("ddp", 2, "--parallel", "ddp"),
+    ):
+        folder, path = tmp_path / name, tmp_path / f"{name}.json"
+        outputs = ["--save", str(folder), "--json", str(path), "--checkpoint", str(tmp_path / "c")]
+        saving = ["--checkpoint-every", "2", *(["--resume", str(tmp_path / "c")] if found else [])]
+        outcome = torchrun(n, "finetune_baseline.py", *flags, *more, *outputs, *saving)
+        assert outcome.returncode == 0, outcome.stderr[-3000:]
+        record = json.loads(path.read_text())
+        found[name] = record["losses"], load_file(folder / adapter_flags.WEIGHTS)
+    losses, weights = found.pop("one")
+    for others_losses, others in found.values():
+        assert others_losses == pytest.approx(losses, rel=1e-6)
+        assert others.keys() == weights.keys()
+        assert max((others[name] - weights[name]).abs().max() for name in weights) < 1e-5
+
+
+# ---------------------------------------------------------------- saved and loaded
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tiny_batch().input_ids).logits
+
+
+@pytest.fixture
+def base(tmp_path) -> str:
+    """A saved model, as --model takes it."""
+    folder = tmp_path / "base"
+    uneven_norms(loading.load_model(tiny_workload("--seed", "5"))).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def saved(base, own_cache, run_script, tmp_path):
+    """saved("--merge"): the folder and record of a run that has trained that model's adapters."""
+
+    def train(*flags: str, name: str = "saved") -> tuple[Path, dict]:
+        folder = tmp_path / name
+        flags = [*SMALL, "--model", base, "--data", "synthetic", *flags, "--save", str(folder)]
+        return folder, run_record(run_script, tmp_path, finetune_baseline, *flags)
+
+    return train
+
+
+@pytest.mark.parametrize("targets", ["all", "mlp"])
+def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, targets):
+    flags = [*RANK, "--lora-targets", targets, "--lr", "0.05"]
+    (folder, _), (merged, _) = saved(*flags), saved(*flags, "--merge", name="merged")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        adapter_flags.CONFIG,
+        adapter_flags.WEIGHTS,
+    ]
+    plain = AutoModelForCausalLM.from_pretrained(base).to(DEVICE)
+    without = logits_of(plain)
+    with_adapters = logits_of(PeftModel.from_pretrained(plain, folder).to(DEVICE))
+    assert (with_adapters - without).abs().max() > 1e-2
+    ordinary = AutoModelForCausalLM.from_pretrained(merged).to(DEVICE)
+    torch.testing.assert_close(logits_of(ordinary), with_adapters, rtol=1e-4, atol=1e-5)
+    assert (
+        ordinary.state_dict().keys()
+        == AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
+    )
+    assert adapter_flags.CONFIG not in os.listdir(merged)
+
+
+def test_an_adapter_is_trained_further(base, saved, run_script, tmp_path):
+    folder, first = saved(*RANK)
+    flags = [*SMALL, "--model", base, "--data", "synthetic"]
+    again = run_record(run_script, tmp_path, finetune_baseline, *flags, "--adapter", str(folder))
+    assert again["validation_loss_before"] == pytest.approx(first["validation_loss_after"])
+    settings = "lora_rank", "lora_alpha", "lora_targets", "lr"
+    assert [again[key] for key in settings] == [first[key] for key in settings]
+    assert again["adapter"] == str(folder)
+    same = run_record(
+        run_script, tmp_path, finetune_baseline, *flags, *RANK, "--adapter", str(folder)
+    )  # fmt: skip
+    assert same["losses"] == again["losses"]
+
+
+def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path):
+    """Its file has the names that peft's own code gives."""
+    from peft import LoraConfig, get_peft_model
+
+    modules = list(ATTENTION)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=modules, lora_dropout=0.1)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).to(DEVICE)
+    without_zeros(theirs).save_pretrained(tmp_path / "theirs")
+    flags = ["--model", base, "--adapter", str(tmp_path / "theirs")]
+    workload = tiny_workload(*flags)
+    assert (workload.lora_rank, workload.lora_alpha) == (3, 5.0)
+    assert workload.lora_targets == "attention"
+    torch.testing.assert_close(logits_of(lora.load(workload)), logits_of(theirs))
+
+
+def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
+    """Whenever it is killed; of another rank, the old settings must not meet the new weights."""
+    from harness import saving
+
+    folder = tmp_path / "saved"
+    old, new, more = (
+        (workload := tiny_workload("--lora-rank", rank, "--seed", seed), lora.load(workload))
+        for rank, seed in (("2", "0"), ("3", "0"), ("2", "1"))
+    )
+    for (workload, model), expected in ((new, {2, 3, None}), (more, {2})):
+        seen = set()
+        for number in range(1, 60):
+            saving.save_model(old[1], old[0], str(folder))
+            ended = killed_before_change(
+                number, lambda m=model, w=workload: saving.save_model(m, w, str(folder))
+            )
+            if not (folder / adapter_flags.CONFIG).exists():
+                seen.add(None)
+            else:
+                rank = adapter_flags.read_config(str(folder))["lora_rank"]
+                loaded = replace(old[0], lora_rank=rank, adapter=str(folder))
+                adapters.read_adapters(loaded, old[1].config)
+                seen.add(rank)
+            assert ended in ("killed", "done")
+            if ended == "done":
+                break
+        assert seen == expected
+        assert sorted(os.listdir(folder)) == [adapter_flags.CONFIG, adapter_flags.WEIGHTS]
+
+
+# ---------------------------------------------------------------- resumed
+
+
+def test_a_resumed_run_is_the_run_that_was_not_ended(base, saved, run_script, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    folder, straight = saved(*RANK, "--checkpoint", str(checkpoints), "--checkpoint-every", "2")
+    size = sum(p.stat().st_size for p in checkpoints.rglob("*") if p.is_file())
+    assert size < (Path(base) / "model.safetensors").stat().st_size  # the frozen are not in it
+    again, resumed = saved(*RANK, "--resume", str(checkpoints), name="resumed")
+    assert resumed["losses"] == straight["losses"]
+    one, other = (load_file(each / adapter_flags.WEIGHTS) for each in (folder, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    # one number of one frozen weight, and it is another base
+    weights = load_file(f"{base}/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-4
+    save_file(weights, f"{base}/model.safetensors", metadata={"format": "pt"})
+    flags = [*SMALL, "--model", base, "--data", "synthetic", *RANK]
+    outcome = run_script(finetune_baseline, *flags, "--resume", str(checkpoints))
+    assert outcome.code == 2  # after the weights were loaded, of which a bar tells
+    assert "step-2 was trained beside other frozen weights, expected those of" in outcome.err
+    outcome = run_script(
+        finetune_baseline, *flags, "--lora-targets", "mlp", "--resume", str(checkpoints)
+    )
+    assert_one_sentence(outcome, "is of another training: lora_targets mlp (not all)")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16, torch.float32])
+def test_a_checksum_sees_every_number_and_its_place(dtype):
+    t = torch.arange(30, device=DEVICE).view(5, 6).to(dtype)
+    expected = checksum(t)
+    for i in range(5):
+        changed = t.clone()
+        changed[i, i] += 1
+        assert checksum(changed) != expected
+    assert checksum(t.roll(1, 1)) != expected and checksum(t.t().contiguous()) != expected
+    assert checksum(t.t().contiguous().t()) == expected  # however it lies in memory
+
+
+def test_the_digest_is_of_what_is_frozen_and_of_buffers():
+    assert frozen_digest(loading.load_model(tiny_workload())) is None
+    model = adapted()
+    expected = frozen_digest(model)
+    with torch.no_grad():
+        stepping.trained(model)[0].add_(1)
+    assert frozen_digest(model) == expected
+    model.model.register_buffer("packed", torch.zeros(3, dtype=torch.uint8, device=DEVICE))
+    with_buffer = frozen_digest(model)
+    model.model.packed[1] = 1
+    assert len({expected, with_buffer, frozen_digest(model)}) == 3
+
+
+# ---------------------------------------------------------------- profile and estimate
+
+
+@pytest.mark.parametrize("targets", ["all", "mlp"])
+def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets):
+    flags = ["--model", "tiny", "--seq-len", "64", "--warmup", "1"]
+    flags += ["--lora-rank", "4", "--lora-targets", targets]
+    flags += ["--trace", str(tmp_path / "trace.json")]
+    record = run_record(run_script, tmp_path, profile_baseline, *flags)
+    config, workload = architecture.tiny_config(), tiny_workload(*flags[-6:-2])
+    thin = 64 * 6 * adapters.adapter_count(config, workload)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    # the first layer's inputs need no gradient
+    first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
+    thin -= 64 * 2 * 4 * first
+    part = record["categories"][ADAPTERS]
+    others = 2 * 64 * 2 * (2 * inner + hidden)  # scaling, addition: a FLOP for each number
+    assert thin <= part["flops"] < thin + 8 * others
+    whole = 64 * adapters.flops_per_token(config, workload, 0)
+    assert record["categories"]["matmul"]["flops"] == pytest.approx(whole - thin, rel=1e-6)
+    assert record["trained_parameters"] == adapters.adapter_count(config, workload)
+
+
+def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
+    config, full = architecture.llama_3_1_8b_config(), Workload(batch_size=1, seq_len=512)
+    config.num_hidden_layers = 2
+    workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
+    before, after = (memory_estimate.estimate(config, each) for each in (full, workload))
+    n = adapters.adapter_count(config, workload)
+    moments = after["parts"]["optimizer state"]
+    assert moments == pytest.approx(2 * 2 * n, rel=1e-3)
+    assert after["parts"]["parameters"] - before["parts"]["parameters"] == pytest.approx(
+        2 * n, 1e-3
+    )
+    # neither gradients nor two moments, in bf16
+    saved = before["peak_memory_bytes"] - after["peak_memory_bytes"]
+    assert saved > 5 * architecture.parameter_count(config)
+    # what a frozen projection without an adapter reads is not kept for it
+    attention = replace(workload, lora_targets="attention")
+    kept = [memory_estimate.estimate(config, w)["kept_in_layers"] for w in (workload, attention)]
+    inputs = config.num_hidden_layers * 512 * 2 * config.intermediate_size  # down_proj's
+    assert kept[0]["MLP"] - kept[1]["MLP"] >= inputs
+
+
+def test_the_estimate_of_a_script_names_adapters(run_script, tmp_path):
+    flags = ["--estimate", "--model", "tiny", *RANK]
+    record = run_record(run_script, tmp_path, profile_baseline, *flags)
+    assert record["trained_parameters"] == 8960 and record["parameters"] == 119_232 + 8960
+
+
+# ---------------------------------------------------------------- bad input
+
+
+REFUSED = {
+    "rank 0": (["--lora-rank", "0"], "at least 1"),
+    "alpha alone": (["--lora-alpha", "8"], "--lora-alpha is for LoRA: add --lora-rank R"),
+    "targets alone": (["--lora-targets", "mlp"], "--lora-targets is for LoRA"),
+    "alpha 0": ([*RANK[:2], "--lora-alpha", "0"], "must be a number above 0"),
+    "unknown targets": ([*RANK, "--lora-targets", "conv"], "invalid choice: 'conv'"),
+    "quantize alone": (["--quantize", "nf4"], "--quantize is for LoRA: add --lora-rank R"),
+    "unknown format": ([*RANK, "--quantize", "int3"], "invalid choice: 'int3'"),
+    "merge alone": (["--merge", "--save", "x"], "--merge is for LoRA"),
+    "merge without save": ([*RANK, "--merge"], "add --save DIR"),
+    "no adapter": (["--adapter", "nowhere"], "--adapter nowhere cannot be read (No such file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "script", [finetune_baseline, finetune_optimized], ids=lambda s: s.__name__
+)
+def test_flags_that_do_not_go_are_refused(run_script, monkeypatch, tmp_path, script, case):
+    monkeypatch.chdir(tmp_path)
+    flags, said = REFUSED[case]
+    assert_one_sentence(run_script(script, *SMALL, *flags), said)
+
+
+def test_a_teacher_does_not_train_adapters(run_script):
+    outcome = run_script(finetune_optimized, *SMALL, *RANK, "--teacher", "tiny")
+    assert_one_sentence(outcome, "--lora-rank does nothing with --teacher")
+
+
+def test_quantized_weights_are_not_estimated_or_sharded(run_script, monkeypatch):
+    flags = ["--model", "tiny", *RANK, "--quantize", "nf4"]
+    outcome = run_script(profile_baseline, "--estimate", *flags)
+    assert_one_sentence(outcome, "--estimate", "--quantize", "measure with --memory")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = finetune_parser("").parse_args([*SMALL, *RANK, "--quantize", "nf4"])
+    with pytest.raises(adapter_flags.UserError, match="add --parallel ddp"):
+        Workload.from_flags(args, HAS_GPU)
+
+
+def test_without_peft_a_sentence_says_how_to_install_it(run_script, monkeypatch):
+    monkeypatch.setattr(adapter_flags.importlib.util, "find_spec", lambda name: None)
+    assert_one_sentence(run_script(finetune_baseline, *SMALL, *RANK), "pip install peft")
+
+
+def change(folder: Path, **values) -> None:
+    file = folder / adapter_flags.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_weights(folder: Path, edit) -> None:
+    weights = load_file(folder / adapter_flags.WEIGHTS)
+    edit(weights)
+    save_file(weights, folder / adapter_flags.WEIGHTS)
+
+
+DAMAGED = {
+    "no config": (lambda f: (f / adapter_flags.CONFIG).unlink(), "cannot be read (No such file"),
+    "no JSON": (lambda f: (f / adapter_flags.CONFIG).write_text("{"), "is damaged (JSON"),
+    "a list": (lambda f: (f / adapter_flags.CONFIG).write_text("[]"), "is damaged (ValueError"),
+    "rank 0": (lambda f: change(f, r=0), "is damaged (ArgumentTypeError"),
+    "rank null": (lambda f: change(f, r=None), "is damaged"),
+    "no targets": (lambda f: change(f, target_modules=[]), "adapts nothing"),
+    "targets 5": (lambda f: change(f, target_modules=5), "is damaged (TypeError"),
+    "other targets": (
+        lambda f: change(f, target_modules=["query_key_value"]),
+        "adapts query_key_value, expected one of these sets of projections: all: q_proj",
+    ),
+    "DoRA": (lambda f: change(f, use_dora=True), "use_dora = true, expected plain LoRA"),
+    "rsLoRA": (lambda f: change(f, use_rslora=True), "use_rslora = true"),
+    "biases": (lambda f: change(f, bias="all"), 'bias = "all"'),
+    "changed weights": (lambda f: change(f, init_lora_weights="pissa"), '= "pissa"'),
+    "no LoRA": (lambda f: change(f, peft_type="IA3"), 'peft_type = "IA3"'),
+    "another rank": (lambda f: change(f, r=2), "28 of another shape"),
+    "no weights": (lambda f: (f / adapter_flags.WEIGHTS).unlink(), "could not be loaded"),
+    "half the weights": (
+        lambda f: (f / adapter_flags.WEIGHTS).write_bytes(
+            (f / adapter_flags.WEIGHTS).read_bytes()[:1000]
+        ),
+        "could not be loaded",
+    ),
+    "a missing tensor": (
+        lambda f: change_weights(f, lambda w: w.pop(min(w))),
+        "1 missing, base_model.model.model.layers.0",
+    ),
+    "a tensor too many": (
+        lambda f: change_weights(f, lambda w: w.update(more=torch.ones(1))),
+        "1 not part of that model, more among them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_an_adapter_that_does_not_fit_is_refused(saved, base, run_script, case):
+    folder, _ = saved(*RANK)
+    damage, said = DAMAGED[case]
+    damage(folder)
+    flags = [*SMALL, "--model", base, "--adapter", str(folder)]
+    assert_one_sentence(run_script(finetune_baseline, *flags), said)
+
+
+def test_an_adapter_of_another_model_is_refused(saved, run_script, monkeypatch):
+    folder, _ = saved(*RANK)
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    outcome = run_script(finetune_baseline, *SMALL, "--adapter", str(folder))
+    assert_one_sentence(outcome, "does not fit tiny: 14 not part of that model", "give the --model")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--lora-rank", "2"], ["--lora-alpha", "7"], ["--lora-targets", "mlp"]], ids=str
+)
+def test_flags_that_contradict_the_adapter_are_refused(saved, base, run_script, flags):
+    folder, _ = saved(*RANK)
+    given = [*SMALL, "--model", base, "--adapter", str(folder), *flags]
+    assert_one_sentence(
+        run_script(finetune_baseline, *given), f"{flags[0]} is ", "but in --adapter"
+    )
+
+
+def test_adapters_and_models_are_not_saved_into_one_folder(saved, base, run_script):
+    adapter, _ = saved(*RANK)
+    into_model = run_script(finetune_baseline, *SMALL, *RANK, "--save", base)
+    assert_one_sentence(into_model, "holds a model (config.json), and an adapter would be loaded")
+    for flags in ([], [*RANK, "--merge"]):
+        outcome = run_script(finetune_baseline, *SMALL, *flags, "--save", str(adapter))
+        assert_one_sentence(outcome, "holds an adapter (adapter_config.json)")
+    assert set(TARGETS["all"]) == {*ATTENTION, *MLP}
