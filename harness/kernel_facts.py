@@ -29,6 +29,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "loss",
     "activation",
     "rotary",
+    "dequantization",
     OTHER,
     "optimizer",
     COMMUNICATION,
@@ -240,6 +241,14 @@ ROWS = [
             Launch("_obvious"),  # the lesson's first form: no step of training launches it
             Launch("_reverse_kl_bwd"),  # for a grad_output of 1 it does nothing
         ),
+    ),
+    Facts(
+        name="nf4",
+        lesson="next_steps.nf4_kernel",
+        test="tests.nf4_test",
+        patches=None,  # --quantize nf4 puts it in, when a model is loaded
+        category="dequantization",
+        launches=(Launch("_nf4_dequantize"),),  # the weights of Sizes are the model's own dtype
     ),
 ]
 FACTS = {row.name: row for row in ROWS}
