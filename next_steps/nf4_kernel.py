@@ -1,26 +1,26 @@
 """NF4 in Triton: a frozen weight in 4 bits a number, written out again whenever it is multiplied.
 
-    w = table[code] * absmax                          # (O, I): 16 values, times one of each block
-    y = F.linear(x, w)                                # and dx = dy @ w, with w written out once more
+    w = table[code] * absmax                     # (O, I): one of 16 values, times one of its block
+    y = F.linear(x, w)                           # and dx = dy @ w, with w written out once more
 
 QLoRA trains adapters beside weights that never change.  What never changes can be stored coarsely.
 Block by block of 64 numbers:
 
-    absmax = max |w|                                  one for each block
-    code   = the nearest of table to w / absmax       4 bits; two codes in a byte, the first one high
+    absmax = max |w|                             one for each block
+    code   = the nearest of table to w / absmax  4 bits; two codes in a byte, the first in its upper
 
-The table are 16 quantiles of a normal distribution, scaled to [-1, 1], with 0 among them: weights
-are about normal, so all codes are about as frequent.  An fp32 absmax would be half a bit a number
+The table holds 16 quantiles of a normal distribution, scaled to [-1, 1], 0 among them: weights are
+about normal, so all codes are about as frequent.  An fp32 absmax would be half a bit a number
 more.  So absmax is quantized too, in groups of 256 and to 8 bits, after the mean of them all is
 subtracted, because none is negative:
 
-    scale       = max |absmax - mean|                 one for each group
+    scale       = max |absmax - mean|            one for each group
     absmax_code = the nearest of absmax_map to (absmax - mean) / scale
 
 Bytes per number:
 
-    codes 1/2, absmax codes 1/64, scales 4 / (64 * 256)              0.516   bf16: 2
-    the kernel reads 0.516 and writes 2                              2.516
+    codes 1/2, absmax codes 1/64, scales 4 / (64 * 256)      0.516   kept, in the place of bf16's 2
+    the kernel reads these and writes bf16                   2.516   moved
 
 The prediction: the layers of LLaMA 3.1 8B have 6.98e9 numbers, 17.6 GB to move; at 4.2 TB/s that is
 4.2 ms, and a step needs it twice, for the forward's products and for the backward's.  PyTorch's
@@ -282,8 +282,8 @@ def _check_weight(weight: torch.Tensor) -> None:
         raise ValueError(f"{given}, expected a multiple of {BLOCK}")
     if not weight.is_meta and not weight.isfinite().all():
         raise ValueError(
-            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax, "
-            "and so all of them"
+            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax "
+            "and with it every number"
         )
 
 
@@ -336,8 +336,8 @@ def _check_plain(name: str, t: torch.Tensor) -> None:
 
 # ---- For autograd ------------------------------------------------------------------------------
 #
-#   y  = x @ W.t()                              W (O, I) is written out, multiplied, and freed
-#   dx = dy @ W                                 written out again: between the two, 0.5 bytes a number
+#   y  = x @ W.t()         W (O, I) is written out, multiplied, and freed
+#   dx = dy @ W            it is written out again: between the two, half a byte a number is kept
 #
 # W is a constant, so there is no dW: of the three products of a trained linear layer, two are left.
 

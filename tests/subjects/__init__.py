@@ -7,6 +7,7 @@ from tests.subjects import (
     cross_entropy,
     fused_layer,
     linear_cross_entropy,
+    nf4,
     reverse_kl,
     rmsnorm,
     rope,
@@ -15,7 +16,7 @@ from tests.subjects import (
 )
 
 LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
-LESSONS += (split_cross_entropy,)
+LESSONS += split_cross_entropy, nf4
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
 }
