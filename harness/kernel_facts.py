@@ -49,6 +49,7 @@ class Sizes:
     layers: int
     width: int  # of one number
     micro_batches: int = 1  # of which B*T are the tokens together
+    projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Launch:
 
     prefix: str  # how its name begins
     tensor: str | None = None  # of Sizes; None: it moves next to nothing in a step
-    passes: int = 0  # over it
+    passes: float = 0  # over it
     flops: int = 0  # per number, counted in the kernel's source; an exponential is one
     every_launch: bool = True  # one is for one layer's tensor; else those of a step share the whole
 
@@ -248,7 +249,8 @@ ROWS = [
         test="tests.nf4_test",
         patches=None,  # --quantize nf4 puts it in, when a model is loaded
         category="dequantization",
-        launches=(Launch("_nf4_dequantize"),),  # the weights of Sizes are the model's own dtype
+        # the weight out, in bf16, and the codes in, of which four are as long as one number
+        launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
     ),
 ]
 FACTS = {row.name: row for row in ROWS}

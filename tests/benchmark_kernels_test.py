@@ -128,6 +128,7 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
             ],
         ),
         ("Reverse KL: every implementation", 7, [*EVERY, "Error probable", "Error other"]),
+        ("NF4: every implementation", 6, ["Numbers", *EVERY[1:], "Error weight"]),
     ],
 )
 def test_table_has_its_title_and_columns_and_both_sizes(
@@ -360,8 +361,8 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     sizes += [
         ("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]
     ]
-    sizes += [("reverse_kl", 8), ("reverse_kl", 100)]
-    tokens = {"adamw": [SPECS["adamw"].tokens(HAS_GPU)[0]]}
+    sizes += [("reverse_kl", 8), ("reverse_kl", 100), ("nf4", ())]
+    tokens = {name: SPECS[name].tokens(HAS_GPU) for name in ("adamw", "nf4")}
     assert asked == [(kernel, tokens.get(kernel, [2, 4]), size, "fp32") for kernel, size in sizes]
     record = json.loads((tmp_path / "run.json").read_text())
     assert [
@@ -417,6 +418,7 @@ WORK = {
     "adamw": ("gbs", 14, 1e3),
     "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6),
     "reverse_kl": ("gbs", 3 * 100 * 2, 1e3),
+    "nf4": ("gbs", 2 + 1 / 2 + 1 / 64 + 1 / 4096, 1e3),
 }
 
 
@@ -578,12 +580,10 @@ def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])
+@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl", "nf4"])
 def test_functions_that_are_compiled_are_one_graph(kernel):
-    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[
-        kernel
-    ]
-    problem = PROBLEMS[kernel](2, size, torch.float32)
+    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}
+    problem = PROBLEMS[kernel](64, size.get(kernel, ()), torch.float32)
     eager = CONTENDERS[kernel]("fp32").pytorch[0]
     compiled = torch.compile(eager.function, fullgraph=True, dynamic=False, backend="aot_eager")
     errors = gradient_errors(problem, Implementation(COMPILED, compiled))
@@ -610,16 +610,16 @@ WRONG = {
         "other",
         lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     ),
+    "nf4": ("weight", lambda codes, *others: others[-1].flip(0)),
 }
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("kernel", WRONG)
 def test_wrong_result_is_found(kernel):
-    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}[
-        kernel
-    ]
-    problem = PROBLEMS[kernel](6, size, torch.float32)
+    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}
+    rows = SPECS[kernel].cpu_tokens[0] if kernel == "nf4" else 6
+    problem = PROBLEMS[kernel](rows, size.get(kernel, ()), torch.float32)
     assert tuple(problem.exact) == SPECS[kernel].errors
     part, wrong = WRONG[kernel]
     assert gradient_errors(problem, Implementation("wrong", wrong))[part] > 0.1
