@@ -68,7 +68,7 @@ class Spec:
     work: int  # see WORK
     errors: tuple[str, ...]  # a problem's parts
     cpu_tokens: tuple[int, ...] = CPU_TOKENS
-    beside: float = 0.0  # bytes for each element, of tensors that are not as large
+    beside: float = 0  # bytes for each element, of tensors that are not as large
     rate: Rate = BANDWIDTH
     rows: str = "Tokens"  # what the first dimension counts; if anything else, not --tokens
     judged: str = "gradients' errors"
