@@ -73,10 +73,8 @@ def wrap(model: "torch.nn.Module", workload: Workload) -> "torch.nn.Module":
     if workload.parallel == DDP:
         from torch.nn.parallel import DistributedDataParallel
 
-        # A gradient lies in the bucket that is sent: not a second time.  Buffers (frequencies, a
-        # quantized weight's codes) are constants, which need not be sent before each forward.
-        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        return DistributedDataParallel(model, **options)
+        # a gradient lies in the bucket that is sent: not a second time
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if workload.parallel == FSDP:
         shard(model)
     return model
