@@ -19,6 +19,7 @@ tests/kernel_facts_test.py says which of them is missing.
 
 from dataclasses import dataclass, field
 
+DEQUANTIZATION = "dequantization"  # of weights, with --quantize
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
@@ -29,7 +30,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "loss",
     "activation",
     "rotary",
-    "dequantization",
+    DEQUANTIZATION,
     OTHER,
     "optimizer",
     COMMUNICATION,
@@ -248,7 +249,8 @@ ROWS = [
         lesson="next_steps.nf4_kernel",
         test="tests.nf4_test",
         patches=None,  # --quantize nf4 puts it in, when a model is loaded
-        category="dequantization",
+        category=DEQUANTIZATION,
+        functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
         # the weight out, in bf16, and the codes in, of which four are as long as one number
         launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
     ),

@@ -15,7 +15,7 @@ import torch
 import profile_baseline
 from harness import attribution, dataset, device, loading, profiler, stepping
 from harness.device import DEVICE, HAS_GPU
-from harness.kernel_facts import COMMUNICATION, KERNELS, UNATTRIBUTED
+from harness.kernel_facts import COMMUNICATION, DEQUANTIZATION, KERNELS, UNATTRIBUTED
 from harness.profile_tables import OF_A_GRAPH
 from harness.run_records import read_record
 from harness.tables import NO_GPU_NOTE
@@ -187,7 +187,8 @@ def test_a_run_leaves_a_trace_and_a_record_that_renders_to_what_was_printed(runs
 def test_every_category_of_a_real_step_is_found(runs, name):
     categories = runs[name][0]["categories"]
     empty = {name for name, part in categories.items() if part["us"] == 0}
-    assert empty - {UNATTRIBUTED} == {COMMUNICATION}  # it is one process
+    # it is one process, and its weights are not quantized
+    assert empty - {UNATTRIBUTED} == {COMMUNICATION, DEQUANTIZATION}
     phases = runs[name][0]["phases"]
     assert all(phases[name]["us"] > 0 for name in ["forward", "loss", "backward", "optimizer"])
 
