@@ -39,7 +39,7 @@ and a step of which a part becomes faster gains no more than that part (Amdahl's
 
 from dataclasses import dataclass
 
-from harness.kernel_facts import COMMUNICATION, FACTS, ROWS, RUNGS, Sizes
+from harness.kernel_facts import COMMUNICATION, DEQUANTIZATION, FACTS, ROWS, RUNGS, Sizes
 
 TARGET = 0.9  # of a ceiling
 # of the step: below it, short kernels wait in the GPU's queue, not for the host; and no batch was
@@ -61,6 +61,7 @@ RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
 ADVICE = {  # where there is no kernel of ours
     "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
     "attention": "no kernel of ours; PyTorch chooses cuDNN's or flash attention",
+    DEQUANTIZATION: "as long for any number of tokens: more in a step (--batch-size, --seq-len)",
 }
 
 
