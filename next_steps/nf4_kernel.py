@@ -145,7 +145,8 @@ def nf4_tables(device: torch.device) -> torch.Tensor:
 
 def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Where in the sorted table each number's nearest value is; of two as near, the smaller."""
-    return torch.bucketize(numbers, (table[:-1] + table[1:]) / 2).to(torch.uint8)
+    between = (table[:-1] + table[1:]) / 2
+    return torch.bucketize(numbers, between, out_int32=True).to(torch.uint8)
 
 
 def _quantize_absmax(

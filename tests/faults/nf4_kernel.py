@@ -24,7 +24,7 @@ FAULTS = {
     ],
     "test_recorded_codes_and_numbers": [
         ("codes exchanged", "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
-        ("the value below, not the nearest", "(table[:-1] + table[1:]) / 2)", "table[1:])"),
+        ("the value below, not the nearest", "between = (table[:-1] + table[1:]) / 2", "between = table[1:]"),
         ("equal steps for absmax", "-magnitudes, ends]).sort().values", "-magnitudes, ends]).sort().values * 0 + torch.linspace(-1, 1, 256, device='cpu')"),
         ("absmax without deviations", "_quantize_absmax(absmax - absmax_mean, absmax_map)", "_quantize_absmax(absmax, absmax_map)"),
     ],
