@@ -87,7 +87,7 @@ def benchmark(
     from next_steps.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = SPECS[kernel], TORCH_DTYPES[dtype_name]
-    per_element = spec.work * (dtype.itemsize if spec.rate is BANDWIDTH else 1)
+    per_element = spec.work * (dtype.itemsize if spec.rate is BANDWIDTH else 1) + spec.beside
     peers, absent = find_peers(kernel)
     compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
     rows = []

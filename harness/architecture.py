@@ -11,6 +11,7 @@ import harness.device  # noqa: F401  decides how Triton, imported by transformer
 # isort: split
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
+PROJECTIONS = 7  # of a layer: q, k, v, o, gate, up, down
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
 
@@ -85,6 +86,13 @@ def parameter_count(config: LlamaConfig) -> int:
     return sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
 
 
+def projection_weights(config: LlamaConfig) -> int:
+    """Parameters of one layer's PROJECTIONS, which are all but its norms'."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention = 2 * config.hidden_size * heads * config.head_dim
+    return attention + 3 * config.hidden_size * config.intermediate_size
+
+
 def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
     """Model FLOPs per trained token, forward + backward: 6 per matrix weight + causal attention.
 
@@ -93,13 +101,8 @@ def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
     average: 6 * layers * heads * head_dim * T (PaLM's 12, halved by causality).
     """
     attention_size = config.num_attention_heads * config.head_dim
-    attention = (
-        config.hidden_size * 2 * (attention_size + config.num_key_value_heads * config.head_dim)
-    )
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    matrix_weights = (
-        config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
-    )
+    in_layers = config.num_hidden_layers * projection_weights(config)
+    matrix_weights = in_layers + config.vocab_size * config.hidden_size
     return 6.0 * matrix_weights + 6.0 * config.num_hidden_layers * attention_size * seq_len
 
 

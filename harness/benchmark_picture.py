@@ -6,6 +6,7 @@ from harness.benchmark_specs import (
     BANDWIDTH,
     COMPILED,
     EAGER,
+    FORMULA,
     HOST_FLOOR,
     ONE_TILE,
     OURS,
@@ -25,6 +26,7 @@ HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7
 COLOURS = {
     OURS: "#D55E00",
     EAGER: "#999999",
+    FORMULA: "#999999",
     "F.linear_": "#F0E442",
     "F.kl_div in fp32": "#999999",
     "F.": "#56B4E9",
@@ -34,6 +36,7 @@ COLOURS = {
     "torch.optim": "#999999",
     "Liger": "#CC79A7",
     "QuACK": "#009E73",
+    "bitsandbytes": "#009E73",
     HOST_FLOOR: "#000000",
 }
 

@@ -13,8 +13,10 @@ Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128  # of LLaMA 3.1 8B
 MAX_SEQUENCE = 2048  # of RoPE's B x T tokens
 # Without a GPU: what Triton's interpreter does in seconds.
 CPU_TOKENS, CPU_HIDDEN, CPU_VOCAB, CPU_INTERMEDIATE, CPU_PARAMETERS = (4, 16), 256, 1000, 1000, 5000
+CPU_QUANTIZED = 64 * 80
 
 EAGER = "PyTorch, as Hugging Face writes it"
+FORMULA = "PyTorch's formula"
 OURS = "ours"
 IN_PLACE = f"{OURS}, in place"
 TWO_KERNELS = f"{OURS}, two kernels"
@@ -66,6 +68,7 @@ class Spec:
     work: int  # see WORK
     errors: tuple[str, ...]  # a problem's parts
     cpu_tokens: tuple[int, ...] = CPU_TOKENS
+    beside: float = 0  # bytes for each element, of tensors that are not as large
     rate: Rate = BANDWIDTH
     rows: str = "Tokens"  # what the first dimension counts; if anything else, not --tokens
     judged: str = "gradients' errors"
@@ -94,6 +97,8 @@ class Spec:
 #   RoPE, 4: the forward reads q and k and writes both, the backward does so with their gradients.
 #   cos and sin are as long as one head of 40, if all samples share them.
 #   AdamW, 7: reads p, g, m and v, writes p, m and v.
+#   NF4, 1, the weight that is written; and beside it half a byte, 1 / 64 and 4 / (64 * 256) bytes
+#   for each number of it.
 #   Linear + cross-entropy, 6, but FLOP: three products, each of which multiplies and adds per logit
 #   and hidden column.
 HIDDEN = Dimension("hidden", (LLAMA_HIDDEN,), (CPU_HIDDEN,), "hidden")
@@ -174,5 +179,17 @@ SPECS = {
             f"{ONE_TILE}: up to 32,768 columns, both softmaxes and the gradient in one kernel "
             "of 512 threads",
         ),
+    ),
+    "nf4": Spec(
+        "NF4",
+        gpu_tokens=(LLAMA_HIDDEN * LLAMA_HIDDEN // 4, LLAMA_HIDDEN * LLAMA_INTERMEDIATE),  # k, up
+        cpu_tokens=(CPU_QUANTIZED,),
+        dimensions=(),
+        work=1,
+        beside=1 / 2 + 1 / 64 + 4 / (64 * 256),
+        errors=("weight",),
+        rows="Numbers",
+        judged="error of the weight",
+        notes=("one call writes the weight out, and has no backward",),
     ),
 }

@@ -99,7 +99,9 @@ def full_table(record: dict, section: dict) -> str:
     spec, sizes = SPECS[section["kernel"]], numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
-    if spec.rate is BANDWIDTH:
+    if spec.beside:
+        work = [*work, f"{section['bytes_per_element']:.3f} bytes"]
+    elif spec.rate is BANDWIDTH:
         work = [str(spec.work), *work, f"{section['bytes_per_element'] // spec.work} bytes"]
     else:
         work = [f"{spec.work} FLOP", *work]

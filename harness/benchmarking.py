@@ -37,7 +37,8 @@ class Problem:
     """One kernel at one size: inputs, upstream gradient, and what the results should be."""
 
     inputs: list[torch.Tensor]
-    wrt: int  # gradients are wanted of so many inputs, the first ones; 0: an optimizer's step
+    # gradients are wanted of so many inputs, the first ones; None: it is an optimizer's step
+    wrt: int | None
     dy: tuple[torch.Tensor, ...] | None  # of each output; None: 1, what loss.backward() starts with
     parts: Callable[..., dict[str, torch.Tensor]]  # (output, gradients) -> what of them is checked
     exact: dict[str, torch.Tensor]  # the same parts in float64
@@ -118,6 +119,22 @@ class Step:
         return self.p, self.both()
 
 
+class Evaluation:
+    """The same of a function that has no gradient: a call is one of it."""
+
+    def __init__(self, problem: Problem, implementation: Implementation):
+        free_memory()
+        self.copies, self.function = [t.clone() for t in problem.inputs], implementation.function
+
+    def both(self) -> torch.Tensor:
+        return self.function(*self.copies)
+
+    from_new_graph = both  # there is none
+
+    def results(self) -> tuple:
+        return self.both(), ()
+
+
 def free_memory() -> None:
     """Let go of what the implementation before this one held; on the CPU that is little."""
     if HAS_GPU:
@@ -125,8 +142,10 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def prepare(problem: Problem, implementation: Implementation) -> Call | Step:
-    return (Call if problem.wrt else Step)(problem, implementation)
+def prepare(problem: Problem, implementation: Implementation) -> Call | Step | Evaluation:
+    if problem.wrt is None:
+        return Step(problem, implementation)
+    return (Call if problem.wrt else Evaluation)(problem, implementation)
 
 
 # ---------------------------------------------------------------- measuring

@@ -39,7 +39,15 @@ and a step of which a part becomes faster gains no more than that part (Amdahl's
 
 from dataclasses import dataclass
 
-from harness.kernel_facts import ADAPTERS, COMMUNICATION, FACTS, ROWS, RUNGS, Sizes
+from harness.kernel_facts import (
+    ADAPTERS,
+    COMMUNICATION,
+    DEQUANTIZATION,
+    FACTS,
+    ROWS,
+    RUNGS,
+    Sizes,
+)
 
 TARGET = 0.9  # of a ceiling
 # of the step: below it, short kernels wait in the GPU's queue, not for the host; and no batch was
@@ -62,6 +70,7 @@ ADVICE = {  # where there is no kernel of ours
     "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
     "attention": "no kernel of ours; PyTorch chooses cuDNN's or flash attention",
     ADAPTERS: "thin products: more tokens each (--batch-size, --seq-len), fewer --lora-targets",
+    DEQUANTIZATION: "as long for any number of tokens: more in a step (--batch-size, --seq-len)",
 }
 
 

@@ -20,6 +20,7 @@ tests/kernel_facts_test.py says which of them is missing.
 from dataclasses import dataclass, field
 
 ADAPTERS = "adapters"  # LoRA's thin products and what adds their results
+DEQUANTIZATION = "dequantization"  # of weights, with --quantize
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
@@ -31,6 +32,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "activation",
     "rotary",
     ADAPTERS,
+    DEQUANTIZATION,
     OTHER,
     "optimizer",
     COMMUNICATION,
@@ -50,6 +52,7 @@ class Sizes:
     layers: int
     width: int  # of one number
     micro_batches: int = 1  # of which B*T are the tokens together
+    projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Launch:
 
     prefix: str  # how its name begins
     tensor: str | None = None  # of Sizes; None: it moves next to nothing in a step
-    passes: int = 0  # over it
+    passes: float = 0  # over it
     flops: int = 0  # per number, counted in the kernel's source; an exponential is one
     every_launch: bool = True  # one is for one layer's tensor; else those of a step share the whole
 
@@ -251,6 +254,16 @@ ROWS = [
             Launch("_obvious"),  # the lesson's first form: no step of training launches it
             Launch("_reverse_kl_bwd"),  # for a grad_output of 1 it does nothing
         ),
+    ),
+    Facts(
+        name="nf4",
+        lesson="next_steps.nf4_kernel",
+        test="tests.nf4_test",
+        patches=None,  # --quantize nf4 puts it in, when a model is loaded
+        category=DEQUANTIZATION,
+        functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
+        # the weight out, in bf16, and the codes in, of which four are as long as one number
+        launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
     ),
 ]
 FACTS = {row.name: row for row in ROWS}

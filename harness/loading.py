@@ -14,16 +14,23 @@ from harness.workload import Workload, draws_weights
 
 # isort: split
 # after `device`, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 
-def load_model(workload: Workload, try_step: Callable | None = None) -> torch.nn.Module:
+def load_model(
+    workload: Workload, try_step: Callable | None = None, make: Callable | None = None
+) -> torch.nn.Module:
     """The model in training mode, on the GPU if there is one, in the workload's dtype.
 
     With `pack` its attention is that of packed batches.
 
     Random weights are drawn on the device itself from the seed, so that two runs
-    start from the same point and 8B parameters take seconds.  try_step: see `load_config`.
+    start from the same point and 8B parameters take seconds.
+
+    Args:
+        workload: which model, and what is trained with it.
+        try_step: see `load_config`.
+        make: (workload, config) -> the model, from the seed that is set; `make_model` unless told.
 
     Raises:
         UserError: what `load_config` refuses; weights that are damaged, or not those of the
@@ -35,24 +42,27 @@ def load_model(workload: Workload, try_step: Callable | None = None) -> torch.nn
         require_interpreter()
     if workload.data not in ("stdlib", "synthetic"):
         read_file(workload.data)  # a wrong path is refused here, not after minutes of loading
-    dtype = TORCH_DTYPES[workload.dtype]
     torch.manual_seed(workload.seed)
-    if draws_weights(workload.model, workload):
-        model = build_model(config, dtype, DEVICE)
-    else:
-        model = for_training(load_weights(workload, dtype))
+    model = (make or make_model)(workload, config)
     if workload.pack:
         use_packed_attention(model)
     return model
 
 
-def load_weights(workload: Workload, dtype: torch.dtype) -> torch.nn.Module:
-    """The pretrained model, if all its weights are there, and no others."""
+def make_model(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
+    """The model with drawn or with pretrained weights."""
+    if draws_weights(workload.model, workload):
+        return build_model(config, TORCH_DTYPES[workload.dtype], DEVICE)
+    return for_training(load_weights(workload))
+
+
+def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
+    """The pretrained model on a device, if all its weights are there, and no others."""
     with reading(f"the weights of {workload.model}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,
-            dtype=dtype,
-            device_map={"": torch.empty(0, device=DEVICE).device},  # with its number
+            dtype=TORCH_DTYPES[workload.dtype],
+            device_map={"": torch.empty(0, device=device).device},  # with its number
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

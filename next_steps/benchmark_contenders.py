@@ -18,6 +18,7 @@ from cross_entropy_kernel import (
 from harness.benchmark_specs import (
     COMPILED,
     EAGER,
+    FORMULA,
     HOST_FLOOR,
     IN_PLACE,
     ONE_TILE,
@@ -30,6 +31,7 @@ from harness.device import HAS_GPU
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
 from next_steps.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.swiglu_kernel import TritonSwiGLU, swiglu_reference
@@ -208,6 +210,17 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
     return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
 
 
+def nf4_contenders(dtype: str) -> Contenders:
+    def of_tensors(dequantize: Callable) -> Callable:
+        """What takes the problem's inputs: those of NF4, and the weight that they are of."""
+        return lambda *inputs: dequantize(NF4(*inputs[:-1]), inputs[-1].shape, inputs[-1].dtype)
+
+    return Contenders(
+        [Implementation(FORMULA, of_tensors(nf4_dequantize_reference))],
+        [Implementation(OURS, of_tensors(nf4_dequantize))],
+    )
+
+
 CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "rmsnorm": rmsnorm_contenders,
     "cross_entropy": cross_entropy_contenders,
@@ -216,6 +229,7 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "adamw": adamw_contenders,
     "linear_cross_entropy": linear_cross_entropy_contenders,
     "reverse_kl": reverse_kl_contenders,
+    "nf4": nf4_contenders,
 }
 
 

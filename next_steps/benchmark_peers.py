@@ -1,4 +1,4 @@
-"""Whom ours is compared with besides PyTorch: the same kernels of Liger-Kernel and QuACK."""
+"""Whom ours is compared with besides PyTorch: Liger-Kernel, QuACK and bitsandbytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from harness.benchmarking import Implementation
-from harness.device import HAS_GPU
+from harness.device import DEVICE, HAS_GPU
 from harness.tables import describe
 from next_steps.benchmark_problems import EPS
+from next_steps.nf4_kernel import BLOCK, GROUP
 
 LIGER, LIGER_IN_PLACE = "Liger-Kernel", "Liger-Kernel, in place"  # without a mode that keeps inputs
 
@@ -70,6 +71,28 @@ def liger_reverse_kl() -> list[Implementation]:
     return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
 
 
+def bitsandbytes_nf4() -> list[Implementation]:
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    table = get_4bit_type("nf4", device=DEVICE)
+
+    def nf4(codes, absmax_codes, absmax_scales, absmax_mean, tables, weight):
+        of_absmax = {"code": tables[len(table) :], "blocksize": GROUP, "dtype": torch.float32}
+        state = QuantState(
+            absmax_codes,
+            shape=weight.shape,
+            dtype=weight.dtype,
+            blocksize=BLOCK,
+            code=table,
+            quant_type="nf4",
+            offset=absmax_mean[0],
+            state2=QuantState(absmax_scales, **of_absmax),
+        )
+        return dequantize_4bit(codes[:, None], state, quant_type="nf4")
+
+    return [Implementation("bitsandbytes", nf4)]
+
+
 def quack_rmsnorm() -> list[Implementation]:
     import quack
 
@@ -115,6 +138,7 @@ PEERS = {
         "quack",
         {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
     ),
+    "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", {"nf4": bitsandbytes_nf4}),
 }
 
 

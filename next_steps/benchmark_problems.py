@@ -9,6 +9,7 @@ from harness.benchmark_specs import HEAD_DIM, K_HEADS, MAX_SEQUENCE, Q_HEADS
 from harness.benchmarking import STEPS_DONE, Problem
 from harness.device import DEVICE
 from next_steps.adamw_kernel import adamw_reference
+from next_steps.nf4_kernel import nf4_dequantize_reference, nf4_quantize
 from next_steps.reverse_kl_kernel import reverse_kl_reference
 from next_steps.rope_kernel import rope_reference
 from next_steps.swiglu_kernel import swiglu_reference
@@ -127,7 +128,7 @@ def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Probl
     exact, *_ = adamw_reference(
         before, *others, STEPS_DONE + 1, beta1=0.9, beta2=0.999, eps=1e-8, **ADAMW
     )  # torch's default betas and eps, which all contenders share
-    return Problem([p, g, m, v], 0, None, parts, parts(exact, ()))
+    return Problem([p, g, m, v], None, None, parts, parts(exact, ()))
 
 
 def linear_cross_entropy_problem(tokens: int, size: tuple[int, int], dtype: torch.dtype) -> Problem:
@@ -189,6 +190,20 @@ def reverse_kl_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Problem:
     return Problem([student, teacher], 1, None, parts, parts(None, exact))
 
 
+def nf4_problem(numbers: int, size: tuple[()], dtype: torch.dtype) -> Problem:
+    """Codes and scales; and the weight that they are of, for its shape and dtype alone."""
+    torch.manual_seed(0)
+    weight = 0.02 * random(numbers, dtype=dtype)
+    nf4 = nf4_quantize(weight)
+
+    def parts(dequantized: torch.Tensor, gradients: tuple[()]) -> Parts:
+        return {"weight": dequantized.view(-1)[-CHECKED_PARAMETERS:]}
+
+    wide = nf4._replace(absmax_scales=nf4.absmax_scales.double())
+    exact = nf4_dequantize_reference(wide, weight.shape, torch.float64)
+    return Problem([*nf4, weight], 0, None, parts, parts(exact, ()))
+
+
 PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Problem
     "rmsnorm": rmsnorm_problem,
     "cross_entropy": cross_entropy_problem,
@@ -197,4 +212,5 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "adamw": adamw_problem,
     "linear_cross_entropy": linear_cross_entropy_problem,
     "reverse_kl": reverse_kl_problem,
+    "nf4": nf4_problem,
 }

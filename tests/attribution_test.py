@@ -284,6 +284,7 @@ OUR_KERNELS = {
     "_swiglu_bwd_kernel": "activation",
     "_rope_kernel": "rotary",
     "_adamw_kernel": "optimizer",
+    "_nf4_dequantize_kernel": "dequantization",
     "_reverse_kl_fwd_kernel": "loss",
     "_reverse_kl_bwd_kernel": "loss",
     "_reverse_kl_bwd_again_kernel": "loss",

@@ -160,7 +160,9 @@ def test_host_time_is_measured_for_every_implementation(finished):
     rows = [row for section in record["sections"] for row in section["rows"]]
     assert {HOST_FLOOR, OURS, IN_PLACE} <= {row["implementation"] for row in rows}
     assert all(row["host_us"] > 0 for row in rows)
-    assert stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == 7
+    assert (
+        stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == len(SPECS)
+    )
 
 
 def row_of(text: str, implementation: str) -> list[str]:
@@ -179,7 +181,7 @@ def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
     at = EVERY.index("Host")
     assert new[at] != "n/a" and old[at] == "n/a"
     assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
-    assert render(record).count("First call (compilation): n/a\n") == 7
+    assert render(record).count("First call (compilation): n/a\n") == len(SPECS)
 
 
 def test_rendering_changes_nothing(finished):
@@ -360,8 +362,8 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     sizes += [
         ("linear_cross_entropy", size) for size in [(64, 8), (64, 100), (4096, 8), (4096, 100)]
     ]
-    sizes += [("reverse_kl", 8), ("reverse_kl", 100)]
-    tokens = {"adamw": [SPECS["adamw"].tokens(HAS_GPU)[0]]}
+    sizes += [("reverse_kl", 8), ("reverse_kl", 100), ("nf4", ())]
+    tokens = {name: SPECS[name].tokens(HAS_GPU) for name in ("adamw", "nf4")}
     assert asked == [(kernel, tokens.get(kernel, [2, 4]), size, "fp32") for kernel, size in sizes]
     record = json.loads((tmp_path / "run.json").read_text())
     assert [
@@ -417,6 +419,7 @@ WORK = {
     "adamw": ("gbs", 14, 1e3),
     "linear_cross_entropy": ("tflops", 3 * 2 * 64 * 100, 1e6),
     "reverse_kl": ("gbs", 3 * 100 * 2, 1e3),
+    "nf4": ("gbs", 2 + 1 / 2 + 1 / 64 + 1 / 4096, 1e3),
 }
 
 
@@ -447,6 +450,7 @@ def test_formula_of_each_rate_is_printed(finished):
         "GB/s: 8 x tokens x columns x 2 bytes / total p50",
         "GB/s: 4 x tokens x columns x 2 bytes / total p50",
         "GB/s: 7 x parameters x 2 bytes / total p50",
+        "GB/s: numbers x 2.516 bytes / total p50",
         "TFLOP/s: 6 FLOP x tokens x hidden x vocabulary / total p50",
     ):
         assert f"\n{formula}\n" in finished[0]
@@ -578,12 +582,10 @@ def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl"])
+@pytest.mark.parametrize("kernel", ["swiglu", "rope", "linear_cross_entropy", "reverse_kl", "nf4"])
 def test_functions_that_are_compiled_are_one_graph(kernel):
-    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}[
-        kernel
-    ]
-    problem = PROBLEMS[kernel](2, size, torch.float32)
+    size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}
+    problem = PROBLEMS[kernel](64, size.get(kernel, ()), torch.float32)
     eager = CONTENDERS[kernel]("fp32").pytorch[0]
     compiled = torch.compile(eager.function, fullgraph=True, dynamic=False, backend="aot_eager")
     errors = gradient_errors(problem, Implementation(COMPILED, compiled))
@@ -610,16 +612,16 @@ WRONG = {
         "other",
         lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     ),
+    "nf4": ("weight", lambda codes, *others: others[-1].flip(0)),
 }
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("kernel", WRONG)
 def test_wrong_result_is_found(kernel):
-    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}[
-        kernel
-    ]
-    problem = PROBLEMS[kernel](6, size, torch.float32)
+    size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}
+    rows = SPECS[kernel].cpu_tokens[0] if kernel == "nf4" else 6
+    problem = PROBLEMS[kernel](rows, size.get(kernel, ()), torch.float32)
     assert tuple(problem.exact) == SPECS[kernel].errors
     part, wrong = WRONG[kernel]
     assert gradient_errors(problem, Implementation("wrong", wrong))[part] > 0.1

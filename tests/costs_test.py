@@ -206,6 +206,16 @@ def test_every_kernel_of_ours_is_counted_or_moves_next_to_nothing():
     assert costs.cost_of_kernel("vectorized_elementwise_kernel", 1, SIZES) is None
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_step_writes_each_quantized_weight_out_twice(micro_batches):
+    """6.98e9 numbers of 2 bytes, from half a byte and a little each."""
+    config, name = architecture.llama_3_1_8b_config(), "_nf4_dequantize_kernel"
+    sizes = costs.sizes_of(config, Workload(accumulate=micro_batches))
+    launches = 2 * 7 * 32 * micro_batches
+    moved = launches * costs.cost_of_kernel(name, launches, sizes).n_bytes
+    assert moved == pytest.approx(2 * 6.98e9 * 2.516 * micro_batches, rel=3e-3)
+
+
 # of a step with all kernels but the fused layer, whose norms compute their output once more
 LAUNCHES = {
     "_rmsnorm_fwd_kernel": 2 * SIZES.layers,

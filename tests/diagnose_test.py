@@ -28,7 +28,7 @@ from harness import waiting as waiting_module
 from harness.command_line import UserError
 from harness.device import DEVICE
 from harness.diagnose import RUNG_OF_CATEGORY
-from harness.kernel_facts import CATEGORIES, KERNELS, RUNGS, Sizes
+from harness.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
 from harness.run_records import read_record
 from harness.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
 from harness.workload import Workload, finetune_parser
@@ -217,6 +217,8 @@ def test_every_advised_flag_exists():
         advice = diagnose.advice_for(category, {"kernels": []})
         assert advice == f"--kernels {rung.name}"
         assert profile_baseline.parse_args(advice.split()).kernels == [rung.name]
+    assert profile_baseline.parse_args(["--batch-size", "2", "--seq-len", "32"])
+    assert "(--batch-size, --seq-len)" in diagnose.advice_for(DEQUANTIZATION, {"kernels": []})
 
 
 def loading(record: dict, alone_ms: float, waited_ms: float) -> dict:

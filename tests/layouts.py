@@ -31,13 +31,9 @@ class Layout:
                 strides[dim] = size * self.steps[dim]
                 gap = self.gap if dim == self.order[-1] else 0
                 size = strides[dim] * values.shape[dim] + gap
-        filling = (
-            math.nan
-            if values.is_floating_point()
-            else -12_345
-            if values.dtype != torch.bool
-            else True
-        )
+        filling = math.nan
+        if not values.is_floating_point():
+            filling = -12_345 if values.dtype.is_signed else 1  # a mask's True, or a byte's
         memory = values.new_full((self.offset + size,), filling)
         once = self.first_of_repeated(values)
         memory.as_strided(once.shape, strides, self.offset).copy_(once)

@@ -15,7 +15,13 @@ import torch
 import profile_baseline
 from harness import attribution, dataset, device, loading, profiler, stepping
 from harness.device import DEVICE, HAS_GPU
-from harness.kernel_facts import ADAPTERS, COMMUNICATION, KERNELS, UNATTRIBUTED
+from harness.kernel_facts import (
+    ADAPTERS,
+    COMMUNICATION,
+    DEQUANTIZATION,
+    KERNELS,
+    UNATTRIBUTED,
+)
 from harness.profile_tables import OF_A_GRAPH
 from harness.run_records import read_record
 from harness.tables import NO_GPU_NOTE
@@ -187,8 +193,8 @@ def test_a_run_leaves_a_trace_and_a_record_that_renders_to_what_was_printed(runs
 def test_every_category_of_a_real_step_is_found(runs, name):
     categories = runs[name][0]["categories"]
     empty = {name for name, part in categories.items() if part["us"] == 0}
-    # it is one process, and trains all weights
-    assert empty - {UNATTRIBUTED} == {COMMUNICATION, ADAPTERS}
+    # it is one process, and trains all weights, which are not quantized
+    assert empty - {UNATTRIBUTED} == {COMMUNICATION, ADAPTERS, DEQUANTIZATION}
     phases = runs[name][0]["phases"]
     assert all(phases[name]["us"] > 0 for name in ["forward", "loss", "backward", "optimizer"])
 
@@ -457,4 +463,5 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     others = {f"_cross_entropy_{way}_kernel" for way in ("fwd", "bwd")}
     others |= {f"_reverse_kl_{way}_kernel" for way in ("fwd", "bwd", "bwd_again")}
     others |= {"_plain_fwd_kernel", "_plain_bwd_kernel", "_obvious_kernel"}
+    others |= {"_nf4_dequantize_kernel"}  # where --quantize asks for it
     assert launched == set(OUR_KERNELS) - others or kernels != "all"

@@ -4,11 +4,12 @@ What these functions replace is private to the kernels' files; no other test fil
 """
 
 import cross_entropy_kernel
-from next_steps import reverse_kl_kernel, swiglu_kernel
+from next_steps import nf4_kernel, reverse_kl_kernel, swiglu_kernel
 
 SHIPPED_OPTIONS = cross_entropy_kernel._options
 SHIPPED_LAUNCH = reverse_kl_kernel._launch
 SHIPPED_BLOCK_SIZE = swiglu_kernel.BLOCK_SIZE
+SHIPPED_BLOCKS = nf4_kernel.TILE_BLOCKS
 
 
 def cross_entropy_tiles(monkeypatch, rows: int = 2, cols: int = 32) -> None:
@@ -41,14 +42,20 @@ def swiglu_blocks(monkeypatch, size: int = 128) -> None:
     monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", size)
 
 
+def nf4_tiles(monkeypatch, blocks: int = 4) -> None:
+    monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", blocks)
+
+
 def small_tiles(monkeypatch) -> None:
     """Of every kernel.  A GPU takes the shipped ones too where a test asks for them."""
     cross_entropy_tiles(monkeypatch)
     reverse_kl_tiles(monkeypatch)
     swiglu_blocks(monkeypatch)
+    nf4_tiles(monkeypatch)
 
 
 def shipped_tiles(monkeypatch) -> None:
     monkeypatch.setattr(cross_entropy_kernel, "_options", SHIPPED_OPTIONS)
     monkeypatch.setattr(reverse_kl_kernel, "_launch", SHIPPED_LAUNCH)
     monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", SHIPPED_BLOCK_SIZE)
+    monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", SHIPPED_BLOCKS)

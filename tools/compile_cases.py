@@ -13,6 +13,7 @@ from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFun
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from next_steps.llama_mlp import SwiGLUMLPFunction
+from next_steps.nf4_kernel import BLOCK, GROUP, N_VALUES, NF4LinearFunction
 from next_steps.reverse_kl_kernel import TritonReverseKLFunction
 from next_steps.rope_kernel import TritonRoPEFunction
 from next_steps.swiglu_kernel import TritonSwiGLUFunction
@@ -110,6 +111,19 @@ def reverse_kl_arguments(reduction: str, vocab: int, masked: bool = False) -> Ar
         return t(B, T, vocab), t(B, T, vocab), mask, 1.0, reduction, None, True
 
     return arguments
+
+
+def nf4_arguments(t: Make) -> tuple:
+    def integers(n: int) -> torch.Tensor:
+        return torch.empty(n, dtype=torch.uint8, device="cuda")
+
+    def floats(n: int) -> torch.Tensor:
+        return torch.empty(n, dtype=torch.float32, device="cuda")
+
+    n_blocks = INTERMEDIATE * H // BLOCK
+    codes, absmax_codes = integers(n_blocks * BLOCK // 2), integers(n_blocks)
+    scales, mean, tables = floats(n_blocks // GROUP), floats(1), floats(N_VALUES + GROUP)
+    return t(B, T, H), (INTERMEDIATE, H), codes, absmax_codes, scales, mean, tables
 
 
 CASES = {  # by the names of kernel_facts.py's rows
@@ -223,4 +237,5 @@ CASES = {  # by the names of kernel_facts.py's rows
             ("none, V = 50,257", reverse_kl_arguments("none", 50_257)),
         )
     ],
+    "nf4": [Case("NF4", NF4LinearFunction, nf4_arguments, frozen=(4, 5, 6))],
 }

@@ -8,6 +8,7 @@ from tests.subjects import (
     fused_layer,
     linear_cross_entropy,
     lora_linear,
+    nf4,
     reverse_kl,
     rmsnorm,
     rope,
@@ -16,7 +17,7 @@ from tests.subjects import (
 )
 
 LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
-LESSONS += split_cross_entropy, lora_linear
+LESSONS += split_cross_entropy, lora_linear, nf4
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
 }
