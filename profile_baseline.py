@@ -112,7 +112,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         **workload.as_record(),
         **counts(model, workload),
         "warmup_steps": workload.warmup,
-        **attribution.attribute(profile.events(), moved, sizes),
+        **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
         **({"busy_us": idle["busy_us"]} if graph else {}),
         "ceilings": ceilings,
         "sizes": asdict(sizes),

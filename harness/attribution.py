@@ -165,7 +165,11 @@ def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], Fun
     return {(e.thread, e.sequence_nr): e for e in forward}
 
 
-def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent]) -> str:
+def category_of(
+    launcher: FunctionEvent,
+    forward: dict[tuple[int, int], FunctionEvent],
+    rank: int | None = None,
+) -> str:
     """Whose time is a kernel that `launcher` launched?  The heart of the profile.
 
     1. Where two paths of the network meet (a residual; q, k and v of one input)
@@ -176,6 +180,8 @@ def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], Function
        autograd.Functions by its name, or a backward node.  The backward pass runs
        on a thread of its own, outside of all ranges, but its nodes carry the number
        of the forward operation that created them, and what was true of that is true here.
+
+    rank: of the adapters, if there are any.
     """
     if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
         return OTHER
@@ -183,7 +189,7 @@ def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], Function
     if any(ATTENTION_OPERATION.search(event.name) for event in callers):
         return "attention"
     if any(MATMUL_OPERATION.match(event.name) for event in callers):
-        return ADAPTERS if in_adapter(launcher, forward) else "matmul"
+        return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
     for event in callers:
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
@@ -192,18 +198,29 @@ def category_of(launcher: FunctionEvent, forward: dict[tuple[int, int], Function
                 return category
         if event.scope == BACKWARD_SCOPE or is_evaluation(event):
             origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return category_of(origin, forward) if origin is not None else OTHER
+            return category_of(origin, forward, rank) if origin is not None else OTHER
     return OTHER
 
 
-def in_adapter(launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent]) -> bool:
-    """Is it part of an adapter, and not of the projection beside it?"""
-    for event in ancestors(launcher):
+def in_adapter(
+    product: FunctionEvent,
+    forward: dict[tuple[int, int], FunctionEvent],
+    rank: int | None,
+) -> bool:
+    """Is it part of an adapter, and not of the projection beside it?
+
+    Around peft's modules there are ranges.  In a Function of ours there are none: a product is an
+    adapter's if its smallest side is the rank, or that of the two or three that share an input.
+    """
+    for event in ancestors(product):
         if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
             return event.name == WITH_ADAPTER
+        if rank is not None and any(name in event.name for name in CATEGORY_OF_FUNCTION):
+            sides = [side for shape in product.input_shapes for side in shape]
+            return bool(sides) and min(sides) in (rank, 2 * rank, 3 * rank)
         if event.scope == BACKWARD_SCOPE or is_evaluation(event):
             origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return origin is not None and in_adapter(origin, forward)
+            return origin is not None and in_adapter(origin, forward, rank)
     return False
 
 
@@ -264,13 +281,17 @@ def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[in
 
 
 def attribute(
-    events: list[FunctionEvent], costs: dict[int, Cost] | None = None, sizes: Sizes | None = None
+    events: list[FunctionEvent],
+    costs: dict[int, Cost] | None = None,
+    sizes: Sizes | None = None,
+    rank: int | None = None,
 ) -> dict:
     """Operations, categories and phases in numbers; each of the three adds up to the same total.
 
     Args:
         costs: what each operation moves and computes, by its number; 0 unless given.
         sizes: of the model, for the same of our kernels; 0 unless given.
+        rank: of the adapters, if there are any.
     """
     on_gpu = bool(gpu_events(events))
     costs = (costs if on_gpu else counted_once(events, costs)) if costs else {}
@@ -292,7 +313,8 @@ def attribute(
         row["launchers"].add(operation or work)
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:
-            category, phase = category_of(work.launcher, forward), phase_of(work.launcher)
+            category = category_of(work.launcher, forward, rank)
+            phase = phase_of(work.launcher)
         category = category_by_name(work.name) or category
         for part in (row, categories[category], phases[phase]):
             part["us"] += work.us

@@ -239,7 +239,7 @@ ROWS = [
         patches=None,  # the fused layer takes it where there are adapters
         category=None,  # no kernels of its own
         # what is not a matrix product there: adapters that are laid one below the other
-        functions={"LoRALinear": OTHER},
+        functions={"LoRALinear": ADAPTERS},
     ),
     Facts(
         name="reverse_kl",

@@ -1,6 +1,6 @@
 """What is printed of a profile: operations, categories and phases, each with its share; totals."""
 
-from harness.kernel_facts import COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED
+from harness.kernel_facts import ADAPTERS, COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED
 from harness.spread import spread
 from harness.tables import OF_KERNELS, OF_STEPS, number, table
 
@@ -37,7 +37,7 @@ def operations_table(record: dict) -> str:
 def parts_table(header: str, parts: dict, device: str) -> str:
     """Categories or phases; catch-alls, and what few runs have, only where something is in them."""
     rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
-    hidden = COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED, "other"
+    hidden = ADAPTERS, DEQUANTIZATION, COMMUNICATION, UNATTRIBUTED, "other"
     rows = [row for row in rows if row[2] or row[0] not in hidden]
     counted = "Launches" if device == "CUDA" else "Operation calls"
     return sum_table([header, f"{device} time", "Share", counted], rows)

@@ -44,10 +44,9 @@ import torch
 from harness import architecture, config_file, dataset, run_records, stepping, tables
 from harness.adapters import add_adapters, lora_counts
 from harness.architecture import TORCH_DTYPES
-from harness.command_line import UserError
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, recompute
+from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, quantize, recompute
 from next_steps.memory_ledger import (
     BATCH,
     KINDS,
@@ -151,6 +150,8 @@ def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = No
     kernels = workload.kernels
     with pretended_gpu(), ledger or Ledger() as ledger:
         model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
+        if workload.quantize:
+            quantize.quantize_model(model)
         add_adapters(model, workload)
         if model.config._attn_implementation != "eager":
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
@@ -220,14 +221,7 @@ def estimate(config: LlamaConfig, workload: Workload) -> dict:
 
 
 def report(workload: Workload, record_to: str | None = None) -> None:
-    """Print the estimate for a workload, the baseline's beside it, and write the record.
-
-    Raises:
-        UserError: its weights are quantized, which meta tensors cannot be.
-    """
-    if workload.quantize:
-        given = "--estimate runs on tensors without memory, which --quantize cannot pack"
-        raise UserError(f"{given}: leave it out, or measure with --memory")
+    """Print the estimate for a workload, the baseline's beside it, and write the record."""
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
     baseline = replace(workload, kernels=(), recompute=None, offload=False)
     differs = workload.kernels or workload.recompute or workload.offload

@@ -2,7 +2,6 @@
 
     model = load_quantized(workload)    in place of `load_model`; then adapters, kernels, training
     model = quantize_model(model)       of a model that is there
-    model = dequantize_model(model)     ordinary weights again, to merge adapters into
 
 What is quantized is what adapters stand beside: q, k, v, o, gate, up and down.  Norms, embedding
 and head stay as they are: the norms are small, of the embedding a step reads a few rows, and a
@@ -106,21 +105,6 @@ def quantize_layer(layer: torch.nn.Module) -> None:
         except ValueError as error:
             given = f"a layer's {name} cannot be quantized to NF4, because its {error}"
             raise UserError(f"{given}: leave --quantize out") from error
-
-
-def dequantize_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Put ordinary linear layers in the place of every NF4Linear, also below adapters.
-
-    Their weights are the quantized ones' numbers.  The model comes back in the host's memory: the
-    GPU that it was trained on may hold one such layer, and not all of them.
-    """
-    for parent, name, linear in children_of(model, NF4Linear):
-        weight = linear.dequantized().cpu()  # (O, I)
-        options = {"bias": False, "device": "meta", "dtype": weight.dtype}
-        plain = torch.nn.Linear(linear.in_features, linear.out_features, **options)
-        plain.weight = torch.nn.Parameter(weight, requires_grad=False)
-        setattr(parent, name, plain.train(linear.training))
-    return model.cpu()
 
 
 def children_of(

@@ -443,13 +443,14 @@ def test_the_digest_is_of_what_is_frozen_and_of_buffers():
 # ---------------------------------------------------------------- profile and estimate
 
 
+@pytest.mark.parametrize("kernels", ["none", "all"])
 @pytest.mark.parametrize("targets", ["all", "mlp"])
-def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets):
+def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets, kernels):
     flags = ["--model", "tiny", "--seq-len", "64", "--warmup", "1"]
     flags += ["--lora-rank", "4", "--lora-targets", targets]
-    flags += ["--trace", str(tmp_path / "trace.json")]
-    record = run_record(run_script, tmp_path, profile_baseline, *flags)
-    config, workload = architecture.tiny_config(), tiny_workload(*flags[-6:-2])
+    more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
+    record = run_record(run_script, tmp_path, profile_baseline, *flags, *more)
+    config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
     thin = 64 * 6 * adapters.adapter_count(config, workload)
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
@@ -482,6 +483,19 @@ def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
     kept = [memory_estimate.estimate(config, w)["kept_in_layers"] for w in (workload, attention)]
     inputs = config.num_hidden_layers * 512 * 2 * config.intermediate_size  # down_proj's
     assert kept[0]["MLP"] - kept[1]["MLP"] >= inputs
+
+
+def test_an_estimate_of_quantized_weights_has_half_a_byte_for_each():
+    config = architecture.llama_3_1_8b_config()
+    config.num_hidden_layers = 2
+    kernels = tuple(KERNELS)
+    lora = Workload(kernels=kernels, lora_rank=16, lora_alpha=16.0, lora_targets="all")
+    before, after = (
+        memory_estimate.estimate(config, each) for each in (lora, replace(lora, quantize="nf4"))
+    )
+    n = architecture.projection_weights(config) * config.num_hidden_layers
+    saved = before["parts"]["parameters"] - after["parts"]["parameters"]
+    assert saved == pytest.approx((2 - 0.516) * n, rel=1e-3)
 
 
 def test_the_estimate_of_a_script_names_adapters(run_script, tmp_path):
@@ -522,10 +536,7 @@ def test_a_teacher_does_not_train_adapters(run_script):
     assert_one_sentence(outcome, "--lora-rank does nothing with --teacher")
 
 
-def test_quantized_weights_are_not_estimated_or_sharded(run_script, monkeypatch):
-    flags = ["--model", "tiny", *RANK, "--quantize", "nf4"]
-    outcome = run_script(profile_baseline, "--estimate", *flags)
-    assert_one_sentence(outcome, "--estimate", "--quantize", "measure with --memory")
+def test_quantized_weights_are_not_sharded(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = finetune_parser("").parse_args([*SMALL, *RANK, "--quantize", "nf4"])
     with pytest.raises(adapter_flags.UserError, match="add --parallel ddp"):

@@ -4,10 +4,12 @@ peft around it and kernels in it.
 
 import copy
 
+import peft
 import pytest
 import torch
 
 from harness import architecture, loading
+from harness.adapters import merged_weights
 from harness.checking import DEVICE
 from harness.command_line import UserError
 from harness.kernel_facts import MODEL_KERNELS
@@ -15,7 +17,7 @@ from next_steps import quantize
 from next_steps.apply_kernels import apply_kernels
 from next_steps.quantize import (
     NF4Linear,
-    dequantize_model,
+    children_of,
     draw_quantized,
     load_quantized,
     quantize_model,
@@ -26,7 +28,6 @@ from tests.small_workloads import largest_error, tiny_batch, tiny_workload, unev
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-peft = pytest.importorskip("peft")
 
 
 def make_linear(dtype=torch.float32, out_features=24, in_features=64) -> torch.nn.Linear:
@@ -258,31 +259,27 @@ def test_peft_takes_it_for_a_linear_layer():
 def test_adapters_train_as_around_the_dense_weight():
     """The same numbers, and nothing is missing."""
     model = with_adapters(make_model())
-    dense = dequantize_model(copy.deepcopy(model)).to(DEVICE)
-    error, name = largest_error(loss_and_gradients(model), loss_and_gradients(dense))
+    expected = loss_and_gradients(model)
+    for parent, name, linear in children_of(model, NF4Linear):
+        weight = linear.dequantized()
+        setattr(parent, name, torch.nn.Linear(*weight.T.shape, bias=False, device="meta"))
+        getattr(parent, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    error, name = largest_error(loss_and_gradients(model), expected)
     assert error < 1e-6, name
 
 
-def test_dequantized_is_an_ordinary_model_into_which_adapters_are_merged():
+def test_merged_it_is_an_ordinary_model():
     model = with_adapters(make_model())
     expected = loss_and_gradients(model)["loss"]
-    merged = dequantize_model(model)
-    assert not [m for m in merged.modules() if isinstance(m, NF4Linear)]
-    assert all(t.device.type == "cpu" for t in merged.state_dict().values())
-    for parent in list(merged.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, peft.tuners.lora.Linear):
-                child.merge()
-                setattr(parent, name, child.base_layer)
-    plain = architecture.build_model(merged.config, torch.float32, DEVICE)
-    plain.load_state_dict(merged.state_dict())
+    plain = architecture.build_model(model.config, torch.float32, DEVICE)
+    plain.load_state_dict(merged_weights(model, model.state_dict()))
     batch = tiny_batch()
     loss = plain(input_ids=batch.input_ids, labels=batch.labels).loss
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def test_kernels_change_no_number():
-    """They step aside where a weight is quantized, and take over everything else."""
+    """The fused layer takes projections whose weight is quantized, too."""
     expected = loss_and_gradients(with_adapters(make_model()))
     model = apply_kernels(with_adapters(make_model()), MODEL_KERNELS)
     assert "TritonRMSNorm" in {type(module).__name__ for module in model.modules()}
