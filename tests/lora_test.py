@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch.utils.flop_counter import FlopCounterMode
 
 import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import adapter_flags, adapters, architecture, loading, stepping
+from harness import adapter_flags, adapters, architecture, loading, saving, stepping
 from harness.adapter_flags import ATTENTION, MLP, TARGETS
 from harness.checking import DEVICE, assert_all_passed, compare
 from harness.device import HAS_GPU
@@ -31,7 +29,9 @@ from tests.parallel_test import torchrun
 from tests.small_workloads import TINY, smaller_config, tiny_batch, tiny_workload, uneven_norms
 
 # isort: split
-# after the harness, which decides how triton (imported by transformers) will run
+# after the harness, which decides how triton (imported by these) will run
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 RANK = ["--lora-rank", "4", "--lora-alpha", "6"]
@@ -345,8 +345,6 @@ def test_an_adapter_is_trained_further(base, saved, run_script, tmp_path):
 
 def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path):
     """Its file has the names that peft's own code gives."""
-    from peft import LoraConfig, get_peft_model
-
     modules = list(ATTENTION)
     config = LoraConfig(r=3, lora_alpha=5, target_modules=modules, lora_dropout=0.1)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).to(DEVICE)
@@ -360,8 +358,6 @@ def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path):
 
 def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
     """Whenever it is killed; of another rank, the old settings must not meet the new weights."""
-    from harness import saving
-
     folder = tmp_path / "saved"
     old, new, more = (
         (workload := tiny_workload("--lora-rank", rank, "--seed", seed), lora.load(workload))

@@ -213,7 +213,7 @@ def test_adapters_with_kernels_follow_the_baseline(
     losses = []
     for script in (finetune_baseline, finetune_optimized):
         path = tmp_path / f"{script.__name__}.json"
-        more = ["--steps", "3", *LORA, "--dtype", dtype, "--json", str(path)]
+        more = ["--steps", "2", *LORA, "--dtype", dtype, "--json", str(path)]
         command = flags(smollm, english, 16, *more)
         command += ["--kernels", "all"] if script is finetune_optimized else []
         monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *command])
