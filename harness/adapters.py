@@ -34,8 +34,9 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     nothing is drawn or read.
 
     Args:
-        model: before kernels are applied.  Its projections are nn.Linear, or modules with
-            in_features, out_features and `dequantized()`.
+        model: before or after kernels are applied.  A projection is a nn.Linear; one that is
+            quantized derives from it and has, in place of a weight, `dequantized()`, and for peft
+            `qweight`, whatever lies where the weight would.
 
     Raises:
         UserError: the saved adapters are damaged, or not of this model.
@@ -43,17 +44,13 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     if workload.lora_rank is None:
         return model
     from peft import inject_adapter_in_model
-    from peft.tuners.lora import Linear
 
-    config = peft_config(workload)
-    quantized = {type(m) for m in model.modules() if hasattr(m, "dequantized")}
-    config._register_custom_module(dict.fromkeys(quantized, Linear))
-    on_meta = model.device.type == "meta"
+    dtype, on_meta = TORCH_DTYPES[workload.dtype], model.device.type == "meta"
     torch.manual_seed(workload.seed)
-    inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=on_meta)
+    inject_adapter_in_model(peft_config(workload), model, NAME, low_cpu_mem_usage=on_meta)
     for module in filter(has_adapter, model.modules()):
-        module.lora_A.to(dtype=TORCH_DTYPES[workload.dtype])
-        module.lora_B.to(dtype=TORCH_DTYPES[workload.dtype])
+        module.lora_A.to(dtype=dtype)
+        module.lora_B.to(dtype=dtype)
     if workload.adapter is not None and not on_meta:
         found = read_adapters(workload, model.config)
         with torch.no_grad():

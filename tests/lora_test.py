@@ -329,6 +329,45 @@ def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, ta
     assert adapter_flags.CONFIG not in os.listdir(merged)
 
 
+class Halves(torch.nn.Linear):
+    """A projection whose weight is no parameter, as a quantized one's; it is exact in fp16."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = self.bias = None
+        self.register_buffer("qweight", linear.weight.detach().half().view(torch.uint8))
+
+    def dequantized(self) -> torch.Tensor:
+        return self.qweight.view(torch.float16).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.dequantized())
+
+
+def test_adapters_stand_beside_packed_weights_and_merge_with_them():
+    """A nn.Linear without a weight, which tells what it would be."""
+    workload = tiny_workload(*RANK, "--lora-targets", "mlp", "--dtype", "fp32")
+    plain, packed = (loading.load_model(tiny_workload()) for _ in range(2))
+    for model in (plain, packed):
+        for layer in model.model.layers:
+            for part, name in ((layer.mlp, "up_proj"), (layer.self_attn, "q_proj")):
+                linear = getattr(part, name)
+                linear.weight.data = linear.weight.data.half().float()
+                if model is packed:
+                    setattr(part, name, Halves(linear))
+        without_zeros(adapters.add_adapters(model, workload))
+    assert len(stepping.trained(packed)) == len(stepping.trained(plain)) == 2 * 3 * 2
+    batch = tiny_batch()
+    expected, found = (loss_and_gradients(model, batch) for model in (plain, packed))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    merged, others = (
+        adapters.merged_weights(model, model.state_dict()) for model in (plain, packed)
+    )
+    assert merged.keys() == others.keys() == loading.load_model(tiny_workload()).state_dict().keys()
+    assert all(torch.equal(merged[name].cpu(), others[name].cpu()) for name in merged)
+
+
 def test_an_adapter_is_trained_further(base, saved, run_script, tmp_path):
     folder, first = saved(*RANK)
     flags = [*SMALL, "--model", base, "--data", "synthetic"]
