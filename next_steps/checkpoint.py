@@ -7,7 +7,7 @@ What a step depends on, and where a resumed run has it from:
 
     parameters, AdamW's moments, its count of steps    saved: tensors, here
     learning rate, betas, kernels                      the flags, which must be the same
-    frozen weights, of LoRA                        --model; their digest must be the same
+    frozen weights, of LoRA                            --model; their digest must be the same
     which samples are in which step                    (seed, epoch); the steps done are skipped
     the bits that round at random                      (seed, step, parameter, element)
 
