@@ -1,6 +1,6 @@
 """What is printed of a profile: operations, categories and phases, each with its share; totals."""
 
-from harness.kernel_facts import COMMUNICATION, UNATTRIBUTED
+from harness.kernel_facts import ADAPTERS, COMMUNICATION, UNATTRIBUTED
 from harness.spread import spread
 from harness.tables import OF_KERNELS, OF_STEPS, number, table
 
@@ -35,9 +35,10 @@ def operations_table(record: dict) -> str:
 
 
 def parts_table(header: str, parts: dict, device: str) -> str:
-    """Categories or phases; catch-alls and communication only where something fell into them."""
+    """Categories or phases; what most steps do not have only where something fell into it."""
     rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
-    rows = [row for row in rows if row[2] or row[0] not in (COMMUNICATION, UNATTRIBUTED, "other")]
+    rare = ADAPTERS, COMMUNICATION, UNATTRIBUTED, "other"
+    rows = [row for row in rows if row[2] or row[0] not in rare]
     counted = "Launches" if device == "CUDA" else "Operation calls"
     return sum_table([header, f"{device} time", "Share", counted], rows)
 
