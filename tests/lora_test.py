@@ -478,6 +478,13 @@ def test_the_digest_is_of_what_is_frozen_and_of_buffers():
 # ---------------------------------------------------------------- profile and estimate
 
 
+def test_a_profile_without_adapters_has_no_row_of_them(run_script, tmp_path):
+    flags = ["--model", "tiny", "--warmup", "1", "--trace", str(tmp_path / "trace.json")]
+    outcome = run_script(profile_baseline, *flags)
+    assert outcome.code == 0 and "rotary" in outcome.out and ADAPTERS not in outcome.out
+    assert ADAPTERS in run_script(profile_baseline, *flags, "--lora-rank", "2").out
+
+
 @pytest.mark.parametrize("kernels", ["none", "all"])
 @pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets, kernels):
