@@ -203,9 +203,7 @@ def category_of(
 
 
 def in_adapter(
-    product: FunctionEvent,
-    forward: dict[tuple[int, int], FunctionEvent],
-    rank: int | None,
+    product: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None
 ) -> bool:
     """Is it part of an adapter, and not of the projection beside it?
 
