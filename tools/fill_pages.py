@@ -70,7 +70,8 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     from tools.page_step_tables import scaling_records
 
     for kernel in SPECS:
-        yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
+        if (RESULTS / f"benchmark_{kernel}.json").exists():
+            yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
     for which in ("baseline_1x512", "baseline_4x2048", "all_4x2048"):
         yield f"memory_{which}", memory_tables.plot, [load(f"memory_{which}")]
     before = load("profile_4x2048")
