@@ -4,6 +4,9 @@ tests/fixtures.py.
 
 from dataclasses import dataclass
 
+import harness.device  # noqa: F401  decides how triton will run, before a test imports it by peft
+
+# isort: split
 import pytest
 
 from harness import command_line
