@@ -164,6 +164,7 @@ def test_kernels_give_the_gradient_of_every_adapter(targets):
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", [level for level in RECOMPUTE if level != "none"])
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["eager", "kernels"])
 def test_every_level_of_recomputation_has_the_gradients_of_none(kernels, level):
@@ -205,6 +206,7 @@ WAYS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_with_kernels_follow_those_without(small_model, run_script, tmp_path, way):
     flags = [*SMALL, *RANK, *WAYS[way]]
@@ -485,7 +487,7 @@ def test_a_profile_without_adapters_has_no_row_of_them(run_script, tmp_path):
     assert ADAPTERS in run_script(profile_baseline, *flags, "--lora-rank", "2").out
 
 
-@pytest.mark.parametrize("kernels", ["none", "all"])
+@pytest.mark.parametrize("kernels", ["none", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets, kernels):
     flags = ["--model", "tiny", "--seq-len", "64", "--warmup", "1"]
