@@ -13,7 +13,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from harness.command_line import UserError, positive_float, positive_int
+from harness.command_line import UserError, flag_name, positive_float, positive_int
 from harness.processes import FSDP
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
@@ -83,7 +83,7 @@ def settings(args: argparse.Namespace, parallel: str | None = None) -> dict:
     is_lora = "lora_rank" in given or adapter is not None
     for name in ("lora_alpha", "lora_targets", "quantize", "merge"):
         if getattr(args, name, None) and not is_lora:
-            wanted = f"--{name.replace('_', '-')} is for LoRA"
+            wanted = f"{flag_name(name)} is for LoRA"
             raise UserError(f"{wanted}: add --lora-rank R or --adapter DIR, or leave it out")
     save, merge = getattr(args, "save", None), getattr(args, "merge", False)
     if merge and not save:
@@ -103,8 +103,8 @@ def settings(args: argparse.Namespace, parallel: str | None = None) -> dict:
     found = read_config(adapter)
     for name, value in given.items():
         if value != found[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} is {value}, but in --adapter {adapter} {found[name]}: drop it")
+            given = f"{flag_name(name)} is {value}"
+            raise UserError(f"{given}, but in --adapter {adapter} {found[name]}: drop it")
     return found
 
 

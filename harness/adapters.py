@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from harness import architecture
 from harness.adapter_flags import ATTENTION, MLP, TARGETS, WEIGHTS
-from harness.architecture import TORCH_DTYPES, parameter_count
+from harness.architecture import TORCH_DTYPES, parameter_count, projection_shapes
 from harness.command_line import UserError
 from harness.config_file import reading
 from harness.workload import Workload
@@ -155,16 +155,6 @@ def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Ten
 # ---------------------------------------------------------------- how much there is
 
 
-def projection_shapes(config) -> dict[str, tuple[int, int]]:
-    """(O, I) of each of a layer's projections, by name."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
-
-
 def adapter_count(config, workload: Workload) -> int:
     """How many numbers the adapters of a model of this configuration have."""
     shapes = projection_shapes(config)
@@ -203,9 +193,7 @@ def flops_per_token(config, workload: Workload, seq_len: float) -> float:
     if workload.lora_rank is None:
         return flops
     shapes, adapted = projection_shapes(config), TARGETS[workload.lora_targets]
-    in_layer = sum(rows * columns for rows, columns in shapes.values())
-    matrix_weights = config.num_hidden_layers * in_layer + config.vocab_size * config.hidden_size
-    flops += 6.0 * adapter_count(config, workload) - 2.0 * matrix_weights
+    flops += 6.0 * adapter_count(config, workload) - 2.0 * architecture.matrix_weights(config)
     for name in WITHOUT_GRADIENT[workload.lora_targets]:
         rows, columns = shapes[name]
         flops -= 2.0 * rows * columns

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 
 import harness.device  # noqa: F401  decides how Triton, imported by transformers, will run
+from harness.adapter_flags import ATTENTION, MLP
 
 # isort: split
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
-PROJECTIONS = 7  # of a layer: q, k, v, o, gate, up, down
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
 
@@ -86,11 +86,25 @@ def parameter_count(config: LlamaConfig) -> int:
     return sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
 
 
+def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """(O, I) of each of a layer's projections, by name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
+
+
 def projection_weights(config: LlamaConfig) -> int:
-    """Parameters of one layer's PROJECTIONS, which are all but its norms'."""
-    heads = config.num_attention_heads + config.num_key_value_heads
-    attention = 2 * config.hidden_size * heads * config.head_dim
-    return attention + 3 * config.hidden_size * config.intermediate_size
+    """Parameters of one layer's projections, which are all but its norms'."""
+    return sum(rows * columns for rows, columns in projection_shapes(config).values())
+
+
+def matrix_weights(config: LlamaConfig) -> int:
+    """Parameters that tokens are multiplied with: not the input embedding, which is a look-up."""
+    in_layers = config.num_hidden_layers * projection_weights(config)
+    return in_layers + config.vocab_size * config.hidden_size
 
 
 def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
@@ -101,9 +115,8 @@ def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
     average: 6 * layers * heads * head_dim * T (PaLM's 12, halved by causality).
     """
     attention_size = config.num_attention_heads * config.head_dim
-    in_layers = config.num_hidden_layers * projection_weights(config)
-    matrix_weights = in_layers + config.vocab_size * config.hidden_size
-    return 6.0 * matrix_weights + 6.0 * config.num_hidden_layers * attention_size * seq_len
+    in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
+    return 6.0 * matrix_weights(config) + in_attention
 
 
 # in masking_utils; one object each, so that what torch.compile made of them is found again

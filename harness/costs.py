@@ -57,6 +57,7 @@ def sizes_of(config, workload: Workload) -> Sizes:
     n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
     per_layer = width * n_tokens * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    n_projections = len(architecture.projection_shapes(config))
     copies = width * workload.micro_batches * config.num_hidden_layers  # of a number of a layer
     return Sizes(
         weights=width * trained_count(config, workload),
@@ -67,7 +68,7 @@ def sizes_of(config, workload: Workload) -> Sizes:
         layers=config.num_hidden_layers,
         width=width,
         micro_batches=workload.micro_batches,
-        projection=copies * architecture.projection_weights(config) // architecture.PROJECTIONS,
+        projection=copies * architecture.projection_weights(config) // n_projections,
     )
 
 
