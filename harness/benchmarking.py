@@ -1,13 +1,12 @@
 """How an implementation is called, judged and timed, whichever kernel it is of."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from harness import timing
+from harness import device, timing
 from harness.benchmark_specs import EAGER, HOST_FLOOR, OURS
 from harness.checking import FLOOR, relative_error
 from harness.command_line import RunError
@@ -138,8 +137,7 @@ class Evaluation:
 def free_memory() -> None:
     """Let go of what the implementation before this one held; on the CPU that is little."""
     if HAS_GPU:
-        gc.collect()
-        torch.cuda.empty_cache()
+        device.free_memory()
 
 
 def prepare(problem: Problem, implementation: Implementation) -> Call | Step | Evaluation:

@@ -3,6 +3,7 @@
 Imports PyTorch and Triton, which takes seconds: scripts import it after their flags.
 """
 
+import gc
 import os
 
 import torch
@@ -23,6 +24,13 @@ from harness.command_line import UserError  # noqa: E402
 def synchronize() -> None:
     if HAS_GPU:
         torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more: what a size took, or a whole model."""
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.empty_cache()
 
 
 def require_interpreter() -> None:

@@ -580,7 +580,7 @@ class TritonAdamW(torch.optim.Optimizer):
             group["seed"] if rounding else None,
             index,
             group["maximize"],
-            _offset(p) if rounding else 0,
+            offset_of(p) if rounding else 0,
         )
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
         self._stepped[p] = state["step"]
@@ -723,7 +723,7 @@ def _placed_like(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad.redistribute(p.device_mesh, p.placements)
 
 
-def _offset(p: torch.Tensor) -> int:
+def offset_of(p: torch.Tensor) -> int:
     """The place of this process's first element in the whole parameter."""
     if not _is_dtensor(p) or not _local(p).numel():
         return 0

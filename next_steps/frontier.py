@@ -97,7 +97,7 @@ def measure(way: Way, model, optimizer) -> dict:
 
     from harness import stepping, timing
     from harness.dataset import random_batch
-    from harness.device import DEVICE, HAS_GPU
+    from harness.device import DEVICE, HAS_GPU, free_memory
     from next_steps.offload import HostMemoryError
     from next_steps.recompute import set_recompute
 
@@ -120,9 +120,7 @@ def measure(way: Way, model, optimizer) -> dict:
         return {"failure": "the GPU's memory"}
     finally:
         model.zero_grad(set_to_none=True)
-        gc.collect()
-        if HAS_GPU:
-            torch.cuda.empty_cache()
+        free_memory()
     peak = timing.peak_memory_bytes()
     return {"peak_memory_bytes": peak, "step_ms": 1e3 * statistics.median(seconds)}
 

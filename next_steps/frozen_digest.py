@@ -7,12 +7,12 @@ than a second, where a cryptographic digest would need them in the host's memory
 """
 
 import hashlib
-import math
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from next_steps.adamw_kernel import offset_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an element's bytes
 CHUNK = 2**24  # elements at a time: their products take 8 bytes each
@@ -43,10 +43,8 @@ def frozen_digest(model: torch.nn.Module) -> str | None:
 @torch.no_grad()
 def checksum(t: torch.Tensor) -> torch.Tensor:
     """() int64: the sum over what this process holds of it."""
-    first = 0  # the place in the whole tensor of the first element that is here
+    first = offset_of(t)
     if isinstance(t, DTensor):
-        _, start = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-        first = start[0] * math.prod(t.shape[1:]) if start else 0
         t = t.to_local()
     bits = t.detach().contiguous().view(-1).view(BITS[t.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=t.device)

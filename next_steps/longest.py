@@ -5,15 +5,13 @@ memory is full or the model has no more positions, then halfway between what fit
 not.  With --recompute layer, and --offload, it reaches LLaMA 3.1's 131,072 positions on one GPU.
 """
 
-import gc
-
 import torch
 
 from harness import run_records, stepping, tables, timing
 from harness.adapters import counts, flops_per_token
 from harness.command_line import ran_out_of_memory
 from harness.dataset import random_batch
-from harness.device import DEVICE, HAS_GPU
+from harness.device import DEVICE, HAS_GPU, free_memory
 from harness.workload import Workload, kernels_in_words, model_line
 from next_steps import lora
 from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
@@ -109,9 +107,7 @@ def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float
         model.zero_grad(set_to_none=True)  # what the step had left
         return "the host's memory" if on_host else "the GPU's memory"
     finally:
-        if HAS_GPU:
-            gc.collect()
-            torch.cuda.empty_cache()  # blocks of this length do not fit the next
+        free_memory()  # blocks of this length do not fit the next
 
 
 def attention_share(config, workload: Workload, length: int) -> float:

@@ -10,7 +10,6 @@ GPU's speed, and from how many tokens on the computation hides what is sent.
 """
 
 import argparse
-import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -103,7 +102,7 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
     import torch
 
     from harness import communication, parallel
-    from harness.device import HAS_GPU
+    from harness.device import HAS_GPU, free_memory
     from next_steps import kernel_training, opponents
 
     prepare = opponents.prepare if workload.opponent else kernel_training.prepare
@@ -122,22 +121,11 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
             return
 
 
-def free_memory() -> None:
-    """Return what nobody holds any more, blocks of the last size or the whole model."""
-    import torch
-
-    from harness.device import HAS_GPU
-
-    gc.collect()
-    if HAS_GPU:
-        torch.cuda.empty_cache()
-
-
 def walk(workload: Workload, record_to: str | None) -> None:
     """Measure every row in this process group; the record is written after each."""
     from harness import parallel, profiler, run_records, tables
     from harness.architecture import TORCH_DTYPES
-    from harness.device import HAS_GPU
+    from harness.device import HAS_GPU, free_memory
     from next_steps import scaling_tables
 
     parallel.start(workload)
