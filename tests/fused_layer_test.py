@@ -18,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rmsnorm_kernel
 from harness.checking import (
@@ -41,6 +40,7 @@ from next_steps.fused_layer import (
     swiglu_linear,
     swiglu_linear_reference,
 )
+from tests.calls import Calls
 from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.subjects import fused_layer as subjects
 from tests.subjects import lora_linear as lora_subjects
@@ -321,22 +321,6 @@ def test_swiglu_linear_saves_gate_and_up_and_its_weight():
 # ---- The contract with autograd ------------------------------------------------------------------
 
 
-class CountMatmuls(TorchDispatchMode):
-    """Counts matrix products, by hand or of autograd."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (
-            torch.ops.aten.mm,
-            torch.ops.aten.addmm_,
-            torch.ops.aten.addmm,
-        )
-        return func(*args, **(kwargs or {}))
-
-
 def combinations(n):
     return [choice for choice in itertools.product([True, False], repeat=n) if any(choice)]
 
@@ -346,9 +330,9 @@ def combinations(n):
 def test_norm_linear_with_frozen_inputs(needed):
     """Also without a matrix product whose result nobody asked for."""
     inputs, douts = make_norm_inputs()
-    with CountMatmuls() as matmuls:
+    with Calls() as calls:
         run(fused_norm, inputs, douts, needed)
-    assert matmuls.count == 2 + sum(needed[2:]) + 2 * any(needed[:2])
+    assert calls.products == 2 + sum(needed[2:]) + 2 * any(needed[:2])
     assert_all_passed(norm_checks("frozen", inputs, douts, needed=needed))
 
 
@@ -506,7 +490,7 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
         return NormLinearFunction.apply(x, norm_weight, EPS, keep, scales, (None, None), *tensors)
 
     with (
-        CountMatmuls() as matmuls,
+        Calls() as calls,
         mock.patch.object(
             fused_layer, "rmsnorm_forward", wraps=fused_layer.rmsnorm_forward
         ) as forward,
@@ -514,7 +498,7 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
         found = step_with_adapters(inputs, douts, ours)
     assert forward.call_count == 1 + (not keep)
     # two with w, two thin ones; backward: dh, da, db, two with w and one with a into one gradient
-    assert matmuls.count == 4 + 6
+    assert calls.products == 4 + 6
     expected = step_with_adapters(inputs, douts, lora_subjects.norm_lora_reference)
     assert found["w_gate"] is None
     for name, right in expected.items():

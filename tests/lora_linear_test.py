@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.checking import DEVICE, assert_all_passed, compare, relative_error
 from next_steps import lora_linear as lesson
@@ -26,6 +25,7 @@ from next_steps.lora_linear import (
     weight_of,
 )
 from rmsnorm_kernel import TritonRMSNorm
+from tests.calls import PRODUCTS, Calls
 from tests.subjects.lora_linear import make_lora
 
 H, WIDTHS = 24, {"q": 40, "k": 16, "v": 16}
@@ -342,19 +342,6 @@ def test_merged_disabled_and_exchanged_adapters_come_back():
 # ---- What is kept, and what runs -----------------------------------------------------------------
 
 
-class Calls(TorchDispatchMode):
-    """How often each operation is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-PRODUCTS = "mm", "addmm", "addmm_"
 FREE = {"t", "view", "_unsafe_view", "detach", "split", "empty_like", "new_empty", "empty"}
 FREE |= {"alias", "split_with_sizes", "transpose", "ones_like", "expand"}
 

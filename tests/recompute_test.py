@@ -2,12 +2,9 @@
 falls by what it says.
 """
 
-from collections import Counter
-
 import peft
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import architecture
 from harness.device import HAS_GPU
@@ -17,6 +14,7 @@ from harness.workload import RECOMPUTE, Workload
 from next_steps import memory_estimate, recompute
 from next_steps.apply_kernels import apply_kernels
 from next_steps.recompute import set_recompute
+from tests.calls import Calls
 from tests.small_workloads import (
     largest_error,
     loss_and_gradients,
@@ -40,23 +38,6 @@ LAYERS = 2  # of the tiny model
 
 def make_model(kernels, dtype="fp32") -> torch.nn.Module:
     return uneven_norms(apply_kernels(load_model(tiny_workload("--dtype", dtype)), kernels))
-
-
-class Calls(TorchDispatchMode):
-    """How often each operation is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-    @property
-    def products(self) -> int:
-        """Of two matrices; of many ("bmm") is attention's, where it is no operation of its own."""
-        return sum(self.counts[name] for name in ("mm", "addmm", "addmm_"))
 
 
 def calls_of_a_step(model) -> Calls:

@@ -232,11 +232,11 @@ def bytes_of_gate_and_up(inputs):
 
 KERNELS = (rmsnorm_kernel, swiglu_kernel)
 COMPILER = {
-    "forward_alone": "torch.compile drops the first argument of a forward that takes *weights, "
+    "forward_alone": "torch.compile drops the first argument of a forward that takes *tensors, "
     "where nothing needs a gradient"
 }
 OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
-TABLE = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
+MEMORY = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
 OVERWRITES = {
     "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite; "
     "fused_layer_test looks at what the function itself keeps"
@@ -249,8 +249,8 @@ COMMON = {
     "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
     "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
     "gpu_size": (256, 512),
-    "exempt": {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": TABLE},
 }
+EXEMPT = {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": MEMORY}
 
 SUBJECTS = (
     Subject(
@@ -271,7 +271,8 @@ SUBJECTS = (
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_gate", "w_up"),
-        **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
+        **COMMON,
+        exempt=EXEMPT | COMPILER,
     ),
     Subject(
         name="swiglu_linear",
@@ -289,7 +290,8 @@ SUBJECTS = (
         bad_when_compiled="two shapes",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_down",),
-        **COMMON | {"exempt": COMMON["exempt"] | OVERWRITES},
+        **COMMON,
+        exempt=EXEMPT | OVERWRITES,
     ),
     Subject(
         name="swiglu_mlp",
@@ -326,6 +328,7 @@ SUBJECTS = (
         bad_when_compiled="x of another H",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_gate", "w_up", "w_down"),
-        **COMMON | {"exempt": COMMON["exempt"] | COMPILER},
+        **COMMON,
+        exempt=EXEMPT | COMPILER,
     ),
 )

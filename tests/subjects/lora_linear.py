@@ -9,13 +9,11 @@ from next_steps.fused_layer import NormLinearFunction, SwiGLULinearFunction
 from next_steps.lora_linear import LoRALinearFunction, lora_linear_reference
 from next_steps.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import BadInput, Subject
+from tests.subjects.fused_layer import COMMON, COMPILER, EPS, EXEMPT, OVERWRITES, SIZE
 
-EPS = 1e-5
-SIZE = 24, 40  # H, I
 RANKS = 3, 2
 SCALES = 2.0, 0.75
-RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 NO_BASES = None, None
 
 
@@ -192,23 +190,6 @@ def bytes_of_h_and_rstd(inputs):
 
 
 NO_KERNEL = "it launches none of Triton's kernels, only PyTorch's products"
-COMPILER = {
-    "forward_alone": "torch.compile drops the first argument of a forward that takes *tensors, "
-    "where nothing needs a gradient"
-}
-OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
-MEMORY = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
-COMMON = {
-    "made_by_kernels_alone": False,
-    "size": SIZE,
-    "ragged_sizes": RAGGED,
-    "large_sizes": ((300, 700),),
-    "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
-    "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
-    "gpu_size": (256, 512),
-}
-EXEMPT = {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": MEMORY}
-
 SUBJECTS = (
     Subject(
         name="lora_linear",
@@ -272,10 +253,6 @@ SUBJECTS = (
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_down", "a_down", "b_down"),
         **COMMON,
-        exempt=EXEMPT
-        | {
-            "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite; "
-            "fused_layer_test looks at what the function itself keeps"
-        },
+        exempt=EXEMPT | OVERWRITES,
     ),
 )
