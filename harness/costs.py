@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness import architecture
+from harness import adapter_flags, architecture, fp8_flags
 from harness.adapters import trained_count
 from harness.kernel_facts import RUNGS, Sizes, launch_of
 from harness.workload import Workload
@@ -23,6 +23,7 @@ class Cost(NamedTuple):
 
     n_bytes: float
     flops: float
+    fp8_flops: float = 0.0  # those among them that multiply numbers of FP8
 
 
 NOTHING = Cost(0.0, 0.0)
@@ -30,6 +31,7 @@ NOTHING = Cost(0.0, 0.0)
 WIDTHS = {
     "c10::BFloat16": 2,
     "c10::Half": 2,
+    "c10::Float8_e4m3fn": 1,
     "float": 4,
     "double": 8,
     "long int": 8,
@@ -38,7 +40,8 @@ WIDTHS = {
     "bool": 1,
 }
 INTEGERS = {"long int", "long", "int"}
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the position of their first factor
+# the position of their first factor
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
@@ -69,7 +72,35 @@ def sizes_of(config, workload: Workload) -> Sizes:
         width=width,
         micro_batches=workload.micro_batches,
         projection=copies * architecture.projection_weights(config) // n_projections,
+        **fp8_sizes(config, workload, per_layer, copies),
     )
+
+
+def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
+    """`quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
+
+    Weights that are transposed come in as bf16: three bytes, not two.
+
+    Args:
+        per_layer: bytes of a number of each token in each layer.
+        copies: bytes of a number of each layer, for each micro-batch.
+    """
+    if workload.fp8 is None:
+        return {}
+    shapes = architecture.projection_shapes(config)
+    rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
+    weights = copies * architecture.projection_weights(config)
+    sharing = adapter_flags.ATTENTION[:3], adapter_flags.MLP[:2]  # that share an input
+    qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
+    results = qkv + rows["o_proj"] + rows["down_proj"]  # whose gradients come in bf16
+    if workload.fp8 == fp8_flags.INPUTS:
+        numbers = columns["o_proj"] + results + gate_up
+        return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
+    inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
+    return {
+        "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
+        "transposed": weights * 3 // 2 + per_layer * (results + gate_up + inputs),
+    }
 
 
 def least_ms(
@@ -77,10 +108,10 @@ def least_ms(
 ) -> float:
     """The speed of light of a training step: the milliseconds that its necessary work takes.
 
-    That is first all FLOPs of matrix products and attention, at the matmul rate, and then, at the
-    copy rate, the bytes that kernels which fuse all they can still have to read and write: for
-    norms, rotary embedding, activation, loss and the update of the weights (the floors in
-    kernel_facts.py).
+    That is first all FLOPs of matrix products and attention, at the matmul rate (with --fp8 those
+    that are FP8's at FP8's), and then, at the copy rate, the bytes that kernels which fuse all they
+    can still have to read and write: for norms, rotary embedding, activation, loss and the update
+    of the weights (the floors in kernel_facts.py).
 
     Not in it: the bytes of matrix products and attention, which can pass while these compute, among
     them the weights that each micro-batch reads and the gradients that it adds to, which a product
@@ -92,14 +123,24 @@ def least_ms(
         workload: its dtype counts.
         n_tokens: of the step, all micro-batches together, without padding.
         flops_per_token: forward and backward, a teacher's too.
-        ceilings: matmul_tflops, in the workload's dtype, and copy_gbs.
+        ceilings: matmul_tflops, in the workload's dtype, copy_gbs and, with FP8, fp8_tflops.
     """
     # bytes depend on the number of tokens, not on that of sequences
     one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
     sizes = sizes_of(config, one)
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
-    flops_ms = flops_per_token * n_tokens / ceilings["matmul_tflops"] / 1e9
+    in_fp8 = fp8_flops_per_token(config, workload) if "fp8_tflops" in ceilings else 0.0
+    flops_ms = (flops_per_token - in_fp8) * n_tokens / ceilings["matmul_tflops"] / 1e9
+    if in_fp8:
+        flops_ms += in_fp8 * n_tokens / ceilings["fp8_tflops"] / 1e9
     return flops_ms + n_bytes / ceilings["copy_gbs"] / 1e6
+
+
+def fp8_flops_per_token(config, workload: Workload) -> float:
+    """FLOPs of the layers' projections that --fp8 takes: 2 a weight in each of three products."""
+    n_products = {None: 0, fp8_flags.INPUTS: 2, fp8_flags.ALL: 3}[workload.fp8]
+    n_weights = config.num_hidden_layers * architecture.projection_weights(config)
+    return 2.0 * n_products * n_weights
 
 
 class Operand(NamedTuple):
@@ -164,8 +205,11 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         a, b = operands[MATMULS[kind] : MATMULS[kind] + 2]
         result = math.prod(a.shape[:-1]) * b.shape[-1]
         added = first.n_bytes if MATMULS[kind] else 0
-        moved = added + a.n_bytes + b.n_bytes + result * WIDTHS[first.dtype]
-        return Cost(moved, 2.0 * result * a.shape[-1])
+        in_fp8 = kind == "_scaled_mm"
+        width = sizes.width if in_fp8 else WIDTHS[first.dtype]
+        moved = added + a.n_bytes + b.n_bytes + result * width
+        flops = 2.0 * result * a.shape[-1]
+        return Cost(moved, flops, flops if in_fp8 else 0.0)
     if ATTENTION.match(name):
         # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
         gradients = name.endswith("_backward")

@@ -87,20 +87,20 @@ def _swiglu_fwd_kernel(
     row, cols, mask = _my_block(n_rows, n_cols, LINE, BLOCK_SIZE)
     gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask).to(tl.float32)
-    y = _swiglu(gate, _sigmoid(gate), up, y_ptr.dtype.element_ty)
+    y = swiglu_of(gate, sigmoid_of(gate), up, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # exp(-gate) = 2**(-gate * LOG2E), and 2**t is what a GPU computes.  Below gate = -88 it overflows
 # to inf, harmlessly: 1 / inf = 0.  At gate = -inf, silu is -inf * 0 = NaN, as in PyTorch.
 @triton.jit
-def _sigmoid(gate):
+def sigmoid_of(gate):
     return 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
 
 
 # The reference's rounding order: silu is rounded to the dtype before up multiplies it.
 @triton.jit
-def _swiglu(gate, sigmoid, up, dtype: tl.constexpr):
+def swiglu_of(gate, sigmoid, up, dtype: tl.constexpr):
     return (gate * sigmoid).to(dtype).to(tl.float32) * up
 
 
@@ -164,14 +164,20 @@ def _swiglu_bwd_kernel(
     up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask).to(tl.float32)
 
     dtype = dgate_ptr.dtype.element_ty
-    sigmoid = _sigmoid(gate)
-    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    dup = dy * (gate * sigmoid)
+    sigmoid = sigmoid_of(gate)
+    dgate, dup = swiglu_gradients(dy, gate, sigmoid, up)
     tl.store(dgate_ptr + row * n_cols + cols, dgate.to(dtype), mask=mask)
     tl.store(dup_ptr + row * n_cols + cols, dup.to(dtype), mask=mask)
     if y_ptr is not None:
-        y = _swiglu(gate, sigmoid, up, dtype)
+        y = swiglu_of(gate, sigmoid, up, dtype)
         tl.store(y_ptr + row * n_cols + cols, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def swiglu_gradients(dy, gate, sigmoid, up):
+    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dup = dy * (gate * sigmoid)
+    return dgate, dup
 
 
 # ---- Launchers -------------------------------------------------------------------------------
@@ -187,13 +193,13 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_forward(gate, up):
-    _check(gate, up)
+    check(gate, up)
     y = _new_like(gate)  # (..., I)
     (gate_rows, gate_row_stride), (up_rows, up_row_stride) = _as_rows(gate), _as_rows(up)
-    n_rows, n_cols = _shape_as_rows(gate)
+    n_rows, n_cols = shape_as_rows(gate)
     n_programs, options = _grid(n_rows, n_cols, gate_rows, up_rows)
     if n_programs > 0:
-        with _on_device_of(gate):
+        with on_device_of(gate):
             _swiglu_fwd_kernel[(n_programs,)](
                 gate_rows, gate_row_stride,
                 up_rows, up_row_stride,
@@ -222,28 +228,28 @@ def swiglu_backward(
     results = _backward_operator(dy, gate, up, need_y)
     if inplace:  # as the compiler sees it: a copy, which it may or may not make
         sources = (gate, up, dy)[: len(results)]
-        _check(gate, up, dy)
-        _check_overwritten(sources)
+        check(gate, up, dy)
+        check_overwritten(sources)
         results = [t.copy_(result) for t, result in zip(sources, results)]
     dgate, dup, *y = results
     return dgate, dup, y[0] if need_y else None
 
 
 def _launch_backward(dy, gate, up, inplace, need_y):
-    _check(gate, up, dy)
+    check(gate, up, dy)
     sources = (gate, up, dy) if need_y else (gate, up)
     if inplace:
-        _check_overwritten(sources)
+        check_overwritten(sources)
     results = [t.detach() if inplace else _new_like(t) for t in sources]
     dgate, dup, y = results if need_y else (*results, None)
 
     dy_rows, dy_row_stride = _as_rows(dy)
     gate_rows, gate_row_stride = _as_rows(gate)
     up_rows, up_row_stride = _as_rows(up)
-    n_rows, n_cols = _shape_as_rows(gate)
+    n_rows, n_cols = shape_as_rows(gate)
     n_programs, options = _grid(n_rows, n_cols, dy_rows, gate_rows, up_rows)
     if n_programs > 0:
-        with _on_device_of(gate):
+        with on_device_of(gate):
             _swiglu_bwd_kernel[(n_programs,)](
                 dy_rows, dy_row_stride,
                 gate_rows, gate_row_stride,
@@ -275,7 +281,7 @@ def _new_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def _shape_as_rows(t: torch.Tensor) -> tuple[int, int]:
+def shape_as_rows(t: torch.Tensor) -> tuple[int, int]:
     """n_rows and I of t (..., I)."""
     n_cols = t.shape[-1] if t.ndim > 0 else 1
     return t.numel() // max(n_cols, 1), n_cols
@@ -286,7 +292,7 @@ def _as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
     A contiguous t lies so; any other is viewed as (n_rows, I), copied only if no such view exists.
     """
-    n_rows, n_cols = _shape_as_rows(t)
+    n_rows, n_cols = shape_as_rows(t)
     if t.is_contiguous():  # a view would take the host microseconds
         return t, n_cols
     rows = t.reshape(n_rows, n_cols)
@@ -294,7 +300,7 @@ def _as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     return rows, rows.stride(0)
 
 
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
     elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
     return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
@@ -303,14 +309,14 @@ def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
 # ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ----
 
 
-def _check(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
+def check(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
     for name, t in (("gate", gate), ("up", up), ("dy", gate if dy is None else dy)):
         given = t.dtype if isinstance(t, torch.Tensor) else f"a {type(t).__name__}"
         if given not in FLOATS:
             expected = f"a tensor of {' or '.join(map(str, FLOATS))}: convert it."
             raise TypeError(f"{name} is {given}, expected {expected}")
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            _refuse_wrapper(name, t)
+            refuse_wrapper(name, t)
         if t.layout is not torch.strided:
             raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
         for what in ("dtype", "shape", "device"):
@@ -323,14 +329,14 @@ def _check(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None)
         raise ValueError(f"gate is on {gate.device}, expected {expected}")
 
 
-def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
+def refuse_wrapper(name: str, t: torch.Tensor) -> None:
     """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
     if is_traceable_wrapper_subclass(t):
         advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
         raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
 
 
-def _check_overwritten(tensors: tuple[torch.Tensor, ...]) -> None:
+def check_overwritten(tensors: tuple[torch.Tensor, ...]) -> None:
     """Refuse to overwrite gate, up (and dy), unless each is a contiguous result of its own."""
     owners = [t if t._base is None else t._base for t in tensors]  # of the memory
     for i, (t, owner) in enumerate(zip(tensors, owners)):
@@ -359,7 +365,7 @@ _forward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(gate, up):
-    _check(gate, up)
+    check(gate, up)
     return gate.new_empty(gate.shape)
 
 
@@ -375,7 +381,7 @@ def _backward_operator(dy, gate, up, need_y):
 
 @_backward_operator.register_fake
 def _(dy, gate, up, need_y):
-    _check(gate, up, dy)
+    check(gate, up, dy)
     return [gate.new_empty(gate.shape) for _ in range(3 if need_y else 2)]
 
 
@@ -401,7 +407,7 @@ class TritonSwiGLUFunction(torch.autograd.Function):
         ctx.inplace = ctx.inplace and not torch.compiler.is_compiling()
         y = swiglu_forward(gate, up)
         if ctx.inplace:  # now: in the backward it would be too late to refuse
-            _check_overwritten((gate, up))
+            check_overwritten((gate, up))
         ctx.save_for_backward(gate, up)
         return y
 

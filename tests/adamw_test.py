@@ -26,7 +26,6 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
     init_device_mesh,
 )
 from torch.optim import lr_scheduler
@@ -1806,11 +1805,16 @@ def test_parameters_that_no_step_can_take_are_refused_before_a_backward(data, er
 
 @pytest.fixture
 def mesh(tmp_path):
-    """A mesh of this one process, for DTensors on the CPU."""
+    """A mesh of this one process."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield init_device_mesh(DEVICE, (1,))
     dist.destroy_process_group()
+
+
+def as_dtensor(t, mesh, placement):
+    """t as a DTensor whose only part it is, so that nothing is sent."""
+    return DTensor.from_local(t.to(DEVICE), mesh, [placement], run_check=False)
 
 
 WRAPPED = "is a DTensor, which holds no memory of its own, expected a plain tensor: pass the one"
@@ -1819,23 +1823,21 @@ WRAPPED = "is a DTensor, which holds no memory of its own, expected a plain tens
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_dtensors_are_refused_before_any_pointer_is_taken(mesh, placement, monkeypatch):
     monkeypatch.setattr(adamw_kernel, "_adamw_kernel", None)  # a launch all the same harms nothing
-    wrapped = distribute_tensor(torch.ones(4, 6), mesh, [placement])
+    wrapped = as_dtensor(torch.ones(4, 6), mesh, placement)
     for name in ("p", "grad", "m", "v"):
         with pytest.raises(TypeError, match=f"{name} {WRAPPED}"):
             launch(**{name: wrapped})
     with pytest.raises(TypeError, match=f"steps_done {WRAPPED}"):
-        launch(steps_done=distribute_tensor(torch.zeros(()), mesh, [Replicate()]))
+        launch(steps_done=as_dtensor(torch.zeros(()), mesh, Replicate()))
     with pytest.raises(ValueError, match=r"lr is a tensor of shape \(1,\), expected a number"):
-        launch(lr=distribute_tensor(torch.ones(1), mesh, [placement]))
+        launch(lr=as_dtensor(torch.ones(1), mesh, placement))
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_dtensors_of_one_process_take_the_steps_of_what_they_hold(mesh, placement, in_backward):
     plain = make_params((4, 6), (5,), dtype=BF16)
-    wrapped = [
-        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement])) for p in plain
-    ]
+    wrapped = [torch.nn.Parameter(as_dtensor(p.detach().clone(), mesh, placement)) for p in plain]
     options = {"stochastic_rounding": True, "step_in_backward": in_backward}
     runs = [TritonAdamW(params, **options) for params in (plain, wrapped)]
     for optimizer in runs:
@@ -1862,7 +1864,7 @@ def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_n
     mesh, placement, sentence, in_backward
 ):
     local = torch.ones(4, 6, dtype=BF16)
-    wrapped = torch.nn.Parameter(DTensor.from_local(local, mesh, [placement]))
+    wrapped = torch.nn.Parameter(as_dtensor(local, mesh, placement))
     options = {"step_in_backward": in_backward, "stochastic_rounding": True}
     with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
         TritonAdamW([wrapped], **options)
@@ -1873,7 +1875,7 @@ def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_n
 
 
 def test_dtensors_of_doubles_are_refused(mesh):
-    wrapped = distribute_tensor(torch.ones(4, 6, dtype=torch.float64), mesh, [Shard(0)])
+    wrapped = as_dtensor(torch.ones(4, 6, dtype=torch.float64), mesh, Shard(0))
     with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
         TritonAdamW([torch.nn.Parameter(wrapped)])
 
@@ -1896,7 +1898,7 @@ def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_
 
 def test_a_state_placed_otherwise_is_refused(mesh):
     plain, wrapped = make_params((4, 6)), make_params((4, 6))
-    wrapped = [torch.nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for p in wrapped]
+    wrapped = [torch.nn.Parameter(as_dtensor(p, mesh, Shard(0))) for p in wrapped]
     a, b = TritonAdamW(plain), TritonAdamW(wrapped)
     for optimizer in (a, b):
         params_of(optimizer)[0].sum().backward()

@@ -1,6 +1,7 @@
 """What an operation or a kernel moves and computes, counted by hand and in real steps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ OPERATIONS = {  # how it is called: the operation, bytes read + written by hand,
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bytes_and_flops_of_an_operation(name, tmp_path):
     call, operation, n_bytes, flops = OPERATIONS[name]
-    assert counted(tmp_path, call)[operation] == (n_bytes, flops)
+    assert counted(tmp_path, call)[operation] == Cost(n_bytes, flops)
 
 
 def test_a_list_too_long_for_the_profiler_is_all_parameters(tmp_path):
@@ -129,7 +130,7 @@ def test_a_list_too_long_for_the_profiler_is_all_parameters(tmp_path):
     found = counted(
         tmp_path, lambda: torch._foreach_mul_([randn(5, dtype=BF16) for _ in range(31)], 2.0)
     )
-    assert found["aten::_foreach_mul_"] == (2 * SIZES.weights, SIZES.weights / SIZES.width)
+    assert found["aten::_foreach_mul_"] == Cost(2 * SIZES.weights, SIZES.weights / SIZES.width)
 
 
 def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
@@ -167,7 +168,20 @@ def test_what_does_no_work_itself_costs_nothing(name):
         "Concrete Inputs": [""],
     }
     assert costs.cost_of_call(name, inputs, SIZES, 8) == NOTHING
-    assert costs.cost_of_call("aten::neg", inputs, SIZES, 8) == (2 * 96, 24)
+    assert costs.cost_of_call("aten::neg", inputs, SIZES, 8) == Cost(2 * 96, 24)
+
+
+def test_a_product_of_fp8_reads_bytes_and_its_flops_are_counted_apart():
+    """As a trace of a GPU has it: a, b, the scales of their rows, and what is no tensor."""
+    inputs = {
+        "Input Dims": [[6, 32], [32, 16], [6, 1], [1, 16], [], []],
+        "Input Strides": [[32, 1], [1, 32], [1, 1], [1, 1], [], []],
+        "Input type": ["c10::Float8_e4m3fn"] * 2 + ["float"] * 2 + ["", "Scalar"],
+        "Concrete Inputs": [""] * 6,
+    }
+    flops = 2 * 6 * 32 * 16
+    expected = Cost(6 * 32 + 32 * 16 + SIZES.width * 6 * 16, flops, flops)
+    assert costs.cost_of_call("aten::_scaled_mm", inputs, SIZES, 8) == expected
 
 
 def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
@@ -294,3 +308,35 @@ def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
         ms = costs.least_ms(config, workload, n_tokens, 1e6, ceilings)
         expected = n_tokens * 1e6 / 0.5e9 + (weights + n_tokens * per_token) / 2e6
         assert ms == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("fp8, n_products", [("all", 3), ("inputs", 2)])
+def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products):
+    config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
+    plain = Workload(model="tiny", dtype="bf16", kernels=("fused_layer",))
+    workload = replace(plain, fp8=fp8)
+    in_layers = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 160)  # weights, of two layers
+    without, within = (
+        costs.least_ms(config, workload, 10, 1e6, rates)
+        for rates in (ceilings, ceilings | {"fp8_tflops": 1.0})
+    )
+    assert without == costs.least_ms(config, plain, 10, 1e6, ceilings | {"fp8_tflops": 1.0})
+    saved = 10 * 2 * n_products * in_layers * (1 / 0.5 - 1 / 1.0) / 1e9
+    assert without - within == pytest.approx(saved, rel=1e-9)
+
+
+def test_what_fp8_quantizes_and_transposes_in_a_step():
+    """Numbers of LLaMA 3.1 8B, by hand: docs/fp8_layer.md has those per token."""
+    config = architecture.llama_3_1_8b_config()
+    plain = Workload(batch_size=2, seq_len=512, kernels=("fused_layer",))
+    tokens, weights = 2 * 32 * 1024, 2 * 32 * 218_103_808  # bytes of one number each
+    x, qkv, gate_up = 4096, 6144, 28_672
+    of_all, of_inputs = (costs.sizes_of(config, replace(plain, fp8=m)) for m in ("all", "inputs"))
+    assert of_all.quantized == weights + tokens * (2 * x + qkv + 2 * x)
+    assert of_all.transposed == weights * 3 / 2 + tokens * 69_632  # weights come in as bf16
+    assert of_inputs.quantized == weights + tokens * (x + qkv + 2 * x + gate_up)
+    assert of_inputs.transposed == weights * 3 / 2
+    none = costs.sizes_of(config, plain)
+    assert none.quantized == none.transposed == 0
+    one = costs.cost_of_kernel("_fp8_transpose_kernel", 10, of_inputs)
+    assert one.n_bytes == weights * 3 / 2 / 10

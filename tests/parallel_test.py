@@ -121,6 +121,36 @@ def test_two_processes_with_half_the_batch_equal_one_with_the_whole(by_one_and_t
     assert not Workload.from_record(one).differences(Workload.from_record(record))
 
 
+def train_in_fp8_by_one_and_two(folder: Path) -> None:
+    """Sixteen tokens in each process: fewer have weights' gradients in no FP8."""
+    write_data(folder)
+    for n, cases in ((1, ["one-fp8-1"]), (2, ["fsdp-fp8-1", "ddp-fp8-1"])):
+        (folder / str(n)).mkdir()
+        trained(folder / str(n), n, 4 // n, cases)
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory) -> Path:
+    return made_once(train_in_fp8_by_one_and_two, tmp_path_factory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", processes.PARALLEL)
+def test_two_processes_in_fp8_train_what_one_trains(in_fp8, way):
+    """Not to the bit: each moves its tokens' gradients to the largest scale of its own.
+
+    The losses lie apart by far less than they fall, and than they differ from bf16's.
+    """
+    one, two = (
+        json.loads((in_fp8 / f"{n}" / f"{name}-fp8-1.json").read_text())
+        for n, name in ((1, "one"), (2, way))
+    )
+    assert two["fp8_layers"] == one["fp8_layers"] == [2, 2]
+    assert two["losses"] == pytest.approx(one["losses"], rel=2e-4)
+    assert two["validation_loss_after"] == pytest.approx(one["validation_loss_after"], rel=2e-4)
+    assert one["losses"][3] != pytest.approx(one["losses"][0], rel=1e-3)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 3, reason="needs three GPUs, or none")
 def test_three_processes_divide_what_two_do_not(tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import architecture, resuming, training_run
+from harness import architecture, fp8_flags, resuming, training_run
 from harness.checking import DEVICE
 from harness.command_line import Ended, RunError, UserError
 from harness.device import HAS_GPU
@@ -22,10 +22,11 @@ from harness.kernel_facts import KERNELS
 from harness.loader import Loader
 from harness.resuming import Checkpoints
 from harness.workload import Workload
-from next_steps import checkpoint, kernel_training
+from next_steps import checkpoint, fp8_layer, kernel_training
 from next_steps.adamw_kernel import TritonAdamW
 from tests.files_test import in_child, killed_before_change
 from tests.fixtures import needs_gpu
+from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
 
 STEPS = 6
@@ -130,6 +131,17 @@ def test_a_resumed_run_is_the_run_that_was_not_ended(trained, examples, flags, k
 def test_with_all_kernels_it_is_too(trained, data):
     workload = tiny_workload(*SMALL, "--data", data)
     same_in_pieces(trained, replace(workload, kernels=tuple(KERNELS)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", fp8_flags.MODES)
+def test_in_fp8_it_is_too(trained, examples, mode, monkeypatch):
+    """There is no history of scales to save."""
+    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(fp8_layer, name, reference)
+    workload = tiny_workload(*SMALL, "--data", examples, "--batch-size", "2")
+    same_in_pieces(trained, replace(workload, kernels=tuple(KERNELS), fp8=mode))
 
 
 def test_packed_sequences_are_the_same_ones(trained, examples):

@@ -16,7 +16,11 @@ from harness.command_line import RunError
 from next_steps import finetune_options
 from tests.small_workloads import TINY, smaller_config
 
-KERNEL_FLAGS = {"baseline": "none", "kernels": "all"}
+KERNEL_FLAGS = {
+    "baseline": ["--kernels", "none"],
+    "kernels": ["--kernels", "all"],
+    "fp8": ["--kernels", "all", "--fp8"],
+}
 
 
 def two_layers():
@@ -46,7 +50,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
         "--steps",
         "4",
     ]
-    flags += ["--kernels", KERNEL_FLAGS[kernels], "--accumulate", accumulate]
+    flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if parallel.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
@@ -54,6 +58,11 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     from harness.device import HAS_GPU
 
     architecture.tiny_config = two_layers
+    if kernels == "fp8" and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
+        from next_steps import fp8_layer
+        from tests.fp8_layer_test import REFERENCES
+
+        vars(fp8_layer).update(REFERENCES)
     workload = Workload.from_flags(args, HAS_GPU)
     kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
 

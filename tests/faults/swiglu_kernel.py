@@ -48,8 +48,8 @@ FAULTS = {
         ("32-bit offsets", "(program // blocks_per_row).to(tl.int64)", "(program // blocks_per_row)"),
     ],
     "test_launchers_write_over_what_they_were_given": [
-        ("y made again is not rounded twice", "        y = _swiglu(gate, sigmoid, up, dtype)\n", "        y = gate * sigmoid * up\n"),
-        ("y made again is silu", "y = _swiglu(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
+        ("y made again is not rounded twice", "        y = swiglu_of(gate, sigmoid, up, dtype)\n", "        y = gate * sigmoid * up\n"),
+        ("y made again is silu", "y = swiglu_of(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
     ],
     "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[swiglu]": [
         ("overwrites unasked", "t.detach() if inplace else", "t.detach() if True else"),

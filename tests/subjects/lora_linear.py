@@ -1,12 +1,16 @@
-"""Projections with adapters: by themselves, behind a norm, and behind SwiGLU."""
+"""Projections with adapters: by themselves, behind a norm, behind SwiGLU, and on both its sides."""
+
+import math
 
 import torch
 
 import rmsnorm_kernel
 from harness.checking import DEVICE
+from next_steps import lora_swiglu as kernels_of_both
 from next_steps import swiglu_kernel
-from next_steps.fused_layer import NormLinearFunction, SwiGLULinearFunction
+from next_steps.fused_layer import LoRASwiGLUFunction, NormLinearFunction, SwiGLULinearFunction
 from next_steps.lora_linear import LoRALinearFunction, lora_linear_reference
+from next_steps.lora_swiglu import lora_swiglu_reference
 from next_steps.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
 from tests.subject import BadInput, Subject
@@ -14,6 +18,8 @@ from tests.subjects.fused_layer import COMMON, COMPILER, EPS, EXEMPT, OVERWRITES
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75
+THREE_SCALES = *SCALES, 1.5
+BOTH_RANKS = 3, 4
 NO_BASES = None, None
 
 
@@ -31,7 +37,7 @@ def norm_lora(x, norm_weight, w_gate, a_gate, b_gate, w_up):
     """Two projections, one of them with an adapter."""
     tensors = w_gate, a_gate, b_gate, w_up, None, None
     scales = SCALES[0], None
-    return NormLinearFunction.apply(x, norm_weight, EPS, False, scales, NO_BASES, *tensors)
+    return NormLinearFunction.apply(x, norm_weight, EPS, False, True, scales, NO_BASES, *tensors)
 
 
 def norm_lora_reference(x, norm_weight, w_gate, a_gate, b_gate, w_up):
@@ -53,6 +59,21 @@ def swiglu_lora_inplace(gate, up, w_down, a_down, b_down):
 def swiglu_lora_reference(gate, up, w_down, a_down, b_down):
     y = swiglu_reference(gate, up)
     return lora_linear_reference(y, w_down, a_down, b_down, SCALES[0])
+
+
+def lora_swiglu(gate, up, *others):
+    """Of results, which its backward may overwrite."""
+    gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
+    return lora_swiglu_inplace(gate, up, *others)
+
+
+def lora_swiglu_inplace(gate, up, h, b_gate, b_up, *of_down):
+    return LoRASwiGLUFunction.apply(gate, up, h, False, THREE_SCALES, None, b_gate, b_up, *of_down)
+
+
+def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
+    y = lora_swiglu_reference(gate, up, h, SCALES, b_gate, b_up)
+    return lora_linear_reference(y, *of_down, THREE_SCALES[2])
 
 
 def drawn(rows, size, dtype, seed):
@@ -90,6 +111,17 @@ def maker(inputs, outputs):
     return make
 
 
+def make_both(rows, size, dtype, seed=0):
+    """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
+    t = drawn(rows, size, dtype, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = {"h": (math.prod(rows), sum(BOTH_RANKS)), "b_gate": (size[1], BOTH_RANKS[0])}
+    for name, shape in (shapes | {"b_up": (size[1], BOTH_RANKS[1])}).items():
+        t[name] = torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    return {name: t[name] for name in BOTH_INPUTS}, {"down": t["ddown"]}
+
+
+BOTH_INPUTS = "gate", "up", "h", "b_gate", "b_up", "w_down", "a_down", "b_down"
 LORA_INPUTS = "x", "w_gate", "a_gate", "b_gate", "w_up", "a_up", "b_up"
 NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up"
 SWIGLU_INPUTS = "gate", "up", "w_down", "a_down", "b_down"
@@ -147,6 +179,51 @@ def wrong_swiglu_gradients(inputs, douts, right):
         "da_down of gate": {"da_down": dh.t() @ gate},
         "da_down of its own gradient": {"da_down": dh.t() @ whole},
         "db_down without its scale": {"db_down": right["db_down"] / SCALES[0]},
+    }
+
+
+def wrong_gradients_of_both(inputs, douts, right):
+    gate, up, h, b_gate, b_up, w_down, a_down, b_down = inputs.values()
+    (dout,) = douts.values()
+    dh_down = THREE_SCALES[2] * dout @ b_down
+    h_gate, h_up = h.split(BOTH_RANKS, 1)
+    whole_gate, whole_up = gate + SCALES[0] * h_gate @ b_gate.t(), up + SCALES[1] * h_up @ b_up.t()
+
+    def gradients(gate, up, dy):
+        s = torch.sigmoid(gate)
+        return {"dgate": dy * up * s * (1 + gate * (1 - s)), "dup": dy * gate * s}
+
+    plain, dy = dout @ w_down, dout @ w_down + dh_down @ a_down
+    return {
+        "dy without the adapter": gradients(whole_gate, whole_up, plain),
+        "gate without its adapter": gradients(gate, whole_up, dy),
+        "up without its adapter": gradients(whole_gate, up, dy),
+        "dh without up's part": {"dh": right["dh"] * (torch.arange(7) < 3).to(h)},
+        "dh without the scales": {"dh": right["dh"] / SCALES[0]},
+        "db_gate of up": {"db_gate": SCALES[0] * right["dup"].t() @ h_gate},
+        "db_up without its scale": {"db_up": right["db_up"] / SCALES[1]},
+        "da_down of gate and up alone": {
+            "da_down": dh_down.t() @ (torch.nn.functional.silu(gate) * up)
+        },
+    }
+
+
+def bad_input_of_both():
+    inputs = make_both((4,), SIZE, torch.float32)[0]
+    gate, up, h, *others = inputs.values()
+    return {
+        "two shapes": BadInput(
+            (gate, up[:-1], h, *others), ValueError, "up has shape .*, expected"
+        ),
+        "h of another rank": BadInput(
+            (gate, up, h[:, 1:], *others), ValueError, r"h is \(4, 6\) of .*, expected \(4, 7\)"
+        ),
+        "h of other tokens": BadInput(
+            (gate, up, h[1:], *others), ValueError, r"h is \(3, 7\) of .*, expected \(4, 7\)"
+        ),
+        "h of another dtype": BadInput(
+            (gate, up, h.double(), *others), ValueError, r"of torch.float64 .* expected"
+        ),
     }
 
 
@@ -249,6 +326,25 @@ SUBJECTS = (
         saved=("w_down", "a_down", "b_down"),
         activations=("gate", "up"),
         bad_input=bad_swiglu_input,
+        bad_when_compiled="two shapes",
+        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        multiplied=("w_down", "a_down", "b_down"),
+        **COMMON,
+        exempt=EXEMPT | OVERWRITES,
+    ),
+    Subject(
+        name="lora_swiglu",
+        kernels=(kernels_of_both, swiglu_kernel),
+        function=lora_swiglu,
+        entry=lora_swiglu_inplace,
+        reference=lora_swiglu_reference_of_all,
+        make=make_both,
+        differentiable=BOTH_INPUTS,
+        wrong_answers=wrong_gradients_of_both,
+        far=(("gate", 0), ("up", 0)),
+        saved=("h", "b_gate", "b_up", "w_down", "a_down", "b_down"),
+        activations=("gate", "up"),
+        bad_input=bad_input_of_both,
         bad_when_compiled="two shapes",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_down", "a_down", "b_down"),
