@@ -26,7 +26,7 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import command_line, diagnosis_tables, parallel
+from harness import command_line, diagnosis_tables, fp8_flags, parallel
 from harness.command_line import UserError, positive_int
 from harness.kernel_facts import KERNELS
 from harness.output_files import check_outputs
@@ -52,19 +52,26 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness import attribution, communication, costs, profiler, stepping, timing, waiting
+    from harness import (
+        attribution,
+        communication,
+        costs,
+        power,
+        profiler,
+        stepping,
+        timing,
+        waiting,
+    )
     from harness.adapters import counts
     from harness.architecture import TORCH_DTYPES
     from harness.dataset import load_data
     from harness.device import HAS_GPU
     from harness.loader import Loader
-    from next_steps import apply_kernels, lora, memory_estimate, recompute
+    from next_steps import apply_kernels, fp8_model, lora, memory_estimate, patch
 
     kernels, graph = workload.kernels, workload.cuda_graph
-    ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
-    model = lora.load(workload, memory_estimate.step_tryer(kernels))
-    apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
-    recompute.set_recompute(model, workload.recompute, workload.offload)
+    ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
+    model = patch.patch(lora.load(workload, memory_estimate.step_tryer(kernels)), workload)
     called = parallel.wrap(model, workload)
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
@@ -93,7 +100,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
             torch.cuda.reset_peak_memory_stats()
         if graph:
             take_step = stepping.captured_step(called, optimizer, timed[0], stream)
-        step_ms = [profiler.timed_step(called, optimizer, step, take_step) for step in timed]
+        with power.PowerMeter() as meter:
+            step_ms = [profiler.timed_step(called, optimizer, step, take_step) for step in timed]
         peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
         if HAS_GPU:
             replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
@@ -111,10 +119,12 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "environment": environment(),
         **workload.as_record(),
         **counts(model, workload),
+        **fp8_model.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
         **({"busy_us": idle["busy_us"]} if graph else {}),
         "ceilings": ceilings,
+        **({"power": meter.reading()} if HAS_GPU else {}),
         "sizes": asdict(sizes),
         "timeline": idle,
         "loading": loading,
@@ -174,6 +184,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add_workload_flags(parser)
     command_line.add_kernels_flag(parser, KERNELS, default="none")
+    fp8_flags.add_fp8_flag(parser)
     add = parser.add_argument
     add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
     add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
@@ -226,6 +237,7 @@ def default_trace(workload: Workload) -> str:
     kernels = "+".join(workload.kernels) or "baseline"
     kernels += f"-lora{workload.lora_rank}-{workload.lora_targets}" if workload.lora_rank else ""
     kernels += f"-{workload.quantize}" if workload.quantize else ""
+    kernels += f"-fp8-{workload.fp8}" if workload.fp8 else ""
     kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
     kernels += f"-{workload.recompute}" * bool(workload.recompute) + "-offload" * workload.offload
     kernels += "-cuda_graph" * workload.cuda_graph
@@ -252,6 +264,10 @@ def main() -> None:
         from next_steps import memory_estimate
 
         return memory_estimate.report(workload, args.json)
+    if workload.fp8:
+        from next_steps.fp8_model import require_fp8
+
+        require_fp8()
     if args.memory:
         from next_steps import memory_profile
 

@@ -294,7 +294,7 @@ def attribute(
     on_gpu = bool(gpu_events(events))
     costs = (costs if on_gpu else counted_once(events, costs)) if costs else {}
     forward = forward_operations(events)
-    time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0}
+    time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0, "fp8_flops": 0.0}
     operations = defaultdict(lambda: {"launchers": set(), **time, **work_done})
     categories = {name: {**time, **work_done} for name in CATEGORIES}
     phases = {name: {**time} for name in PHASES}
@@ -320,6 +320,7 @@ def attribute(
         for part in (row, categories[category]):
             part["bytes"] += cost.n_bytes
             part["flops"] += cost.flops
+            part["fp8_flops"] += cost.fp8_flops
     rows = [
         {"name": name, "calls": len(row.pop("launchers")), **row}
         for name, row in operations.items()

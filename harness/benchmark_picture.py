@@ -11,6 +11,7 @@ from harness.benchmark_specs import (
     ONE_TILE,
     OURS,
     PLAIN,
+    SEPARATE,
     SPECS,
     TWO_KERNELS,
     Rate,
@@ -51,7 +52,7 @@ def digits():
 def line_style(name: str) -> dict:
     """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS
+    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, SEPARATE
     marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
     if name == PLAIN:
         marker = "v"

@@ -14,6 +14,7 @@ MAX_SEQUENCE = 2048  # of RoPE's B x T tokens
 # Without a GPU: what Triton's interpreter does in seconds.
 CPU_TOKENS, CPU_HIDDEN, CPU_VOCAB, CPU_INTERMEDIATE, CPU_PARAMETERS = (4, 16), 256, 1000, 1000, 5000
 CPU_QUANTIZED = 64 * 80
+CPU_COLUMNS = 64  # of rows in FP8
 
 EAGER = "PyTorch, as Hugging Face writes it"
 FORMULA = "PyTorch's formula"
@@ -21,6 +22,7 @@ OURS = "ours"
 IN_PLACE = f"{OURS}, in place"
 TWO_KERNELS = f"{OURS}, two kernels"
 PLAIN = f"{OURS}, the plain form"
+SEPARATE = f"{OURS}, casts apart"
 ONE_TILE = "Triton, a row in one tile"
 COMPILED = "torch.compile"
 HOST_FLOOR = "autograd Function that does nothing"
@@ -99,6 +101,9 @@ class Spec:
 #   AdamW, 7: reads p, g, m and v, writes p, m and v.
 #   NF4, 1, the weight that is written; and beside it half a byte, 1 / 64 and 4 / (64 * 256) bytes
 #   for each number of it.
+#   FP8, 1, the matrix that is read; and beside it a byte for each number, its code.
+#   FP8 casts, 5: of SwiGLU, whose forward reads gate and up, whose backward reads dy, gate and up;
+#   and beside them 1 and 3 bytes of codes.
 #   Linear + cross-entropy, 6, but FLOP: three products, each of which multiplies and adds per logit
 #   and hidden column.
 HIDDEN = Dimension("hidden", (LLAMA_HIDDEN,), (CPU_HIDDEN,), "hidden")
@@ -191,5 +196,30 @@ SPECS = {
         rows="Numbers",
         judged="error of the weight",
         notes=("one call writes the weight out, and has no backward",),
+    ),
+    "fp8": Spec(
+        "FP8",
+        gpu_tokens=(512, 8192),
+        dimensions=(
+            Dimension("columns", (LLAMA_HIDDEN, LLAMA_INTERMEDIATE), (CPU_COLUMNS,), "hidden"),
+        ),
+        work=1,
+        beside=1,
+        errors=("rows",),
+        judged="error of the rows",
+        notes=("one call finds scales and codes of all rows, and has no backward",),
+    ),
+    "fp8_casts": Spec(
+        "FP8 Casts: SwiGLU",
+        gpu_tokens=(512, 8192),
+        dimensions=(Dimension("columns", (LLAMA_INTERMEDIATE,), (CPU_COLUMNS,), "hidden"),),
+        work=5,
+        beside=4,
+        errors=("y", "gradients", "y again"),
+        judged="errors of what the codes stand for",
+        notes=(
+            "one call is a forward, and a backward that computes y again: codes and scales of all",
+            f"{SEPARATE}: what the kernels of swiglu wrote in the inputs' dtype is quantized",
+        ),
     ),
 }

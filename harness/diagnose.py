@@ -4,7 +4,8 @@ A GPU does two things, and has a ceiling for each.  Both are measured in the run
 data sheet:
 
     copy rate       bytes that it moves between its memory and its multiprocessors, per second
-    matmul rate     FLOPs, additions and multiplications, per second, in a large matrix product
+    matmul rate     FLOPs, additions and multiplications, per second, in a large matrix product;
+                    with --fp8 one more, of a product of FP8
 
 Where the two meet, at matmul rate / copy rate FLOPs per byte, the roof of the *roofline* has its
 edge.  An operation that does fewer FLOPs per byte (its *intensity*) cannot be faster than its bytes
@@ -44,6 +45,7 @@ from harness.kernel_facts import (
     COMMUNICATION,
     DEQUANTIZATION,
     FACTS,
+    FP8_CASTS,
     ROWS,
     RUNGS,
     Sizes,
@@ -71,6 +73,7 @@ ADVICE = {  # where there is no kernel of ours
     "attention": "no kernel of ours; PyTorch chooses cuDNN's or flash attention",
     ADAPTERS: "thin products: more tokens each (--batch-size, --seq-len), fewer --lora-targets",
     DEQUANTIZATION: "as long for any number of tokens: more in a step (--batch-size, --seq-len)",
+    FP8_CASTS: "those of weights take as long for any number of tokens: more in a step",
 }
 
 
@@ -161,6 +164,13 @@ def waits_in_words(record: dict) -> str:
     return ", ".join(f"{each['calls']:,} x {each['name']} ({each['phase']})" for each in found)
 
 
+def flops_at_ceilings_us(part: dict, ceilings: dict) -> float:
+    """A part's FLOPs at the matmul rate, those of FP8 at FP8's; older records have none."""
+    in_fp8 = part.get("fp8_flops", 0.0) if "fp8_tflops" in ceilings else 0.0
+    us = (part["flops"] - in_fp8) / (1e6 * ceilings["matmul_tflops"])
+    return us + in_fp8 / (1e6 * ceilings["fp8_tflops"]) if in_fp8 else us
+
+
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
     """The verdict on a row of the profile; `category` where that is what the row is.
 
@@ -169,7 +179,7 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
     """
     ceilings, us = record["ceilings"], part["us"]
     per_us = 1e3 * ceilings["copy_gbs"]  # bytes
-    bytes_us, flops_us = part["bytes"] / per_us, part["flops"] / (1e6 * ceilings["matmul_tflops"])
+    bytes_us, flops_us = part["bytes"] / per_us, flops_at_ceilings_us(part, ceilings)
     rung = RUNG_OF_CATEGORY.get(category)
     necessary = rung.floor_bytes(Sizes(**record["sizes"])) if rung else None
     needed_us = bytes_us if necessary is None else necessary / per_us
@@ -200,7 +210,8 @@ def counted(record: dict) -> dict[str, dict]:
 
     Nor the communication's, which has another ceiling.
     """
-    unknown = replaced_by(record["kernels"]) if record["device"] == "CPU" else set()
+    interpreted = replaced_by(record["kernels"]) | {FP8_CASTS}
+    unknown = interpreted if record["device"] == "CPU" else set()
     unknown |= {COMMUNICATION}
     parts = record["categories"].items()
     return {name: part for name, part in parts if part["bytes"] and name not in unknown}

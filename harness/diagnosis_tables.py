@@ -17,6 +17,7 @@ from harness.diagnose import (
     waits_for_data,
     waits_in_words,
 )
+from harness.power import power_in_words
 from harness.tables import NOT_MEANINGFUL, OF_KERNELS, decimal_unit, table, title
 
 
@@ -89,12 +90,23 @@ def decision(record: dict, findings: list[Finding]) -> list[str]:
 
 
 def ceilings_line(record: dict) -> str:
-    copy, matmul = record["ceilings"]["copy_gbs"], record["ceilings"]["matmul_tflops"]
-    return (
+    ceilings = record["ceilings"]
+    copy, matmul = ceilings["copy_gbs"], ceilings["matmul_tflops"]
+    line = (
         f"Ceilings measured in this run: copy {copy:,.0f} GB/s (read + write), "
         f"{record['dtype']} matmul {flop_rate(matmul)}; "
         f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte"
     )
+    if "fp8_tflops" in ceilings:
+        line += f"; FP8 matmul {flop_rate(ceilings['fp8_tflops'])}"
+    return line
+
+
+def power_lines(record: dict) -> list[str]:
+    """Of the steps that were timed; older records and those of a CPU have none."""
+    if "power" not in record:
+        return []
+    return [f"Power and clock during the steps: {power_in_words(record['power'])}"]
 
 
 def host_line(record: dict) -> str:
@@ -180,6 +192,7 @@ def render(record: dict) -> str:
         [
             title(f"Diagnosis{'' if on_gpu else NOT_MEANINGFUL}"),
             ceilings_line(record),
+            *power_lines(record),
             host_line(record),
             *communication_lines(record),
             *waiting_lines(record),

@@ -2,12 +2,15 @@
 
     import harness.interpreter_rounding  # that is all; without the interpreter it changes nothing
 
-Two of the interpreter's operations (Triton 3.6 and 3.7) give other numbers than the hardware:
+Three of the interpreter's operations (Triton 3.6 and 3.7) give other numbers than the hardware:
 
 - fp32 -> bf16 drops the lower 16 bits, where hardware rounds to nearest, ties to even.  Always
   towards zero: weights in bf16 lose norm in every step of an optimizer.  Besides, some NaN become
   infinity, what exceeds bf16's range does not, subnormal numbers come out wrong in both
   directions, and integers and fp64 are not converted at all.
+- fp32 -> fp8 (e4m3) adds the first bit that is dropped, and may lose the carry: 1.99 becomes 1.
+  Ties do not go to even, subnormal numbers are truncated, NaN becomes a number, and what is too
+  large any.  Hardware rounds to nearest, ties to even, and stops at 448.
 - `tl.fma(x, y, z)` rounds x * y, and then the sum; hardware rounds once.  For a logit of 10,000
   the first rounding is already 5e-4, and exp turns it into a relative error.
 
@@ -19,7 +22,8 @@ folder have it.  Not covered:
 - `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first (no kernel here uses fp64);
 - arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
   integers.  Convert to fp32 first, as all kernels here do;
-- fp8, and casts with `fp_downcast_rounding=`.
+- fp8 of other formats than e4m3 (`tl.float8e4nv`), or to and from anything but fp32; and casts
+  with `fp_downcast_rounding=`.
 """
 
 import os
@@ -52,6 +56,22 @@ def widen_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def round_to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The codes (uint8) of fp32 x rounded to nearest even in e4m3.
+
+    What is beyond its largest number, 448, becomes that; NaN stays NaN.
+    """
+    limited = torch.from_numpy(np.array(x, np.float32)).clamp(
+        -448, 448
+    )  # PyTorch 2.11 has NaN there
+    return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def widen_e4m3(codes: np.ndarray) -> np.ndarray:
+    """The fp32 numbers that codes (uint8) of e4m3 stand for: exact."""
+    return torch.from_numpy(np.array(codes)).view(torch.float8_e4m3fn).float().numpy()
+
+
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """x * y + z of fp32 or fp16 arrays, rounded once.
 
@@ -75,6 +95,7 @@ if triton.knobs.runtime.interpret:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     numpy_cast = InterpreterBuilder.cast_impl
+    convert = InterpreterBuilder.create_fp_to_fp
 
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
@@ -85,8 +106,17 @@ if triton.knobs.runtime.interpret:
                 return TensorHandle(round_to_bf16(src.data.astype(np.float32)), target)
         return numpy_cast(self, src, dst_type)
 
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.float32 and target == tl.float8e4nv:
+            return TensorHandle(round_to_e4m3(src.data), target)
+        if source == tl.float8e4nv and target == tl.float32:
+            return TensorHandle(widen_e4m3(src.data), target)
+        return convert(self, src, dst_type, rounding_mode)
+
     def create_fma(self, x, y, z):
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
 
     InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fma = create_fma

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 ADAPTERS = "adapters"  # LoRA's thin products and what adds their results
 DEQUANTIZATION = "dequantization"  # of weights, with --quantize
+FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
@@ -33,6 +34,7 @@ CATEGORIES = [  # of a profile, in the order of its table
     "rotary",
     ADAPTERS,
     DEQUANTIZATION,
+    FP8_CASTS,
     OTHER,
     "optimizer",
     COMMUNICATION,
@@ -53,6 +55,8 @@ class Sizes:
     width: int  # of one number
     micro_batches: int = 1  # of which B*T are the tokens together
     projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
+    quantized: int = 0  # what passes of their own make FP8 of; as bytes of the model's dtype
+    transposed: int = 0  # what is transposed in FP8, in the same bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Launch:
     """What a Triton kernel of ours moves and computes; the profiler records neither its shapes."""
 
     prefix: str  # how its name begins
-    tensor: str | None = None  # of Sizes; None: it moves next to nothing in a step
+    # Of Sizes; None: it moves next to nothing in a step, or tensors of so many sizes that its name
+    # does not tell which.
+    tensor: str | None = None
     passes: float = 0  # over it
     flops: int = 0  # per number, counted in the kernel's source; an exponential is one
     every_launch: bool = True  # one is for one layer's tensor; else those of a step share the whole
@@ -153,6 +159,9 @@ ROWS = [
             Launch(
                 "_swiglu_bwd", "inner", passes=6, flops=13
             ),  # dy, gate, up in; dgate, dup, y out
+            # the same, with two and three thin products, which are not counted here
+            Launch("_swiglu_lora_fwd", "inner", passes=3, flops=10),
+            Launch("_swiglu_lora_bwd", "inner", passes=6, flops=19),
         ),
         module=("TritonLlamaMLP", "LlamaMLP"),
         rung=4,
@@ -226,6 +235,8 @@ ROWS = [
         allocates={
             "next_steps.fused_layer:norm_linear": "v, gate, up (norm_linear)",
             "next_steps.fused_layer:swiglu_linear": "MLP",
+            "next_steps.fused_layer:norm_mlp": "v, gate, up (norm_linear)",
+            "next_steps.fused_layer:LoRASwiGLUFunction.forward": "MLP",
         },
         memory={
             "activations": "computes the outputs of norms and SwiGLU again in the backward",
@@ -264,6 +275,48 @@ ROWS = [
         functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
         # the weight out, in bf16, and the codes in, of which four are as long as one number
         launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
+    ),
+    Facts(
+        name="fp8",
+        lesson="next_steps.fp8_kernel",
+        test="tests.fp8_kernel_test",
+        patches=None,
+        category=FP8_CASTS,
+        # of weights, activations and gradients, all sizes together
+        launches=(
+            # bf16 in, codes out; a code in, a code out
+            Launch("_fp8_quantize", "quantized", passes=1.5, flops=3, every_launch=False),
+            Launch("_fp8_transpose", "transposed", passes=1, flops=1, every_launch=False),
+        ),
+    ),
+    Facts(
+        name="fp8_casts",
+        lesson="next_steps.fp8_casts",
+        test="tests.fp8_casts_test",
+        patches=None,
+        category=FP8_CASTS,
+        launches=(
+            # x in, half as many bytes of codes out
+            Launch("_rmsnorm_fp8", "stream", passes=1.5, flops=7),
+            # gate, up in, the codes of y out
+            Launch("_swiglu_fp8_fwd", "inner", passes=2.5, flops=9),
+            # dy, gate, up in, the codes of dgate, dup and y out; each computed twice
+            Launch("_swiglu_fp8_bwd", "inner", passes=4.5, flops=35),
+        ),
+    ),
+    Facts(
+        name="fp8_layer",
+        lesson="next_steps.fp8_layer",
+        test="tests.fp8_layer_test",
+        patches=None,  # --fp8 puts it in the place of the fused layer
+        category=None,  # its kernels are those of fp8 and fp8_casts
+        # and matrix products, told apart before; what is left looks for the largest scales
+        functions={"NormFP8Linear": FP8_CASTS, "FP8Linear": FP8_CASTS, "FP8MLP": FP8_CASTS},
+        allocates={
+            "next_steps.fp8_layer:qkv_fp8": "v, gate, up (fp8)",
+            "next_steps.fp8_layer:mlp_fp8": "v, gate, up (fp8)",
+            "next_steps.fp8_model:LlamaDecoderLayer.forward": "residual stream",
+        },
     ),
 ]
 FACTS = {row.name: row for row in ROWS}

@@ -187,12 +187,17 @@ def timeline(
     return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **times}
 
 
-def measure_ceilings(dtype: torch.dtype) -> dict:
-    """What this GPU can do at most; before training, which needs the memory (twice 2 GiB)."""
+def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
+    """What this GPU can do at most; before training, which needs the memory (twice 2 GiB).
+
+    fp8: a workload's; without it, and without a GPU, FP8 has no ceiling.
+    """
     ceilings = {
         "copy_gbs": timing.copy_bandwidth(),
         "matmul_tflops": timing.matmul_rate(dtype=dtype),
     }
+    if fp8 and HAS_GPU:
+        ceilings["fp8_tflops"] = timing.fp8_rate()
     if HAS_GPU:
         torch.cuda.empty_cache()
     return ceilings

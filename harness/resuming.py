@@ -118,6 +118,8 @@ def refused_differences(saved: Workload, workload: Workload) -> list[str]:
     without_layout = {"batch_size": 1, "accumulate": None, "world_size": None}
     before, now = replace(saved, **without_layout), replace(workload, **without_layout)
     different = before.differences(now)
+    if saved.fp8 != workload.fp8:  # it rounds otherwise
+        different.append(f"fp8 {workload.fp8} (not {saved.fp8})")
     expected, given = (each.sequences * each.micro_batches for each in (saved, workload))
     if given != expected:
         different.append(f"sequences in a step {given} (not {expected})")

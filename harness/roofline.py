@@ -17,7 +17,7 @@ def point_of(finding: Finding) -> tuple[float, float]:
 
 
 def draw_roof(axis, record: dict, left: float, right: float) -> None:
-    """The two ceilings of a record, from one intensity to another."""
+    """The ceilings of a record, from one intensity to another; FP8's dashed, if there is one."""
     tbs, matmul = record["ceilings"]["copy_gbs"] / 1e3, record["ceilings"]["matmul_tflops"]
     edge = matmul / tbs
     axis.plot([left, edge, right], [tbs * left, matmul, matmul], color="black", linewidth=2)
@@ -33,6 +33,9 @@ def draw_roof(axis, record: dict, left: float, right: float) -> None:
         va="bottom",
     )
     axis.text(edge, 1.15 * matmul, f"{record['dtype']} matmul: {flop_rate(matmul)}", ha="right")
+    if fp8 := record["ceilings"].get("fp8_tflops"):
+        axis.plot([edge, fp8 / tbs, right], [matmul, fp8, fp8], "--", color="black", linewidth=2)
+        axis.text(right, 1.15 * fp8, f"FP8 matmul: {flop_rate(fp8)}", ha="right")
 
 
 def draw_category(
@@ -103,8 +106,9 @@ def plot(records: list[dict], path: str) -> None:
 
     figure, axis = plt.subplots(figsize=(12, 7), layout="constrained")
     axis.set(xscale="log", yscale="log", xlim=(left, right))
-    axis.set_ylim(0.3 * min(ys), 2.5 * max(matmul, *ys))
-    draw_roof(axis, first, left, right)
+    highest = max(matmul, records[-1]["ceilings"].get("fp8_tflops", 0.0), *ys)
+    axis.set_ylim(0.3 * min(ys), 2.5 * highest)
+    draw_roof(axis, records[-1] if "fp8" in records[-1] else first, left, right)
     highest_first = sorted(names, key=lambda name: -point_of(found[name][-1])[1])
     for place, name in enumerate(highest_first):
         colour, findings = f"C{names.index(name)}", found[name]

@@ -110,6 +110,26 @@ def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 
+def fp8_rate(n: int = 8192) -> float | None:
+    """The same of e4m3 numbers with a scale for each row, added up fast; None without a GPU."""
+    if not HAS_GPU:
+        return None
+    a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.ones(n, 1, device=DEVICE)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=scales,
+            scale_b=scales.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    return 2 * n**3 / time_us(product, rep_ms=400).p50 / 1e6
+
+
 def datasheet_tflops(gpu: str | None) -> float | None:
     """Dense bf16 TFLOP/s by the data sheet, None where the GPU is not listed."""
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)

@@ -32,6 +32,7 @@ from harness.dataset import Batch, load_data, load_tokenizer
 from harness.device import DEVICE, HAS_GPU, synchronize
 from harness.diagnosis_tables import ceilings_line
 from harness.loader import Loader
+from harness.power import PowerMeter, power_in_words
 from harness.profiler import measure_ceilings
 from harness.resuming import COLUMNS
 from harness.run_records import environment, environment_line, write_record
@@ -96,7 +97,9 @@ class Run:
             # saved with the model: if it cannot be had, say so before training
             load_tokenizer(workload)
         self.print_heading()
-        self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype]) if HAS_GPU else None
+        self.ceilings = None
+        if HAS_GPU:
+            self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
         if resumed:
             self.described["resumed_from"] = self.steps_before
             self.validation_before = resumed["validation_loss_before"]
@@ -127,12 +130,15 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
         last_timed = self.workload.steps - self.profiled_steps
         self.loader = Loader(self.data.train, self.workload.micro_batches, self.steps_before)
-        for step in range(self.steps_before + 1, self.workload.steps + 1):
-            batches = self.loader.take()
-            self.step_tokens = sum(batch.n_tokens for batch in batches)
-            with self.recording() if step > last_timed else contextlib.nullcontext():
-                self.start_clock()
-                yield batches
+        with PowerMeter() as self.power:
+            for step in range(self.steps_before + 1, self.workload.steps + 1):
+                batches = self.loader.take()
+                self.step_tokens = sum(batch.n_tokens for batch in batches)
+                with self.recording() if step > last_timed else contextlib.nullcontext():
+                    self.start_clock()
+                    if step == self.warmup_steps + 1:
+                        self.power.restart()
+                    yield batches
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -235,6 +241,7 @@ class Run:
             **of_each,
             "model_flops_utilization": self.utilization(flops * throughput / n),
             "busy_ms": self.busy_ms,
+            **({"power": self.power.reading()} if HAS_GPU else {}),
             "ceilings": self.ceilings,
             "least_ms": self.least_ms(flops, statistics.mean(tokens) / n),
         }
@@ -336,9 +343,12 @@ def result_block(record: dict) -> str:
         ("Model FLOPs utilization:", utilization),
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
     ]
+    if "power" in record:
+        rows.insert(5, ("Power and clock:", power_in_words(record["power"])))
     if "data_seconds" in record:
         share = f"at most {100 * waited(record):.2f} % of the steps' time"
-        rows.insert(6, ("Waiting for data:", share))
+        after = [name for name, _ in rows].index("Speed of light:") + 1
+        rows.insert(after, ("Waiting for data:", share))
     if "teacher" in record:
         first, last = record["losses"][0], record["losses"][-1]
         change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"

@@ -12,7 +12,7 @@ Imports no PyTorch: `--help` and the comparison of records need none.
 import argparse
 from dataclasses import dataclass, field, fields
 
-from harness import adapter_flags, processes
+from harness import adapter_flags, fp8_flags, processes
 from harness.command_line import (
     Parser,
     UserError,
@@ -35,6 +35,8 @@ OPPONENTS = {
     "compile": "torch.compile, fused AdamW",
     "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
     "liger": "Liger-Kernel, fused AdamW",
+    "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
+    "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
 }
 # of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
 SEQ_LEN = {True: 512, False: 64}
@@ -189,6 +191,7 @@ class Workload:
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
     stochastic_rounding: bool = field(default=False, compare=False)
+    fp8: str | None = field(default=None, compare=False)  # of fp8_flags.MODES; None: none
     recompute: str | None = field(default=None, compare=False)  # of RECOMPUTE; None: as ever
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
@@ -254,6 +257,8 @@ class Workload:
             raise UserError("--cuda-graph needs a CUDA GPU and none was found")
         if workload.pack:
             refuse_packing(workload)
+        if workload.fp8:
+            fp8_flags.refuse(workload, on_gpu)
         return workload
 
     def as_flags(self) -> list[str]:
@@ -340,6 +345,7 @@ def weights_in_words(model: str, workload: Workload) -> str:
 def kernels_in_words(record: dict) -> str:
     """The kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
+    names += [fp8_flags.fp8_in_words(record)] if "fp8" in record else []
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
     if "recompute" in record:
         names.append(f"recompute {record['recompute']}")

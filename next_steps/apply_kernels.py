@@ -27,7 +27,7 @@ from harness import stepping
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.patching import class_of, has_hooks, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
-from next_steps.fused_layer import norm_linear, swiglu_linear
+from next_steps.fused_layer import norm_linear, norm_mlp
 from next_steps.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from next_steps.llama_mlp import TritonLlamaMLP
 from next_steps.lora_linear import is_product, lora_linear
@@ -288,11 +288,14 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         (attended,) = lora_linear(attended, attention.o_proj)
         hidden_states = residual + attended
 
-        projections = mlp.gate_proj, mlp.up_proj
-        residual, gate, up = norm_linear(
-            hidden_states, self.post_attention_layernorm, *projections, keep_norm=self.keep_norm
+        residual, out = norm_mlp(
+            hidden_states,
+            self.post_attention_layernorm,
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            keep_norm=self.keep_norm,
+            keep_product=self.keep_product,
         )
-        return residual + swiglu_linear(gate, up, mlp.down_proj, self.keep_product)
+        return residual + out
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):

@@ -24,17 +24,30 @@ from harness.benchmark_specs import (
     ONE_TILE,
     OURS,
     PLAIN,
+    SEPARATE,
     TWO_KERNELS,
 )
 from harness.benchmarking import Implementation
 from harness.device import HAS_GPU
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
+from next_steps.fp8_casts import (
+    swiglu_fp8,
+    swiglu_fp8_backward,
+    swiglu_fp8_backward_reference,
+    swiglu_fp8_reference,
+)
+from next_steps.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
 from next_steps.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.swiglu_kernel import TritonSwiGLU, swiglu_reference
+from next_steps.swiglu_kernel import (
+    TritonSwiGLU,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_reference,
+)
 from rmsnorm_kernel import TritonRMSNormFunction
 
 
@@ -221,6 +234,37 @@ def nf4_contenders(dtype: str) -> Contenders:
     )
 
 
+def fp8_contenders(dtype: str) -> Contenders:
+    return Contenders(
+        [Implementation(FORMULA, quantize_rows_reference)], [Implementation(OURS, quantize_rows)]
+    )
+
+
+def fp8_casts_contenders(dtype: str) -> Contenders:
+    def both(forward: Callable, backward: Callable) -> Callable:
+        """What takes the problem's inputs: dy, and gate and up in one matrix."""
+
+        def call(dy: torch.Tensor, gate_up: torch.Tensor) -> tuple[Rows, ...]:
+            gate, up = gate_up.chunk(2, 1)
+            return forward(gate, up), *backward(dy, gate, up)
+
+        return call
+
+    def separate_backward(dy, gate, up):
+        dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
+        return quantize_rows(dgate, dup), quantize_rows(y)
+
+    separate = both(lambda gate, up: quantize_rows(swiglu_forward(gate, up)), separate_backward)
+    formulas = both(swiglu_fp8_reference, swiglu_fp8_backward_reference)
+    return Contenders(
+        [Implementation(FORMULA, formulas)],
+        [
+            Implementation(OURS, both(swiglu_fp8, swiglu_fp8_backward)),
+            Implementation(SEPARATE, separate),
+        ],
+    )
+
+
 CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "rmsnorm": rmsnorm_contenders,
     "cross_entropy": cross_entropy_contenders,
@@ -230,6 +274,8 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "linear_cross_entropy": linear_cross_entropy_contenders,
     "reverse_kl": reverse_kl_contenders,
     "nf4": nf4_contenders,
+    "fp8": fp8_contenders,
+    "fp8_casts": fp8_casts_contenders,
 }
 
 

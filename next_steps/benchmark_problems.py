@@ -9,6 +9,7 @@ from harness.benchmark_specs import HEAD_DIM, K_HEADS, MAX_SEQUENCE, Q_HEADS
 from harness.benchmarking import STEPS_DONE, Problem
 from harness.device import DEVICE
 from next_steps.adamw_kernel import adamw_reference
+from next_steps.fp8_kernel import Rows, dequantize
 from next_steps.nf4_kernel import nf4_dequantize_reference, nf4_quantize
 from next_steps.reverse_kl_kernel import reverse_kl_reference
 from next_steps.rope_kernel import rope_reference
@@ -204,6 +205,33 @@ def nf4_problem(numbers: int, size: tuple[()], dtype: torch.dtype) -> Problem:
     return Problem([*nf4, weight], 0, None, parts, parts(exact, ()))
 
 
+def fp8_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
+    torch.manual_seed(0)
+    x = random(tokens, columns, dtype=dtype)  # (N, K)
+
+    def parts(rows: Rows, gradients: tuple[()]) -> Parts:
+        return {"rows": dequantize(Rows(*(t[:CHECKED_ROWS] for t in rows)), torch.float32)}
+
+    return Problem([x], 0, None, parts, {"rows": x[:CHECKED_ROWS].double()})
+
+
+def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
+    """gate and up are halves of one matrix, as where their projections are one product."""
+    torch.manual_seed(0)
+    gate_up = random(tokens, 2 * columns, dtype=dtype)  # (N, 2 I)
+    dy = random(tokens, columns, dtype=dtype)  # (N, I)
+
+    def parts(results: tuple[Rows, ...], gradients: tuple[()]) -> Parts:
+        few = (Rows(*(t[:CHECKED_ROWS] for t in rows)) for rows in results)
+        return dict(zip(("y", "gradients", "y again"), (dequantize(r, torch.float32) for r in few)))
+
+    inputs = [t[:CHECKED_ROWS].double().requires_grad_() for t in gate_up.chunk(2, 1)]
+    y = swiglu_reference(*inputs)
+    exact = torch.cat(torch.autograd.grad(y, inputs, dy[:CHECKED_ROWS].double()), 1)
+    y = y.detach()
+    return Problem([dy, gate_up], 0, None, parts, {"y": y, "gradients": exact, "y again": y})
+
+
 PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Problem
     "rmsnorm": rmsnorm_problem,
     "cross_entropy": cross_entropy_problem,
@@ -213,4 +241,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "linear_cross_entropy": linear_cross_entropy_problem,
     "reverse_kl": reverse_kl_problem,
     "nf4": nf4_problem,
+    "fp8": fp8_problem,
+    "fp8_casts": fp8_casts_problem,
 }

@@ -2,6 +2,7 @@
 
     --kernels all               kernel_training.py: those that the profile asks for next
     --kernels all --cuda-graph  kernel_training.py: the whole step as one launch
+    --kernels all --fp8         fp8_layer.py: the layers' matrix products in FP8
     --opponent liger            opponents.py: Liger-Kernel or another in the place of ours
     --ladder                    ladder.py: baseline and every rung, each in a process of its own
     --kernels all --longest     longest.py: the longest sequence that fits
@@ -21,22 +22,24 @@ from harness.command_line import (
     refuse_ignored,
     world_size,
 )
+from harness.fp8_flags import add_fp8_flag
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.resuming import Checkpoints
 from harness.workload import OPPONENTS, Workload, finetune_parser
 
 CHECKPOINTS = "checkpoint", "checkpoint_every", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
-COMPILED = "compile", OWN_GRAPHS
+COMPILED = "compile", OWN_GRAPHS, "torchao-tensorwise", "torchao-rowwise"
 IGNORED = {  # by each of the flags below
     "ladder": [
-        *("opponent", "longest", "kernels", "stochastic_rounding"),
+        *("opponent", "longest", "kernels", "fp8", "stochastic_rounding"),
         *("recompute", "offload", "cuda_graph", "save", *CHECKPOINTS),
     ],
     "opponent": [
-        *("longest", "kernels", "stochastic_rounding", "recompute", "offload", *CHECKPOINTS),
+        *("longest", "kernels", "fp8", "stochastic_rounding", "recompute", "offload"),
+        *CHECKPOINTS,
     ],
-    "teacher": ["recompute", "offload", "lora_rank", "adapter", *CHECKPOINTS],
+    "teacher": ["fp8", "recompute", "offload", "lora_rank", "adapter", *CHECKPOINTS],
     "longest": ["data", "batch_size", "pack", "steps", "lr", "cuda_graph", "save", *CHECKPOINTS],
 }
 
@@ -86,6 +89,7 @@ def parse_args(doc: str) -> argparse.Namespace:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Those that finetune_baseline.py does not have."""
     add_kernels_flag(parser, KERNELS, default=",".join(PLAYBOOK_KERNELS))
+    add_fp8_flag(parser)
     add = parser.add_argument
     add(
         "--stochastic-rounding",
@@ -96,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--opponent",
         choices=OPPONENTS,
         help="what others offer in place of our kernels: PyTorch's fused AdamW alone, or with "
-        "F.rms_norm, torch.compile or Liger-Kernel's patch",
+        "F.rms_norm, torch.compile, Liger-Kernel's patch or torchao's float8",
     )
     add(
         "--ladder",
@@ -138,12 +142,16 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
     """Do what the flags ask for, if it is anything but the playbook's two kernels; was it?
 
     Raises:
-        UserError: the workload's dtype cannot do it.
+        UserError: the workload's dtype or this GPU cannot do it.
     """
     if workload.stochastic_rounding and workload.dtype != "bf16":
         given = f"--stochastic-rounding is for bf16 and does nothing in {workload.dtype}"
         raise UserError(f"{given}: add --dtype bf16")
 
+    if workload.fp8:
+        from next_steps.fp8_model import require_fp8
+
+        require_fp8()
     if args.ladder:
         from next_steps import ladder
 

@@ -55,6 +55,11 @@ from next_steps.lora_linear import (
     products,
     thin_gradient,
 )
+from next_steps.lora_swiglu import (
+    LARGEST_RANK,
+    lora_swiglu_backward,
+    lora_swiglu_forward,
+)
 from next_steps.swiglu_kernel import (
     TritonSwiGLUFunction,
     may_overwrite_saved,
@@ -89,37 +94,42 @@ def swiglu_linear_reference(
 
 
 class NormLinearFunction(torch.autograd.Function):
-    """`NormLinearFunction.apply(x, norm_weight, eps, keep, scales, bases, *tensors)`.
+    """`NormLinearFunction.apply(x, norm_weight, eps, keep, add, scales, bases, *tensors)`.
 
     x, and for each of the projections what it makes of RMSNorm(x): `products` of lora_linear.py,
     which says what scales, bases and tensors are.  x (..., H), norm_weight (H,); the results are
-    (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.
+    (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.  Without
+    `add` the adapters are not added, every projection has one, and the last result is h.
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, keep, scales, bases, *tensors):
+    def forward(ctx, x, norm_weight, eps, keep, add, scales, bases, *tensors):
         y, rstd = rmsnorm_forward(x, norm_weight, eps)  # (..., H), (N,) fp32
-        outs, h, stacked = products(y, scales, bases, tensors)
-        ctx.eps, ctx.scales, ctx.bases = eps, scales, bases
+        outs, h, stacked = products(y, scales, bases, tensors, add)
+        ctx.eps, ctx.add, ctx.scales, ctx.bases = eps, add, scales, bases
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
         weights, b = tensors[::3], tensors[2::3]
         y = y if keep else None
         ctx.save_for_backward(x, norm_weight, rstd, y, h, stacked, *weights, *b)
-        return x.view_as(x), *outs
+        return x.view_as(x), *outs, *(() if add else (h,))
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
         _refuse_second_derivative()
+        dh = None
+        if not ctx.add:
+            *douts, dh = douts
         x, norm_weight, rstd, y, h, stacked, *others = ctx.saved_tensors
         weights, b = others[: len(douts)], others[len(douts) :]
-        need_x, need_norm_weight, _, _, _, _, *needed = ctx.needs_input_grad
+        need_x, need_norm_weight, _, _, _, _, _, *needed = ctx.needs_input_grad
+        if not ctx.add:  # who adds h @ b.t() has b's gradients
+            needed[2::3] = [False] * len(douts)
         if all(dout is None for dout in douts):
-            return dresidual, *[None] * (5 + len(needed))
+            return dresidual, *[None] * (6 + len(needed))
 
         douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
         need_dy = need_x or need_norm_weight
-        dh = None
-        if need_dy or any(needed[1::3]):
+        if ctx.add and (need_dy or any(needed[1::3])):
             dh = thin_gradient(douts, h, ctx.scales, b)
         if needs_input(douts, needed):
             if y is None:
@@ -128,7 +138,7 @@ class NormLinearFunction(torch.autograd.Function):
         gradients = parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
         del y
         if not need_dy:
-            return *[None] * 6, *gradients
+            return *[None] * 7, *gradients
 
         dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
         dx, dnorm_weight = rmsnorm_backward(
@@ -140,7 +150,7 @@ class NormLinearFunction(torch.autograd.Function):
         )
         if dresidual is not None:
             dx.add_(dresidual)
-        return dx, dnorm_weight, None, None, None, None, *gradients
+        return dx, dnorm_weight, None, None, None, None, None, *gradients
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
@@ -178,6 +188,50 @@ class SwiGLULinearFunction(torch.autograd.Function):
         return dgate, dup, None, None, *gradients
 
 
+class LoRASwiGLUFunction(torch.autograd.Function):
+    """`LoRASwiGLUFunction.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`.
+
+    down_proj, with its adapter a (R, I) and b (O, R), of SwiGLU of gate and up (..., I), to which
+    their adapters are yet to be added: h (N, both R) and b_gate, b_up (I, R).  The result is
+    (..., O).  scales: of gate, up and down; base and w (O, I): as `products` has them.  keep:
+    SwiGLU's result is kept for the backward, not computed again.  The backward overwrites gate and
+    up: to be used nowhere else.  With retain_graph=True it does not.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b):
+        y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
+        (out,), h_down, _ = products(y, scales[2:], (base,), (w, a, b))
+        ctx.scales, ctx.base = scales, base
+        y = y if keep else None
+        ctx.save_for_backward(gate, up, y, h, b_gate, b_up, h_down, w, a, b)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _refuse_second_derivative()
+        gate, up, y, h, b_gate, b_up, h_down, w, a, b = ctx.saved_tensors
+        need_gate, need_up, need_h, _, _, _, need_b_gate, need_b_up, *needed = ctx.needs_input_grad
+        scales, last_scale = ctx.scales[:2], ctx.scales[2:]
+        dout = [as_rows(dout)]  # (N, O)
+        dh_down = thin_gradient(dout, h_down, last_scale, [b])
+        dy = input_gradient(dout, None, None, [ctx.base], [w])  # (N, I), without the adapter
+        need_y = needs_input(dout, needed)
+        dgate, dup, again = lora_swiglu_backward(
+            dy.view(gate.shape), gate, up, h, scales, b_gate, b_up, dh_down, a,
+            inplace=may_overwrite_saved() and need_gate and need_up,
+            need_y=need_y and y is None,
+        )  # fmt: skip
+        y = as_rows(again if y is None else y) if need_y else None
+        gradients = parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
+
+        douts, bs = [as_rows(dgate), as_rows(dup)], (b_gate, b_up)
+        needed_b = (False, False, need_b_gate, False, False, need_b_up)
+        of_b = parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
+        dh = thin_gradient(douts, h, scales, bs) if need_h else None
+        return dgate, dup, dh, None, None, None, *of_b, *gradients
+
+
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():  # create_graph=True
         asked = "which create_graph=True asks for"
@@ -198,7 +252,7 @@ def norm_linear(
     """
     scales, bases, tensors = arguments(projections)
     return NormLinearFunction.apply(
-        x, norm.weight, norm.variance_epsilon, keep_norm, scales, bases, *tensors
+        x, norm.weight, norm.variance_epsilon, keep_norm, True, scales, bases, *tensors
     )
 
 
@@ -218,3 +272,33 @@ def swiglu_linear(
         return out
     scales, bases, tensors = arguments([projection])
     return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    norm: torch.nn.Module,
+    gate_proj: torch.nn.Module,
+    up_proj: torch.nn.Module,
+    down_proj: torch.nn.Module,
+    keep_norm: bool = False,
+    keep_product: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and down_proj(silu(gate_proj(y)) * up_proj(y)) with y = norm(x), both (..., H).
+
+    norm_linear and swiglu_linear, which say what the arguments are; and where all three projections
+    have adapters, SwiGLU adds those: lora_swiglu.py.  Not so in fp32, whose products run on
+    no matrix unit.
+    """
+    scales, bases, tensors = arguments([gate_proj, up_proj, down_proj])
+    ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::3]]
+    if x.dtype == torch.float32 or max(ranks) > LARGEST_RANK:
+        residual, gate, up = norm_linear(x, norm, gate_proj, up_proj, keep_norm=keep_norm)
+        return residual, swiglu_linear(gate, up, down_proj, keep_product)
+    residual, gate, up, h = NormLinearFunction.apply(
+        x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:6]
+    )
+    b_gate, b_up, *of_down = tensors[2], tensors[5], *tensors[6:]
+    out = LoRASwiGLUFunction.apply(
+        gate, up, h, keep_product, scales, bases[2], b_gate, b_up, *of_down
+    )
+    return residual, out

@@ -17,9 +17,10 @@ from harness.resuming import Checkpoints
 from harness.training_run import Run
 from harness.workload import WARMUP_STEPS, Workload
 from next_steps import checkpoint, lora
-from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import make_optimizer
+from next_steps.fp8_model import layers_in_fp8
 from next_steps.memory_estimate import step_tryer
-from next_steps.recompute import set_recompute
+from next_steps.patch import patch
 
 NO_CHECKPOINTS = Checkpoints()
 
@@ -41,7 +42,8 @@ def train(
         checkpoint.refuse_random_numbers(model)
     if before:
         checkpoint.load(model, optimizer, path, before)
-    run = Run(name, workload, model, record_to, save_to, resumed=before)
+    more = layers_in_fp8(model, workload)
+    run = Run(name, workload, model, record_to, save_to, more, resumed=before)
     if before:
         checkpoint.check_data(run, before)
     return take_steps(run, optimizer, called, checkpoints)
@@ -51,9 +53,7 @@ def prepare(
     workload: Workload,
 ) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
     """(model, what is called in its place, optimizer) with the workload's kernels."""
-    model = lora.load(workload, step_tryer(workload.kernels))
-    apply_kernels(model, model_kernels(workload.kernels))
-    set_recompute(model, workload.recompute, workload.offload)
+    model = patch(lora.load(workload, step_tryer(workload.kernels)), workload)
     called = parallel.wrap(model, workload)
     # before the run validates, which leaves units of FSDP gathered: their parameters are others
     return model, called, optimizer_for(model, workload)

@@ -18,12 +18,15 @@ from harness.command_line import RunError
 from harness.config_file import load_config
 from harness.costs import sizes_of
 from harness.device import HAS_GPU
+from harness.fp8_flags import ALL
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, model_line, size_in_words
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
+IN_FP8 = "all kernels, fp8"
+FLOAT8 = OPPONENTS["torchao-tensorwise"], OPPONENTS["torchao-rowwise"]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
@@ -52,7 +55,7 @@ def how(workload: Workload) -> list[str]:
 
 
 def without_kernels(workload: Workload) -> Workload:
-    return replace(workload, kernels=(), cuda_graph=False, opponent=None)
+    return replace(workload, kernels=(), fp8=None, cuda_graph=False, opponent=None)
 
 
 def others(workload: Workload, graphs: bool) -> list[tuple[str, str, Workload]]:
@@ -77,6 +80,9 @@ def others(workload: Workload, graphs: bool) -> list[tuple[str, str, Workload]]:
         add(title, "finetune_optimized.py", opponent=opponent)
     if graphs:
         add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
+        for graph in (False, True):
+            how = {"kernels": tuple(KERNELS), "fp8": ALL, "cuda_graph": graph}
+            add(IN_FP8, "finetune_optimized.py", **how)
     return runs
 
 
@@ -168,8 +174,12 @@ def is_ours(rung: dict) -> bool:
 
 
 def strongest(record: dict, of: str = "step_ms") -> dict:
-    """The run with none of our kernels that takes the least time, or the least of another key."""
-    return min((rung for rung in record["rungs"] if not is_ours(rung)), key=lambda rung: rung[of])
+    """The run with none of our kernels that takes the least time, or the least of another key.
+
+    Without FP8, as our rungs are.
+    """
+    others = (rung for rung in record["rungs"] if not is_ours(rung) and rung["name"] not in FLOAT8)
+    return min(others, key=lambda rung: rung[of])
 
 
 def step_in_words(rung: dict) -> str:

@@ -14,10 +14,11 @@ from harness.dataset import random_batch
 from harness.device import DEVICE, HAS_GPU, free_memory
 from harness.workload import Workload, kernels_in_words, model_line
 from next_steps import lora
-from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import make_optimizer
+from next_steps.fp8_model import layers_in_fp8
 from next_steps.memory_estimate import step_tryer
 from next_steps.offload import HostMemoryError
-from next_steps.recompute import set_recompute
+from next_steps.patch import patch
 
 LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: the lengths that are tried are multiples of it
 POSITIONS = "the model's positions"
@@ -30,9 +31,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     The longest that fitted takes one more step, whose time is told.
     """
     kernels, micro_batches = workload.kernels, workload.micro_batches
-    model = lora.load(workload, step_tryer(kernels))
-    apply_kernels(model, model_kernels(kernels))
-    set_recompute(model, workload.recompute, workload.offload)
+    model = patch(lora.load(workload, step_tryer(kernels)), workload)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
     limit = model.config.max_position_embeddings
     first = round_up(workload.seq_len)
@@ -41,6 +40,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         "environment": run_records.environment(),
         **workload.as_record(),
         **counts(model, workload),
+        **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
         "lengths": [],  # that fit

@@ -46,7 +46,7 @@ from harness.adapters import add_adapters, lora_counts
 from harness.architecture import TORCH_DTYPES
 from harness.kernel_facts import ROWS
 from harness.workload import Workload, workload_line
-from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, quantize, recompute
+from next_steps import apply_kernels, linear_cross_entropy_kernel, offload, patch, quantize
 from next_steps.memory_ledger import (
     BATCH,
     KINDS,
@@ -157,8 +157,7 @@ def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = No
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         shape = workload.batch_size, workload.seq_len
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
-        apply_kernels.apply_kernels(model, apply_kernels.model_kernels(kernels))
-        recompute.set_recompute(model, workload.recompute, workload.offload)
+        patch.patch(model, workload)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -223,7 +222,7 @@ def estimate(config: LlamaConfig, workload: Workload) -> dict:
 def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload, the baseline's beside it, and write the record."""
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
-    baseline = replace(workload, kernels=(), recompute=None, offload=False)
+    baseline = replace(workload, kernels=(), fp8=None, recompute=None, offload=False)
     differs = workload.kernels or workload.recompute or workload.offload
     record = {
         "kind": "estimate",

@@ -79,6 +79,7 @@ KINDS = [  # in the order of the tables
     "normalization",
     "q and k, rotated",
     "v, gate, up (norm_linear)",
+    "v, gate, up (fp8)",
     "attention",
     "MLP",
     "residual stream",

@@ -46,7 +46,8 @@ from harness.command_line import UserError
 from harness.device import DEVICE, HAS_GPU
 from harness.workload import Workload
 from next_steps import lora
-from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.apply_kernels import make_optimizer
+from next_steps.fp8_model import layers_in_fp8
 from next_steps.memory_estimate import step_tryer
 from next_steps.memory_ledger import (
     BATCH,
@@ -61,7 +62,7 @@ from next_steps.memory_ledger import (
     name_of,
 )
 from next_steps.memory_tables import plot, render
-from next_steps.recompute import set_recompute
+from next_steps.patch import patch
 
 TOP = 6  # groups of tensors
 # of the timeline: in all layers of a phase, and in each other stage of the step
@@ -159,9 +160,7 @@ def cublas_workspaces() -> int:
 def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
     kernels, warmup = workload.kernels, workload.warmup
-    model = lora.load(workload, step_tryer(kernels))
-    apply_kernels(model, model_kernels(kernels))
-    set_recompute(model, workload.recompute, workload.offload)
+    model = patch(lora.load(workload, step_tryer(kernels)), workload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
@@ -183,6 +182,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
         "environment": run_records.environment(),
         **workload.as_record(),
         **counts(model, workload),
+        **layers_in_fp8(model, workload),
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,
         "unobserved_peak_bytes": unobserved_peak,

@@ -1,9 +1,10 @@
 """What others offer for the same training: `finetune_optimized.py --opponent NAME`.
 
-Each opponent is a row of RECIPES: how its model is made, and whether torch.compile compiles it.
+Each opponent is a row of RECIPES: how its model is made, and whether torch.compile takes it whole.
 The optimizer is PyTorch's fused AdamW in all of them, the loop that of our own runs.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from harness.patching import replace_modules
 from harness.training_run import Run
 from harness.workload import OPPONENTS, Workload
 from next_steps import lora
+from next_steps.fp8_kernel import fp8_support
 from next_steps.kernel_training import take_steps
 
 # after the harness, which decides how triton (imported by transformers) will run
@@ -50,6 +52,32 @@ def with_liger(workload: Workload) -> torch.nn.Module:
     return lora.load(workload)
 
 
+def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
+    """The model with torchao's float8 in the layers' projections, each layer compiled by itself.
+
+    Embedding and head stay in bf16, as ours do.  Without torch.compile its casts are operations of
+    their own, and it would be slower than without FP8.
+
+    Raises:
+        UserError: it is not installed, this GPU has no FP8, or there are adapters.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UserError("torchao is not installed: pip install torchao") from error
+    flag = f"--opponent {workload.opponent}"
+    if reason := fp8_support():
+        raise UserError(f"{flag}: {reason}")
+    if workload.lora_rank:
+        raise UserError(f"{flag} trains the weights: leave --lora-rank and --adapter out")
+    model = lora.load(workload)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for layer in model.model.layers:
+        convert_to_float8_training(layer, config=config)
+        layer.compile()
+    return model
+
+
 def compiled(model: torch.nn.Module, mode: str) -> Callable:
     """What torch.compile makes of the model's call, at the first of them, which takes a minute.
 
@@ -79,6 +107,8 @@ RECIPES = {  # by the words of --opponent
     "compile": Recipe(compile_mode="default"),
     "compile-reduce-overhead": Recipe(compile_mode="reduce-overhead"),
     "liger": Recipe(load=with_liger),
+    "torchao-tensorwise": Recipe(load=functools.partial(with_float8, "tensorwise")),
+    "torchao-rowwise": Recipe(load=functools.partial(with_float8, "rowwise")),
 }
 
 

@@ -30,6 +30,7 @@ from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from next_steps import (
     adamw_kernel,
     apply_kernels,
+    fused_layer,
     linear_cross_entropy_kernel,
     llama_losses,
     opponents,
@@ -264,12 +265,16 @@ def test_embeddings_may_be_given_and_labels_may_come_shifted():
 def test_a_wrong_layer_would_be_noticed(monkeypatch):
     batch = make_batch()
     expected = loss_and_gradients(make_model(), batch)
-    for name, wrong in {
-        "triton_apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k),
-        "swiglu_linear": lambda gate, up, projection, keep: projection(torch.sigmoid(gate) * up),
-    }.items():
+    for module, name, wrong in (
+        (apply_kernels, "triton_apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k)),
+        (
+            fused_layer,
+            "swiglu_linear",
+            lambda gate, up, projection, keep: projection(torch.sigmoid(gate) * up),
+        ),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(apply_kernels, name, wrong)
+            patch.setattr(module, name, wrong)
             with pytest.raises(AssertionError):
                 assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
 

@@ -146,6 +146,15 @@ def test_what_a_run_did_otherwise_is_said_beside_its_kernels(script):
     assert "the same training" in out  # two sequences a step, both
 
 
+@pytest.mark.parametrize("apart", [1.0, 1.2])
+def test_runs_that_round_otherwise_are_laid_side_by_side_without_a_verdict(script, apart):
+    code, out, _ = script(run(), run("FP8", losses=(3.0, 2.0, apart), fp8="all"))
+    assert code == 0 and "the same training" not in out
+    assert "Relative difference" in out and "fp8 all, not None" in out
+    code, out, _ = script(run(fp8="all"), run("FP8", losses=(3.0, 2.0, apart), fp8="all"))
+    assert code == (apart != 1.0) and "the same training" in out
+
+
 def test_long_runs_show_their_first_and_last_step(script):
     code, out, _ = script(run(losses=range(1, 102)), run("Optimized", losses=range(1, 102)))
     steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]

@@ -99,6 +99,27 @@ def waiting(
     return record | {"timeline": {"step_ms": 1.01, **idle}}
 
 
+def test_flops_of_fp8_are_judged_by_its_own_ceiling():
+    record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6) | {"fp8_flops": 6e6})
+    record["ceilings"]["fp8_tflops"] = 0.2
+    (matmul,) = diagnose.judge_categories(record).values()
+    assert matmul.flops_us == pytest.approx(2e6 / 0.1e6 + 6e6 / 0.2e6)
+    line = diagnosis_tables.ceilings_line(record)
+    assert line.endswith("; FP8 matmul 200.0 GFLOP/s")
+    del record["ceilings"]["fp8_tflops"]  # of a CPU
+    (matmul,) = diagnose.judge_categories(record).values()
+    assert matmul.flops_us == pytest.approx(8e6 / 0.1e6)
+
+
+def test_the_power_of_the_steps_stands_beside_the_ceilings():
+    record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6))
+    assert "Power" not in diagnosis_tables.render(record)
+    reading = {"watts": 690.0, "mhz": 1500.0, "readings": 9}
+    for power, said in ((reading, "690 W at 1,500 MHz"), (None, "n/a")):
+        text = diagnosis_tables.render(record | {"power": power})
+        assert f"Power and clock during the steps: {said}" in text
+
+
 def test_the_verdict_is_the_ceiling_that_takes_longer():
     record = made_up(
         matmul=part(100.0, n_bytes=20e3, flops=8e6), attention=part(100.0, n_bytes=60e3, flops=5e6),

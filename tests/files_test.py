@@ -586,7 +586,7 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
         if script == "finetune_optimized.py":
             ladder.run_script(script, each)
     ladder.run_script("finetune_optimized.py", graph)
-    assert len(commands) == 2 + len(OPPONENTS) + 2
+    assert len(commands) == 2 + len(OPPONENTS) + 2 + 2
     for command in commands:
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
         assert finetune_options.parse_args("").lr == 0.25

@@ -487,7 +487,9 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
     def ours(x, norm_weight, *tensors):
         tensors = *tensors, None, None
         scales = lora_subjects.SCALES[0], None
-        return NormLinearFunction.apply(x, norm_weight, EPS, keep, scales, (None, None), *tensors)
+        return NormLinearFunction.apply(
+            x, norm_weight, EPS, keep, True, scales, (None, None), *tensors
+        )
 
     with (
         Calls() as calls,

@@ -20,6 +20,9 @@ from rmsnorm_kernel import tl, triton
 HERE = Path(__file__).parents[1]  # the project's folder
 INF, NAN = math.inf, math.nan
 TINY = 2.0**-149  # the smallest fp32 number above 0
+needs_fp8 = pytest.mark.skipif(
+    HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that has e4m3"
+)
 
 
 @triton.jit
@@ -53,6 +56,10 @@ def from_bits(bits: list[int]) -> torch.Tensor:
     return torch.tensor(np.array(bits, dtype=np.uint32).view(np.float32), device=DEVICE)
 
 
+def from_numpy(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=DEVICE)
+
+
 def same(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Where two tensors are equal, zeros' signs included; one NaN is as good as another."""
     return (out.isnan() & expected.isnan()) | (
@@ -81,6 +88,56 @@ def test_ties_go_to_even_and_what_is_too_large_to_infinity():
     x = [1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 3.4e38, -3.4e38, largest, INF, -INF]
     expected = [1, 1 + 2.0**-6, -1, INF, -INF, largest, INF, -INF]
     assert cast(torch.tensor(x, device=DEVICE), torch.bfloat16).tolist() == expected
+
+
+# ---------------------------------------------------------------------------- fp32 -> e4m3
+
+# By its definition: the numbers of the codes 0 to 126.
+SUBNORMAL = [mantissa * 2.0**-9 for mantissa in range(8)]
+NORMAL = [(1 + mantissa / 8) * 2.0**e for e in range(-6, 9) for mantissa in range(8)]
+E4M3 = np.array([*SUBNORMAL, *NORMAL][:127])
+
+
+def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """In float64: the nearest, of two the one whose code is even; 448 for what is larger."""
+    magnitude = np.minimum(np.abs(x.double().cpu().numpy()), 448)
+    below = np.searchsorted(E4M3, magnitude, side="right") - 1
+    below = np.where(np.isnan(magnitude), 0, below)
+    above = np.minimum(below + 1, 126)
+    to_below, to_above = magnitude - E4M3[below], E4M3[above] - magnitude
+    code = np.where(to_above < to_below, above, below)
+    code = np.where((to_above == to_below) & (above % 2 == 0), above, code)
+    number = np.where(np.isnan(magnitude), np.nan, E4M3[code])
+    return torch.from_numpy(np.copysign(number, x.double().cpu().numpy())).to(x)
+
+
+@needs_fp8
+def test_any_fp32_number_becomes_the_nearest_of_e4m3():
+    bits = torch.randint(2**32, (2**16,), generator=torch.Generator().manual_seed(0)).tolist()
+    x = from_bits(bits)
+    near = torch.randn(2**16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for numbers in (x, near, near * 100, near * 2.0**-7):
+        assert same(cast(numbers, torch.float8_e4m3fn).float(), nearest_e4m3(numbers)).all()
+
+
+@needs_fp8
+def test_what_lies_around_the_middle_of_two_numbers_of_e4m3():
+    """Every middle, where the even code is taken, and its neighbours in fp32; both signs."""
+    middles = from_numpy((E4M3[:-1] + E4M3[1:]) / 2)
+    ends = from_numpy([448, 464, 480, 1e30, INF, NAN, 0, TINY])
+    x = torch.cat([middles, ends])
+    x = torch.cat([x, x.nextafter(torch.zeros_like(x)), x.nextafter(torch.full_like(x, 500))])
+    x = torch.cat([x, -x])
+    x = torch.nn.functional.pad(x, (0, 1024 - len(x)))
+    assert same(cast(x, torch.float8_e4m3fn).float(), nearest_e4m3(x)).all()
+
+
+@needs_fp8
+def test_every_e4m3_number_becomes_itself_in_fp32():
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8).view(torch.float8_e4m3fn)
+    found = cast(codes, torch.float32)
+    magnitudes = from_numpy([*E4M3, NAN])
+    assert same(found, torch.cat([magnitudes, -magnitudes])).all()
 
 
 # ---------------------------------------------------------------------------- other casts
@@ -219,6 +276,7 @@ def test_users_bf16_weights_keep_their_norm_over_40_steps():
     [
         "adamw",
         "cross_entropy",
+        "fp8",
         "fused",
         "linear_cross_entropy",
         "reverse_kl",

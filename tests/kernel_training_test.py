@@ -1,6 +1,7 @@
 """The further kernels' flags, the opponents, and a step as one CUDA graph."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import finetune_optimized
 import profile_baseline
 from harness import architecture, command_line, device, loading, run_records, stepping
 from harness.checking import DEVICE
+from harness.command_line import UserError
 from harness.dataset import Batch
 from harness.device import HAS_GPU
 from harness.kernel_facts import PLAYBOOK_KERNELS
@@ -103,16 +105,60 @@ def test_every_opponent_has_a_recipe():
     assert list(opponents.RECIPES) == list(OPPONENTS)
 
 
+@pytest.mark.parametrize(
+    "name, module, said",
+    [
+        (
+            "liger",
+            "liger_kernel.transformers",
+            "Liger-Kernel is not installed: pip install liger-kernel",
+        ),
+        ("torchao-tensorwise", "torchao.float8", "torchao is not installed: pip install torchao"),
+        ("torchao-rowwise", "torchao.float8", "torchao is not installed: pip install torchao"),
+    ],
+)
 def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded(
-    run_script, monkeypatch
+    run_script, monkeypatch, name, module, said
 ):
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(opponents.lora, "load", lambda workload: pytest.fail("loaded"))
-    outcome = run_script(finetune_optimized, *SMALL, "--opponent", "liger")
-    assert (outcome.code, outcome.err) == (
-        2,
-        "error: Liger-Kernel is not installed: pip install liger-kernel\n",
-    )
+    outcome = run_script(finetune_optimized, *SMALL, "--opponent", name)
+    assert (outcome.code, outcome.err) == (2, f"error: {said}\n")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchaos_float8_is_in_the_layers_projections_alone(monkeypatch, small_model, recipe):
+    float8 = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    workload = replace(small_workload(), opponent=f"torchao-{recipe}")
+    model, called, _ = opponents.prepare(workload)
+    found = [name for name, module in model.named_modules() if isinstance(module, float8)]
+    assert len(found) == 7 * len(model.model.layers)
+    assert all(name.startswith("model.layers.") and name.endswith("_proj") for name in found)
+    assert compiled == list(model.model.layers) and called is model
+    ids = torch.arange(16, device=DEVICE)[None]
+    plain = loading.load_model(small_workload())
+    losses = [each(input_ids=ids[:, :12], labels=ids[:, :12]).loss for each in (model, plain)]
+    if DEVICE == "cpu":  # a GPU has no such products of fp32
+        assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.1
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"lora_rank": 4}, "trains the weights: leave --lora-rank"),
+        ({}, "--opponent torchao-rowwise: Old GPU is of sm_80"),
+    ],
+)
+def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch, how, said):
+    pytest.importorskip("torchao")
+    if not how:
+        monkeypatch.setattr(opponents, "fp8_support", lambda: "Old GPU is of sm_80: leave it.")
+    with pytest.raises(UserError, match=said):
+        opponents.with_float8(
+            "rowwise", replace(small_workload(), opponent="torchao-rowwise", **how)
+        )
 
 
 def test_an_unknown_opponent_is_refused(run_script):

@@ -147,6 +147,7 @@ def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
     assert ladder.strongest(record)["name"] == "Liger-Kernel, fused AdamW"
     two = made_up_rung("rmsnorm + cross_entropy", None, 1.0) | {"kernels": ["rmsnorm"]}
     record["rungs"] += [two, made_up_rung("torch.compile, fused AdamW", None, 89.0)]
+    record["rungs"] += [made_up_rung(name, None, 2.0) for name in ladder.FLOAT8]
     assert ladder.strongest(record)["name"] == "torch.compile, fused AdamW"
 
 
@@ -258,6 +259,8 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
         ("finetune_optimized.py", *two, "--cuda-graph"),
         *(("finetune_optimized.py", "--opponent", name) for name in OPPONENTS),
         ("finetune_optimized.py", "--cuda-graph", "--opponent", "liger"),
+        *([("finetune_optimized.py", "--kernels", every, "--fp8", "all")] if has_gpu else []),
+        ("finetune_optimized.py", "--kernels", every, "--fp8", "all", "--cuda-graph"),
     ]
     expected = [*rungs, *graph, *others]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
@@ -269,7 +272,8 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     assert printed.startswith(tables.NO_GPU_NOTE) == (not has_gpu)
     titles = [title for name, title in OPPONENTS.items() if name != "liger"]
     ours = "rmsnorm + cross_entropy"
-    with_graphs = ["baseline, CUDA graph", ours, f"{ours}, CUDA graph", *titles]
+    fp8 = ["all kernels, fp8", "all kernels, fp8, CUDA graph"]
+    with_graphs = ["baseline, CUDA graph", ours, f"{ours}, CUDA graph", *titles, *fp8]
     _, after = ladder.blocks(record)
     assert [each["name"] for each in after] == (with_graphs if has_gpu else [ours, *titles])
     of_runs = {tuple(rung[key] for key in NEWER) for rung in record["rungs"]}

@@ -275,14 +275,14 @@ def test_parts_of_a_fused_layer_are_not_hooked_so_that_it_stays_fused():
     apply_kernels.apply_kernels(model, ["fused_layer"])
     assert hooked(model) == around
 
-    calls, fused = [], apply_kernels.norm_linear
+    calls = []
 
-    def norm_linear(*args, **keep):
-        calls.append(1)
-        return fused(*args, **keep)
+    def counted(function):
+        return lambda *args, **keep: calls.append(1) or function(*args, **keep)
 
     with pytest.MonkeyPatch.context() as patch, profile_baseline.category_ranges(model):
-        patch.setattr(apply_kernels, "norm_linear", norm_linear)
+        for name in ("norm_linear", "norm_mlp"):
+            patch.setattr(apply_kernels, name, counted(getattr(apply_kernels, name)))
         ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
         model(input_ids=ids, labels=ids)
     assert len(calls) == 4, "a layer was not fused under the profiler"
@@ -464,4 +464,5 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     others |= {f"_reverse_kl_{way}_kernel" for way in ("fwd", "bwd", "bwd_again")}
     others |= {"_plain_fwd_kernel", "_plain_bwd_kernel", "_obvious_kernel"}
     others |= {"_nf4_dequantize_kernel"}  # where --quantize asks for it
+    others |= {name for name in OUR_KERNELS if "fp8" in name}  # where --fp8 asks for them
     assert launched == set(OUR_KERNELS) - others or kernels != "all"

@@ -15,7 +15,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from next_steps import frontier, make_samples, scaling
+from next_steps import fp8_accuracy, fp8_costs, frontier, make_samples, scaling
 from tools import compile_check, fill_pages, page_outputs, sweep_kernels, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
@@ -48,6 +48,8 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
+    "next_steps.fp8_accuracy": fp8_accuracy,
+    "next_steps.fp8_costs": fp8_costs,
     "next_steps.frontier": frontier,
     "next_steps.make_samples": make_samples,
     "next_steps.scaling": scaling,

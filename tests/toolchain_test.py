@@ -39,6 +39,7 @@ def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
     kernels = ["rmsnorm_fwd", "rmsnorm_bwd", "scale", "swiglu_fwd", "swiglu_bwd", "rope", "adamw"]
     kernels += [f"cross_entropy_{name}" for name in ("fwd", "bwd", "inplace", "scale")]
     kernels += ["reverse_kl_fwd", "reverse_kl_bwd", "nf4_dequantize"]
+    kernels += ["fp8_quantize", "fp8_transpose", "rmsnorm_fp8", "swiglu_fp8_fwd", "swiglu_fp8_bwd"]
     for text in [*COLUMNS, "sm_103", *(f"_{kernel}_kernel" for kernel in kernels)]:
         assert text in result.stdout
     assert "none spills: PASSED" in result.stdout

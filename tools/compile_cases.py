@@ -11,6 +11,9 @@ import torch
 
 from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
 from next_steps.adamw_kernel import TritonAdamW
+from next_steps.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
+from next_steps.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
+from next_steps.fused_layer import LoRASwiGLUFunction
 from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from next_steps.llama_mlp import SwiGLUMLPFunction
 from next_steps.nf4_kernel import BLOCK, GROUP, N_VALUES, NF4LinearFunction
@@ -126,6 +129,40 @@ def nf4_arguments(t: Make) -> tuple:
     return t(B, T, H), (INTERMEDIATE, H), codes, absmax_codes, scales, mean, tables
 
 
+def lora_swiglu_arguments(rank: int) -> Arguments:
+    def arguments(t: Make) -> tuple:
+        gate, up = t(B, T, INTERMEDIATE), t(B, T, INTERMEDIATE)
+        h, b_gate, b_up = t(B * T, 2 * rank), t(INTERMEDIATE, rank), t(INTERMEDIATE, rank)
+        of_down = t(H, INTERMEDIATE), t(rank, INTERMEDIATE), t(H, rank)
+        return gate, up, h, False, (1.0, 1.0, 1.0), None, b_gate, b_up, *of_down
+
+    return arguments
+
+
+def quantize_and_transpose(*parts: torch.Tensor) -> None:
+    rows = quantize_rows(*parts)
+    transpose_rows(rows)
+    quantize_transposed(parts[0], scale=rows.scales.amax())
+
+
+def fp8_arguments(*widths: int) -> Arguments:
+    return lambda t: tuple(t(B * T, width) for width in widths)
+
+
+def norm_arguments(hidden: int) -> Arguments:
+    return lambda t: (t(B * T, hidden), t(hidden))
+
+
+def swiglu_in_fp8(dy: torch.Tensor, gate_up: torch.Tensor) -> None:
+    gate, up = gate_up.chunk(2, 1)
+    swiglu_fp8(gate, up)
+    swiglu_fp8_backward(dy, gate, up)
+
+
+def norm_in_fp8(x: torch.Tensor, weight: torch.Tensor) -> None:
+    rmsnorm_fp8(x, weight, 1e-5)
+
+
 CASES = {  # by the names of kernel_facts.py's rows
     "rmsnorm": [
         Case("RMSNorm", TritonRMSNormFunction, rmsnorm_arguments(H)),
@@ -184,6 +221,15 @@ CASES = {  # by the names of kernel_facts.py's rows
     "swiglu": [
         Case("SwiGLU", TritonSwiGLUFunction, swiglu_arguments),
         Case("SwiGLU, halves of one tensor", TritonSwiGLUFunction, swiglu_halves),
+        *(
+            Case(
+                f"SwiGLU with adapters, R = {rank}",
+                LoRASwiGLUFunction,
+                lora_swiglu_arguments(rank),
+                dtypes=("bf16",),
+            )
+            for rank in (16, 64)
+        ),
         Case("SwiGLU MLP", SwiGLUMLPFunction, mlp_arguments),
     ],
     "adamw": [
@@ -238,4 +284,25 @@ CASES = {  # by the names of kernel_facts.py's rows
         )
     ],
     "nf4": [Case("NF4", NF4LinearFunction, nf4_arguments, frozen=(4, 5, 6))],
+    # e4m3 as NVIDIA has it: not gfx942
+    "fp8": [
+        Case(f"FP8, {name}", quantize_and_transpose, fp8_arguments(*widths), targets="sm_")
+        for name, widths in (
+            ("H = 576", (576,)),
+            ("H = 4,096", (H,)),
+            ("q, k, v", (H, H // 4, H // 4)),
+            ("I = 14,336", (INTERMEDIATE,)),
+            ("I = 28,672", (2 * INTERMEDIATE,)),
+        )
+    ],
+    "fp8_casts": [
+        *(
+            Case(f"RMSNorm in FP8, H = {h:,}", norm_in_fp8, norm_arguments(h), targets="sm_")
+            for h in (576, H, 8192, 16_384)
+        ),
+        *(
+            Case(f"SwiGLU in FP8, I = {i:,}", swiglu_in_fp8, fp8_arguments(i, 2 * i), targets="sm_")
+            for i in (1536, INTERMEDIATE)
+        ),
+    ],
 }

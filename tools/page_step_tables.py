@@ -23,6 +23,8 @@ SHORT_NAMES = {
     OPPONENTS["liger"]: "Liger",
     OPPONENTS["compile"]: "compile",
     OPPONENTS["compile-reduce-overhead"]: "compile+graph",
+    OPPONENTS["torchao-tensorwise"]: "torchao",
+    OPPONENTS["torchao-rowwise"]: "torchao, rows",
 }
 
 

@@ -28,7 +28,7 @@ def without_adapters(*weights):
 
 
 def norm_linear(x, norm_weight, *weights, eps=EPS):
-    return NormLinearFunction.apply(x, norm_weight, eps, False, *without_adapters(*weights))
+    return NormLinearFunction.apply(x, norm_weight, eps, False, True, *without_adapters(*weights))
 
 
 def norm_reference(x, norm_weight, *weights, eps=EPS):

@@ -1,0 +1,88 @@
+"""Faults in fp8_layer.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.fp8_layer"
+TESTS = "tests.fp8_layer_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_results_and_gradients_are_those_of_the_rounded_numbers": [
+        (
+            "weights' gradients of one scale's codes",
+            "dout, x = transpose_rows(dout), transpose_rows(x)  # (sum of O, N), (I, N)",
+            "dout, x = (Rows(r.codes.t().contiguous(), r.scales.amax().repeat(r.codes.shape[1])) for r in (dout, x))",
+        ),
+        (
+            "down with the scale of gate and up",
+            "        scales = scale, scale_down\n",
+            "        scales = scale, scale / 4096\n",
+        ),
+        ("residual's gradient dropped", "        dx.add_(dresidual)\n", "        pass\n"),
+        (
+            "the norm's input in place of its output",
+            "        y, _ = rmsnorm_fp8(rows, norm_weight, eps)  # again\n",
+            "        y = quantize_rows(rows)\n",
+        ),
+        (
+            "the norm without its weight in mode inputs",
+            "        y, _ = rmsnorm_forward(rows, norm_weight, eps)  # again\n",
+            "        y, _ = rmsnorm_forward(rows, torch.ones_like(norm_weight), eps)\n",
+        ),
+        (
+            "mode inputs makes all in FP8",
+            "return mode == ALL and takes_fp8(n_rows)",
+            "return takes_fp8(n_rows)",
+        ),
+        (
+            "mode all makes weights' gradients exact",
+            "return mode == ALL and takes_fp8(n_rows)",
+            "return False",
+        ),
+        (
+            "gate and up exchanged",
+            "dgate, dup, inner = swiglu_backward(",
+            "dup, dgate, inner = swiglu_backward(",
+        ),
+        (
+            "x of o as it was rounded in another way",
+            "            x = quantize_rows(as_rows(x))  # again\n",
+            "            x = quantize_rows(0.75 * as_rows(x))\n",
+        ),
+        (
+            "dw of o of the wrong side",
+            "douts = [as_rows(dout)]  # (N, O)",
+            "douts = [as_rows(dout).flip(0)]",
+        ),
+    ],
+    "test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact": [
+        ("any number of tokens", "return mode == ALL and takes_fp8(n_rows)", "return mode == ALL"),
+    ],
+    "test_gradients_that_nobody_needs_are_not_computed": [
+        (
+            "the input's gradient always",
+            "    if not (need_x or need_norm_weight):\n",
+            "    if False:\n",
+        ),
+    ],
+    "test_only_the_rows_of_trained_weights_are_multiplied": [
+        (
+            "all weights' gradients as soon as one is needed",
+            "    if all(needed):\n",
+            "    if True:\n",
+        ),
+        ("transposed for nothing", "if any(need_weights) and douts is None:", "if douts is None:"),
+    ],
+    "test_unused_results_have_no_gradient": [
+        (
+            "zeros for what nobody used",
+            "        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used\n",
+            "",
+        ),
+    ],
+    "test_a_second_derivative_is_refused": [
+        (
+            "a second derivative of nothing",
+            '        raise RuntimeError(f"FP8 in the layer',
+            '        return RuntimeError(f"FP8 in the layer',
+        ),
+    ],
+}

@@ -1,0 +1,36 @@
+"""Faults in fp8_model.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "next_steps.fp8_model"
+TESTS = "tests.fp8_layer_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted": [
+        ("odd shapes taken", "        and takes_fp8(*each.weight.shape)\n", ""),
+    ],
+    "test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does": [
+        (
+            "not asked again in each call",
+            "if not (fits and takes_layer(self, hidden_states.dtype)):",
+            "if not fits:",
+        ),
+        ("biases dropped", "        and is_base(each)\n", ""),
+    ],
+    "test_evaluation_and_generation_compute_so_too": [
+        (
+            "in training alone",
+            "        if not (fits and takes_layer(self, hidden_states.dtype)):",
+            "        if not (self.training and fits and takes_layer(self, hidden_states.dtype)):",
+        ),
+    ],
+    "test_the_layers_that_fit_do_not_wait_for_the_others": [
+        (
+            "all layers or none",
+            "        if fused and takes_layer(layer, layer.mlp.down_proj.weight.dtype):",
+            "        if fused and all(takes_layer(e, e.mlp.down_proj.weight.dtype) for e in model.model.layers):",
+        ),
+    ],
+    "test_a_gpu_without_fp8_is_refused_in_a_sentence": [
+        ("not asked", "    require_fp8()\n", ""),
+    ],
+}

@@ -1,0 +1,79 @@
+"""What is made of the curves; and a small run of all seeds and modes."""
+
+import json
+
+import pytest
+
+from harness import architecture, packaged_model
+from harness.checking import HAS_GPU
+from next_steps import fp8_accuracy, fp8_layer
+from next_steps.fp8_accuracy import more_steps, reached, row_of
+from tests.fp8_layer_test import REFERENCES
+from tests.small_workloads import smaller_config
+
+CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
+
+
+@pytest.mark.parametrize(
+    "loss, expected",
+    [
+        (4.0, (10.0, "")),
+        (3.25, (17.5, "")),
+        (2.5, (30.0, "")),
+        (5.0, (0.0, "")),
+        (2.4, (30.0, ">=")),
+        (5.1, (0.0, "<=")),
+    ],
+)
+def test_a_loss_is_reached_between_two_points(loss, expected):
+    assert reached(CURVE, loss, 10) == expected
+
+
+def test_a_curve_that_rises_again_has_reached_a_loss_the_first_time():
+    assert reached([5.0, 3.0, 4.0, 2.0], 3.5, 10) == (7.5, "")
+
+
+@pytest.mark.parametrize(
+    "last, expected", [(2.75, (5.0, "")), (2.5, (0.0, "")), (2.0, (0.0, "<=")), (6.0, (30.0, ">="))]
+)
+def test_more_steps_are_those_that_the_reference_was_earlier(last, expected):
+    assert more_steps(CURVE, [5.0, 4.0, 3.0, last], 10) == expected
+
+
+def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
+    def run(last, seconds=0.1):
+        return {"curve": [5.0, 4.0, 3.0, last], "median_seconds": seconds}
+
+    runs = {None: [run(2.5), run(2.0)], "all": [run(2.75, 0.05), run(1.9, 0.05)]}
+    row = row_of("all", runs, 10, "bf16")
+    assert row[:5] == ["fp8 all", "2.3250", "+0.0750", "-0.1000", "+0.2500"]
+    assert row[5:] == ["2.5", "<= 0.0", "5.0", "50.0"]
+    assert row_of(None, runs, 10, "bf16") == ["bf16", "2.2500", *[""] * 6, "100.0"]
+
+
+@pytest.mark.exhaustive
+def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_cache):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    if not HAS_GPU:
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(fp8_layer, name, reference)
+    path = tmp_path / "record.json"
+    size = ["--model", "tiny", "--steps", "4", "--seeds", "2", "--batch-size", "2"]
+    outcome = run_script(fp8_accuracy, *size, "--seq-len", "8", "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    record = json.loads(path.read_text())
+    assert [(run["seed"], run["fp8"]) for run in record["runs"]] == [
+        (seed, mode) for seed in (0, 1) for mode in (None, "inputs", "all")
+    ]
+    assert all(len(run["curve"]) == 5 and len(run["losses"]) == 4 for run in record["runs"])
+    first, inputs, every = record["runs"][:3]
+    assert first["curve"][0] != inputs["curve"][0] == every["curve"][0]  # the same forward
+    assert inputs["curve"][-1] != every["curve"][-1]
+    assert first["losses"] != record["runs"][3]["losses"]
+    assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/4" not in outcome.out
+
+
+def test_without_the_packaged_model_another_must_be_named(run_script, monkeypatch):
+    monkeypatch.setattr(packaged_model, "is_installed", lambda: False)
+    outcome = run_script(fp8_accuracy)
+    assert outcome.code == 2 and "SmolLM2-135M needs the packages" in outcome.err

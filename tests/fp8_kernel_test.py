@@ -1,0 +1,568 @@
+"""FP8: scales, codes and transposition against formulas in float64, and products of them.
+
+    pytest tests/fp8_kernel_test.py
+
+These functions have no gradient, so the contracts (tests/contracts_*_test.py) do not ask for them;
+what of the contracts holds without one is asked here.
+"""
+
+import math
+
+import pytest
+import torch
+
+from harness.checking import DEVICE, HAS_GPU, relative_error
+from next_steps import fp8_kernel
+from next_steps.fp8_kernel import (
+    FP8,
+    Rows,
+    dequantize,
+    fp8_product,
+    fp8_support,
+    quantize_rows,
+    quantize_rows_reference,
+    quantize_stacked,
+    quantize_transposed,
+    quantize_transposed_reference,
+    takes_fp8,
+    transpose_rows,
+    transpose_rows_reference,
+)
+from tests import tiles
+from tests.fixtures import captured, compiled_once, needs_gpu, pads_rows, waiting_forbidden
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALLEST = 2.0**-126  # fp32's smallest normal number
+NAN = math.nan
+needs_fp8 = pytest.mark.skipif(
+    HAS_GPU and fp8_support() is not None, reason="needs a GPU that multiplies FP8"
+)
+pytestmark = pytest.mark.usefixtures("poison_new_tensors")
+
+# e4m3 by its definition: the numbers of the codes 0 to 126.
+SUBNORMAL = [mantissa * 2.0**-9 for mantissa in range(8)]
+NORMAL = [(1 + mantissa / 8) * 2.0**e for e in range(-6, 9) for mantissa in range(8)]
+E4M3 = torch.tensor([*SUBNORMAL, *NORMAL][:127], dtype=torch.float64, device=DEVICE)
+
+
+def make(*shape, dtype=torch.float32, seed=0):
+    """Normal numbers with a mean, whose rows are of several magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 0.1 + torch.randn(shape, generator=generator)
+    magnitudes = 2.0 ** (12 * torch.rand((shape[0], 1), generator=generator) - 8)
+    return (x * magnitudes).to(DEVICE, dtype)
+
+
+def matrix(rows: Rows) -> torch.Tensor:
+    """In float64."""
+    return dequantize(rows, torch.float64)
+
+
+def same(found: Rows, expected: Rows) -> bool:
+    """To the bit; but one NaN is as good as another."""
+    codes = [rows.codes.view(torch.uint8) for rows in (found, expected)]
+    nan = [rows.codes.float().isnan() for rows in (found, expected)]
+    return (
+        torch.equal(found.scales, expected.scales)
+        and torch.equal(*nan)
+        and torch.equal(*(c.masked_fill(n, 0) for c, n in zip(codes, nan)))
+    )
+
+
+# ---- Scales and codes ----------------------------------------------------------------------------
+
+
+def test_a_scale_is_the_smallest_power_of_two_that_holds_the_row():
+    """Of fp32's whole range, at, below and above 448 times a power of two."""
+    exponents = [-126, *range(-125, 119, 7), 119]
+    largest = torch.tensor([448.0 * 2.0**e for e in exponents], device=DEVICE)
+    for amax, expected in (
+        (largest, largest / 448),
+        (largest.nextafter(torch.zeros_like(largest)), largest / 448),
+        (largest.nextafter(2 * largest), largest / 224),
+    ):
+        x = torch.stack([-amax, amax / 3], 1)
+        assert torch.equal(quantize_rows(x).scales, expected)
+        assert torch.equal(quantize_rows_reference(x).scales, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_code_is_the_nearest_by_the_definition(dtype):
+    x = make(40, 300, dtype=dtype)
+    codes, scales = quantize_rows(x)
+    scaled = x.double() / scales.double()[:, None]
+    distances = (scaled.abs()[..., None] - E4M3).abs()
+    found = codes.view(torch.uint8).long()
+    assert torch.equal(found >> 7 == 1, scaled.signbit())
+    chosen = distances.gather(2, (found & 127)[..., None])[..., 0]
+    assert torch.equal(chosen, distances.amin(2))
+    tie = (distances == chosen[..., None]).sum(2) == 2
+    assert (found[tie] % 2 == 0).all() and (scaled.abs() <= 448).all()
+    assert dtype == torch.float32 or tie.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_what_e4m3_allows(dtype):
+    """2^-4 of a normal number, half of the subnormal step below: and no less, somewhere."""
+    x = make(60, 500, dtype=dtype)
+    rows = quantize_rows(x)
+    scales = rows.scales.double()[:, None]
+    error = (matrix(rows) - x.double()).abs()
+    bound = torch.maximum(x.double().abs() * 2**-4, scales * 2**-10)
+    assert (error <= bound).all() and (error > 0.9 * bound).any()
+    twice = Rows(rows.codes, rows.scales * 2)
+    next_row = Rows(rows.codes, rows.scales.roll(1))
+    for wrong in (twice, next_row):
+        assert ((matrix(wrong) - x.double()).abs() > bound).float().mean() > 0.5
+
+
+def test_what_has_been_quantized_keeps_its_numbers():
+    """Its codes may not: a largest number that was rounded down to 224 takes half of the scale."""
+    rows = quantize_rows(make(20, 100))
+    again = quantize_rows(dequantize(rows, torch.bfloat16))
+    assert torch.equal(matrix(again), matrix(rows))
+
+
+# ---- The kernel ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_cols", [1, 2, 31, 64, 127, 1000, 1025])
+def test_the_references_bits(n_cols, dtype):
+    x = make(5, n_cols, dtype=dtype)
+    assert same(quantize_rows(x), quantize_rows_reference(x))
+
+
+@pytest.mark.parametrize("widths", [(64, 16, 16), (17, 300), (1, 1, 1), (3, 128, 65)])
+def test_parts_lie_side_by_side_under_one_scale(widths):
+    """And the largest number may be in any of them."""
+    for first in range(len(widths)):
+        parts = [make(6, n, dtype=torch.bfloat16, seed=n) for n in widths]
+        parts[first] *= 8
+        found = quantize_rows(*parts)
+        assert same(found, quantize_rows_reference(*parts))
+        assert same(found, quantize_rows_reference(torch.cat(parts, 1)))
+
+
+def test_weights_lie_one_below_the_other():
+    weights = [make(n, 48, dtype=torch.bfloat16, seed=n) for n in (32, 1, 7)]
+    found = quantize_stacked(*weights, weights[0].t()[:32, :1].expand(32, 48))
+    assert found.codes.shape == (72, 48)
+    expected = quantize_rows_reference(torch.cat(weights))
+    assert same(Rows(found.codes[:40], found.scales[:40]), expected)
+    assert same(quantize_stacked(weights[0]), quantize_rows_reference(weights[0]))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_any_strides(part):
+    x = make(40, 40, dtype=torch.bfloat16)
+    for view in (x.t(), x[::3], x[:, ::2], x[:, 5:20], x[:1].expand(7, 40), x[2]):
+        view = view[None] if view.ndim == 1 else view
+        parts = [make(len(view), 24, dtype=torch.bfloat16, seed=1) for _ in range(2)]
+        parts[part] = view
+        assert same(quantize_rows(*parts), quantize_rows_reference(*(p.clone() for p in parts)))
+
+
+def test_inputs_are_not_changed():
+    parts = make(6, 50), make(6, 20)
+    before = [part.clone() for part in parts]
+    rows = quantize_rows(*parts)
+    codes = rows.codes.clone()
+    transpose_rows(rows)
+    assert all(map(torch.equal, parts, before))
+    assert same(Rows(codes, rows.scales), quantize_rows_reference(*before))
+
+
+def test_rows_beyond_int32(far_apart):
+    values = make(3, 33, dtype=torch.bfloat16)
+    assert same(quantize_rows(far_apart(values)), quantize_rows_reference(values))
+
+
+@needs_gpu
+def test_more_than_2_to_the_31_numbers():
+    """Also of codes."""
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    n_cols = 2**14
+    x = torch.zeros(2**17 + 3, n_cols, dtype=torch.bfloat16, device=DEVICE)
+    x[-3:] = make(3, n_cols, dtype=torch.bfloat16)
+    rows = quantize_rows(x)
+    tail = Rows(rows.codes[-3:], rows.scales[-3:])
+    assert same(tail, quantize_rows_reference(x[-3:]))
+    del x
+    transposed = transpose_rows(rows)
+    assert torch.equal(
+        transposed.codes[:, -3:].float(), transpose_rows_reference(tail).codes.float()
+    )
+
+
+# ---- Rows of another kind ------------------------------------------------------------------------
+
+
+def test_a_row_of_zeros_has_zero_codes_and_raises_no_other_scale():
+    x = make(4, 20) * 2.0**-40
+    x[1] = 0
+    x[1, 3] = -0.0
+    rows = quantize_rows(x)
+    assert rows.scales[1] == SMALLEST and (matrix(rows)[1] == 0).all()
+    assert same(rows, quantize_rows_reference(x))
+    assert transpose_rows(rows).scales[0] < 2.0**-30
+
+
+@pytest.mark.parametrize("bad", [NAN, -NAN, math.inf, -math.inf, "what a GPU computes for NaN"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_row_that_is_not_finite_is_nan_and_stays_alone(bad, part):
+    parts = make(4, 20), make(4, 9)
+    if isinstance(bad, str):
+        parts[part].view(torch.int32)[2, 5] = 0x7FFFFFFF
+    else:
+        parts[part][2, 5] = bad
+    rows = quantize_rows(*parts)
+    assert same(rows, quantize_rows_reference(*parts))
+    assert rows.codes[2].float().isnan().all()
+    others = [0, 1, 3]
+    expected = quantize_rows(*(p[others] for p in parts))
+    assert same(Rows(rows.codes[others], rows.scales[others]), expected)
+    # in a sum over the rows it is in every number
+    transposed = matrix(transpose_rows(rows))
+    assert transposed[:, 2].isnan().all() and not transposed[:, others].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_denormal_rows(dtype):
+    """Below fp32's normal range the scale is the smallest; the codes hold what it can."""
+    x = torch.tensor([[1.0, -3.0, 64.0]], device=DEVICE)
+    x = torch.cat([x * 2.0**e for e in (-120, -127, -133)]).to(dtype)
+    rows = quantize_rows(x)
+    assert same(rows, quantize_rows_reference(x)) and (rows.scales >= SMALLEST).all()
+    assert torch.equal(matrix(rows), x.double())
+
+
+def test_a_row_of_one_huge_value():
+    x = make(3, 16)
+    x[1, 4] = 3e38
+    rows = quantize_rows(x)
+    assert same(rows, quantize_rows_reference(x))
+    assert abs(matrix(rows)[1, 4] / 3e38 - 1) <= 2**-4 and (matrix(rows)[1, 5:] == 0).all()
+    x[1] = 1e-30
+    x[1, 4] = 1.0  # the others are lost, to 0
+    assert quantize_rows(x).codes[1].float().count_nonzero() == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16)])
+def test_few_rows(shape):
+    rows = quantize_rows(make(*shape) if shape[0] else torch.empty(shape, device=DEVICE))
+    assert rows.codes.shape == shape and rows.scales.shape == shape[:1]
+    transposed = transpose_rows(rows)
+    assert transposed.codes.shape == shape[::-1] and transposed.scales.shape == (16,)
+    assert same(transposed, transpose_rows_reference(rows))
+
+
+# ---- Transposed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (1, 200), (200, 1), (15, 33), (17, 31), (64, 80)])
+def test_transposed_bits_are_the_references(shape, monkeypatch):
+    """Next to the tiles' 16 rows and 32 columns."""
+    tiles.fp8_tiles(monkeypatch)
+    rows = quantize_rows(make(*shape))
+    assert same(transpose_rows(rows), transpose_rows_reference(rows))
+
+
+@pytest.mark.parametrize("shape", [(129, 130), (256, 128)])
+def test_transposed_in_the_shipped_tiles(shape):
+    rows = quantize_rows(make(*shape))
+    assert same(transpose_rows(rows), transpose_rows_reference(rows))
+
+
+def test_transposing_is_exact_but_for_subnormal_numbers():
+    rows = quantize_rows(make(70, 90))
+    transposed = transpose_rows(rows)
+    largest = rows.scales.max().double()
+    assert (transposed.scales == largest).all() and len(rows.scales.unique()) > 4
+    expected = matrix(rows).t()
+    normal = expected.abs() >= largest * 2**-6
+    error = (matrix(transposed) - expected).abs()
+    assert normal.float().mean() > 0.2 and (error[normal] == 0).all()
+    assert (error <= largest * 2**-10).all() and (error[~normal] > 0).any()
+    assert (error <= expected.abs().max() * 2**-17).all()
+
+
+def test_rows_of_one_magnitude_are_transposed_without_any_error():
+    x = make(40, 60)
+    x = x / x.abs().amax(1, keepdim=True)
+    rows = quantize_rows(x)
+    assert torch.equal(matrix(transpose_rows(rows)), matrix(rows).t())
+
+
+def test_columns_of_a_wider_matrix_are_transposed():
+    """As those of the gradients that lie side by side."""
+    rows = quantize_rows(make(20, 100))
+    some = Rows(rows.codes[:, 16:48], rows.scales)
+    every_other = Rows(rows.codes[:, ::2], rows.scales)
+    for part in (some, every_other, Rows(rows.codes[::3], rows.scales[::3])):
+        assert same(transpose_rows(part), transpose_rows_reference(part))
+
+
+@pytest.mark.parametrize("lengths", [(20,), (32, 16, 17), (129, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_rounded_on_the_way(lengths, dtype):
+    weights = [make(n, 130, dtype=dtype, seed=n) for n in lengths]
+    scale = quantize_stacked(*weights).scales.amax()
+    found = quantize_transposed(*weights, scale=scale)
+    assert same(found, quantize_transposed_reference(*weights, scale=scale))
+    assert found.codes.shape == (130, sum(lengths)) and (found.scales == scale).all()
+    twice = matrix(transpose_rows(quantize_stacked(*weights)))  # rounded a second time if subnormal
+    error = (matrix(found) - twice).abs()
+    assert (error[twice.abs() > scale.double() * 2**-6] == 0).all()
+    assert (error <= scale.double() * 2**-9).all()
+
+
+def test_weights_that_are_not_finite_stay_so_on_the_way():
+    weight = make(20, 40)
+    weight[2, 3], weight[4, 5], weight[6, 7] = torch.inf, -torch.inf, torch.nan
+    found = matrix(quantize_transposed(weight, scale=torch.ones((), device=DEVICE)))
+    assert torch.equal(found.isnan(), ~weight.t().isfinite())
+
+
+BAD_SCALES = {
+    "of each row": (torch.ones(20, device=DEVICE), r"scale is \(20,\) of torch.float32"),
+    "bf16": (torch.ones((), device=DEVICE, dtype=torch.bfloat16), r"\(\) of torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("scale, sentence", BAD_SCALES.values(), ids=BAD_SCALES)
+def test_scales_for_weights_that_do_not_fit_are_refused(scale, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        quantize_transposed(make(20, 40), scale=scale)
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+def sizes_of_product():
+    return (40, 64, 96) if HAS_GPU else (5, 7, 96)
+
+
+def exact_product(a: Rows, b: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rounded numbers in float64; and the sum of the magnitudes."""
+    return matrix(a) @ matrix(b).t(), matrix(a).abs() @ matrix(b).abs().t()
+
+
+@needs_fp8
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product_is_that_of_the_rounded_numbers(dtype, fast):
+    M, N, K = sizes_of_product()
+    a, b = quantize_rows(make(M, K)), quantize_rows(make(N, K, seed=1))
+    found = fp8_product(a, b, dtype, fast)
+    assert found.shape == (M, N) and found.dtype == dtype
+    exact, magnitudes = exact_product(a, b)
+    # of the sum: on a GPU Hopper's partial sums; of the result: half of its last bit
+    of_sum = 2**-9 if HAS_GPU else 2**-20
+    of_result = torch.finfo(torch.bfloat16 if HAS_GPU else dtype).eps
+    bound = of_sum * magnitudes + of_result * exact.abs()
+
+    def right(product):
+        return ((product.double() - exact).abs() <= bound).all()
+
+    assert right(found)
+    assert relative_error(found, exact) <= (1e-2 if HAS_GPU else 2 * of_result)
+    assert not right(fp8_product(a, Rows(b.codes, b.scales.roll(1)), dtype, fast))
+    assert not right(fp8_product(Rows(a.codes, a.scales.roll(1)), b, dtype, fast))
+    assert not right(fp8_product(a, Rows(b.codes.view(torch.uint8).roll(1, 1).view(FP8), b.scales),
+                                 dtype, fast))  # fmt: skip
+
+
+@needs_fp8
+def test_product_is_near_that_of_the_unrounded_numbers():
+    """Each factor is off by 2^-4 of itself, or by 2^-10 of its row's scale."""
+    M, N, K = sizes_of_product()
+    x, w = make(M, K), make(N, K, seed=1)
+    a, b = quantize_rows(x), quantize_rows(w)
+
+    def allowed(t, rows):
+        return torch.maximum(t.double().abs() * 2**-4, rows.scales.double()[:, None] * 2**-10)
+
+    dx, dw = allowed(x, a), allowed(w, b)
+    bound = dx @ w.double().abs().t() + x.double().abs() @ dw.t() + dx @ dw.t()
+    error = (fp8_product(a, b, torch.float32, True).double() - x.double() @ w.double().t()).abs()
+    assert (error <= bound * 1.01).all() and (error > 0.02 * bound).any()
+
+
+@needs_fp8
+def test_weight_gradient_of_transposed_rows():
+    """dy.t() @ x over tokens of several magnitudes: as near as their rounding allows."""
+    tokens, O, I = 160, 32, 48
+    x, dy = make(tokens, I), make(tokens, O, seed=1)
+    rows_x, rows_dy = quantize_rows(x), quantize_rows(dy)
+    a, b = transpose_rows(rows_dy), transpose_rows(rows_x)
+    found = fp8_product(a, b, torch.float32, True)
+    exact, magnitudes = exact_product(a, b)
+    of_sum, of_result = (2**-9, 2**-7) if HAS_GPU else (2**-20, 2**-22)
+    assert ((found.double() - exact).abs() <= of_sum * magnitudes + of_result * exact.abs()).all()
+
+    wide = dy.double().t() @ x.double()
+    assert relative_error(found, wide) < 2 * 2**-4
+    assert relative_error(fp8_product(a, b._replace(scales=b.scales * 2), torch.float32, True),
+                          wide) > 0.5  # fmt: skip
+
+
+@needs_fp8
+def test_a_row_that_is_not_finite_is_so_in_the_product():
+    M, N, K = sizes_of_product()
+    x, w = make(M, K), make(N, K, seed=1)
+    x[2, 3] = math.inf
+    found = fp8_product(quantize_rows(x), quantize_rows(w), torch.float32, True)
+    assert found[2].isnan().all() and found[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_products_without_numbers():
+    a = quantize_rows(torch.empty(0, 16, device=DEVICE))
+    b = quantize_rows(make(32, 16))
+    assert fp8_product(a, b, torch.bfloat16, True).shape == (0, 32)
+    assert fp8_product(b, a, torch.bfloat16, True).shape == (32, 0)
+    nothing = transpose_rows(a)  # (16, 0): as the gradient of no tokens
+    assert (
+        fp8_product(nothing, nothing, torch.float32, True) == torch.zeros(16, 16).to(DEVICE)
+    ).all()
+
+
+def test_sizes_that_a_product_takes():
+    assert takes_fp8(16) and takes_fp8(4096, 14_336, 48)
+    assert not any(takes_fp8(*sizes) for sizes in ((8,), (4096, 100), (17, 16), (0,)))
+
+
+def test_a_gpu_without_fp8_is_told_in_a_sentence(monkeypatch):
+    assert HAS_GPU or fp8_support() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, supported in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        assert (fp8_support() is None) == supported
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "NVIDIA A100 is of sm_80, and GPUs multiply FP8 from sm_89 on" in fp8_support()
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert "another e4m3" in fp8_support()
+
+
+# ---- What of the contracts holds without a gradient ----------------------------------------------
+
+
+def chain(x, w):
+    """What a layer does with them."""
+    rows = quantize_rows(x, x[:, :16])
+    stacked = quantize_stacked(w, w[:16])
+    product = fp8_product(rows, stacked, torch.float32, True)
+    transposed = transpose_rows(rows)
+    weights = quantize_transposed(w, w[:16], scale=stacked.scales.amax())
+    return product, *rows, *stacked, *transposed, *weights
+
+
+@needs_fp8
+@pytest.mark.exhaustive
+@pads_rows
+def test_compiled_in_one_graph_it_gives_the_same_bits():
+    compiled = torch.compile(chain, fullgraph=True, dynamic=True)
+    for n_tokens in (48, 64, 80):
+        x, w = make(n_tokens, 144), make(64, 160, seed=1)
+        found = compiled(x * 2, w)
+        assert all(
+            torch.equal(ours.float(), eager.float())
+            for ours, eager in zip(found[1:], chain(x * 2, w)[1:])
+        )
+        assert relative_error(found[0], chain(x * 2, w)[0].double()) < 1e-6
+        with compiled_once():
+            compiled(make(96, 144), w)
+
+
+@needs_gpu
+@needs_fp8
+def test_the_host_waits_for_nothing_and_a_graph_repeats_it():
+    x, w = make(64, 144), make(64, 160, seed=1)
+    expected = chain(x, w)
+    with waiting_forbidden():
+        chain(x, w)
+    graph, found = captured(lambda: chain(x, w))
+    graph.replay()
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+X = torch.ones(4, 32, device=DEVICE)
+ROWS = quantize_rows_reference(X)
+
+
+@pytest.mark.parametrize(
+    "parts, error, sentence",
+    [
+        ((), ValueError, "there are 0 parts, expected 1 to 3"),
+        ((X,) * 4, ValueError, "there are 4 parts, expected 1 to 3"),
+        ((X.double(),), TypeError, "part 0 is torch.float64, expected torch.float16 or"),
+        ((X, X.bfloat16()), ValueError, "part 1 has dtype torch.bfloat16, expected part 0's"),
+        ((X, X[:2]), ValueError, "part 1 has 2 rows, part 0 has 4, expected as many"),
+        ((X[0],), ValueError, r"part 0 has shape \(32,\), expected \(N, K\)"),
+        ((X[:, :0],), ValueError, r"part 0 has shape \(4, 0\), expected \(N, K\)"),
+        ((torch.ones(1, 40_000),), ValueError, r"shape \(1, 40000\), expected .* 1 to 32,768"),
+        ((torch.ones(1, 20_000),) * 2, ValueError, "have 40,000 numbers, expected 32,768 at most"),
+        (([1.0],), TypeError, "part 0 is a list, expected a tensor"),
+        ((X.to_sparse(),), TypeError, "part 0 is torch.sparse_coo, expected torch.strided"),
+        ((X, X.to("meta")), ValueError, "part 1 is on meta, expected a GPU"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_parts_that_are_refused(parts, error, sentence):
+    parts = [p.to(DEVICE) if isinstance(p, torch.Tensor) and not p.is_meta else p for p in parts]
+    with pytest.raises(error, match=sentence):
+        quantize_rows(*parts)
+
+
+def test_weights_that_are_refused():
+    with pytest.raises(ValueError, match="there is no weight"):
+        quantize_stacked()
+    with pytest.raises(ValueError, match="weight 1 has 16 columns, weight 0 has 32, expected as"):
+        quantize_stacked(X, X[:, :16])
+
+
+@pytest.mark.parametrize(
+    "rows, error, sentence",
+    [
+        (
+            Rows(X, ROWS.scales),
+            TypeError,
+            "rows.codes is torch.float32, expected torch.float8_e4m3",
+        ),
+        (Rows(ROWS.codes, X[:, 0].half()), TypeError, "rows.scales is torch.float16, expected"),
+        (Rows(ROWS.codes, ROWS.scales[:3]), ValueError, r"shape \(4, 32\) and \(3,\), expected"),
+        (Rows(ROWS.codes, 1.0), TypeError, "rows.scales is a float, expected a tensor"),
+        (Rows(ROWS.codes, ROWS.scales.to("meta")), ValueError, "rows.scales is on meta, its codes"),
+    ],
+    ids=["codes", "scales", "number of scales", "one scale", "two devices"],
+)
+def test_rows_that_are_refused(rows, error, sentence):
+    with pytest.raises(error, match=sentence):
+        transpose_rows(rows)
+
+
+def test_products_that_are_refused():
+    with pytest.raises(ValueError, match=r"b is \(32, 4\) .*, expected as many columns"):
+        fp8_product(ROWS, transpose_rows(ROWS), torch.float32, True)
+    with pytest.raises(TypeError, match=r"wanted in torch.float64, expected torch.float16 or"):
+        fp8_product(ROWS, ROWS, torch.float64, True)
+    with pytest.raises(TypeError, match=r"b.codes is torch.float32, expected"):
+        fp8_product(ROWS, Rows(X, ROWS.scales), torch.float32, True)
+
+
+@needs_gpu
+def test_a_product_that_a_gpu_does_not_take_is_refused():
+    with pytest.raises(ValueError, match=r"b is \(4, 32\), expected multiples of 16"):
+        fp8_product(ROWS, ROWS, torch.bfloat16, True)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="refuses tensors on a CPU, where kernels are compiled")
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr(fp8_kernel, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="part 0 is on cpu, expected a GPU"):
+        quantize_rows(X)

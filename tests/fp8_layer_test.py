@@ -1,0 +1,504 @@
+"""FP8 in the layer: each Function against float64 of what it has rounded, and in a whole model.
+
+What is rounded, and how, is asked in fp8_kernel_test.py and fp8_casts_test.py.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from harness import architecture, fp8_flags
+from harness.checking import DEVICE, HAS_GPU, relative_error
+from harness.command_line import UserError
+from harness.loading import load_model
+from harness.workload import RECOMPUTE
+from next_steps import fp8_layer, fp8_model
+from next_steps.apply_kernels import apply_kernels
+from next_steps.fp8_casts import (
+    rmsnorm_fp8_reference,
+    swiglu_fp8_backward_reference,
+    swiglu_fp8_reference,
+)
+from next_steps.fp8_kernel import (
+    dequantize,
+    quantize_rows_reference,
+    quantize_transposed_reference,
+    transpose_rows_reference,
+)
+from next_steps.fp8_layer import (
+    FP8LinearFunction,
+    FP8MLPFunction,
+    NormFP8LinearFunction,
+)
+from next_steps.fp8_model import fp8_layers, layers_in_fp8
+from next_steps.recompute import set_recompute
+from next_steps.swiglu_kernel import swiglu_reference
+from rmsnorm_kernel import rmsnorm_reference
+from tests.calls import Calls
+from tests.small_workloads import (
+    loss_and_gradients,
+    smaller_config,
+    tiny_batch,
+    tiny_workload,
+    uneven_norms,
+)
+
+EPS = 1e-5
+# A thousand rows of weights in a step are a thousand programs: minutes in Triton's interpreter.
+# The references have the same bits.
+REFERENCES = {
+    "quantize_rows": quantize_rows_reference,
+    "quantize_stacked": lambda *weights: quantize_rows_reference(torch.cat(weights)),
+    "quantize_transposed": quantize_transposed_reference,
+    "transpose_rows": transpose_rows_reference,
+    "rmsnorm_fp8": rmsnorm_fp8_reference,
+    "swiglu_fp8": swiglu_fp8_reference,
+    "swiglu_fp8_backward": swiglu_fp8_backward_reference,
+}
+MODES = pytest.mark.parametrize("mode", fp8_flags.MODES)
+N, H, I, OUT = 32, 48, 80, (64, 16, 16)  # tokens; hidden, inner; q, k and v
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a GPU's product is written in bf16
+# Beyond what both round alike.  In fp32 a number may lie on either side of the middle between two
+# codes, by its last bit, and there are few of these; in bf16 results are rounded too, and the sums
+# of a fast product.
+ALLOWED = 1e-2 if HAS_GPU else 2e-3
+STEP = 2.0**-4 / math.sqrt(3) / 1.53  # root mean square of e4m3's relative error, normal numbers
+
+
+def two_layers():
+    config = smaller_config()
+    config.num_hidden_layers, config.max_position_embeddings = 2, 16
+    return config
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    monkeypatch.setattr(architecture, "tiny_config", two_layers)
+
+
+@pytest.fixture(autouse=True)
+def without_interpreter(monkeypatch):
+    if not HAS_GPU:
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(fp8_layer, name, reference)
+
+
+def drawn(*shape, scale=1.0, mean=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, DTYPE)
+
+
+def weights(*shapes):
+    return [drawn(*shape, scale=shape[1] ** -0.5, seed=i) for i, shape in enumerate(shapes)]
+
+
+def tokens():
+    """Rows as training has them: of unlike sizes, one of zeros."""
+    x = drawn(N, H, mean=0.5, scale=1.5) * torch.logspace(-2, 2, N, 2.0, device=DEVICE)[:, None]
+    x[3] = 0
+    return x.to(DTYPE)
+
+
+def rounded(*parts):
+    """In float64 what FP8 has of parts (N, K_i), side by side."""
+    return dequantize(quantize_rows_reference(*parts), torch.float64)
+
+
+def turned(*parts):
+    """The same in the form that is summed over the rows, (N, K)."""
+    rows = transpose_rows_reference(quantize_rows_reference(*parts))
+    return dequantize(rows, torch.float64).t()
+
+
+def turned_weights(*ws):
+    """Weights, one below the other, in the form that is summed over O: (sum of O, I)."""
+    scale = quantize_rows_reference(torch.cat(ws)).scales.amax()
+    return dequantize(quantize_transposed_reference(*ws, scale=scale), torch.float64).t()
+
+
+def leaves(*tensors):
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def in_float64(*tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def hold(found, expected, allowed=ALLOWED):
+    """Each is there, and as far off as allowed at most."""
+    for name, reference in expected.items():
+        assert found[name] is not None, name
+        assert found[name].shape == reference.shape, name
+        error = relative_error(found[name], reference)
+        assert error <= allowed, f"{name} is off by {error:.1e}, allowed {allowed:.1e}"
+
+
+# ---------------------------------------------------------------- the Functions
+#
+# Each returns what came out, and in float64 what should: with the roundings at their places, and
+# without any.
+
+
+def linear_case(mode):
+    x, (w,), dout = tokens(), weights((OUT[0], H)), drawn(N, OUT[0], seed=9)
+    x_leaf, w_leaf = leaves(x, w)
+    out = FP8LinearFunction.apply(x_leaf, mode, w_leaf)
+    out.backward(dout)
+    found = {"out": out, "dx": x_leaf.grad, "dw": w_leaf.grad}
+    exact = mode == fp8_flags.INPUTS
+    expected = {
+        "out": rounded(x) @ rounded(w).t(),
+        "dx": rounded(dout) @ turned_weights(w),
+        "dw": dout.double().t() @ x.double() if exact else turned(dout).t() @ turned(x),
+    }
+    x64, w64, dout64 = in_float64(x, w, dout)
+    plain = {"out": x64 @ w64.t(), "dx": dout64 @ w64, "dw": dout64.t() @ x64}
+    return found, expected, plain
+
+
+def norm_gradient(x, norm_weight, dy, dresidual):
+    """In float64: of x, the norm's weight, the gradient of its result and that of x itself."""
+    x64, norm64 = in_float64(x, norm_weight)
+    rmsnorm_reference(x64, norm64, EPS).backward(dy)
+    return x64.grad + dresidual.double(), norm64.grad
+
+
+def norm_case(mode):
+    x, norm_weight, ws = tokens(), drawn(H, mean=1.0, scale=0.2), weights(*((o, H) for o in OUT))
+    # as in attention: the gradients of q and k are small beside that of v
+    douts = [drawn(N, o, scale=s, seed=i) for i, (o, s) in enumerate(zip(OUT, (0.1, 0.1, 1.0)))]
+    dresidual = drawn(N, H, seed=8)
+    x_leaf, norm_leaf, *w_leaves = leaves(x, norm_weight, *ws)
+    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, mode, *w_leaves)
+    torch.autograd.backward([residual, *outs], [dresidual, *douts])
+    found = {"residual": residual, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
+    found |= {f"out{i}": out for i, out in enumerate(outs)}
+    found |= {f"dw{i}": w.grad for i, w in enumerate(w_leaves)}
+
+    y = rmsnorm_reference(x, norm_weight, EPS)
+    results = rounded(y) @ torch.cat([rounded(w) for w in ws]).t()
+    dx, dnorm_weight = norm_gradient(
+        x, norm_weight, rounded(*douts) @ turned_weights(*ws), dresidual
+    )
+    expected = {"residual": x.double(), "dx": dx, "dnorm_weight": dnorm_weight}
+    expected |= {f"out{i}": out for i, out in enumerate(results.split(OUT, dim=1))}
+    if mode == fp8_flags.INPUTS:
+        dws = [dout.double().t() @ y.double() for dout in douts]
+    else:
+        dws = (turned(*douts).t() @ turned(y)).split(OUT)
+    expected |= {f"dw{i}": dw for i, dw in enumerate(dws)}
+
+    x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
+    outs = [rmsnorm_reference(x64, norm64, EPS) @ w.t() for w in w64]
+    torch.autograd.backward([x64, *outs], [dresidual.double(), *(d.double() for d in douts)])
+    plain = {"dx": x64.grad, "dnorm_weight": norm64.grad}
+    plain |= {f"out{i}": out.detach() for i, out in enumerate(outs)}
+    plain |= {f"dw{i}": w.grad for i, w in enumerate(w64)}
+    return found, expected, plain
+
+
+def mlp_case(mode):
+    x, norm_weight = tokens(), drawn(H, mean=1.0, scale=0.2)
+    w_gate, w_up, w_down = ws = weights((I, H), (I, H), (H, I))
+    dout, dresidual = drawn(N, H, seed=7), drawn(N, H, seed=8)
+    x_leaf, norm_leaf, *w_leaves = leaves(x, norm_weight, *ws)
+    residual, out = FP8MLPFunction.apply(x_leaf, norm_leaf, EPS, mode, *w_leaves)
+    torch.autograd.backward([residual, out], [dresidual, dout])
+    names = "gate", "up", "down"
+    found = {"residual": residual, "out": out, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
+    found |= {f"dw_{name}": w.grad for name, w in zip(names, w_leaves)}
+
+    y = rmsnorm_reference(x, norm_weight, EPS)
+    both = rounded(y) @ torch.cat([rounded(w_gate), rounded(w_up)]).t()
+    gate, up = (t.to(DTYPE) for t in both.chunk(2, dim=1))
+    inner = swiglu_reference(gate.double(), up.double())
+    dinner = (rounded(dout) @ turned_weights(w_down)).to(DTYPE)
+    gate64, up64 = in_float64(gate, up)
+    swiglu_reference(gate64, up64).backward(dinner.double())
+    dboth = [t.to(torch.float32) for t in (gate64.grad, up64.grad)]
+    dx, dnorm_weight = norm_gradient(
+        x, norm_weight, rounded(*dboth) @ turned_weights(w_gate, w_up), dresidual
+    )
+    if mode == fp8_flags.INPUTS:
+        dws = [d.double().t() @ y.double() for d in dboth]
+        dw_down = dout.double().t() @ inner
+    else:
+        dws = (turned(*dboth).t() @ turned(y)).chunk(2)
+        dw_down = turned(dout).t() @ turned(inner.float())
+    expected = {"residual": x.double(), "out": rounded(inner.float()) @ rounded(w_down).t()}
+    expected |= {"dx": dx, "dnorm_weight": dnorm_weight}
+    expected |= dict(zip(("dw_gate", "dw_up", "dw_down"), (*dws, dw_down)))
+
+    x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
+    y64 = rmsnorm_reference(x64, norm64, EPS)
+    out64 = swiglu_reference(y64 @ w64[0].t(), y64 @ w64[1].t()) @ w64[2].t()
+    torch.autograd.backward([x64, out64], [dresidual.double(), dout.double()])
+    plain = {"out": out64.detach(), "dx": x64.grad, "dnorm_weight": norm64.grad}
+    plain |= {f"dw_{name}": w.grad for name, w in zip(names, w64)}
+    return found, expected, plain
+
+
+CASES = pytest.mark.parametrize("case", [linear_case, norm_case, mlp_case])
+
+
+@MODES
+@CASES
+def test_results_and_gradients_are_those_of_the_rounded_numbers(case, mode):
+    found, expected, _ = case(mode)
+    assert found.keys() == expected.keys()
+    hold(found, expected)
+
+
+@MODES
+@CASES
+def test_they_are_as_near_to_unrounded_ones_as_e4m3_allows(case, mode):
+    """At most six roundings lie one behind the other; and some there are."""
+    found, _, plain = case(mode)
+    hold(found, plain, allowed=1.5 * math.sqrt(6) * STEP)
+    assert relative_error(found["dx"], plain["dx"]) > STEP / 2
+
+
+@CASES
+def test_wrong_answers_are_not_within_the_allowance(case):
+    found, expected, _ = case(fp8_flags.ALL)
+    for name in expected:
+        for wrong in (0 * expected[name], -expected[name], 1.02 * expected[name]):
+            with pytest.raises(AssertionError, match=name):
+                hold(found | {name: wrong}, expected)
+
+
+@pytest.mark.parametrize("n_rows", [1, 7, 24])
+def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact(n_rows):
+    x, (w,) = drawn(n_rows, H), weights((OUT[0], H))
+    dout = drawn(n_rows, OUT[0], seed=3)
+    x_leaf, w_leaf = leaves(x, w)
+    out = FP8LinearFunction.apply(x_leaf, fp8_flags.ALL, w_leaf)
+    out.backward(dout)
+    assert torch.equal(w_leaf.grad, dout.t() @ x)
+    hold({"out": out}, {"out": rounded(x) @ rounded(w).t()})
+
+
+@pytest.mark.parametrize("trained, transposed", [((), 0), ((0,), 2), ((0, 2), 2), ((0, 1, 2), 2)])
+def test_only_the_rows_of_trained_weights_are_multiplied(monkeypatch, trained, transposed):
+    """Transposed, for the weights' gradients, are the results' and the input."""
+    shapes, calls = [], []
+    fp8_product, transpose_rows = fp8_layer.fp8_product, fp8_layer.transpose_rows
+
+    def product(a, b, *args, **options):
+        shapes.append((len(a.codes), len(b.codes)))
+        return fp8_product(a, b, *args, **options)
+
+    monkeypatch.setattr(fp8_layer, "fp8_product", product)
+    monkeypatch.setattr(fp8_layer, "transpose_rows", lambda r: calls.append(r) or transpose_rows(r))
+    x, norm_weight = leaves(tokens(), drawn(H))
+    ws = weights(*((o, H) for o in OUT))
+    for i in trained:
+        ws[i].requires_grad_()
+    _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
+    assert shapes == [(N, sum(OUT)), *alone, (N, H)]
+    assert len(calls) == transposed
+
+
+def test_a_token_that_is_nan_stays_alone():
+    x, (w,) = drawn(N, H), weights((OUT[0], H))
+    x[5, 2] = torch.nan
+    out = FP8LinearFunction.apply(x, fp8_flags.ALL, w)
+    assert out[5].isnan().all() and out.isnan().any(1).sum() == 1
+
+
+def test_unused_results_have_no_gradient():
+    x, norm_weight, *ws = leaves(tokens(), drawn(H), *weights(*((o, H) for o in OUT)))
+    _, _, k, _ = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    k.sum().backward()
+    assert [w.grad is None for w in ws] == [True, False, True]
+    w, *_ = ws
+    residual, *_ = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    x.grad = None
+    residual.sum().backward()
+    assert w.grad is None and torch.equal(x.grad, torch.ones_like(x))
+
+
+@MODES
+def test_a_second_derivative_is_refused(mode):
+    x, (w,) = tokens(), weights((OUT[0], H))
+    out = FP8LinearFunction.apply(*leaves(x), mode, *leaves(w))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        out.sum().backward(create_graph=True)
+
+
+# ---------------------------------------------------------------- in a model
+
+
+def make_model(mode=None, *flags: str) -> torch.nn.Module:
+    model = uneven_norms(apply_kernels(load_model(tiny_workload(*flags))))
+    return fp8_layers(model, mode) if mode else model
+
+
+def batch():
+    return tiny_batch(batch_size=2, seq_len=8)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_models_loss_and_gradients_are_near_the_fused_layers(mode, dtype):
+    expected = loss_and_gradients(make_model(None, "--dtype", dtype), batch())
+    found = loss_and_gradients(make_model(mode, "--dtype", dtype), batch())
+    assert abs(found["loss"] - expected["loss"]) < 2e-3 * expected["loss"]
+    assert not torch.equal(found["loss"], expected["loss"])
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 0.12, errors  # two layers, each with roundings one behind another
+
+
+def products_of_a_step(model) -> int:
+    with Calls() as calls:
+        model(input_ids=(b := batch()).input_ids, labels=b.labels).loss.backward()
+    return calls.products + calls.counts["_scaled_mm"]
+
+
+def test_projections_of_one_input_are_one_product():
+    """Forward 4 a layer, and 8 backward; of weights' gradients in bf16 7 and not 4."""
+    plain = make_model()
+    around = products_of_a_step(plain) - 2 * 3 * 7  # the head's
+    assert products_of_a_step(make_model("all")) == around + 2 * (4 + 4 + 4)
+    assert products_of_a_step(make_model("inputs")) == around + 2 * (4 + 4 + 7)
+
+
+@MODES
+@pytest.mark.parametrize("trained", ["norms", "q_proj", "down_proj", "up_proj"])
+def test_gradients_that_nobody_needs_are_not_computed(mode, trained):
+    """The gradients that are left are those of a model in which all are trained."""
+    whole = loss_and_gradients(make_model(mode), batch())
+    model = make_model(mode)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name if trained == "norms" else trained in name)
+    with Calls() as calls:
+        model(input_ids=(b := batch()).input_ids, labels=b.labels).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (not parameter.requires_grad), name
+        if parameter.requires_grad:
+            assert relative_error(parameter.grad, whole[name]) < 1e-6, name
+    # the first layer's last needed gradient ends the backward
+    before_it = {"norms": 0, "q_proj": 1, "up_proj": 3, "down_proj": 3}[trained]
+    each = 0 if trained == "norms" else 1
+    head = 2
+    expected = head + 2 * (4 + 4 + each) - before_it
+    assert calls.products + calls.counts["_scaled_mm"] == expected
+
+
+def test_evaluation_and_generation_compute_so_too(monkeypatch):
+    exact, model = make_model().eval(), make_model("all").eval()
+    ids = batch().input_ids
+    with torch.no_grad():
+        found, expected = model(input_ids=ids).logits, exact(input_ids=ids).logits
+        again = model(input_ids=ids).logits
+    assert 0 < relative_error(found, expected) < 0.1 and torch.equal(found, again)
+    rows, fp8_product = [], fp8_layer.fp8_product
+
+    def product(a, b, *args, **options):
+        rows.append(len(a.codes))
+        return fp8_product(a, b, *args, **options)
+
+    monkeypatch.setattr(fp8_layer, "fp8_product", product)
+    model.generate(ids[:1, :3], max_new_tokens=2, do_sample=False, use_cache=True)
+    assert rows == [3] * 4 * 2 + [1] * 4 * 2  # the prompt, then a token; products, layers
+
+
+@MODES
+def test_every_level_of_recompute_has_the_same_bits(mode):
+    model, b = make_model(mode), batch()
+    expected = loss_and_gradients(model, b)
+    for level in RECOMPUTE:
+        found = loss_and_gradients(set_recompute(model, level), b)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), level
+
+
+def test_two_backwards_of_one_graph_are_equal():
+    model, b = make_model("all"), batch()
+    loss = model(input_ids=b.input_ids, labels=b.labels).loss
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(p.grad, first[name]) for name, p in model.named_parameters())
+
+
+@MODES
+def test_micro_batches_add_up_to_the_batch(mode):
+    """The forward's rows do not know of one another; the weights' gradients move to the largest
+    scale of a micro-batch or of the batch, which differ where numbers are subnormal.
+    """
+    b, model = tiny_batch(batch_size=2, seq_len=16), make_model(mode)
+    whole = loss_and_gradients(model, b)
+    model.zero_grad()
+    for ids, labels in zip(b.input_ids, b.labels):
+        (model(input_ids=ids[None], labels=labels[None]).loss / 2).backward()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, whole[name]) < 2e-2, name
+
+
+# ---------------------------------------------------------------- where it steps aside
+
+
+def counted(model) -> list[int]:
+    workload = tiny_workload()
+    assert layers_in_fp8(model, workload) == {}
+    object.__setattr__(workload, "fp8", "all")
+    return layers_in_fp8(model, workload)["fp8_layers"]
+
+
+def widen(model, layer: int) -> None:
+    """An MLP of one more column, which is no multiple of 16."""
+    mlp = model.model.layers[layer].mlp
+    for name, shape in {"gate_proj": (49, 32), "up_proj": (49, 32), "down_proj": (32, 49)}.items():
+        torch.manual_seed(layer)
+        setattr(mlp, name, torch.nn.Linear(*shape[::-1], bias=False, device=DEVICE))
+
+
+def test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted():
+    models = [apply_kernels(load_model(tiny_workload())) for _ in range(2)]
+    for model in models:
+        widen(model, 0), widen(model, 1)
+    expected = loss_and_gradients(models[0], batch())
+    fp8_layers(models[1], "all")
+    assert counted(models[1]) == [0, 2]
+    found = loss_and_gradients(models[1], batch())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_layers_that_fit_do_not_wait_for_the_others():
+    model = apply_kernels(load_model(tiny_workload()))
+    widen(model, 1)
+    assert counted(fp8_layers(model, "all")) == [1, 2]
+    assert loss_and_gradients(model, batch())["loss"].isfinite()
+
+
+def test_without_the_fused_layer_no_layer_is_counted():
+    model = apply_kernels(load_model(tiny_workload()), ["rmsnorm", "swiglu", "rope"])
+    assert counted(fp8_layers(model, "all")) == [0, 2]
+
+
+def biased(layer):
+    layer.self_attn.o_proj.bias = torch.nn.Parameter(torch.zeros(32, device=DEVICE))
+
+
+def hooked(layer):
+    layer.mlp.down_proj.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("change", [biased, hooked], ids=lambda change: change.__name__)
+def test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does(change):
+    models = [make_model(), make_model("all")]
+    for model, layer in itertools.product(models, range(2)):
+        change(model.model.layers[layer])
+    expected, found = (loss_and_gradients(model, batch()) for model in models)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_gpu_without_fp8_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    with pytest.raises(UserError, match="--fp8: Old GPU is of sm_80"):
+        fp8_layers(make_model(), "all")
