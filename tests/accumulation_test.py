@@ -365,7 +365,8 @@ def test_distillation_of_micro_batches_is_that_of_large_batches(run_script, tmp_
         record_of(run_script, tmp_path, finetune_optimized, *flags, *size)
         for size in (["--accumulate", "3"], ["--batch-size", "3"])
     )
-    assert several["losses"] == pytest.approx(large["losses"], rel=1e-5)
+    # a mean of differences of log-probabilities near -6, whose last bit in fp32 is 5e-7
+    assert several["losses"] == pytest.approx(large["losses"], rel=1e-5, abs=5e-7)
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,8 @@ from next_steps import finetune_options, fp8_layer, fp8_model, kernel_training
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, smaller_config
 
-SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]
+DTYPE = ["--dtype", "bf16"] if HAS_GPU else []  # which a GPU asks for
+SMALL = [*TINY, *DTYPE, "--seq-len", "8", "--steps", "3"]
 FP8 = ["--kernels", "all", "--fp8"]
 
 
@@ -59,7 +60,7 @@ def test_fp8_on_a_gpu_is_for_bf16():
 def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monkeypatch, script):
     monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     monkeypatch.setattr(loading, "load_model", lambda *args: pytest.fail("a model was loaded"))
-    outcome = run_script(script, *TINY, "--kernels", "all", "--fp8")
+    outcome = run_script(script, *TINY, *DTYPE, "--kernels", "all", "--fp8")
     assert (
         outcome.code == 2 and outcome.err == "error: --fp8: Old GPU is of sm_80: leave FP8 out.\n"
     )

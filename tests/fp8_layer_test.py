@@ -101,15 +101,22 @@ def tokens():
     return x.to(DTYPE)
 
 
+def wide(rows):
+    return dequantize(rows, torch.float64)
+
+
 def rounded(*parts):
     """In float64 what FP8 has of parts (N, K_i), side by side."""
-    return dequantize(quantize_rows_reference(*parts), torch.float64)
+    return wide(quantize_rows_reference(*parts))
+
+
+def turned_rows(rows):
+    """In float64 what FP8 has of rows (N, K) in the form that is summed over the rows, (N, K)."""
+    return wide(transpose_rows_reference(rows)).t()
 
 
 def turned(*parts):
-    """The same in the form that is summed over the rows, (N, K)."""
-    rows = transpose_rows_reference(quantize_rows_reference(*parts))
-    return dequantize(rows, torch.float64).t()
+    return turned_rows(quantize_rows_reference(*parts))
 
 
 def turned_weights(*ws):
@@ -178,7 +185,8 @@ def norm_case(mode):
     found |= {f"dw{i}": w.grad for i, w in enumerate(w_leaves)}
 
     y = rmsnorm_reference(x, norm_weight, EPS)
-    results = rounded(y) @ torch.cat([rounded(w) for w in ws]).t()
+    codes, _ = rmsnorm_fp8_reference(x, norm_weight, EPS)  # whose last product is not rounded twice
+    results = wide(codes) @ torch.cat([rounded(w) for w in ws]).t()
     dx, dnorm_weight = norm_gradient(
         x, norm_weight, rounded(*douts) @ turned_weights(*ws), dresidual
     )
@@ -187,7 +195,7 @@ def norm_case(mode):
     if mode == fp8_flags.INPUTS:
         dws = [dout.double().t() @ y.double() for dout in douts]
     else:
-        dws = (turned(*douts).t() @ turned(y)).split(OUT)
+        dws = (turned(*douts).t() @ turned_rows(codes)).split(OUT)
     expected |= {f"dw{i}": dw for i, dw in enumerate(dws)}
 
     x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
@@ -210,24 +218,30 @@ def mlp_case(mode):
     found = {"residual": residual, "out": out, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
     found |= {f"dw_{name}": w.grad for name, w in zip(names, w_leaves)}
 
+    # What a product hands to SwiGLU is the product's own, which linear_case holds: another last bit
+    # of it may be another code.
     y = rmsnorm_reference(x, norm_weight, EPS)
-    both = rounded(y) @ torch.cat([rounded(w_gate), rounded(w_up)]).t()
-    gate, up = (t.to(DTYPE) for t in both.chunk(2, dim=1))
-    inner = swiglu_reference(gate.double(), up.double())
-    dinner = (rounded(dout) @ turned_weights(w_down)).to(DTYPE)
-    gate64, up64 = in_float64(gate, up)
-    swiglu_reference(gate64, up64).backward(dinner.double())
-    dboth = [t.to(torch.float32) for t in (gate64.grad, up64.grad)]
-    dx, dnorm_weight = norm_gradient(
-        x, norm_weight, rounded(*dboth) @ turned_weights(w_gate, w_up), dresidual
-    )
+    codes, _ = rmsnorm_fp8_reference(x, norm_weight, EPS)
+    both, _ = fp8_layer.results(codes, [w_gate, w_up])
+    _, scale_down = fp8_layer.results(quantize_rows_reference(drawn(N, I)), [w_down])
+    dinner = fp8_layer.input_gradient(quantize_rows_reference(dout), [w_down], scale_down)
+    gate, up = both.chunk(2, dim=1)
+    dboth, inner = swiglu_fp8_backward_reference(dinner, gate, up)
     if mode == fp8_flags.INPUTS:
-        dws = [d.double().t() @ y.double() for d in dboth]
-        dw_down = dout.double().t() @ inner
+        gate64, up64 = in_float64(gate, up)
+        plain_inner = swiglu_reference(gate64, up64)
+        plain_inner.backward(dinner.double())
+        douts = [t.to(DTYPE) for t in (gate64.grad, up64.grad)]
+        dboth = quantize_rows_reference(*douts)
+        dws = [d.double().t() @ y.double() for d in douts]
+        dw_down = dout.double().t() @ plain_inner.detach()
     else:
-        dws = (turned(*dboth).t() @ turned(y)).chunk(2)
-        dw_down = turned(dout).t() @ turned(inner.float())
-    expected = {"residual": x.double(), "out": rounded(inner.float()) @ rounded(w_down).t()}
+        dws = (turned_rows(dboth).t() @ turned_rows(codes)).chunk(2)
+        dw_down = turned(dout).t() @ turned_rows(inner)
+    dx, dnorm_weight = norm_gradient(
+        x, norm_weight, wide(dboth) @ turned_weights(w_gate, w_up), dresidual
+    )
+    expected = {"residual": x.double(), "out": wide(inner) @ rounded(w_down).t()}
     expected |= {"dx": dx, "dnorm_weight": dnorm_weight}
     expected |= dict(zip(("dw_gate", "dw_up", "dw_down"), (*dws, dw_down)))
 
@@ -280,8 +294,11 @@ def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exa
     hold({"out": out}, {"out": rounded(x) @ rounded(w).t()})
 
 
-@pytest.mark.parametrize("trained, transposed", [((), 0), ((0,), 2), ((0, 2), 2), ((0, 1, 2), 2)])
-def test_only_the_rows_of_trained_weights_are_multiplied(monkeypatch, trained, transposed):
+@pytest.mark.parametrize(
+    "trained, transposed, need_x",
+    [((), 0, True), ((0,), 2, True), ((0, 2), 2, True), ((0, 1, 2), 2, True), ((0, 1), 2, False)],
+)
+def test_only_what_needs_a_gradient_is_multiplied(monkeypatch, trained, transposed, need_x):
     """Transposed, for the weights' gradients, are the results' and the input."""
     shapes, calls = [], []
     fp8_product, transpose_rows = fp8_layer.fp8_product, fp8_layer.transpose_rows
@@ -292,14 +309,14 @@ def test_only_the_rows_of_trained_weights_are_multiplied(monkeypatch, trained, t
 
     monkeypatch.setattr(fp8_layer, "fp8_product", product)
     monkeypatch.setattr(fp8_layer, "transpose_rows", lambda r: calls.append(r) or transpose_rows(r))
-    x, norm_weight = leaves(tokens(), drawn(H))
+    x, norm_weight = (t.requires_grad_(need_x) for t in (tokens(), drawn(H)))
     ws = weights(*((o, H) for o in OUT))
     for i in trained:
         ws[i].requires_grad_()
     _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
-    assert shapes == [(N, sum(OUT)), *alone, (N, H)]
+    assert shapes == [(N, sum(OUT)), *alone, *[(N, H)] * need_x]
     assert len(calls) == transposed
 
 
@@ -350,7 +367,10 @@ def test_a_models_loss_and_gradients_are_near_the_fused_layers(mode, dtype):
     assert abs(found["loss"] - expected["loss"]) < 2e-3 * expected["loss"]
     assert not torch.equal(found["loss"], expected["loss"])
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    assert max(errors.values()) < 0.12, errors  # two layers, each with roundings one behind another
+    # Two layers, each with roundings one behind another.  A norm's gradient is a sum over 16 tokens
+    # of both signs, which is small beside what is added up, and so beside their errors.
+    allowed = {name: 0.24 if "layernorm" in name else 0.12 for name in expected}
+    assert {name: error for name, error in errors.items() if not error < allowed[name]} == {}
 
 
 def products_of_a_step(model) -> int:

@@ -49,6 +49,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
         str(batch_size),
         "--steps",
         "4",
+        "--lr",
+        "5e-4",
     ]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if parallel.world_size() > 1 else []

@@ -56,14 +56,12 @@ FAULTS = {
     "test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact": [
         ("any number of tokens", "return mode == ALL and takes_fp8(n_rows)", "return mode == ALL"),
     ],
-    "test_gradients_that_nobody_needs_are_not_computed": [
+    "test_only_what_needs_a_gradient_is_multiplied": [
         (
             "the input's gradient always",
             "    if not (need_x or need_norm_weight):\n",
             "    if False:\n",
         ),
-    ],
-    "test_only_the_rows_of_trained_weights_are_multiplied": [
         (
             "all weights' gradients as soon as one is needed",
             "    if all(needed):\n",
