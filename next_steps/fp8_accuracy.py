@@ -15,6 +15,9 @@ Two numbers come out for each way to compute:
                  curve.  If bf16 has not reached that loss, then no more are needed, and how many
                  fewer is not known; if bf16 never was as high, all of the steps and more
 
+One run after another, so that the time of a step means something; with --jobs 5 five at a time,
+whose steps are not timed.
+
 The model is SmolLM2-135M out of a package of PyPI, if that is installed; --model names another.
 """
 
@@ -22,8 +25,11 @@ import argparse
 import contextlib
 import io
 import itertools
+import multiprocessing
 import statistics
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +37,7 @@ from harness import command_line
 from harness.command_line import UserError, positive_float, positive_int
 from harness.fp8_flags import ALL, INPUTS
 from harness.kernel_facts import KERNELS
+from harness.tables import number
 from harness.workload import DTYPES, Workload, model_line, size_in_words
 
 MODES = None, INPUTS, ALL  # of --fp8; the first is what the others are compared with
@@ -100,17 +107,18 @@ def row_of(mode: str | None, runs: dict, every: int, dtype: str) -> list[str]:
     """
     found, references = runs[mode], runs[None]
     losses = [run["curve"][-1] for run in found]
-    ms = statistics.median(1e3 * run["median_seconds"] for run in found)
+    seconds = [run["median_seconds"] for run in found]
+    ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
     row = [words_of(mode, dtype), f"{statistics.mean(losses):.4f}"]
     if mode is None:
-        return [*row, *[""] * 6, f"{ms:,.1f}"]
+        return [*row, *[""] * 6, ms]
     pairs = list(zip(references, found))
     apart = [run["curve"][-1] - other["curve"][-1] for other, run in pairs]
     row += [f"{each:+.4f}" for each in (statistics.mean(apart), min(apart), max(apart))]
     steps = sorted(more_steps(other["curve"], run["curve"], every) for other, run in pairs)
     words = [f"{known} {n:.1f}".strip() for n, known in (steps[0], steps[-1])]
     mean = f"{statistics.mean(n for n, _ in steps):.1f}"
-    return [*row, mean, *words, f"{ms:,.1f}"]
+    return [*row, mean, *words, ms]
 
 
 def render(record: dict) -> str:
@@ -144,27 +152,49 @@ def runs_of(record: dict) -> dict:
 # ---------------------------------------------------------------- the runs
 
 
-def walk(workload: Workload, name: str, n_seeds: int, record_to: str | None) -> None:
+def train_silently(workload: Workload, every: int) -> dict:
+    from harness.device import free_memory
+
+    with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
+        run = train(workload, every)
+    free_memory()
+    return run
+
+
+def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
+    """A record for each, in their order; of several jobs without the time of a step."""
+    if n_jobs == 1:
+        yield from (train_silently(workload, every) for workload in workloads)
+        return
+    context = multiprocessing.get_context("spawn")  # a GPU is not to be forked
+    with ProcessPoolExecutor(min(n_jobs, len(workloads)), context) as jobs:
+        for run in jobs.map(train_silently, workloads, itertools.repeat(every)):
+            yield run | {"median_seconds": None}
+
+
+def walk(workload: Workload, name: str, n_seeds: int, n_jobs: int, record_to: str | None) -> None:
     """Train every seed in every mode, print the table, write the record."""
     from harness import run_records, tables
-    from harness.device import HAS_GPU, free_memory
+    from harness.device import HAS_GPU
 
     every = max(1, workload.steps // POINTS)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     record = {"kind": "fp8_accuracy", "seeds": list(range(n_seeds)), "every": every, "runs": []}
-    for seed, mode in itertools.product(range(n_seeds), MODES):
-        with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
-            run = train(replace(workload, seed=seed, fp8=mode), every)
+    workloads = [
+        replace(workload, seed=seed, fp8=mode)
+        for seed, mode in itertools.product(range(n_seeds), MODES)
+    ]
+    for trained, run in zip(workloads, train_all(workloads, every, n_jobs)):
         if not record["runs"]:
             kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"
             record |= {key: run[key] for key in (*kept, "data", "steps", "lr", "kernels")}
             record |= {"model": name, "source": run["source"]}
         keys = "losses", "curve", "median_seconds", "peak_memory_bytes"
-        record["runs"].append({"seed": seed, "fp8": mode} | {key: run[key] for key in keys})
-        words = words_of(mode, workload.dtype)
-        print(f"seed {seed}, {words}: validation loss {run['curve'][-1]:.4f}", flush=True)
-        free_memory()
+        how = {"seed": trained.seed, "fp8": trained.fp8}
+        record["runs"].append(how | {key: run[key] for key in keys})
+        words = words_of(trained.fp8, trained.dtype)
+        print(f"seed {trained.seed}, {words}: validation loss {run['curve'][-1]:.4f}", flush=True)
     print("\n" + render(record))
     run_records.write_record(record_to, record)
 
@@ -182,6 +212,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--seeds", type=positive_int, default=5, metavar="N", help="how many (default: %(default)s)"
     )
+    add("--jobs", type=positive_int, default=1, metavar="N", help="runs at a time (default: 1)")
     add("--json", metavar="FILE", help="write all curves as a JSON record")
     return parser.parse_args()
 
@@ -203,7 +234,7 @@ def main() -> None:
                 needed = f"{NAME} needs the packages {' and '.join(PACKAGES)}"
                 raise UserError(f"{needed}: install them, or name a --model")
             name, args.model = NAME, str(unpack(Path(folder)))
-        walk(Workload.from_flags(args, HAS_GPU), name, args.seeds, args.json)
+        walk(Workload.from_flags(args, HAS_GPU), name, args.seeds, args.jobs, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What is made of the curves; and a small run of all seeds and modes."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +11,7 @@ from harness.checking import HAS_GPU
 from next_steps import fp8_accuracy, fp8_layer
 from next_steps.fp8_accuracy import more_steps, reached, row_of
 from tests.fp8_layer_test import REFERENCES
-from tests.small_workloads import smaller_config
+from tests.small_workloads import smaller_config, tiny_workload
 
 CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
 
@@ -49,6 +51,8 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
     assert row[:5] == ["fp8 all", "2.3250", "+0.0750", "-0.1000", "+0.2500"]
     assert row[5:] == ["2.5", "<= 0.0", "5.0", "50.0"]
     assert row_of(None, runs, 10, "bf16") == ["bf16", "2.2500", *[""] * 6, "100.0"]
+    untimed = {mode: [run | {"median_seconds": None} for run in runs[mode]] for mode in runs}
+    assert row_of("all", untimed, 10, "bf16") == [*row[:-1], "n/a"]
 
 
 @pytest.mark.exhaustive
@@ -71,6 +75,19 @@ def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_
     assert inputs["curve"][-1] != every["curve"][-1]
     assert first["losses"] != record["runs"][3]["losses"]
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/4" not in outcome.out
+
+
+def trained_elsewhere(workload, every):
+    return {"seed": workload.seed, "process": os.getpid(), "median_seconds": 0.1}
+
+
+def test_jobs_give_records_in_order_and_without_times(monkeypatch):
+    monkeypatch.setattr(fp8_accuracy, "train_silently", trained_elsewhere)
+    workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
+    alone, beside = (list(fp8_accuracy.train_all(workloads, 1, jobs)) for jobs in (1, 2))
+    assert [run["seed"] for run in alone] == [run["seed"] for run in beside] == [0, 1, 2]
+    assert all(run["median_seconds"] == 0.1 and run["process"] == os.getpid() for run in alone)
+    assert all(run["median_seconds"] is None and run["process"] != os.getpid() for run in beside)
 
 
 def test_without_the_packaged_model_another_must_be_named(run_script, monkeypatch):
