@@ -53,8 +53,8 @@ from next_steps.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-# SwiGLU, the best of 20 on an H200: numbers of a row that a program of the backward holds at a time,
-# and those of a thread, there and in the forward.
+# SwiGLU, the best of 20 on an H200: numbers of a row that a program of the backward holds at a
+# time, and those of a thread, there and in the forward.
 CHUNK, NUMBERS_PER_THREAD, FORWARD_NUMBERS_PER_THREAD = 2048, 4, 16
 
 
