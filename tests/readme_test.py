@@ -16,7 +16,14 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from next_steps import fp8_accuracy, fp8_costs, frontier, make_samples, scaling
-from tools import compile_check, fill_pages, page_outputs, sweep_kernels, trace_picture
+from tools import (
+    compile_check,
+    fill_pages,
+    make_records,
+    page_outputs,
+    sweep_kernels,
+    trace_picture,
+)
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
 from tools.page_records import HERE, RESULTS, load
@@ -56,6 +63,7 @@ MODULES = {
     "tools.compile_check": compile_check,
     "tools.sweep_kernels": sweep_kernels,
     "tools.fill_pages": fill_pages,
+    "tools.make_records": make_records,
     "tools.trace_picture": trace_picture,
 }
 

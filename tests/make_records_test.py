@@ -1,0 +1,114 @@
+"""The list of runs whose records the pages show, and that what is listed runs."""
+
+import json
+import shlex
+
+import pytest
+
+import profile_baseline
+from harness.workload import Workload, finetune_parser
+from next_steps import finetune_options, fp8_accuracy
+from next_steps.benchmark_problems import PROBLEMS
+from tools import make_records
+from tools.make_records import BASELINE, OPTIMIZED, PROFILE, RUNS
+from tools.page_records import RESULTS
+
+COMMANDS = {
+    name: shlex.split(command) for group in RUNS.values() for name, command in group.items()
+}
+TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
+
+
+def workload_of(script, flags, monkeypatch) -> Workload:
+    """As the script reads it on a GPU."""
+    monkeypatch.setattr("sys.argv", [script, *flags])
+    if script == PROFILE:
+        args = profile_baseline.parse_args()
+    elif script == OPTIMIZED:
+        args = finetune_options.parse_args("")
+    else:
+        args = finetune_parser("").parse_args()
+    return Workload.from_flags(args, on_gpu=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_script_takes_what_is_listed(name, monkeypatch):
+    script, *flags = COMMANDS[name]
+    if script in (PROFILE, BASELINE, OPTIMIZED):
+        workload_of(script, flags, monkeypatch)
+    elif script == "benchmark_kernels.py":
+        assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
+    elif script == "next_steps.fp8_accuracy":
+        monkeypatch.setattr("sys.argv", [script, *flags])
+        assert fp8_accuracy.parse_args().jobs > 1
+    else:
+        assert (script, flags) == ("next_steps.fp8_costs", [])
+
+
+def test_the_list_has_every_kernels_benchmark():
+    assert {f"benchmark_{kernel}" for kernel in PROBLEMS} == RUNS["kernels"].keys()
+
+
+@pytest.mark.parametrize("name", RUNS["steps"])
+def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    script, *flags = COMMANDS[name]
+    listed = workload_of(script, flags, monkeypatch)
+    made = Workload.from_record(record)
+    assert made.differences(listed) == []
+    assert "--ladder" in flags or made.kernels == listed.kernels  # a ladder has all of them
+    assert record.get("steps") == listed.steps
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    runs = {
+        "good": f"{BASELINE} {TINY}",
+        "bad": f"{BASELINE} {TINY} --lora-rank 0",
+        "profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmup 1",
+    }
+    monkeypatch.setattr(make_records, "RUNS", {"tiny": runs})
+    return runs
+
+
+@pytest.mark.exhaustive
+def test_each_run_leaves_its_record_and_what_failed_is_said(listed, tmp_path, capsys):
+    assert make_records.make(list(listed), tmp_path / "records", None) == 1
+    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
+        "good.json",
+        "profile.json",
+    ]
+    good, bad, profile = capsys.readouterr().out.splitlines()
+    assert good.startswith("good: ") and good.endswith(" s") and profile.endswith(" s")
+    assert "s, failed: " in bad and "--lora-rank" in bad
+
+
+@pytest.mark.exhaustive
+def test_what_is_not_over_in_time_is_ended_and_the_others_are_left_out(listed, tmp_path, capsys):
+    assert make_records.make(["good", "profile"], tmp_path, 0.2) == 2
+    assert not list(tmp_path.iterdir())
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("good: 0 s, failed") and second == "profile: left out"
+
+
+def test_without_names_all_are_listed(run_script):
+    outcome = run_script(make_records)
+    assert outcome.code == 0 and all(name in outcome.out for name in COMMANDS)
+
+
+def test_a_name_that_is_not_listed_is_refused(run_script, monkeypatch):
+    monkeypatch.setattr(make_records, "make", lambda *args: pytest.fail("a run began"))
+    outcome = run_script(make_records, "lora", "loar")
+    assert outcome.code == 2 and "there is no loar" in outcome.err
+
+
+def test_groups_and_records_are_made_once_each(run_script, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(make_records, "make", lambda *args: asked.append(args) or 0)
+    outcome = run_script(make_records, "ladder_1x512", "steps", "--into", str(tmp_path))
+    assert outcome.code == 0
+    rest = [name for name in RUNS["steps"] if name != "ladder_1x512"]
+    assert asked == [(["ladder_1x512", *rest], tmp_path, None)]

@@ -1,0 +1,192 @@
+"""Make the records that the pages' figures come from, on this machine's GPU.
+
+    python -m tools.make_records                                  # what there is
+    python -m tools.make_records kernels steps lora fp8           # all of it, into results/
+    python -m tools.make_records lora --into runs/lora --seconds 600
+    python -m tools.fill_pages --pictures && python -m tools.fill_pages
+
+Each record is a run of a script in a process of its own: the 8B at its real size with random
+weights, for which the largest needs 114 GB of GPU memory.  While one runs, the next two have
+imported PyTorch and wait, so that the GPU does not.  After --seconds no run begins, and the one
+that is under way is ended: the most telling come first in each group.  Exit code 1 if a run failed
+or was left out.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import command_line
+from harness.command_line import UserError, positive_int
+
+HERE = Path(__file__).parents[1]
+SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
+PROFILE, BASELINE, OPTIMIZED = (
+    f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
+)
+ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
+BOTH = "--kernels rmsnorm,cross_entropy"
+KERNELS = (
+    *("rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "adamw"),
+    *("reverse_kl", "nf4", "fp8", "fp8_casts"),
+)
+AHEAD = 3  # processes that are started: the one that runs and those that wait
+WAIT = """
+import contextlib, json, runpy, sys
+import harness.profiler, next_steps.kernel_training
+with contextlib.suppress(ImportError):
+    import peft
+command = sys.stdin.readline()
+if command:
+    name, *sys.argv[1:] = json.loads(command)
+    sys.argv[0] = name
+    run = runpy.run_path if name.endswith(".py") else runpy.run_module
+    run(name, run_name="__main__")
+"""
+
+# {group: {record: what writes it}}
+RUNS: dict[str, dict[str, str]] = {
+    "kernels": {f"benchmark_{name}": f"benchmark_kernels.py --kernel {name}" for name in KERNELS},
+    "steps": {
+        "profile_1x512": f"{PROFILE} {SMALL}",
+        "profile_1x512_rmsnorm": f"{PROFILE} {SMALL} --kernels rmsnorm",
+        "profile_1x512_both": f"{PROFILE} {SMALL} {BOTH}",
+        "profile_4x2048": f"{PROFILE} {LARGE}",
+        "profile_4x2048_both": f"{PROFILE} {LARGE} {BOTH}",
+        "profile_4x2048_all": f"{PROFILE} {LARGE} {ALL}",
+        "finetune_baseline_1x512": f"{BASELINE} {SMALL}",
+        "finetune_optimized_1x512": f"{OPTIMIZED} {SMALL}",
+        "finetune_baseline_4x2048": f"{BASELINE} {LARGE}",
+        "finetune_optimized_4x2048": f"{OPTIMIZED} {LARGE}",
+        "ladder_1x512": f"{OPTIMIZED} {SMALL} --ladder",
+        "ladder_4x2048": f"{OPTIMIZED} {LARGE} --ladder",
+    },
+    "lora": {
+        "lora_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
+        "lora_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
+        "lora_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
+        "lora_baseline_1x512": f"{BASELINE} {SMALL} {LORA}",
+        "lora_all_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",
+        "qlora_all_1x512": f"{OPTIMIZED} {SMALL} {QLORA} {ALL} --cuda-graph",
+        "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
+        f"--accumulate 16 {LORA} {ALL} --steps 4",
+        "qlora_all_4x2048": f"{OPTIMIZED} {LARGE} {QLORA} {ALL} --steps 12",
+        "profile_lora_4x2048": f"{PROFILE} {LARGE} {LORA}",
+        "profile_lora_1x512": f"{PROFILE} {SMALL} {LORA}",
+        "profile_lora_4x2048_all": f"{PROFILE} {LARGE} {LORA} {ALL}",
+        "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
+        "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
+        "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+    },
+    "fp8": {
+        "fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
+        "fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 --steps 12",
+        "fp8_torchao_tensorwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-tensorwise "
+        "--steps 12",
+        "fp8_torchao_rowwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-rowwise --steps 12",
+        "fp8_inputs_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 inputs --steps 12",
+        "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
+        "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
+        "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
+        "fp8_costs": "next_steps.fp8_costs",
+        "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
+        "fp8_accuracy": "next_steps.fp8_accuracy --jobs 15",
+    },
+}
+
+
+def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
+    """A process for each name, which has imported what it needs and waits for its command.
+
+    What it prints goes into ASIDE/NAME.txt.  Those that nobody asked for are ended.
+    """
+    started = []
+    try:
+        for i in range(len(names)):
+            for name in names[len(started) : i + AHEAD]:
+                with (aside / f"{name}.txt").open("w") as said:
+                    started.append(
+                        subprocess.Popen(
+                            [sys.executable, "-c", WAIT],
+                            cwd=HERE,
+                            stdin=subprocess.PIPE,
+                            stdout=said,
+                            stderr=said,
+                            text=True,
+                        )
+                    )
+            yield started[i]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> bool:
+    """Let it run to its end; True if that is a good one, False also if it is not over in time."""
+    with contextlib.suppress(BrokenPipeError):  # it has failed already
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.close()
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return False
+
+
+def make(names: list[str], folder: Path, seconds: float | None) -> int:
+    """Make these records; returns how many of the runs failed or were left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    commands = {name: command for group in RUNS.values() for name, command in group.items()}
+    end = None if seconds is None else time.monotonic() + seconds
+    missing = len(names)
+    with tempfile.TemporaryDirectory() as folder_aside:
+        aside = Path(folder_aside)
+        with contextlib.closing(waiting(aside, names)) as processes:
+            for name in names:
+                start = time.monotonic()
+                if end is not None and start >= end:
+                    print(f"{name}: left out", flush=True)
+                    continue
+                words = [*commands[name].split(), "--json", str(folder / f"{name}.json")]
+                if words[0] == PROFILE:
+                    words += ["--trace", str(aside / "trace.json")]
+                done = run(next(processes), words, None if end is None else end - start)
+                missing -= done
+                said = (aside / f"{name}.txt").read_text().strip().splitlines()
+                ended = "" if done else f", failed: {''.join(said[-1:])}"
+                print(f"{name}: {time.monotonic() - start:.0f} s{ended}", flush=True)
+    return missing
+
+
+def listing() -> str:
+    lines = []
+    for group, runs in RUNS.items():
+        lines += [f"{group}:", *(f"    {name:<32}{command}" for name, command in runs.items())]
+    return "\n".join(lines)
+
+
+def main() -> int | None:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="GROUP|RECORD", help="which (default: say what there is)")
+    add("--into", type=Path, default=HERE / "results", metavar="DIR", help="default: results/")
+    add("--seconds", type=positive_int, metavar="N", help="that all of it may take")
+    args = parser.parse_args()
+    if not args.names:
+        print(listing())
+        return None
+    known = {name for group in RUNS.values() for name in group}
+    if unknown := [name for name in args.names if name not in known | RUNS.keys()]:
+        raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
+    names = [each for name in args.names for each in RUNS.get(name, [name])]
+    return 1 if make(list(dict.fromkeys(names)), args.into.resolve(), args.seconds) else None
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)
