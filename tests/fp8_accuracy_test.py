@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness import architecture, packaged_model
+from harness import architecture, dataset, packaged_model
 from harness.checking import HAS_GPU
 from next_steps import fp8_accuracy, fp8_layer
 from next_steps.fp8_accuracy import more_steps, reached, row_of
@@ -58,6 +58,7 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
 @pytest.mark.exhaustive
 def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_cache):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # the interpreter is slow
     if not HAS_GPU:
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
