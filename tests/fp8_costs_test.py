@@ -10,6 +10,7 @@ from next_steps import fp8_contenders, fp8_costs, fp8_kernel
 from next_steps.fp8_kernel import quantize_rows
 
 
+@pytest.mark.exhaustive
 def test_the_whole_table_on_any_machine(run_script, tmp_path):
     path = tmp_path / "costs.json"
     outcome = run_script(fp8_costs, "--tokens", "16", "--json", str(path))

@@ -69,7 +69,11 @@ def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monke
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("flags", [["--fp8"], ["--fp8", "inputs"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [["--fp8"], pytest.param(["--fp8", "inputs"], marks=pytest.mark.exhaustive)],
+    ids=" ".join,
+)
 def test_a_run_says_how_many_layers_compute_so_and_records_it(
     run_script, tmp_path, small_model, flags
 ):

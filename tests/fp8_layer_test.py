@@ -405,6 +405,7 @@ def test_projections_of_one_input_are_one_product():
     assert products_of_a_step(make_model("inputs")) == around + 2 * (4 + 4 + 7)
 
 
+@pytest.mark.exhaustive
 @MODES
 @pytest.mark.parametrize("trained", ["norms", "q_proj", "down_proj", "up_proj"])
 def test_gradients_that_nobody_needs_are_not_computed(mode, trained):
@@ -445,6 +446,7 @@ def test_evaluation_and_generation_compute_so_too(monkeypatch):
     assert rows == [3] * 4 * 2 + [1] * 4 * 2  # the prompt, then a token; products, layers
 
 
+@pytest.mark.exhaustive
 @MODES
 def test_every_level_of_recompute_has_the_same_bits(mode):
     model, b = make_model(mode), batch()
@@ -454,6 +456,7 @@ def test_every_level_of_recompute_has_the_same_bits(mode):
         assert all(torch.equal(found[name], expected[name]) for name in expected), level
 
 
+@pytest.mark.exhaustive
 def test_two_backwards_of_one_graph_are_equal():
     model, b = make_model("all"), batch()
     loss = model(input_ids=b.input_ids, labels=b.labels).loss
@@ -464,6 +467,7 @@ def test_two_backwards_of_one_graph_are_equal():
     assert all(torch.equal(p.grad, first[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.exhaustive
 @MODES
 def test_micro_batches_add_up_to_the_batch(mode):
     """The forward's rows do not know of one another; the weights' gradients move to the largest
@@ -507,6 +511,7 @@ def test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.exhaustive
 def test_the_layers_that_fit_do_not_wait_for_the_others():
     model = apply_kernels(load_model(tiny_workload()))
     widen(model, 1)
@@ -527,6 +532,7 @@ def hooked(layer):
     layer.mlp.down_proj.register_forward_hook(lambda *args: None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [biased, hooked], ids=lambda change: change.__name__)
 def test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does(change):
     models = [make_model(), make_model("all")]

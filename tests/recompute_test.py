@@ -75,6 +75,7 @@ def loss_and_trained(model) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **trained}
 
 
+@pytest.mark.exhaustive
 @SETS
 def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
     model = with_adapters(kernels)
@@ -86,6 +87,7 @@ def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
         assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
 
 
+@pytest.mark.exhaustive
 def test_a_norm_with_adapters_runs_again_and_no_product_does():
     model = with_adapters(MODEL_KERNELS)
     products = {}

@@ -82,7 +82,9 @@ def assert_right(found, logits, targets, dout, reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "reduction", ["mean", pytest.param("sum", marks=pytest.mark.exhaustive), "none"]
+)
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_slices_give_the_loss_and_the_gradients_of_the_whole(cuts, reduction, dtype, split):
     logits, targets, row_grads = make(dtype)
