@@ -14,6 +14,7 @@ import torch
 
 from harness import adapter_flags, architecture, fp8_flags
 from harness.adapters import trained_count
+from harness.diagnose import flops_at_ceilings_us
 from harness.kernel_facts import RUNGS, Sizes, launch_of
 from harness.workload import Workload
 
@@ -129,11 +130,9 @@ def least_ms(
     one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
     sizes = sizes_of(config, one)
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
-    in_fp8 = fp8_flops_per_token(config, workload) if "fp8_tflops" in ceilings else 0.0
-    flops_ms = (flops_per_token - in_fp8) * n_tokens / ceilings["matmul_tflops"] / 1e9
-    if in_fp8:
-        flops_ms += in_fp8 * n_tokens / ceilings["fp8_tflops"] / 1e9
-    return flops_ms + n_bytes / ceilings["copy_gbs"] / 1e6
+    per_token = flops_per_token, fp8_flops_per_token(config, workload)
+    flops_us = flops_at_ceilings_us(*(n_tokens * flops for flops in per_token), ceilings)
+    return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
 
 
 def fp8_flops_per_token(config, workload: Workload) -> float:

@@ -164,11 +164,11 @@ def waits_in_words(record: dict) -> str:
     return ", ".join(f"{each['calls']:,} x {each['name']} ({each['phase']})" for each in found)
 
 
-def flops_at_ceilings_us(part: dict, ceilings: dict) -> float:
-    """A part's FLOPs at the matmul rate, those of FP8 at FP8's; older records have none."""
-    in_fp8 = part.get("fp8_flops", 0.0) if "fp8_tflops" in ceilings else 0.0
-    us = (part["flops"] - in_fp8) / (1e6 * ceilings["matmul_tflops"])
-    return us + in_fp8 / (1e6 * ceilings["fp8_tflops"]) if in_fp8 else us
+def flops_at_ceilings_us(flops: float, fp8_flops: float, ceilings: dict) -> float:
+    """What FLOPs take at the matmul rate; those of FP8 among them at FP8's, if it was measured."""
+    matmul = ceilings["matmul_tflops"]
+    fp8 = ceilings.get("fp8_tflops", matmul)
+    return (flops - fp8_flops) / (1e6 * matmul) + fp8_flops / (1e6 * fp8)
 
 
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
@@ -179,7 +179,8 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
     """
     ceilings, us = record["ceilings"], part["us"]
     per_us = 1e3 * ceilings["copy_gbs"]  # bytes
-    bytes_us, flops_us = part["bytes"] / per_us, flops_at_ceilings_us(part, ceilings)
+    bytes_us, in_fp8 = part["bytes"] / per_us, part.get("fp8_flops", 0.0)  # older records: none
+    flops_us = flops_at_ceilings_us(part["flops"], in_fp8, ceilings)
     rung = RUNG_OF_CATEGORY.get(category)
     necessary = rung.floor_bytes(Sizes(**record["sizes"])) if rung else None
     needed_us = bytes_us if necessary is None else necessary / per_us

@@ -339,16 +339,17 @@ def result_block(record: dict) -> str:
         ("Average throughput:", throughput),
         (memory, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
         ("GPU busy:", busy),
-        ("Speed of light:", light),
+    ]
+    if "power" in record:
+        rows.append(("Power and clock:", power_in_words(record["power"])))
+    rows.append(("Speed of light:", light))
+    if "data_seconds" in record:
+        share = f"at most {100 * waited(record):.2f} % of the steps' time"
+        rows.append(("Waiting for data:", share))
+    rows += [
         ("Model FLOPs utilization:", utilization),
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
     ]
-    if "power" in record:
-        rows.insert(5, ("Power and clock:", power_in_words(record["power"])))
-    if "data_seconds" in record:
-        share = f"at most {100 * waited(record):.2f} % of the steps' time"
-        after = [name for name, _ in rows].index("Speed of light:") + 1
-        rows.insert(after, ("Waiting for data:", share))
     if "teacher" in record:
         first, last = record["losses"][0], record["losses"][-1]
         change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"

@@ -38,6 +38,7 @@ OPPONENTS = {
     "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
     "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
 }
+FLOAT8_OPPONENTS = "torchao-tensorwise", "torchao-rowwise"
 # of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
 SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}

@@ -37,17 +37,13 @@ from next_steps.fp8_casts import (
     swiglu_fp8_backward_reference,
     swiglu_fp8_reference,
 )
+from next_steps.fp8_contenders import separate_swiglu, separate_swiglu_backward
 from next_steps.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
 from next_steps.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.swiglu_kernel import (
-    TritonSwiGLU,
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_reference,
-)
+from next_steps.swiglu_kernel import TritonSwiGLU, swiglu_reference
 from rmsnorm_kernel import TritonRMSNormFunction
 
 
@@ -250,17 +246,12 @@ def fp8_casts_contenders(dtype: str) -> Contenders:
 
         return call
 
-    def separate_backward(dy, gate, up):
-        dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
-        return quantize_rows(dgate, dup), quantize_rows(y)
-
-    separate = both(lambda gate, up: quantize_rows(swiglu_forward(gate, up)), separate_backward)
     formulas = both(swiglu_fp8_reference, swiglu_fp8_backward_reference)
     return Contenders(
         [Implementation(FORMULA, formulas)],
         [
             Implementation(OURS, both(swiglu_fp8, swiglu_fp8_backward)),
-            Implementation(SEPARATE, separate),
+            Implementation(SEPARATE, both(separate_swiglu, separate_swiglu_backward)),
         ],
     )
 

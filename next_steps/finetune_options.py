@@ -25,11 +25,11 @@ from harness.command_line import (
 from harness.fp8_flags import add_fp8_flag
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.resuming import Checkpoints
-from harness.workload import OPPONENTS, Workload, finetune_parser
+from harness.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune_parser
 
 CHECKPOINTS = "checkpoint", "checkpoint_every", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
-COMPILED = "compile", OWN_GRAPHS, "torchao-tensorwise", "torchao-rowwise"
+COMPILED = "compile", OWN_GRAPHS, *FLOAT8_OPPONENTS
 IGNORED = {  # by each of the flags below
     "ladder": [
         *("opponent", "longest", "kernels", "fp8", "stochastic_rounding"),

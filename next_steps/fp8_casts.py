@@ -305,7 +305,7 @@ def _launch_backward(dy, gate, up):
                 y.scales,
                 n_cols,
                 CHUNK=chunk,
-                num_warps=max(chunk // (32 * NUMBERS_PER_THREAD), 1),
+                num_warps=warps_of_row(chunk, NUMBERS_PER_THREAD),
             )  # fmt: skip
     return *d, *y
 

@@ -49,6 +49,19 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
 
 
+def separate_swiglu(gate: torch.Tensor, up: torch.Tensor) -> Rows:
+    """What swiglu_fp8 does, by SwiGLU's bf16 kernel and a cast after it."""
+    return quantize_rows(swiglu_forward(gate, up))
+
+
+def separate_swiglu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[Rows, Rows]:
+    """What swiglu_fp8_backward does, in the same way."""
+    dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
+    return quantize_rows(dgate, dup), quantize_rows(y)
+
+
 def casts(tokens: int) -> Iterator[Cast]:
     """Of a layer's activations and gradients at so many tokens."""
     H, I, KV = WIDTHS
@@ -66,20 +79,16 @@ def casts(tokens: int) -> Iterator[Cast]:
         5 * gate.numel(),
         fused=lambda: (swiglu_fp8(gate, up),),
         alone=lambda: swiglu_forward(gate, up),
-        separate=lambda: (quantize_rows(swiglu_forward(gate, up)),),
+        separate=lambda: (separate_swiglu(gate, up),),
     )
     dy = random(tokens, I)
-
-    def separate_backward():
-        dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
-        return quantize_rows(dgate, dup), quantize_rows(y)
 
     yield Cast(
         "SwiGLU, backward",
         9 * gate.numel(),
         fused=lambda: swiglu_fp8_backward(dy, gate, up),
         alone=lambda: swiglu_backward(dy, gate, up, need_y=True),
-        separate=separate_backward,
+        separate=lambda: separate_swiglu_backward(dy, gate, up),
     )
     dq, dk, dv = random(tokens, H), random(tokens, KV), random(tokens, KV)
     yield Cast("x of o", 3 * x.numel(), fused=lambda: (quantize_rows(x),))

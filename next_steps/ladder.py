@@ -20,13 +20,20 @@ from harness.costs import sizes_of
 from harness.device import HAS_GPU
 from harness.fp8_flags import ALL
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
-from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, model_line, size_in_words
+from harness.workload import (
+    FLOAT8_OPPONENTS,
+    OPPONENTS,
+    WARMUP_STEPS,
+    Workload,
+    model_line,
+    size_in_words,
+)
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 IN_FP8 = "all kernels, fp8"
-FLOAT8 = OPPONENTS["torchao-tensorwise"], OPPONENTS["torchao-rowwise"]
+FLOAT8 = [OPPONENTS[name] for name in FLOAT8_OPPONENTS]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 

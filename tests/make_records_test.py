@@ -13,9 +13,7 @@ from tools import make_records
 from tools.make_records import BASELINE, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
 
-COMMANDS = {
-    name: shlex.split(command) for group in RUNS.values() for name, command in group.items()
-}
+COMMANDS = {name: shlex.split(command) for name, command in make_records.commands().items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 

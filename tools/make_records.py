@@ -100,6 +100,11 @@ RUNS: dict[str, dict[str, str]] = {
 }
 
 
+def commands() -> dict[str, str]:
+    """What writes each record, of all groups."""
+    return {name: command for group in RUNS.values() for name, command in group.items()}
+
+
 def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
     """A process for each name, which has imported what it needs and waits for its command.
 
@@ -142,7 +147,6 @@ def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> b
 def make(names: list[str], folder: Path, seconds: float | None) -> int:
     """Make these records; returns how many of the runs failed or were left out."""
     folder.mkdir(parents=True, exist_ok=True)
-    commands = {name: command for group in RUNS.values() for name, command in group.items()}
     end = None if seconds is None else time.monotonic() + seconds
     missing = len(names)
     with tempfile.TemporaryDirectory() as folder_aside:
@@ -153,7 +157,7 @@ def make(names: list[str], folder: Path, seconds: float | None) -> int:
                 if end is not None and start >= end:
                     print(f"{name}: left out", flush=True)
                     continue
-                words = [*commands[name].split(), "--json", str(folder / f"{name}.json")]
+                words = [*commands()[name].split(), "--json", str(folder / f"{name}.json")]
                 if words[0] == PROFILE:
                     words += ["--trace", str(aside / "trace.json")]
                 done = run(next(processes), words, None if end is None else end - start)
@@ -181,8 +185,7 @@ def main() -> int | None:
     if not args.names:
         print(listing())
         return None
-    known = {name for group in RUNS.values() for name in group}
-    if unknown := [name for name in args.names if name not in known | RUNS.keys()]:
+    if unknown := [name for name in args.names if name not in commands() | RUNS]:
         raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
     names = [each for name in args.names for each in RUNS.get(name, [name])]
     return 1 if make(list(dict.fromkeys(names)), args.into.resolve(), args.seconds) else None
