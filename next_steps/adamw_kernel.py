@@ -173,7 +173,8 @@ def _store(
 # whoever holds it; the first one may begin before the shard, as the last one may end behind it.
 #
 # extent stays specialized: a masked load is of 16 bytes only if Triton knows that 16 divides both
-# of its numbers (if not, 2.4 times the time).
+# of its numbers (if not, 2.4 times the time).  It can tell that 16 divides `block * 1024 - offset`,
+# but not that it divides `offset % 1024`, which says the same.
 
 
 @triton.jit(do_not_specialize=["seed", "index"])
@@ -203,9 +204,9 @@ def _adamw_kernel(
     sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
 
     n, offset = extent[0], extent[1]
-    skip = offset % BLOCK_SIZE  # of the first block
-    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE - skip  # there may be more than 2**31
-    block = tl.program_id(0) + tl.cast(offset // BLOCK_SIZE, tl.int32)
+    block = tl.program_id(0) + offset // BLOCK_SIZE
+    start = block.to(tl.int64) * BLOCK_SIZE - offset  # there may be more than 2**31
+    block = tl.cast(block, tl.int32)
     p_ptr, g_ptr, m_ptr, v_ptr = p_ptr + start, g_ptr + start, m_ptr + start, v_ptr + start
     lane = tl.arange(0, BLOCK_SIZE)
     mask = (lane < n - start) & (lane >= -start)

@@ -15,11 +15,11 @@ import check_toolchain
 from harness import device
 from harness.checking import HAS_GPU, Check
 from tools import compile_check, pretended_gpu
-from tools.compile_targets import Row
+from tools.compile_targets import UNALIGNED, Row
 
 HERE = Path(__file__).parents[1]  # the project's folder
-COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)"]
-GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32)
+COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)", "Access"]
+GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16)
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess:
@@ -50,14 +50,19 @@ def test_unknown_target_is_one_sentence_and_exit_code_2(run_script):
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and "'sm_1'" in outcome.err
 
 
-def test_verdict_passes_kernels_without_spills():
-    assert compile_check.failures([GOOD]) == []
+@pytest.mark.parametrize(
+    "case, widest", [("RMSNorm, bf16", 16), (f"AdamW, {UNALIGNED}, bf16", 2), ("on AMD", None)]
+)
+def test_verdict_passes_kernels_without_spills(case, widest):
+    row = Row("_kernel", case, "sm_90", registers=64, spills=0, shared=32, widest=widest)
+    assert compile_check.failures([row]) == []
 
 
 @pytest.mark.parametrize(
     "row, said",
     [
-        (Row("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32), "spills 12 registers"),
+        (Row("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32, 16), "spills 12 registers"),
+        (Row("_kernel", "RMSNorm, bf16", "sm_90", 64, 0, 32, 2), "at most 2 bytes at once"),
         (Row("(none)", "RMSNorm, bf16", "sm_90", error="CompilationError: x"), "not compile"),
     ],
 )

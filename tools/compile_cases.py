@@ -21,6 +21,7 @@ from next_steps.reverse_kl_kernel import TritonReverseKLFunction
 from next_steps.rope_kernel import TritonRoPEFunction
 from next_steps.swiglu_kernel import TritonSwiGLUFunction
 from rmsnorm_kernel import TritonRMSNormFunction
+from tools.compile_targets import UNALIGNED
 
 B, T, H, V, INTERMEDIATE = 2, 2048, 4096, 128_256, 14_336
 Make = Callable[..., torch.Tensor]  # a maker of tensors of a shape, in the dtype under test
@@ -253,7 +254,7 @@ CASES = {  # by the names of kernel_facts.py's rows
         Case("AdamW, lr in a tensor", adamw_step, adamw_with_tensors("lr")),
         Case("AdamW, lr and betas in tensors", adamw_step, adamw_with_tensors("lr", "betas")),
         Case(
-            "AdamW, size not divisible by 16",
+            f"AdamW, {UNALIGNED}",
             adamw_step,
             lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True}, {}),
         ),

@@ -10,13 +10,19 @@ Exit code 1 if a kernel does not compile, needs more shared memory than the targ
 spilled value did not fit in the registers and goes through memory, which is what a fused kernel is
 there to avoid.  (compile_targets.py names the exceptions: two registers on targets that no figure
 of this project comes from.)
+
+Also if no thread loads or stores at least 8 bytes at once.  Two at a time, a copy takes twice as
+long; Triton joins neighbours only if it can prove that their addresses are multiples of 16 bytes,
+and one `%` more in an index may end the proof.  (Sizes that no power of two divides are exempt.)
 """
 
 import argparse
 import os
 
 from harness import command_line, tables
-from tools.compile_targets import TARGETS, Row
+from tools.compile_targets import TARGETS, UNALIGNED, Row
+
+NARROW = 8  # bytes; a kernel without any access of as many is not what was written
 
 
 def failures(rows: list[Row]) -> list[str]:
@@ -28,17 +34,21 @@ def failures(rows: list[Row]) -> list[str]:
             found.append(f"{row.case} for {row.target} does not compile: {row.error}")
         elif row.spills and row.spills > TARGETS[row.target].allowed_spills:
             found.append(f"{where} spills {row.spills} registers per thread to memory")
+        elif row.widest is not None and row.widest < NARROW and UNALIGNED not in row.case:
+            found.append(f"{where} loads and stores at most {row.widest} bytes at once")
     return found
 
 
 def render(rows: list[Row]) -> str:
     headers = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)"]
-    body = [
-        [row.kernel, row.case, row.target]
-        + (["error"] * 3 if row.error else [row.registers, row.spills, f"{row.shared:,}"])
-        for row in rows
-    ]
-    return tables.table(headers, body, ["left"] * 3 + ["right"] * 3)
+    body = []
+    for row in rows:
+        cells = ["error"] * 4
+        if not row.error:
+            widest = "n/a" if row.widest is None else row.widest
+            cells = [row.registers, row.spills, f"{row.shared:,}", widest]
+        body.append([row.kernel, row.case, row.target, *cells])
+    return tables.table([*headers, "Access (bytes)"], body, ["left"] * 3 + ["right"] * 4)
 
 
 def parse_targets(text: str) -> list[str]:

@@ -27,6 +27,10 @@ TARGETS = {
 }
 
 
+# In the name of a case whose addresses are multiples of a single number's bytes only.
+UNALIGNED = "size not divisible by 16"
+
+
 @dataclass(frozen=True)
 class Row:
     """One compiled kernel, or (with `error`) a case that did not compile."""
@@ -37,4 +41,5 @@ class Row:
     registers: int | None = None  # per thread
     spills: int | None = None  # 32-bit registers per thread that live in memory
     shared: int | None = None  # bytes per program
+    widest: int | None = None  # bytes of a thread's widest access to memory; None: not NVIDIA's
     error: str | None = None

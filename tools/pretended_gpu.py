@@ -6,10 +6,12 @@ instead of loading it).
 """
 
 import contextlib
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -128,13 +130,34 @@ def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
     """(registers, spilled registers) of a compiled kernel."""
     if gpu.backend == "hip":
         return amd_note(binary, b".vgpr_count"), amd_note(binary, b".vgpr_spill_count")
+    usage = cuobjdump(binary, "-res-usage")
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
+    return int(registers), (int(stack) + int(local)) // 4
+
+
+def cuobjdump(binary: bytes, flag: str) -> str:
+    """What NVIDIA's tool, which Triton brings along, says of a binary."""
+    tool = Path(triton.knobs.nvidia.cuobjdump.path)
+    # for -sass it calls nvdisasm, which lies beside it
+    path = os.pathsep.join([str(tool.parent), os.environ["PATH"]])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
-    return int(registers), (int(stack) + int(local)) // 4
+        command = [str(tool), flag, file.name]
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+        )
+    return run.stdout
+
+
+def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
+    """Bytes that a thread loads or stores at once, at most; None on AMD's, which is not read."""
+    if gpu.backend == "hip":
+        return None
+    # LDG: load from the GPU's memory; STG: store; LDGSTS: load into a program's shared memory.
+    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E([.\w]*)", cuobjdump(binary, "-sass"))
+    bits = [int(each) for words in accesses for each in re.findall(r"\.[US]?(\d+)\b", words)]
+    return max(bits or [32]) // 8  # 32 bits are not written
 
 
 def amd_note(binary: bytes, key: bytes) -> int:
@@ -167,8 +190,9 @@ def compile_all(cases: Sequence[Case], names: list[str]) -> list[Row]:
                     except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
                         error = f"{type(failure).__name__}: {str(failure).strip()}"
                     for kernel, binary, shared in driver.loaded:
-                        registers, spills = resources(binary, driver.get_current_target())
-                        rows.append(Row(kernel, label, name, registers, spills, shared))
+                        gpu = driver.get_current_target()
+                        found = *resources(binary, gpu), shared, widest_access(binary, gpu)
+                        rows.append(Row(kernel, label, name, *found))
                     driver.loaded.clear()
                     if error:
                         rows.append(Row("(none)", label, name, error=error))

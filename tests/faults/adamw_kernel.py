@@ -88,8 +88,8 @@ FAULTS = {
         ("what is left is lost", "self._step_parameter(group, index, p, p.grad)", "self._step_in_backward or self._step_parameter(group, index, p, p.grad)"),
     ],
     "test_a_shards_draws_are_those_of_its_place_in_the_whole": [
-        ("a shard draws as if it were whole", "tl.program_id(0) + tl.cast(offset // BLOCK_SIZE, tl.int32)", "tl.program_id(0)"),
-        ("blocks begin where the shard does", "skip = offset % BLOCK_SIZE", "skip = 0 * offset"),
+        ("a shard draws as if it were whole", "tl.cast(block, tl.int32)", "tl.program_id(0)"),
+        ("blocks begin where the shard does", "block.to(tl.int64) * BLOCK_SIZE - offset", "tl.program_id(0).to(tl.int64) * BLOCK_SIZE"),
     ],
     "test_numbers_and_tensors_give_the_same_bits": [
         ("1 - beta for beta", "(1 - beta).float()", "beta.float()"),
