@@ -5,7 +5,9 @@
 Real weights on real text, 200 steps.  A seed is an order of the data.  Each seed's runs see the
 same batches, so their losses differ by what the products are rounded to, and hardly by luck.  Each
 run computes its validation loss before the first step and after every twentieth, on the same
-held-out sequences, and in the way that it trains.
+held-out sequences: in bf16 whatever it trains in, which is what the weights are worth that it
+saves.  A run in FP8 does so with FP8's products too, which is what they are worth to whoever goes
+on computing in FP8.
 
 Two numbers come out for each way to compute:
 
@@ -50,9 +52,13 @@ CENSORED = "<= 0: bf16 has not reached that loss; >= all steps: it was never as 
 
 
 def train(workload: Workload, every: int) -> dict:
-    """One run: its record, in which "curve" is the validation loss at steps 0, every, ..."""
+    """One run: its record, in which "curve" is the validation loss at steps 0, every, ...
+
+    "curve_in_fp8" is the same with FP8's products, of a run that trains so.
+    """
     from harness.training_run import Run, validation_loss
     from next_steps import kernel_training
+    from next_steps.fp8_model import without_fp8
 
     class Validated(Run):
         """A run that validates every so many steps."""
@@ -60,13 +66,21 @@ def train(workload: Workload, every: int) -> dict:
         def end_step(self, loss):
             super().end_step(loss)
             if len(self.losses) % every == 0:
+                self.validate()
+
+        def validate(self):
+            with without_fp8(self.model):
                 self.curve.append(validation_loss(self.model, self.data.validation))
+            if self.workload.fp8:
+                self.curve_in_fp8.append(validation_loss(self.model, self.data.validation))
 
     model, called, optimizer = kernel_training.prepare(workload)
     run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
-    run.curve = [run.validation_before]
+    run.curve, run.curve_in_fp8 = [], []
+    run.validate()
     return kernel_training.take_steps(run, optimizer, called) | {
         "curve": run.curve,
+        "curve_in_fp8": run.curve_in_fp8,
         "source": run.data.source,
     }
 
@@ -121,6 +135,19 @@ def row_of(mode: str | None, runs: dict, every: int, dtype: str) -> list[str]:
     return [*row, mean, *words, ms]
 
 
+def line_in_fp8(mode: str, runs: dict, dtype: str) -> str:
+    """How far a mode's losses are from the first mode's if FP8's products validate them."""
+    pairs = list(zip(runs[None], runs[mode]))
+    before, after = (
+        statistics.mean(run["curve_in_fp8"][at] - other["curve"][at] for other, run in pairs)
+        for at in (0, -1)
+    )
+    return (
+        f"{words_of(mode, dtype)}, validated with FP8's products too: {before:+.4f} before the "
+        f"first step, {after:+.4f} after the last"
+    )
+
+
 def render(record: dict) -> str:
     """Everything that is printed at the end, from the record."""
     from harness import run_records, tables
@@ -138,6 +165,8 @@ def render(record: dict) -> str:
             tables.title(f"Accuracy of FP8, {n_seeds} seeds"),
             tables.table(list(HEADERS), rows),
             f"Means over the seeds, smallest and largest of one. {CENSORED}",
+            f"Validated in {record['dtype']}, whatever the run trained in.",
+            *(line_in_fp8(mode, runs, record["dtype"]) for mode in runs if mode),
             tables.OF_STEPS if record["environment"]["gpu"] else tables.NO_GPU_NOTE,
         ]
     )
@@ -190,7 +219,7 @@ def walk(workload: Workload, name: str, n_seeds: int, n_jobs: int, record_to: st
             kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"
             record |= {key: run[key] for key in (*kept, "data", "steps", "lr", "kernels")}
             record |= {"model": name, "source": run["source"]}
-        keys = "losses", "curve", "median_seconds", "peak_memory_bytes"
+        keys = "losses", "curve", "curve_in_fp8", "median_seconds", "peak_memory_bytes"
         how = {"seed": trained.seed, "fp8": trained.fp8}
         record["runs"].append(how | {key: run[key] for key in keys})
         words = words_of(trained.fp8, trained.dtype)

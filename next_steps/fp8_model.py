@@ -4,6 +4,9 @@ Each decoder layer that the fused layer stands for gets a class that derives fro
 computes with the Functions of fp8_layer.py.  In each call it asks whether these still fit.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from harness.command_line import UserError
@@ -84,6 +87,19 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
         if fused and takes_layer(layer, layer.mlp.down_proj.weight.dtype):
             layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
     return model
+
+
+@contextlib.contextmanager
+def without_fp8(model: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile its layers compute in its own dtype, as those of a saved model do."""
+    layers = [layer for layer in model.model.layers if isinstance(layer, LlamaDecoderLayer)]
+    for layer in layers:
+        layer.__class__ = apply_kernels.LlamaDecoderLayer
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = LlamaDecoderLayer
 
 
 def require_fp8() -> None:

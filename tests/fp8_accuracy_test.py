@@ -55,6 +55,15 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
     assert row_of("all", untimed, 10, "bf16") == [*row[:-1], "n/a"]
 
 
+def test_what_validating_in_fp8_adds_is_said_for_each_mode():
+    runs = {
+        None: [{"curve": [5.0, 2.5]}, {"curve": [5.0, 2.0]}],
+        "all": [{"curve_in_fp8": [5.5, 2.75]}, {"curve_in_fp8": [5.5, 2.35]}],
+    }
+    line = fp8_accuracy.line_in_fp8("all", runs, "bf16")
+    assert line.startswith("fp8 all") and "+0.5000 before" in line and "+0.3000 after" in line
+
+
 @pytest.mark.exhaustive
 def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_cache):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
@@ -72,9 +81,14 @@ def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_
     ]
     assert all(len(run["curve"]) == 5 and len(run["losses"]) == 4 for run in record["runs"])
     first, inputs, every = record["runs"][:3]
-    assert first["curve"][0] != inputs["curve"][0] == every["curve"][0]  # the same forward
-    assert inputs["curve"][-1] != every["curve"][-1]
+    assert first["curve_in_fp8"] == []
+    # before the first step: the same weights, and the same forward in FP8
+    assert first["curve"][0] == inputs["curve"][0] == every["curve"][0]
+    assert first["curve"][0] != inputs["curve_in_fp8"][0] == every["curve_in_fp8"][0]
+    assert len({run["curve"][-1] for run in (first, inputs, every)}) == 3
+    assert inputs["curve"][-1] != inputs["curve_in_fp8"][-1] and len(every["curve_in_fp8"]) == 5
     assert first["losses"] != record["runs"][3]["losses"]
+    assert "fp8 inputs, validated with FP8's products too" in outcome.out
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/4" not in outcome.out
 
 
