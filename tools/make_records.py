@@ -76,9 +76,11 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
         f"--accumulate 16 {LORA} {ALL} --steps 4",
         "qlora_all_4x2048": f"{OPTIMIZED} {LARGE} {QLORA} {ALL} --steps 12",
+        "profile_full_4x2048": f"{PROFILE} {LARGE}",  # of the same run as those below
         "profile_lora_4x2048": f"{PROFILE} {LARGE} {LORA}",
         "profile_lora_1x512": f"{PROFILE} {SMALL} {LORA}",
         "profile_lora_4x2048_all": f"{PROFILE} {LARGE} {LORA} {ALL}",
+        "profile_lora_1x512_all": f"{PROFILE} {SMALL} {LORA} {ALL}",
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
@@ -95,6 +97,7 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
         "fp8_costs": "next_steps.fp8_costs",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
+        "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
         "fp8_accuracy": "next_steps.fp8_accuracy --jobs 15",
     },
 }
