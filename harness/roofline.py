@@ -6,7 +6,7 @@ from harness.diagnose import Finding, judge_categories
 from harness.diagnosis_tables import flop_rate
 from harness.pictures import pyplot, save_plot
 from harness.tables import NOT_MEANINGFUL
-from harness.workload import size_in_words
+from harness.workload import kernels_in_words, size_in_words
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
@@ -35,22 +35,20 @@ def draw_roof(axis, record: dict, left: float, right: float) -> None:
     axis.text(edge, 1.15 * matmul, f"{record['dtype']} matmul: {flop_rate(matmul)}", ha="right")
     if fp8 := record["ceilings"].get("fp8_tflops"):
         axis.plot([edge, fp8 / tbs, right], [matmul, fp8, fp8], "--", color="black", linewidth=2)
-        axis.text(right, 1.15 * fp8, f"FP8 matmul: {flop_rate(fp8)}", ha="right")
+        axis.text(fp8 / tbs, 1.15 * fp8, f"FP8 matmul: {flop_rate(fp8)}", ha="right")
 
 
-def draw_category(
-    axis, colour: str, findings: list[Finding], step_ms: float, interpreted: bool
-) -> None:
+def draw_category(axis, colour: str, findings: list[Finding], step_ms: float, ends: bool) -> None:
     """A category's points: rings, but for the last one; an arrow where they are far apart.
 
     Args:
         findings: before and after, or one of the two alone.
         step_ms: the step of which a point's area is a part.
-        interpreted: the last one is missing, because Triton's interpreter ran its kernel.
+        ends: there is none in the last profile.
     """
     points = [point_of(finding) for finding in findings]
     for finding, point in zip(findings, points):
-        filled = finding is findings[-1] and not interpreted
+        filled = finding is findings[-1] and not ends
         axis.scatter(
             *point,
             30 + 3e3 * finding.us / 1e3 / step_ms,
@@ -98,9 +96,10 @@ def plot(records: list[dict], path: str) -> None:
     matmul = first["ceilings"]["matmul_tflops"]
     edge = matmul / (first["ceilings"]["copy_gbs"] / 1e3)
     judged = [judge_categories(record) for record in records]
-    names = [name for name, f in judged[0].items() if f.flops]
-    # of each category: without the last one where the interpreter ran its kernel
+    names = list(dict.fromkeys(name for each in judged for name, f in each.items() if f.flops))
     found = {name: [each[name] for each in judged if name in each] for name in names}
+    # Where does a category go that the last profile has not?
+    gone = " → other kernels" if records[-1]["environment"]["gpu"] else " → interpreted"
     xs, ys = zip(*(point_of(f) for findings in found.values() for f in findings))
     left, right = 0.4 * min(xs), max(40 * edge, 3 * max(xs))
 
@@ -110,12 +109,13 @@ def plot(records: list[dict], path: str) -> None:
     axis.set_ylim(0.3 * min(ys), 2.5 * highest)
     draw_roof(axis, records[-1] if "fp8" in records[-1] else first, left, right)
     highest_first = sorted(names, key=lambda name: -point_of(found[name][-1])[1])
+    distance = min(0.055, 0.4 / len(names))  # of two lines of text, in parts of the picture
     for place, name in enumerate(highest_first):
         colour, findings = f"C{names.index(name)}", found[name]
-        interpreted = len(findings) < len(records)
-        draw_category(axis, colour, findings, first["median_step_ms"], interpreted)
-        end = " → interpreted" if interpreted else ""
-        label_category(axis, name, colour, findings, 0.47 - 0.055 * place, edge, end)
+        ends = name not in judged[-1]
+        draw_category(axis, colour, findings, first["median_step_ms"], ends)
+        height = 0.5 - distance * place
+        label_category(axis, name, colour, findings, height, edge, gone if ends else "")
     for scale in (axis.xaxis, axis.yaxis):
         scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
@@ -132,7 +132,7 @@ def headline(records: list[dict]) -> str:
     env = first["environment"]
     size = size_in_words(first)
     mark = "" if env["gpu"] else NOT_MEANINGFUL
-    kernels = " → ".join(", ".join(record["kernels"]) or "none" for record in records)
+    kernels = " → ".join(kernels_in_words(record) for record in records)
     return (
         f"{first['model']}, {size}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"
         f"custom kernels: {kernels}"

@@ -485,20 +485,41 @@ def test_both_profiles_are_drawn_in_one_picture(run_script, tmp_path):
     assert is_picture(picture)
 
 
-@pytest.mark.exhaustive
-def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(tmp_path, monkeypatch):
+@pytest.fixture
+def texts_of_roofline(tmp_path, monkeypatch):
+    """Draws records, and returns what is written in the picture."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+
+    def draw(records):
+        with monkeypatch.context() as patch:
+            patch.setattr(pyplot, "close", lambda figure: None)
+            roofline.plot(records, str(tmp_path / "roofline.png"))
+            (axis,) = pyplot.gcf().axes
+        pyplot.close()
+        return [*(text.get_text() for text in axis.texts), axis.get_title()]
+
+    return draw
+
+
+@pytest.mark.exhaustive
+def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(texts_of_roofline):
     before, after = (record | {"device": "CPU", "timeline": None} for record in before_and_after())
+    after["environment"] = before["environment"] | {"gpu": None}
     before["categories"]["optimizer"]["flops"] = 1e4
-    roofline.plot([before, after], str(tmp_path / "roofline.png"))
-    (axis,) = pyplot.gcf().axes
-    (said,) = (text.get_text() for text in axis.texts if text.get_text().startswith("optimizer"))
-    assert said.endswith("% of its ceiling → interpreted"), (
+    said = [text for text in texts_of_roofline([before, after]) if text.startswith("optimizer")]
+    assert len(said) == 1 and said[0].endswith("% of its ceiling → interpreted"), (
         "the bytes of the kernel that took its place are unknown"
     )
-    monkeypatch.undo()
-    pyplot.close("all")
+
+
+def test_the_roofline_has_what_only_one_of_two_profiles_has(texts_of_roofline):
+    before, after = before_and_after()
+    before["categories"]["activation"] = part(100.0, n_bytes=20e3, flops=1e4)
+    after["categories"]["fp8 casts"] = part(100.0, n_bytes=20e3, flops=1e4)
+    said = texts_of_roofline([before, after | {"fp8": "all", "fp8_layers": [1, 1]}])
+    assert any(t.startswith("activation") and t.endswith("→ other kernels") for t in said)
+    assert any(t.startswith("fp8 casts: 0.1 ms") for t in said)
+    assert any("fp8 in 1 of 1 layers" in t for t in said)
 
 
 def test_a_profile_without_bytes_is_not_drawn(run_script, tmp_path):

@@ -13,8 +13,9 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      a table of page_kernel_tables.py or
-                                                       page_step_tables.py: TABLES[NAME](WORD, ...)
+    <!-- table: NAME WORD ... -->                      a table of page_kernel_tables.py,
+                                                       page_step_tables.py or page_run_tables.py:
+                                                       TABLES[NAME](WORD, ...)
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 Sentences hold no measured figure: what they say is in a block beside them.
@@ -42,10 +43,11 @@ def pages() -> list[Path]:
 
 def fill(text: str) -> str:
     """A page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_step_tables
+    from tools import page_kernel_tables, page_run_tables, page_step_tables
     from tools.page_outputs import output_block
 
-    tables = page_kernel_tables.TABLES | page_step_tables.TABLES
+    modules = page_kernel_tables, page_step_tables, page_run_tables
+    tables = {name: table for module in modules for name, table in module.TABLES.items()}
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":
@@ -74,9 +76,12 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
             yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
     for which in ("baseline_1x512", "baseline_4x2048", "all_4x2048"):
         yield f"memory_{which}", memory_tables.plot, [load(f"memory_{which}")]
-    before = load("profile_4x2048")
-    for name, after in (("roofline_4x2048", "both"), ("roofline_all_4x2048", "all")):
-        yield name, roofline.plot, [[before, load(f"profile_4x2048_{after}")]]
+    for name, before, after in (
+        ("roofline_4x2048", "profile_4x2048", "profile_4x2048_both"),
+        ("roofline_all_4x2048", "profile_4x2048", "profile_4x2048_all"),
+        ("roofline_fp8_4x2048", "profile_full_4x2048", "profile_fp8_4x2048"),
+    ):
+        yield name, roofline.plot, [[load(before), load(after)]]
     runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
     if (RESULTS / "frontier.json").exists():

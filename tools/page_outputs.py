@@ -6,7 +6,16 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness import benchmark_tables, profile_comparison, training_run
-from next_steps import frontier, ladder, longest, memory_estimate, memory_tables, scaling_tables
+from next_steps import (
+    fp8_accuracy,
+    fp8_costs,
+    frontier,
+    ladder,
+    longest,
+    memory_estimate,
+    memory_tables,
+    scaling_tables,
+)
 from tools import sweep_tables
 from tools.page_records import load
 
@@ -34,6 +43,8 @@ def render(names: list[str]) -> str:
         "ladder": ladder.render,
         "frontier": frontier.render,
         "longest": longest.render,
+        "fp8_accuracy": fp8_accuracy.render,
+        "fp8_costs": fp8_costs.render,
         "text": lambda record: "\n".join(record["lines"]),
     }
     return renderers[record["kind"]](record)

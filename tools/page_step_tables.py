@@ -89,6 +89,26 @@ def gains_of_kernels() -> list[list[str]]:
     return body
 
 
+# of one run of a GPU each: what the row is called, Hugging Face's, ours, those of others
+SETS_OF_RUNS = (
+    ("LoRA", "lora_baseline_4x2048", "lora_all_4x2048", "lora_compile_4x2048", "lora_liger_4x2048"),
+    (
+        "FP8",
+        *("fp8_baseline_4x2048", "fp8_all_4x2048"),
+        *("fp8_torchao_tensorwise_4x2048", "fp8_torchao_rowwise_4x2048"),
+    ),
+)
+
+
+def gain_of_runs(label: str, base_name: str, ours_name: str, *others: str) -> list[str]:
+    """A row of one of these sets."""
+    base, ours = (Step.of_run(load(name)) for name in (base_name, ours_name))
+    rival = min((load(name) for name in others), key=lambda record: record["median_seconds"])
+    other, name = Step.of_run(rival), SHORT_NAMES[OPPONENTS[rival["opponent"]]]
+    cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
+    return [f"step {in_words('4x2048')}, {label}", *cells, base.over(ours), other.over(ours)]
+
+
 def gains() -> str:
     """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
     body = gains_of_kernels()
@@ -106,6 +126,7 @@ def gains() -> str:
         name = SHORT_NAMES.get(rival["name"], rival["name"])
         cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
         body.append([f"step {in_words(size)}, all", *cells, base.over(ours), other.over(ours)])
+    body += [gain_of_runs(*names) for names in SETS_OF_RUNS]
     rival = ladder.strongest(record, "peak_memory_bytes")  # of the larger size
     n_bytes = [rung["peak_memory_bytes"] for rung in (shown[0], rival, shown[-1])]
     base, other, ours = [f"{each / 1e9:.1f} GB" for each in n_bytes]
