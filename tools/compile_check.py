@@ -12,8 +12,9 @@ there to avoid.  (compile_targets.py names the exceptions: two registers on targ
 of this project comes from.)
 
 Also if no thread loads or stores at least 8 bytes at once.  With 2 at a time AdamW took 1.8 times
-as long (results/log.md); Triton joins neighbours only if it can prove that their addresses are multiples of 16 bytes,
-and one `%` more in an index may end the proof.  (Sizes that no power of two divides are exempt.)
+as long (results/log.md).  Triton joins neighbours only if it can prove that their addresses are
+multiples of 16 bytes, and one `%` more in an index may end the proof.  (Sizes that no power of two
+divides are exempt.)
 """
 
 import argparse
