@@ -49,7 +49,7 @@ ELEMENTWISE = {
     *("silu", "silu_backward", "_log_softmax", "_log_softmax_backward_data", "cumsum"),
     *("lerp", "addcmul", "addcdiv"),
 }
-REDUCTIONS = {"sum", "mean", "all"}
+REDUCTIONS = {"sum", "mean", "all", "amax"}
 FILLS = {"fill", "zero"}
 ROW_PICKS = {"embedding_dense_backward", "index_select"}  # whole rows by their numbers
 PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers

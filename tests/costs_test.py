@@ -79,6 +79,7 @@ OPERATIONS = {  # how it is called: the operation, bytes read + written by hand,
     "sum over rows": (lambda: MATRIX.sum(0), "aten::sum", 4 * (24 + 4), 24),
     "sum of everything": (lambda: MATRIX.sum(), "aten::sum", 4 * (24 + 1), 24),
     "sum over the last": (lambda: MATRIX.sum(-1, keepdim=True), "aten::sum", 4 * (24 + 6), 24),
+    "largest of everything": (lambda: MATRIX.amax(), "aten::amax", 4 * (24 + 1), 24),
     "log_softmax": (lambda: MATRIX.log_softmax(-1), "aten::_log_softmax", 4 * 48, 24),
     "rows by their number": (
         lambda: torch.nn.functional.embedding(INDEX, MATRIX),
