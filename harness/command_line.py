@@ -239,19 +239,21 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process; of several one that failed ends at once, whoever waits for its data.
+    """End this process; of several, each ends at once, without what Python does at its end.
 
-    torchrun then ends the others.
+    One that failed does not wait for the others, which may wait for its data: torchrun ends them.
+    In those that did not, threads of torch.distributed may still hold Python's objects, and to let
+    go of them while Python ends can abort the process.
     """
-    if world_size() > 1:
-        if code:
-            sys.stderr.flush()
-            os._exit(code)
+    if world_size() == 1:
+        sys.exit(code)
+    if not code:
         import torch
 
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
