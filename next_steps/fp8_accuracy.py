@@ -66,18 +66,20 @@ def train(workload: Workload, every: int) -> dict:
         def end_step(self, loss):
             super().end_step(loss)
             if len(self.losses) % every == 0:
-                self.validate()
+                self.add_point(validation_loss(self.model, self.data.validation))
 
-        def validate(self):
-            with without_fp8(self.model):
-                self.curve.append(validation_loss(self.model, self.data.validation))
+        def add_point(self, validated):
+            """To the curves, what the model in the way that it trains was validated as."""
             if self.workload.fp8:
-                self.curve_in_fp8.append(validation_loss(self.model, self.data.validation))
+                self.curve_in_fp8.append(validated)
+                with without_fp8(self.model):
+                    validated = validation_loss(self.model, self.data.validation)
+            self.curve.append(validated)
 
     model, called, optimizer = kernel_training.prepare(workload)
     run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
     run.curve, run.curve_in_fp8 = [], []
-    run.validate()
+    run.add_point(run.validation_before)
     return kernel_training.take_steps(run, optimizer, called) | {
         "curve": run.curve,
         "curve_in_fp8": run.curve_in_fp8,

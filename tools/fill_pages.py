@@ -46,8 +46,7 @@ def fill(text: str) -> str:
     from tools import page_kernel_tables, page_run_tables, page_step_tables
     from tools.page_outputs import output_block
 
-    modules = page_kernel_tables, page_step_tables, page_run_tables
-    tables = {name: table for module in modules for name, table in module.TABLES.items()}
+    tables = page_kernel_tables.TABLES | page_step_tables.TABLES | page_run_tables.TABLES
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":

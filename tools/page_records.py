@@ -64,5 +64,11 @@ def in_words(size: str) -> str:
     return " × ".join(f"{int(n):,}" for n in size.split("x"))
 
 
+def size_label(record: dict) -> str:
+    """A record's size, likewise; with its micro-batches, if there are several."""
+    sizes = record["batch_size"], record["seq_len"], record.get("accumulate")
+    return in_words("x".join(str(size) for size in sizes if size))
+
+
 def is_ours(name: str) -> bool:
     return name.startswith(OURS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from harness.fp8_flags import ALL
 from harness.workload import OPPONENTS
-from tools.page_records import load, markdown
+from tools.page_records import load, markdown, size_label
 from tools.page_step_tables import SHORT_NAMES, Step
 
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
@@ -25,11 +25,6 @@ def run_label(record: dict) -> str:
         flags.append("--fp8" if mode == ALL else f"--fp8 {mode}")
     flags += ["--cuda-graph"] if record.get("cuda_graph") else []
     return f"`{' '.join(['--kernels all', *flags])}`"
-
-
-def size_label(record: dict) -> str:
-    size = f"{record['batch_size']} × {record['seq_len']:,}"
-    return f"{size} × {record['accumulate']}" if record.get("accumulate") else size
 
 
 def runs(size: str, *names: str) -> str:

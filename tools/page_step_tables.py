@@ -15,7 +15,17 @@ from harness.spread import Range, spread, timed, unless_same
 from harness.workload import OPPONENTS
 from next_steps import frontier, ladder, scaling_tables
 from tools.page_outputs import column_spans, position
-from tools.page_records import RESULTS, in_words, is_ours, load, markdown, rows_at, times, us_of
+from tools.page_records import (
+    RESULTS,
+    in_words,
+    is_ours,
+    load,
+    markdown,
+    rows_at,
+    size_label,
+    times,
+    us_of,
+)
 
 # of whoever may be the strongest other, for a column that must not be wide
 SHORT_NAMES = {
@@ -89,24 +99,32 @@ def gains_of_kernels() -> list[list[str]]:
     return body
 
 
+def gain_of_steps(label: str, base: Step, name: str, other: Step, ours: Step) -> list[str]:
+    """A row of whole steps.
+
+    name: of the opponent whose step is `other`.
+    """
+    rival = f"{SHORT_NAMES.get(name, name)}: {other.cell()}"
+    return [label, base.cell(), rival, ours.cell(), base.over(ours), other.over(ours)]
+
+
 # of one run of a GPU each: what the row is called, Hugging Face's, ours, those of others
 SETS_OF_RUNS = (
-    ("LoRA", "lora_baseline_4x2048", "lora_all_4x2048", "lora_compile_4x2048", "lora_liger_4x2048"),
-    (
-        "FP8",
-        *("fp8_baseline_4x2048", "fp8_all_4x2048"),
-        *("fp8_torchao_tensorwise_4x2048", "fp8_torchao_rowwise_4x2048"),
-    ),
+    ("LoRA", "lora_baseline", "lora_all", "lora_compile", "lora_liger"),
+    ("FP8", "fp8_baseline", "fp8_all", "fp8_torchao_tensorwise", "fp8_torchao_rowwise"),
 )
 
 
-def gain_of_runs(label: str, base_name: str, ours_name: str, *others: str) -> list[str]:
-    """A row of one of these sets."""
-    base, ours = (Step.of_run(load(name)) for name in (base_name, ours_name))
-    rival = min((load(name) for name in others), key=lambda record: record["median_seconds"])
-    other, name = Step.of_run(rival), SHORT_NAMES[OPPONENTS[rival["opponent"]]]
-    cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
-    return [f"step {in_words('4x2048')}, {label}", *cells, base.over(ours), other.over(ours)]
+def gains_of_runs(size: str) -> list[list[str]]:
+    """Their rows, of the records NAME_SIZE."""
+    body = []
+    for label, *names in SETS_OF_RUNS:
+        first, last, *others = (load(f"{name}_{size}") for name in names)
+        rival = min(others, key=lambda record: record["median_seconds"])
+        base, other, ours = map(Step.of_run, (first, rival, last))
+        label = f"step {in_words(size)}, {label}"
+        body.append(gain_of_steps(label, base, OPPONENTS[rival["opponent"]], other, ours))
+    return body
 
 
 def gains() -> str:
@@ -123,11 +141,10 @@ def gains() -> str:
         rival = ladder.strongest(record)
         shown = rungs[ladder.BASELINE], rival, rungs[ladder.CUDA_GRAPH]
         base, other, ours = map(Step.of_rung, shown)
-        name = SHORT_NAMES.get(rival["name"], rival["name"])
-        cells = [base.cell(), f"{name}: {other.cell()}", ours.cell()]
-        body.append([f"step {in_words(size)}, all", *cells, base.over(ours), other.over(ours)])
-    body += [gain_of_runs(*names) for names in SETS_OF_RUNS]
-    rival = ladder.strongest(record, "peak_memory_bytes")  # of the larger size
+        label = f"step {in_words(size)}, all"
+        body.append(gain_of_steps(label, base, rival["name"], other, ours))
+    body += gains_of_runs(size)  # the larger one
+    rival = ladder.strongest(record, "peak_memory_bytes")  # of that size
     n_bytes = [rung["peak_memory_bytes"] for rung in (shown[0], rival, shown[-1])]
     base, other, ours = [f"{each / 1e9:.1f} GB" for each in n_bytes]
     ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
@@ -274,7 +291,7 @@ def peaks(*names: str) -> str:
     headers = ["GB at the peak, tokens, --kernels"]
     for record in records:
         kernels = "all" if record["kernels"] else "none"
-        headers.append(f"{record['batch_size']} × {record['seq_len']:,}, {kernels}")
+        headers.append(f"{size_label(record)}, {kernels}")
     return markdown(headers, body)
 
 

@@ -156,8 +156,9 @@ def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
         return None
     # LDG: load from the GPU's memory; STG: store; LDGSTS: load into a program's shared memory.
     accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E([.\w]*)", cuobjdump(binary, "-sass"))
-    bits = [int(each) for words in accesses for each in re.findall(r"\.[US]?(\d+)\b", words)]
-    return max(bits or [32]) // 8  # 32 bits are not written
+    widths = (re.search(r"\.[US]?(\d+)\b", words) for words in accesses)
+    bits = (int(width[1]) if width else 32 for width in widths)  # 32 bits are not written
+    return max(bits, default=0) // 8
 
 
 def amd_note(binary: bytes, key: bytes) -> int:
