@@ -13,9 +13,8 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      a table of page_kernel_tables.py,
-                                                       page_step_tables.py or page_run_tables.py:
-                                                       TABLES[NAME](WORD, ...)
+    <!-- table: NAME WORD ... -->                      a table of page_gains.py or of one of
+                                                       page_*_tables.py: TABLES[NAME](WORD, ...)
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 Sentences hold no measured figure: what they say is in a block beside them.
@@ -43,10 +42,11 @@ def pages() -> list[Path]:
 
 def fill(text: str) -> str:
     """A page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_run_tables, page_step_tables
+    from tools import page_gains, page_kernel_tables, page_run_tables, page_step_tables
     from tools.page_outputs import output_block
 
-    tables = page_kernel_tables.TABLES | page_step_tables.TABLES | page_run_tables.TABLES
+    tables = page_gains.TABLES | page_kernel_tables.TABLES
+    tables |= page_step_tables.TABLES | page_run_tables.TABLES
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":
