@@ -52,10 +52,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         module.lora_A.to(dtype=dtype)
         module.lora_B.to(dtype=dtype)
     if workload.adapter is not None and not on_meta:
-        found = read_adapters(workload, model.config)
-        with torch.no_grad():
-            for name, t in adapter_weights(model, dict(model.named_parameters())).items():
-                t.copy_(found[name])
+        use_saved(model, workload)
     return model
 
 
@@ -109,6 +106,18 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
         given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
         raise UserError(f"{given}: give the --model that it was trained with")
     return found
+
+
+def use_saved(model: torch.nn.Module, workload: Workload) -> None:
+    """Give the model's adapters the numbers of those in the workload's adapter folder.
+
+    Raises:
+        UserError: what `read_adapters` refuses.
+    """
+    found = read_adapters(workload, model.config)
+    with torch.no_grad():
+        for name, t in adapter_weights(model, dict(model.named_parameters())).items():
+            t.copy_(found[name])
 
 
 # ---------------------------------------------------------------- what is saved

@@ -35,6 +35,7 @@ OPPONENTS = {
     "compile": "torch.compile, fused AdamW",
     "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
     "liger": "Liger-Kernel, fused AdamW",
+    "unsloth": "Unsloth, fused AdamW",
     "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
     "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
 }

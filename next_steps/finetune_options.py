@@ -29,7 +29,7 @@ from harness.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune_par
 
 CHECKPOINTS = "checkpoint", "checkpoint_every", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
-COMPILED = "compile", OWN_GRAPHS, *FLOAT8_OPPONENTS
+COMPILED = "compile", OWN_GRAPHS, "unsloth", *FLOAT8_OPPONENTS
 IGNORED = {  # by each of the flags below
     "ladder": [
         *("opponent", "longest", "kernels", "fp8", "stochastic_rounding"),
@@ -75,6 +75,9 @@ def parse_args(doc: str) -> argparse.Namespace:
     if args.opponent in COMPILED and world_size() > 1:
         given = f"--opponent {args.opponent} is for one process and torchrun started {world_size()}"
         raise UserError(f"{given}: take fused-adamw, rms-norm or liger")
+    if args.opponent == "unsloth" and args.merge and args.quantize:
+        kept = "--merge cannot read the 4-bit weights that --opponent unsloth makes"
+        raise UserError(f"{kept}: leave --merge or --quantize out")
     if args.pack and (args.ladder or args.opponent in COMPILED):
         flag = "--ladder" if args.ladder else f"--opponent {args.opponent}"
         prepared = f"{flag} records or compiles a step for those after it"
@@ -100,7 +103,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--opponent",
         choices=OPPONENTS,
         help="what others offer in place of our kernels: PyTorch's fused AdamW alone, or with "
-        "F.rms_norm, torch.compile, Liger-Kernel's patch or torchao's float8",
+        "F.rms_norm, torch.compile, Liger-Kernel's patch, Unsloth or torchao's float8",
     )
     add(
         "--ladder",

@@ -16,7 +16,7 @@ from harness.command_line import UserError
 from harness.patching import replace_modules
 from harness.training_run import Run
 from harness.workload import OPPONENTS, Workload
-from next_steps import lora
+from next_steps import lora, unsloth_model
 from next_steps.fp8_kernel import fp8_support
 from next_steps.kernel_training import take_steps
 
@@ -107,6 +107,7 @@ RECIPES = {  # by the words of --opponent
     "compile": Recipe(compile_mode="default"),
     "compile-reduce-overhead": Recipe(compile_mode="reduce-overhead"),
     "liger": Recipe(load=with_liger),
+    "unsloth": Recipe(load=unsloth_model.load),
     "torchao-tensorwise": Recipe(load=functools.partial(with_float8, "tensorwise")),
     "torchao-rowwise": Recipe(load=functools.partial(with_float8, "rowwise")),
 }

@@ -15,11 +15,11 @@ SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
 
 def run_label(record: dict) -> str:
     """What was asked for, but the size: an opponent's name or the flags."""
-    if record.get("opponent"):
-        return SHORT_NAMES[OPPONENTS[record["opponent"]]]
     flags = [f"--quantize {record['quantize']}"] if record.get("quantize") else []
     if not record["kernels"]:
         name = "Hugging Face" + (", peft" if record.get("lora_rank") else "")
+        if record.get("opponent"):
+            name = SHORT_NAMES[OPPONENTS[record["opponent"]]]
         return name + "".join(f", `{flag}`" for flag in flags)
     if mode := record.get("fp8"):
         flags.append("--fp8" if mode == ALL else f"--fp8 {mode}")

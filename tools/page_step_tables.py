@@ -20,6 +20,7 @@ from tools.page_records import RESULTS, in_words, load, markdown, size_label, ti
 SHORT_NAMES = {
     OPPONENTS["rms-norm"]: "F.rms_norm",
     OPPONENTS["liger"]: "Liger",
+    OPPONENTS["unsloth"]: "Unsloth",
     OPPONENTS["compile"]: "compile",
     OPPONENTS["compile-reduce-overhead"]: "compile+graph",
     OPPONENTS["torchao-tensorwise"]: "torchao",

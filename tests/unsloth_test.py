@@ -1,0 +1,221 @@
+"""Unsloth as an opponent: what it is given to load, and what is done with what it makes of it.
+
+It needs a GPU, and changes transformers for the whole process.  So there is a stand-in with its two
+calls here, made of transformers and peft; the real one trains in processes of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+import finetune_baseline
+import finetune_optimized
+from harness import architecture, loading, run_records
+from harness.checking import DEVICE
+from harness.device import HAS_GPU
+from harness.workload import Workload
+from next_steps import lora, unsloth_model
+from tests.fixtures import needs_gpu
+from tests.small_workloads import TINY, smaller_config, tiny_workload
+
+# isort: split
+# after the harness, which decides how triton (imported by these) will run
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EIGHT = ["--seq-len", "8"]
+SMALL = [*TINY, *EIGHT, "--steps", "3"]
+UNSLOTH = ["--opponent", "unsloth"]
+HERE = Path(__file__).parents[1]
+
+
+def small_workload(*flags: str) -> Workload:
+    return tiny_workload(*EIGHT, *flags)
+
+
+class FastLanguageModel:
+    """Unsloth's two calls; `calls` is what they were given, and what lay in the folder."""
+
+    calls: ClassVar[list[dict]] = []
+
+    @classmethod
+    def from_pretrained(cls, source, **said):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        files = sorted(path.name for path in Path(source).iterdir())
+        cls.calls.append({"source": source, "files": files, "tokenizer": tokenizer, **said})
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=said["dtype"]).to(DEVICE)
+        return model.train(), tokenizer
+
+    @classmethod
+    def get_peft_model(cls, model, use_gradient_checkpointing, random_state, **config):
+        cls.calls.append({"checkpointing": use_gradient_checkpointing, **config})
+        torch.manual_seed(random_state)
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
+
+
+@pytest.fixture
+def stand_in(monkeypatch, own_cache):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    monkeypatch.setattr(unsloth_model, "HAS_GPU", True)
+    monkeypatch.setattr(FastLanguageModel, "calls", [])
+    module = SimpleNamespace(FastLanguageModel=FastLanguageModel)
+    monkeypatch.setitem(sys.modules, "unsloth", module)
+    return FastLanguageModel
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_without_a_gpu_it_is_refused(run_script):
+    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
+    said = "error: --opponent unsloth needs a CUDA GPU and none was found\n"
+    assert (outcome.code, outcome.err) == (2, said)
+
+
+def test_where_it_is_not_installed_it_is_refused(run_script, monkeypatch, stand_in):
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
+    said = "error: Unsloth is not installed: pip install unsloth\n"
+    assert (outcome.code, outcome.err) == (2, said)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--pack"], "--opponent unsloth records or compiles a step"),
+        (
+            ["--lora-rank", "4", "--quantize", "nf4", "--save", "x", "--merge"],
+            "--merge cannot read the 4-bit weights",
+        ),
+    ],
+    ids=lambda each: each[0],
+)
+def test_what_does_not_go_with_it_is_refused(run_script, flags, said):
+    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH, *flags)
+    assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stand_in):
+    def fail(source, **said):
+        raise RuntimeError("no such architecture")
+
+    monkeypatch.setattr(stand_in, "from_pretrained", fail)
+    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
+    said = "error: tiny, by Unsloth, could not be loaded: no such architecture\n"
+    assert outcome.code == 2 and outcome.err.endswith(said)  # after transformers' progress
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "4", "--lora-alpha", "6"]], ids=str)
+def test_it_starts_from_the_weights_that_every_run_draws(stand_in, flags):
+    workload = small_workload(*flags, "--seed", "3")
+    model, plain = unsloth_model.load(workload), loading.load_model(small_workload("--seed", "3"))
+    found = {name.replace(".base_layer", ""): w for name, w in model.state_dict().items()}
+    assert all(torch.equal(found[name], w) for name, w in plain.state_dict().items())
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n in model.state_dict() if bool(flags) == ("lora_" in n)
+    }
+    loaded, *adapted = stand_in.calls
+    assert not Path(loaded["source"]).exists()
+    assert "model.safetensors" in loaded["files"] and "tokenizer.json" in loaded["files"]
+    assert loaded["dtype"] == torch.float32 and loaded["max_seq_length"] == 8
+    assert loaded["full_finetuning"] is not bool(flags) and loaded["load_in_4bit"] is False
+    assert loaded["use_gradient_checkpointing"] is False and loaded["local_files_only"]
+    assert max(loaded["tokenizer"].get_vocab().values()) < plain.config.vocab_size
+    if flags:
+        (adapted,) = adapted
+        assert (adapted["r"], adapted["lora_alpha"], adapted["checkpointing"]) == (4, 6, False)
+        assert len(adapted["target_modules"]) == 7
+
+
+def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path):
+    config, folder = smaller_config(), tmp_path / "model"
+    loading.load_model(small_workload()).save_pretrained(folder)
+    workload = small_workload("--model", str(folder))
+    unsloth_model.load(workload)
+    unsloth_model.placeholder(config).save_pretrained(folder)
+    unsloth_model.load(workload)
+    without, with_tokenizer = stand_in.calls
+    assert without["source"] != str(folder) == with_tokenizer["source"]
+    assert "tokenizer.json" in without["files"]
+
+
+def test_its_run_is_the_baselines_with_fused_adamw(run_script, tmp_path, stand_in):
+    records = []
+    for script, flags in ((finetune_baseline, []), (finetune_optimized, UNSLOTH)):
+        outcome = run_script(script, *SMALL, *flags, "--json", str(tmp_path / "run.json"))
+        assert outcome.code == 0, outcome.err
+        records.append(run_records.read_record(str(tmp_path / "run.json"), "finetune"))
+    baseline, opponent = records
+    assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
+    assert (opponent["title"], opponent["opponent"]) == ("Unsloth, fused AdamW", "unsloth")
+
+
+def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_in):
+    first, then, merged = (str(tmp_path / name) for name in ("first", "then", "merged"))
+    flags = [*SMALL, *UNSLOTH, "--lr", "0.05"]
+    for more in (
+        ["--lora-rank", "4", "--save", first],
+        ["--adapter", first, "--save", then],
+        ["--adapter", first, "--save", merged, "--merge"],
+    ):
+        outcome = run_script(finetune_optimized, *flags, *more)
+        assert outcome.code == 0, outcome.err
+    ids = torch.arange(8, device=DEVICE)[None]
+
+    def logits(model):
+        return model.to(DEVICE).eval()(input_ids=ids).logits
+
+    plain, saved = (loading.load_model(small_workload()) for _ in range(2))
+    before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
+    assert not torch.allclose(before, after, atol=1e-3)
+    ours = lora.load(small_workload("--adapter", first))
+    theirs = unsloth_model.load(small_workload("--adapter", first))
+    torch.testing.assert_close(logits(ours), after)
+    torch.testing.assert_close(logits(theirs), after)
+    trained = PeftModel.from_pretrained(loading.load_model(small_workload()), then)
+    ordinary = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    assert not torch.allclose(logits(trained), after, atol=1e-3)
+    torch.testing.assert_close(logits(ordinary), logits(trained), atol=1e-5, rtol=1e-4)
+
+
+def test_an_adapter_of_another_model_is_refused_before_anything_is_loaded(
+    run_script, tmp_path, stand_in, monkeypatch
+):
+    folder = str(tmp_path / "adapter")
+    flags = [*SMALL, *UNSLOTH]
+    assert run_script(finetune_optimized, *flags, "--lora-rank", "4", "--save", folder).code == 0
+    stand_in.calls.clear()
+    config = smaller_config()
+    config.intermediate_size = 64
+    monkeypatch.setattr(architecture, "tiny_config", lambda: config)
+    outcome = run_script(finetune_optimized, *flags, "--adapter", folder)
+    assert outcome.code == 2 and "does not fit tiny" in outcome.err and not stand_in.calls
+
+
+@needs_gpu
+@pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="Unsloth is not installed")
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "4"]], ids=["full", "lora"])
+def test_the_real_one_trains_as_the_baseline_does(tmp_path, flags):
+    """To rounding in bf16: with LoRA the adapters' first numbers are other ones, and B is 0."""
+    records = []
+    flags = [*flags, "--model", "tiny", "--seq-len", "64", "--steps", "4", "--lr", "1e-3"]
+    for script, more in (("finetune_baseline.py", []), ("finetune_optimized.py", UNSLOTH)):
+        path = tmp_path / f"{script}.json"
+        command = [sys.executable, str(HERE / script), *flags, *more, "--json", str(path)]
+        environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        records.append(json.loads(path.read_text()))
+    baseline, opponent = records
+    assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-2)
+    assert opponent["validation_loss_before"] == pytest.approx(
+        baseline["validation_loss_before"], rel=1e-3
+    )
