@@ -1,5 +1,7 @@
 """What a run writes down, as JSON: the machine and versions it ran on, and what it measured."""
 
+import contextlib
+import importlib.metadata
 import json
 import math
 import os
@@ -10,6 +12,9 @@ from pathlib import Path
 
 from harness.command_line import UserError
 from harness.output_files import write_output
+
+# what a run may use, or be compared with, besides PyTorch, Triton and transformers
+OTHERS = "peft", "bitsandbytes", "liger-kernel", "quack-kernels", "torchao", "unsloth"
 
 
 def commit() -> str:
@@ -54,9 +59,19 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
+        "others": versions_of_others(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+
+
+def versions_of_others() -> dict[str, str]:
+    """{package: version} of OTHERS, as far as they are installed."""
+    found = {}
+    for package in OTHERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def environment_line(env: dict) -> str:

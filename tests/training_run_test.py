@@ -1,6 +1,7 @@
 """Steps train, both scripts run the same loop, and what is saved goes on where it stopped."""
 
 import difflib
+import importlib.metadata
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness import (
     costs,
     dataset,
     loading,
+    run_records,
     samples,
     saving,
     stepping,
@@ -392,3 +394,15 @@ def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path)
     ]
     encode = samples.Encoder.of(dataset.load_tokenizer(workload), None)
     assert encode("import def").tolist() == [7, 8]
+
+
+def test_a_record_says_which_libraries_were_installed(monkeypatch):
+    installed = {"peft": "1.2", "torchao": "0.3"}
+
+    def version(package):
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert run_records.environment()["others"] == installed
