@@ -82,8 +82,12 @@ def for_training(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """Parameters of a LLaMA, counted from its configuration."""
-    return sum(p.numel() for p in build_model(config, torch.float32, "meta").parameters())
+    """Parameters of a LLaMA, counted from its configuration.
+
+    Of a model that nobody trains, so that an opponent may have changed transformers meanwhile.
+    """
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:

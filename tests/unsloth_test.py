@@ -30,6 +30,7 @@ from tests.small_workloads import TINY, smaller_config, tiny_workload
 # after the harness, which decides how triton (imported by these) will run
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama import modeling_llama
 
 EIGHT = ["--seq-len", "8"]
 SMALL = [*TINY, *EIGHT, "--steps", "3"]
@@ -154,6 +155,23 @@ def test_its_run_is_the_baselines_with_fused_adamw(run_script, tmp_path, stand_i
     baseline, opponent = records
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert (opponent["title"], opponent["opponent"]) == ("Unsloth, fused AdamW", "unsloth")
+
+
+def test_what_it_makes_of_transformers_is_not_counted(run_script, monkeypatch, stand_in, tmp_path):
+    """Its rotary embedding, for one, lacks what transformers' has."""
+    load, path = stand_in.from_pretrained, tmp_path / "run.json"
+
+    def load_and_change(source, **said):
+        loaded = load(source, **said)
+        monkeypatch.setattr(modeling_llama, "LlamaRotaryEmbedding", torch.nn.Identity)
+        return loaded
+
+    monkeypatch.setattr(stand_in, "from_pretrained", load_and_change)
+    flags = [*UNSLOTH, "--lora-rank", "4", "--json", str(path)]
+    outcome = run_script(finetune_optimized, *SMALL, *flags)
+    assert outcome.code == 0, outcome.err
+    record = json.loads(path.read_text())
+    assert record["parameters"] > 10 * record["trained_parameters"] > 0
 
 
 def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_in):
