@@ -54,7 +54,9 @@ def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
     listed = workload_of(script, flags, monkeypatch)
     made = Workload.from_record(record)
     assert made.differences(listed) == []
-    assert "--ladder" in flags or made.kernels == listed.kernels  # a ladder has all of them
+    assert made.opponent == listed.opponent
+    expected = () if made.opponent else listed.kernels  # which are the flag's default
+    assert "--ladder" in flags or made.kernels == expected  # a ladder has all of them
     assert record.get("steps") == listed.steps
 
 

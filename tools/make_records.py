@@ -78,12 +78,12 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_baseline_1x512": f"{BASELINE} {SMALL} {LORA}",
         "lora_all_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",
         "lora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {LORA} --opponent unsloth",
+        "qlora_bf16_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",  # beside the next
         "qlora_all_1x512": f"{OPTIMIZED} {SMALL} {QLORA} {ALL} --cuda-graph",
-        "qlora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {QLORA} --opponent unsloth",
         "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
         f"--accumulate 16 {LORA} {ALL} --steps 4",
+        "qlora_bf16_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
         "qlora_all_4x2048": f"{OPTIMIZED} {LARGE} {QLORA} {ALL} --steps 12",
-        "qlora_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {QLORA} --opponent unsloth --steps 12",
         "profile_full_4x2048": f"{PROFILE} {LARGE}",  # of the same run as those below
         "profile_lora_4x2048": f"{PROFILE} {LARGE} {LORA}",
         "profile_lora_1x512": f"{PROFILE} {SMALL} {LORA}",

@@ -49,7 +49,7 @@ def gain_of_steps(label: str, base: Step, name: str, other: Step, ours: Step) ->
 
 # of one run of a GPU each: what the row is called, Hugging Face's, ours, those of others
 SETS_OF_RUNS = (
-    ("LoRA", "lora_baseline", "lora_all", "lora_compile", "lora_liger"),
+    ("LoRA", "lora_baseline", "lora_all", "lora_compile", "lora_liger", "lora_unsloth"),
     ("FP8", "fp8_baseline", "fp8_all", "fp8_torchao_tensorwise", "fp8_torchao_rowwise"),
 )
 
