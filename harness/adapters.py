@@ -52,7 +52,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         module.lora_A.to(dtype=dtype)
         module.lora_B.to(dtype=dtype)
     if workload.adapter is not None and not on_meta:
-        use_saved(model, workload)
+        use_saved(model, read_adapters(workload, model.config))
     return model
 
 
@@ -108,16 +108,11 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     return found
 
 
-def use_saved(model: torch.nn.Module, workload: Workload) -> None:
-    """Give the model's adapters the numbers of those in the workload's adapter folder.
-
-    Raises:
-        UserError: what `read_adapters` refuses.
-    """
-    found = read_adapters(workload, model.config)
+def use_saved(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Give the model's adapters the numbers that `read_adapters` found for them."""
     with torch.no_grad():
         for name, t in adapter_weights(model, dict(model.named_parameters())).items():
-            t.copy_(found[name])
+            t.copy_(saved[name])
 
 
 # ---------------------------------------------------------------- what is saved

@@ -38,20 +38,19 @@ def load(workload: Workload) -> torch.nn.Module:
     """
     if not HAS_GPU:
         raise UserError("--opponent unsloth needs a CUDA GPU and none was found")
-    try:
-        import unsloth  # noqa: F401  here: where it is missing nothing should be loaded first
-    except ImportError as error:
-        raise UserError("Unsloth is not installed: pip install unsloth") from error
     return load_model(workload, make=loaded_by_unsloth)
 
 
 def loaded_by_unsloth(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
     """What `load` returns, of a workload whose configuration has been found good."""
-    from unsloth import FastLanguageModel
+    try:
+        from unsloth import FastLanguageModel
+    except ImportError as error:
+        raise UserError("Unsloth is not installed: pip install unsloth") from error
 
-    is_lora = workload.lora_rank is not None
+    is_lora, saved = workload.lora_rank is not None, None
     if workload.adapter is not None:
-        read_adapters(workload, config)  # a wrong one is refused before minutes of loading
+        saved = read_adapters(workload, config)  # a wrong one is refused before minutes of loading
     with tempfile.TemporaryDirectory() as folder, reading(f"{workload.model}, by Unsloth,"):
         source = model_folder(workload, config, folder)
         model, _ = FastLanguageModel.from_pretrained(
@@ -76,8 +75,8 @@ def loaded_by_unsloth(workload: Workload, config: LlamaConfig) -> torch.nn.Modul
         use_gradient_checkpointing=False,
         random_state=workload.seed,
     ).get_base_model()
-    if workload.adapter is not None:
-        use_saved(model, workload)
+    if saved is not None:
+        use_saved(model, saved)
     return model
 
 
