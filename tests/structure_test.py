@@ -8,7 +8,7 @@ import pytest
 
 HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel"}  # at the root: the playbook's
-LONGEST = 400  # lines of a module; lessons and tests are as long as they read well
+LONGEST = 500  # lines of a module; lessons and tests are as long as they read well
 WIDEST = 100  # columns
 INTERPRETER = "harness.interpreter_rounding"  # a lesson goes without it where it is carried away to
 
