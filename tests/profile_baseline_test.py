@@ -442,7 +442,9 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     assert sum(us.values()) == pytest.approx(total, rel=1e-3)
     assert us[UNATTRIBUTED] < 0.02 * total
     assert profile["phases"]["other"]["us"] < 0.02 * total
-    assert all(us[name] > 0 for name in us if name != UNATTRIBUTED)
+    not_asked_for = {ADAPTERS, DEQUANTIZATION, FP8_CASTS, COMMUNICATION, UNATTRIBUTED}
+    assert all(us[name] > 0 for name in us.keys() - not_asked_for)
+    assert not any(us[name] for name in not_asked_for - {UNATTRIBUTED})
 
     forward = attribution.forward_operations(events)
     expected = {

@@ -230,6 +230,12 @@ def bytes_of_gate_and_up(inputs):
     return 2 * 4 * inputs["x"].shape[:-1].numel() * len(inputs["w_gate"])
 
 
+def bytes_of_three_inner_results(inputs):
+    """gate and up, which their gradients overwrite, and dy, which y overwrites."""
+    x = inputs["x"]
+    return 3 * x.element_size() * x.shape[:-1].numel() * len(inputs["w_gate"]) + 2**20
+
+
 KERNELS = (rmsnorm_kernel, swiglu_kernel)
 COMPILER = {
     "forward_alone": "torch.compile drops the first argument of a forward that takes *tensors, "
@@ -310,7 +316,9 @@ SUBJECTS = (
         bad_when_compiled="two widths",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("x", "w_gate", "w_up", "w_down"),
+        workspace=bytes_of_three_inner_results,
         **COMMON,
+        exempt={"rows_beyond_int32_in_memory": OWN_KERNELS},
     ),
     Subject(
         name="norm_and_mlp",

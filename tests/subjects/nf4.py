@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.checking import DEVICE
+from harness.checking import DEVICE, HAS_GPU
 from next_steps import nf4_kernel
 from next_steps.nf4_kernel import (
     NF4,
@@ -142,6 +142,8 @@ SUBJECTS = (
         large_sizes=((160, 960),),
         saved=NF4._fields,
         activations=("x",),
+        # an H200 in fp32: eager PyTorch multiplies one row by another kernel than the compiler
+        exact_compiled=not HAS_GPU,
         # several groups of absmaxes, and no two lengths alike: the compiler would rely on that
         compiled_first=tuple(((5,), (192, width)) for width in PADDED_WIDTHS),
         compiled_next=(((4,), (64, 2048)), ((16,), (128, 384))),
