@@ -8,7 +8,7 @@ TINY = --model tiny --batch-size 2 --seq-len 64
 # The tiny model is too small for several threads: they wait for each other longer than they work.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all compile-check lint clean
+.PHONY: setup demo test test-all test-gpu compile-check lint clean
 
 setup: $(SETUP)
 
@@ -34,6 +34,10 @@ test: $(SETUP)
 # What is run once for a change, and takes an hour on two cores.
 test-all: $(SETUP) compile-check
 	$(PY) -m tools.run_tests --all
+
+# Every test, spread over the GPUs of this machine.
+test-gpu: $(SETUP)
+	$(PY) -m tools.run_tests --gpu
 
 compile-check: $(SETUP)
 	$(PY) -m tools.compile_check

@@ -2,12 +2,21 @@
 tests/fixtures.py.
 """
 
+import os
 from dataclasses import dataclass
 
+if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    # make test-gpu: a worker, gw3, sees one of several GPUs; CUDA reads the variable once, later
+    gpus = os.environ["ONE_GPU_OF"].split(",")
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+
+# isort: split
 import harness.device  # noqa: F401  decides how triton will run, before a test imports it by peft
 
 # isort: split
 import pytest
+import torch
 
 from harness import command_line
 from tests.fixtures import (  # noqa: F401
@@ -19,6 +28,15 @@ from tests.fixtures import (  # noqa: F401
     same_random_numbers,
     unused_memory_returned,
 )
+
+
+def pytest_runtest_setup(item):
+    """Skip a test marked several_gpus(n) where fewer are visible; or_none: a CPU will do."""
+    for mark in item.iter_markers("several_gpus"):
+        (needed,), found = mark.args, torch.cuda.device_count()
+        or_none = mark.kwargs.get("or_none", False)
+        if found < needed and not (or_none and found == 0):
+            pytest.skip(f"needs {needed} CUDA GPUs" + (", or none" if or_none else ""))
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from harness.checking import DEVICE, HAS_GPU
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+needs_two_gpus = pytest.mark.several_gpus(2)
 
 
 @pytest.fixture(autouse=True)

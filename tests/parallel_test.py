@@ -20,13 +20,11 @@ from harness.architecture import tiny_config
 from harness.device import HAS_GPU
 from harness.workload import Workload
 from tests.small_workloads import TINY, jsonl, tiny_workload
-from tests.two_processes import made_once
+from tests.two_processes import made_once, one_gpu_is_too_few
 
 HERE = Path(__file__).parents[1]
 SECONDS = 60  # in which those end that wait for one that is gone
-pytestmark = pytest.mark.skipif(
-    HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
-)
+pytestmark = one_gpu_is_too_few
 WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
 MORE = ["baseline-1-norm", "baseline-1-mlp", "baseline-1-layer", "kernels-1-layer"]
 EQUAL = [f"{each}-{way}" for way in WAYS for each in processes.PARALLEL]
@@ -152,7 +150,7 @@ def test_two_processes_in_fp8_train_what_one_trains(in_fp8, way):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 3, reason="needs three GPUs, or none")
+@pytest.mark.several_gpus(3, or_none=True)
 def test_three_processes_divide_what_two_do_not(tmp_path):
     """Neither the weights' rows nor the batches for validation are a multiple of three."""
     write_data(tmp_path)

@@ -400,6 +400,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
 
 
 @needs_gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("kernels", ["none", "all"])
 def test_on_a_gpu_a_replay_keeps_it_busy(kernels, tmp_path):
     flags = ["--kernels", kernels, "--seq-len", "256", "--warmup", "2"]

@@ -14,6 +14,7 @@ from next_steps import kernel_training, scaling, scaling_tables
 from tests.longest_test import GPU
 from tests.parallel_test import torchrun
 from tests.small_workloads import smaller_config
+from tests.two_processes import one_gpu_is_too_few
 from tools import page_records, page_step_tables
 from tools.page_outputs import COLUMNS
 
@@ -200,6 +201,7 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
 
 
 @pytest.mark.exhaustive
+@one_gpu_is_too_few
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, way):
     one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")

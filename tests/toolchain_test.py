@@ -2,6 +2,7 @@
 here.
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import check_toolchain
 from harness import device
 from harness.checking import HAS_GPU, Check
-from tools import compile_check, pretended_gpu
+from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -252,7 +253,9 @@ def make_test(folder: Path, tests: str, target: str = "test") -> subprocess.Comp
 )
 def test_make_tests_last_line_counts_all_tests(tmp_path, tests, count, passes):
     result = make_test(tmp_path, tests)
-    assert result.stdout.splitlines()[-1] == count
+    *_, failures, last = ["", *result.stdout.splitlines()][-2:]
+    assert last == count
+    assert failures.startswith("FAILED ") == (not passes), "the failures come right before it"
     assert (result.returncode == 0) == passes, result.stdout + result.stderr
 
 
@@ -263,6 +266,37 @@ def test_what_is_exhaustive_is_left_to_test_all(tmp_path, target, count):
     tests = PASSES + "@pytest.mark.exhaustive\n" + PASSES.replace("passes", "passes_too")
     result = make_test(tmp_path, tests, target)
     assert result.stdout.splitlines()[-1] == f"{count} passed, 0 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1"]])
+@pytest.mark.parametrize("everything", [False, True])
+def test_each_test_runs_in_one_call(gpus, everything):
+    """With every mixture of its marks, which stand in the calls' expressions as names."""
+    everything = everything or bool(gpus)
+    for alone, several, exhaustive in itertools.product((False, True), repeat=3):
+        marks = {"alone": alone, "several_gpus": several, "exhaustive": exhaustive}
+        chosen = [
+            (selected, workers)
+            for selected, workers in run_tests.calls(everything, gpus)
+            if eval(selected, dict(marks))
+        ]
+        assert len(chosen) == (everything or not exhaustive), marks
+        for selected, workers in chosen:
+            assert (workers == 0) == alone
+            needs_all = len(gpus) > 1 and several and not alone
+            one_each = "ONE_GPU_OF" in run_tests.environment_of(selected, gpus)
+            assert one_each == (bool(gpus) and not needs_all)
+
+
+@pytest.mark.parametrize("worker, gpu", [("gw0", "4"), ("gw1", "7"), ("gw5", "7"), (None, "4,7")])
+def test_a_worker_sees_one_of_several_gpus(worker, gpu):
+    environment = os.environ | {"ONE_GPU_OF": "4,7", "CUDA_VISIBLE_DEVICES": "4,7"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    environment |= {"PYTEST_XDIST_WORKER": worker} if worker else {}
+    code = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=environment)
+    assert found.stdout.strip() == gpu, found.stderr
 
 
 def test_check_of_a_new_machine_ends_on_the_count():

@@ -18,9 +18,7 @@ from harness.checking import HAS_GPU
 LONGEST = 500  # seconds, on a busy machine
 LONGEST_WAIT = datetime.timedelta(seconds=60)  # of one process for the other: a hang ends here
 
-one_gpu_is_too_few = pytest.mark.skipif(
-    torch.cuda.device_count() == 1, reason="needs two CUDA GPUs, or none"
-)
+one_gpu_is_too_few = pytest.mark.several_gpus(2, or_none=True)
 
 
 def made_once(make: Callable, tmp_path_factory) -> Path:

@@ -1,14 +1,20 @@
-"""Run the tests: first those that time a GPU, alone, then the others, several at a time.
+"""Run the tests with pytest in a few calls, then print the failures and the count.
 
     python -m tools.run_tests           # what a reader runs: minutes on two cores
-    python -m tools.run_tests --all     # also what is marked exhaustive
+    python -m tools.run_tests --all     # also the tests marked exhaustive
+    python -m tools.run_tests --gpu     # all tests, spread over the GPUs of this machine
+    python -m tools.run_tests --gpu tests/rope_test.py    # the tests of these files alone
 
-Two calls of pytest, of which the first runs nothing where there is no GPU.  The last line counts
-the tests of both: "N passed, N failed, N skipped".  Exit code 1 if any failed, if a call broke off,
-or if none ran at all.
+Tests marked alone time a GPU, so that they run first and one at a time.  With --gpu and more than
+one GPU each worker of pytest-xdist uses one of them (tests/conftest.py); tests marked several_gpus
+then run in a call of their own, in which every worker sees all GPUs.
+
+The last line counts the tests of all calls: "N passed, N failed, N skipped".  The exit code is 1 if
+a test failed, if a call broke off, or if no test ran.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,14 +22,15 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-CALLS = (["-m", "alone"], ["-m", "not alone", "-n", "4"])
 SHORT = "not exhaustive"  # a mark: see pyproject.toml
-NOTHING_SELECTED = 5  # pytest's exit code: here one of the two calls may have nothing to do
+NOTHING_SELECTED = 5  # pytest's exit code: one of the calls may have nothing to do
+MOST_ON_A_GPU = 15  # workers: 15 shared the 139 GiB of an H200
+SEVERAL_AT_A_TIME = 2  # tests of several processes, each of which starts one process a GPU
 
 
 @dataclass(frozen=True)
 class Count:
-    """Of tests; what failed includes errors before, after and in place of a test."""
+    """Numbers of tests; an error before, after or in place of a test counts as failed."""
 
     passed: int = 0
     failed: int = 0
@@ -37,38 +44,84 @@ class Count:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
 
 
-def read_count(report: Path) -> Count:
-    """Of a report that pytest wrote (JUnit's XML); zeros if it wrote none."""
-    count = Count()
+def read_report(report: Path) -> tuple[Count, list[str]]:
+    """Read pytest's report (JUnit's XML): the count, and a line for each failure.
+
+    Without a report the count is zero.
+    """
+    count, failures = Count(), []
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-        outcomes = {child.tag for child in test}
-        failed = bool(outcomes & {"failure", "error"})
+        outcomes = {child.tag: child for child in test}
+        failed = outcomes.keys() & {"failure", "error"}
         skipped = not failed and "skipped" in outcomes
-        count += Count(passed=not (failed or skipped), failed=failed, skipped=skipped)
-    return count
+        count += Count(passed=not (failed or skipped), failed=bool(failed), skipped=skipped)
+        for how in sorted(failed):
+            message = outcomes[how].get("message", "").partition("\n")[0]
+            failures.append(f"FAILED {test.get('classname')}::{test.get('name')}: {message}")
+    return count, failures
 
 
-def calls(everything: bool) -> list[list[str]]:
-    """The flags of each call of pytest."""
+def visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES may name: each GPU that this process can use."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return given.split(",")[:count] if given else [str(number) for number in range(count)]
+
+
+def calls(everything: bool, gpus: list[str]) -> list[tuple[str, int]]:
+    """Return (the marks that are selected, the number of workers) of each call of pytest."""
+    cores = os.cpu_count() or 1
+    if len(gpus) > 1:
+        workers = min(cores - 1, MOST_ON_A_GPU * len(gpus))
+        return [
+            ("alone", 0),
+            ("not alone and not several_gpus", workers),
+            ("several_gpus and not alone", SEVERAL_AT_A_TIME),
+        ]
+    workers = min(cores - 1, MOST_ON_A_GPU) if gpus else cores
+    selections = [("alone", 0), ("not alone", workers)]
     if everything:
-        return [*CALLS]
-    return [["-m", f"{selected} and {SHORT}", *others] for _, selected, *others in CALLS]
+        return selections
+    return [(f"{selected} and {SHORT}", workers) for selected, workers in selections]
+
+
+def environment_of(selected: str, gpus: list[str]) -> dict[str, str]:
+    """Return the environment of a call; with it tests/conftest.py gives each worker one GPU."""
+    if not gpus:
+        return dict(os.environ)
+    # as many processes as cores: threads of their own would wait for each other
+    one_thread = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    one_gpu = {} if selected.startswith("several_gpus") else {"ONE_GPU_OF": ",".join(gpus)}
+    return {**os.environ, **one_thread, **one_gpu}
 
 
 def main() -> int:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--all", action="store_true", help="also the tests marked exhaustive")
-    everything = parser.parse_args().all
-    total, broken = Count(), False
+    parser.add_argument("--gpu", action="store_true", help="all tests, spread over the GPUs")
+    parser.add_argument("files", nargs="*", help="only the tests of these files or folders")
+    args = parser.parse_args()
+    gpus = visible_gpus() if args.gpu else []
+    if args.gpu and not gpus:
+        parser.error("--gpu needs a CUDA GPU, and PyTorch sees none: leave the flag out")
+    total, failures, broken = Count(), [], False
     with tempfile.TemporaryDirectory() as folder:
-        for number, flags in enumerate(calls(everything)):
+        for number, (selected, workers) in enumerate(calls(args.all or args.gpu, gpus)):
             report = Path(folder) / f"{number}.xml"
-            command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *flags]
-            code = subprocess.run(command, cwd=Path(__file__).parents[1]).returncode
-            total += read_count(report)
+            command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", selected]
+            command += ["-n", str(workers), "--dist", "worksteal"] if workers else []
+            code = subprocess.run(
+                [*command, *args.files],
+                cwd=Path(__file__).parents[1],
+                env=environment_of(selected, gpus),
+            ).returncode
+            count, failed = read_report(report)
+            total, failures = total + count, failures + failed
             broken |= code not in (0, NOTHING_SELECTED)
-    print(total, flush=True)
+    print("\n".join([*failures, str(total)]), flush=True)
     return 1 if broken or total.passed + total.skipped == 0 else 0
 
 

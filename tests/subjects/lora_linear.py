@@ -266,8 +266,8 @@ def bytes_of_h_and_rstd(inputs):
     return 4 * (1 + RANKS[0]) * inputs["x"].shape[:-1].numel()
 
 
-# On an H200 entries of dh are rounded otherwise in a compiled graph, where each dh is a tensor, than
-# in eager PyTorch, where it is some columns of one; errors against float64 are alike.
+# On an H200 a compiled graph rounds some entries of dh otherwise than eager PyTorch does.  In eager
+# each dh is some columns of one tensor.  The errors against float64 are alike.
 EXACT = {"exact_compiled": not HAS_GPU}
 NO_KERNEL = "it launches none of Triton's kernels, only PyTorch's products"
 SUBJECTS = (
