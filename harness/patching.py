@@ -1,5 +1,6 @@
 """Putting other code into a Hugging Face model: in the place of its modules, and of its loss."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
     origins = [str(getattr(hook, "__module__", None)) for hook in hooks]
     return not all(origin.startswith((RECORDERS, GATHERERS)) for origin in origins)
+
+
+def called_function(function: Callable) -> Callable:
+    """Return the function that a call of `function` runs.
+
+    Hugging Face's package `kernels` makes a module of a function of transformers.  The module's
+    forward calls the function, which is a variable of the closure.  `kernelize` gives the module
+    another forward.
+    """
+    if not isinstance(function, torch.nn.Module):
+        return function
+    closure = inspect.getclosurevars(function.forward).nonlocals
+    return next(filter(inspect.isfunction, closure.values()), function.forward)
 
 
 def replace_modules(model: torch.nn.Module, cls: type, make: Callable) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from harness import stepping
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from harness.patching import class_of, has_hooks, replace_modules
+from harness.patching import called_function, class_of, has_hooks, replace_modules
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.fused_layer import norm_linear, norm_mlp
 from next_steps.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
@@ -95,7 +95,7 @@ def apply_kernels(
         replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
         replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
-    if modeling_llama.apply_rotary_pos_emb is ROTARY:
+    if is_rotary_as_written():
         if "rope" in names:
             change_class(model, LlamaAttention)
         if "fused_layer" in names:
@@ -167,6 +167,13 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
 def is_as_written(cls: type) -> bool:
     """Has the class the forward that its authors gave it?"""
     return FORWARDS.get(cls) is cls.forward
+
+
+def is_rotary_as_written() -> bool:
+    """Is modeling_llama's rotary function transformers' own?"""
+    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
+    own = is_from_the_same_package(called_function(ROTARY), modeling_llama.LlamaAttention)
+    return unchanged and own
 
 
 def is_unchanged(module: torch.nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.kernel_facts import ROWS
+from harness.patching import called_function
 from harness.stepping import trained
 from next_steps import apply_kernels
 
@@ -73,7 +74,8 @@ KIND_OF_FUNCTION = {
     },
 }
 KIND_OF_CODE = {
-    inspect.unwrap(function).__code__: kind for function, kind in KIND_OF_FUNCTION.items()
+    inspect.unwrap(called_function(function)).__code__: kind
+    for function, kind in KIND_OF_FUNCTION.items()
 }
 KINDS = [  # in the order of the tables
     "normalization",

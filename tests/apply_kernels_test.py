@@ -6,7 +6,6 @@ nothing about a kernel that does not run, so launches are counted too.
 """
 
 import copy
-import importlib.util
 import io
 import json
 import os
@@ -40,6 +39,7 @@ from next_steps import (
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.apply_kernels import modeling_llama, triton_adamw
 from tests.fixtures import needs_gpu, waiting_forbidden
+from tests.small_workloads import as_kernels_module, imported_anew
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
@@ -1319,26 +1319,42 @@ def test_forward_that_a_part_had_before_is_called(name):
 def test_forward_that_was_put_into_a_class_before_is_called(cls, before_import, monkeypatch):
     expected = loss_and_gradients(make_model(), make_batch())
     monkeypatch.setattr(cls, "forward", doubled(cls))
-    patches = apply_kernels
-    if before_import:
-        spec = importlib.util.spec_from_file_location("apply_kernels_anew", apply_kernels.__file__)
-        patches = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(patches)
+    patches = imported_anew(apply_kernels) if before_import else apply_kernels
     theirs = loss_and_gradients(make_model(), make_batch())
     assert relative_error(theirs["loss"], expected["loss"]) > 1e-4, "this comparison cannot fail"
     assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
 
 
-def test_rotary_function_that_was_replaced_before_is_called(monkeypatch, launches):
-    real = modeling_llama.apply_rotary_pos_emb
+def turned_back(q, k, cos, sin):
+    """Somebody's rotary function."""
+    return rope_kernel.rope_reference(q, k, cos, -sin)
+
+
+@pytest.mark.parametrize("before_import", [False, True])
+def test_rotary_function_that_was_replaced_before_is_called(before_import, monkeypatch, launches):
     expected = loss_and_gradients(make_model(), make_batch())
-    monkeypatch.setattr(
-        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: real(q, k, cos, -sin)
-    )
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", turned_back)
+    patches = imported_anew(apply_kernels) if before_import else apply_kernels
     theirs = loss_and_gradients(make_model(), make_batch())
     assert max(relative_error(theirs[name], expected[name]) for name in theirs) > 1e-4
-    assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), make_batch()), theirs)
+    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
     assert not launches["rope"] and launches["swiglu_fwd"] == LAYERS
+
+
+@pytest.mark.parametrize("kernelized", [False, True])
+def test_rotary_function_in_a_module_of_kernels(kernelized, monkeypatch, launches):
+    """Our kernel stands for the function, but not for the one that `kernelize` puts in its place.
+
+    `kernelize` gives the module another forward, and does so after our import.
+    """
+    module = as_kernels_module(modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", module)
+    patches = imported_anew(apply_kernels)
+    if kernelized:
+        module.forward = as_kernels_module(turned_back).forward
+    theirs = loss_and_gradients(make_model(), make_batch())
+    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+    assert bool(launches["rope"]) is not kernelized and launches["swiglu_fwd"] == LAYERS
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,16 @@ from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
 from harness.workload import DEFAULT_MODEL, Workload
 from next_steps import memory_estimate, memory_ledger
 from next_steps.apply_kernels import apply_kernels
-from next_steps.memory_ledger import GRADIENTS, KEPT, LOSS, STATE, TEMPORARY, WORKSPACES
+from next_steps.memory_ledger import (
+    GRADIENTS,
+    KEPT,
+    LOSS,
+    STATE,
+    TEMPORARY,
+    WORKSPACES,
+    modeling_llama,
+)
+from tests.small_workloads import as_kernels_module, imported_anew
 
 # isort: split
 # after the harness, which decides how triton (imported by transformers) will run
@@ -180,6 +189,12 @@ def test_the_layers_keep_what_autograd_saves(kernels):
         if math.prod(block.shape) > 1
     )
     assert estimated == bytes_saved_by_a_real_step(kernels, 2, 9)
+
+
+def test_the_rotary_function_in_a_module_of_kernels_is_known_by_the_functions_code(monkeypatch):
+    rotary = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", as_kernels_module(rotary))
+    assert imported_anew(memory_ledger).KIND_OF_CODE == memory_ledger.KIND_OF_CODE
 
 
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])

@@ -1,7 +1,10 @@
 """The smallest model and what tests of the training do with it: a batch, its loss and gradients."""
 
+import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -22,6 +25,24 @@ TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size",
 def tiny_workload(*flags: str) -> Workload:
     """The scripts' own parsing; a later flag wins over TINY's."""
     return Workload.from_flags(finetune_parser("").parse_args([*TINY, *flags]), HAS_GPU)
+
+
+def imported_anew(module: ModuleType) -> ModuleType:
+    """A second import of the module, which meets what a test has put into other modules."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_anew", module.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    return anew
+
+
+def as_kernels_module(function: Callable) -> torch.nn.Module:
+    """What Hugging Face's package `kernels` makes of a function of transformers."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    return Func()
 
 
 def jsonl(path: Path, *examples: tuple[str, str]) -> Path:

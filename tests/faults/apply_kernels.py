@@ -32,8 +32,14 @@ FAULTS = {
     "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
         ("patched module bypassed", ' and "forward" not in vars(module)', ""),
     ],
-    "test_rotary_function_that_was_replaced_before_is_called": [
-        ("patched rotary function bypassed", "if modeling_llama.apply_rotary_pos_emb is ROTARY:", "if True:"),
+    "test_rotary_function_that_was_replaced_before_is_called[False]": [
+        ("patched rotary function bypassed", "return unchanged and own", "return own"),
+    ],
+    "test_rotary_function_that_was_replaced_before_is_called[True]": [
+        ("rotary function patched before the import bypassed", "return unchanged and own", "return unchanged"),
+    ],
+    "test_rotary_function_in_a_module_of_kernels[True]": [
+        ("another library's forward bypassed", "called_function(ROTARY)", "modeling_llama.LlamaAttention.forward"),
     ],
     "test_another_activation_in_one_mlp_is_called[True]": [
         ("activation bypassed", "is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)", "is_unchanged(mlp)"),
