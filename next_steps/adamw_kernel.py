@@ -451,6 +451,51 @@ def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize, 
     _operator(p, grad, m, v, steps_done, tensors, floats, seed, index, bool(maximize), offset)
 
 
+# ---- A gradient that is no more
+#
+# clip_grad_norm_ passes over parameters without a gradient.  After a backward that has used them
+# all, it would clip nothing and return 0.  So in one parameter's .grad lies what refuses that.
+
+
+SECOND_GRADIENT = (
+    "a second gradient reached a parameter before step(), and step_in_backward=True has used the"
+    " first: call step() after each backward, or accumulate in accumulating(), or use"
+    " TritonAdamW without it."
+)
+CLIPPED = (
+    "a gradient is to be clipped, changed or read, and step_in_backward=True has used it: use"
+    " TritonAdamW without it, or clip nothing (transformers.Trainer: max_grad_norm=0)."
+)
+
+
+class UsedGradient(torch.Tensor):
+    """Stands for a gradient that the backward has used, and for a norm of such; holds no memory.
+
+    A norm may be asked for, by clipping to infinity, as transformers.Trainer does for its log: it
+    is unknown, NaN.  All else is refused.
+    """
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, shape=()):
+        options = {"dtype": like.dtype, "device": like.device}
+        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+    def __rtruediv__(self, max_norm):
+        """Return clip_grad_norm_'s factor, 1 for an infinite max_norm."""
+        return self if max_norm == math.inf else super().__rtruediv__(max_norm)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        if name in ("linalg_vector_norm", "stack", "add", "clamp", "_to_copy"):  # of the norm
+            return cls(args[0][0] if name == "stack" else args[0])
+        if name == "_local_scalar_dense":  # .item()
+            return math.nan
+        if name in ("mul_", "_foreach_mul_") and isinstance(args[1], cls):  # by the factor 1
+            return args[0] if name == "mul_" else None
+        raise RuntimeError(SECOND_GRADIENT if name == "add_" else CLIPPED)
+
+
 # ---- The optimizer
 
 
@@ -476,9 +521,9 @@ class TritonAdamW(torch.optim.Optimizer):
         `with optimizer.accumulating():` (without it, a second backward before step() raises).  A
         gradient that is left after it, step() uses: of a parameter that the last backward did not
         reach, and of every one that is whole on each of several processes, because DDP averages
-        gradients only after autograd has made them.  Not for gradient clipping (clip_grad_norm_
-        finds no gradients and returns 0), or gradients that still have to be unscaled.  A copy of
-        the optimizer (copy.deepcopy, pickle) steps in step() alone.
+        gradients only after autograd has made them.  Not for gradients that are to be clipped or
+        unscaled: between the backward and step() one parameter's .grad is a UsedGradient, which
+        refuses that.  A copy of the optimizer (copy.deepcopy, pickle) steps in step() alone.
     seed: of the random bits.  They also depend on the step, on the parameter's place among all
         parameters and on the element's in it, but not on how many processes share it.
 
@@ -591,10 +636,9 @@ class TritonAdamW(torch.optim.Optimizer):
             return  # the next backward adds to it, or DDP has yet to average it
         grad, p.grad = p.grad, None
         if p in self._stepped:
-            given = "a second gradient reached a parameter before step()"
-            used = "step_in_backward=True has used the first"
-            advice = "call step() after each backward, or accumulate in accumulating()"
-            raise RuntimeError(f"{given}, and {used}: {advice}.")
+            raise RuntimeError(SECOND_GRADIENT)
+        if not self._stepped:
+            p.grad = UsedGradient(p, p.shape)
         group = self.param_groups[group_number]  # now: load_state_dict makes new groups
         self._step_parameter(group, index, p, grad)
 
@@ -610,10 +654,17 @@ class TritonAdamW(torch.optim.Optimizer):
         finally:
             self._accumulating = False
 
+    def _forget_used(self) -> None:
+        for p in self._stepped:
+            if isinstance(p.grad, UsedGradient):
+                p.grad = None
+            break  # it lies in the first
+
     @torch.no_grad()
     def step(self, closure=None):
         """Like torch's: returns what the closure does, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        self._forget_used()
         params = [(group, p) for group in self.param_groups for p in group["params"]]
         left = [(i, group, p) for i, (group, p) in enumerate(params) if p.grad is not None]
         if any(p in self._stepped for _, _, p in left):
@@ -669,6 +720,7 @@ class TritonAdamW(torch.optim.Optimizer):
                 _local(state[p][key]).copy_(_local(tensor))
         for tensor, number in filled.items():
             tensor.fill_(number)
+        self._forget_used()
         self._stepped.clear()
         self.__setstate__({"state": collections.defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

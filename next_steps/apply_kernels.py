@@ -113,7 +113,8 @@ def triton_adamw(
 ) -> TritonAdamW:
     """AdamW in one kernel per parameter, which steps during the backward.
 
-    So gradients never all exist at once, unless every process holds the whole model (DDP).
+    So gradients never all exist at once, unless every process holds the whole model (DDP).  They
+    cannot be clipped: `TritonAdamW(model.parameters(), lr)` steps in step(), after that.
     """
     options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
     return TritonAdamW(stepping.trained(model), lr=lr, **options)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.checking import DEVICE
 from next_steps import adamw_kernel
 from next_steps.adamw_kernel import TritonAdamW, adamw_step
+from tests.fixtures import is_freed
 from tests.two_processes import (
     in_two_processes,
     made_once,
@@ -180,7 +181,7 @@ def train_on_own_batches(rank, folder, parallel, in_backward):
             optimizer = torch.optim.AdamW(model.parameters(), **settings)
         for step in range(4):
             call(tokens_of(2 * step + rank)).backward()
-            stepped = [p.grad is None for p in model.parameters()]
+            stepped = [is_freed(p) for p in model.parameters()]
             at_once = in_backward and parallel == "fsdp" and optimizer_class is TritonAdamW
             assert stepped == [at_once] * 7, "DDP's gradient is used in step(), FSDP2's at once"
             optimizer.step()

@@ -49,7 +49,7 @@ from next_steps.adamw_kernel import (
     adamw_reference,
     adamw_step,
 )
-from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
+from tests.fixtures import captured, is_freed, needs_gpu, needs_two_gpus, waiting_forbidden
 
 triton, tl = adamw_kernel.triton, adamw_kernel.tl
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -1282,7 +1282,7 @@ def test_steps_inside_the_backward_are_the_same_steps(dtype, stochastic):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         for seed in range(3):
             model.loss(seed).backward()
-            assert in_backward == all(p.grad is None for p in model.parameters())
+            assert in_backward == all(map(is_freed, model.parameters()))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -1297,7 +1297,7 @@ def test_gradients_never_exist_all_at_once(monkeypatch):
     step = adamw_kernel.adamw_step
 
     def counting_step(*args, **options):
-        alive.append(sum(p.grad is not None for p in model.parameters()))
+        alive.append(sum(not is_freed(p) for p in model.parameters()))
         return step(*args, **options)
 
     monkeypatch.setattr(adamw_kernel, "adamw_step", counting_step)
@@ -1312,15 +1312,55 @@ def test_gradients_never_exist_all_at_once(monkeypatch):
     assert alive == [0, 0, 0]
 
 
+CLIPPINGS = {
+    "by norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
+    "by norm, in lists": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0, foreach=True),
+    "by value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+    "by hand": lambda ps: [p.grad.mul_(0.5) for p in ps if p.grad is not None],
+    "noise": lambda ps: [p.grad.add_(0.5) for p in ps if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("clip", CLIPPINGS.values(), ids=CLIPPINGS)
+def test_clipping_what_the_backward_has_used_is_refused_and_a_step_recovers(clip):
+    """clip_grad_norm_ found no gradients, returned 0, and nothing was clipped."""
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    for _ in range(2):
+        model.loss().backward()
+        weights = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="step_in_backward=True has used"):
+            clip(list(model.parameters()))
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+        assert all(map(torch.equal, model.parameters(), weights))
+    optimizer.close()
+    model.loss().backward()
+    CLIPPINGS["by norm"](model.parameters())
+
+
+def test_a_norm_without_clipping_is_unknown_and_leaves_other_gradients_alone():
+    """transformers.Trainer asks for it, by clipping to infinity, for its log."""
+    model, other = Model(), torch.nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    (model.loss() + other.sum()).backward()
+    parameters = [*model.parameters(), other]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf)
+    torch._foreach_mul_([other.grad], math.inf / (norm + 1e-6))  # which it does on a GPU
+    assert math.isnan(norm.item()) and torch.equal(other.grad, torch.ones_like(other))
+    optimizer.step()
+
+
 def test_gradient_accumulation_is_refused_and_a_step_recovers():
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
     weights = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(
-        RuntimeError, match=r"a second gradient reached a parameter before step\(\)"
-    ):
-        model.loss(1).backward()
+    for loss in (model.loss(1), *(p.sum() for p in model.parameters())):  # of all, of each
+        with pytest.raises(
+            RuntimeError, match=r"a second gradient reached a parameter before step\(\)"
+        ):
+            loss.backward()
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
     optimizer.step()
     model.loss(1).backward()
@@ -1341,7 +1381,7 @@ def test_backwards_in_accumulating_add_up_and_the_next_one_steps(in_backward):
         assert all(map(torch.equal, models[0].parameters(), before))
         assert all(p.grad is not None for p in models[0].parameters())
         models[0].loss(seeds[-1]).backward()
-        assert all((p.grad is None) == in_backward for p in models[0].parameters())
+        assert all(is_freed(p) == in_backward for p in models[0].parameters())
         for seed in seeds:
             models[1].loss(seed).backward()
         for optimizer in (ours, theirs):
@@ -1358,7 +1398,7 @@ def test_accumulating_ends_with_an_error_and_does_not_hide_one():
         model.loss().backward()
         raise KeyError
     model.loss().backward()
-    assert all(p.grad is None for p in model.parameters())
+    assert all(map(is_freed, model.parameters()))
     with (
         optimizer.accumulating(),
         pytest.raises(RuntimeError, match="or accumulate in accumulating"),
@@ -1421,14 +1461,6 @@ def test_a_gradient_beside_the_one_that_the_backward_has_stepped_is_refused():
     with pytest.raises(RuntimeError, match="a gradient is there of a parameter that the backward"):
         optimizer.step()
     assert torch.equal(model.bias, before)
-
-
-def test_clipping_finds_no_gradients():
-    model = Model()
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    model.loss().backward()
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
-    optimizer.step()
 
 
 def test_two_losses_of_different_parameters_make_one_step():
@@ -1512,7 +1544,7 @@ def test_a_copy_steps_in_step_alone(way):
     twin, twins_optimizer = way((model, optimizer))
     for m, o in ((model, optimizer), (twin, twins_optimizer)):
         m.loss(1).backward()
-        assert all((p.grad is None) == (m is model) for p in m.parameters())
+        assert all(is_freed(p) == (m is model) for p in m.parameters())
         o.step()
     assert_same_run(optimizer, twins_optimizer)
 

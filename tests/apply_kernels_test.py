@@ -8,6 +8,7 @@ nothing about a kernel that does not run, so launches are counted too.
 import copy
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -38,7 +39,7 @@ from next_steps import (
 )
 from next_steps.adamw_kernel import TritonAdamW
 from next_steps.apply_kernels import modeling_llama, triton_adamw
-from tests.fixtures import needs_gpu, waiting_forbidden
+from tests.fixtures import is_freed, needs_gpu, waiting_forbidden
 from tests.small_workloads import as_kernels_module, imported_anew
 
 # isort: split
@@ -505,7 +506,7 @@ def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
     assert launches["adamw"] == 3 * len(list(models[1].parameters()))
     models[1](**make_batch()).loss.backward()
-    assert all(parameter.grad is None for parameter in models[1].parameters())
+    assert all(map(is_freed, models[1].parameters()))
 
 
 def rows_of_products(monkeypatch) -> list[int]:
@@ -1482,7 +1483,7 @@ def examples(n: int) -> list[dict]:
     return [{"input_ids": i, "labels": l} for i, l in zip(ids, labels)]
 
 
-def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[float]]:
+def trained(folder, names, accumulate=1, optimizer=None, **options) -> tuple[Trainer, list[float]]:
     """A Trainer after three steps, and the loss of each."""
     model = make_model(names)
     args = TrainingArguments(
@@ -1499,6 +1500,7 @@ def trained(folder, names, accumulate=1, optimizer=None) -> tuple[Trainer, list[
         disable_tqdm=True,
         use_cpu=not HAS_GPU,
         seed=0,
+        **options,
     )
     optimizers = (optimizer(model) if optimizer else None), None
     trainer = Trainer(
@@ -1545,6 +1547,36 @@ def test_trainer_takes_triton_adamw(tmp_path, launches):
     trainer, losses = trained(tmp_path, ["rmsnorm", "linear_cross_entropy"], 2, optimizer)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert launches["adamw"] == 3 * len(list(trainer.model.parameters()))
+
+
+def weights_and_norms(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """A trained model's weights, and the gradients' norm at each step."""
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+    return {name: p.detach() for name, p in trainer.model.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.0])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_trainer_clips_as_it_is_told_to_or_not_at_all(tmp_path, max_norm, in_backward):
+    """With its default, 1.0, it trained on as if nothing were to be clipped, and logged 0."""
+
+    def ours(model):
+        return triton_adamw(model, 3e-3) if in_backward else TritonAdamW(model.parameters(), 3e-3)
+
+    def run(optimizer):
+        clipping = {} if max_norm else {"max_grad_norm": max_norm}
+        return weights_and_norms(trained(tmp_path, (), optimizer=optimizer, **clipping)[0])
+
+    if in_backward and max_norm:
+        with pytest.raises(RuntimeError, match=r"to be clipped.*max_grad_norm=0"):
+            run(ours)
+        return
+    weights, norms = run(lambda model: torch.optim.AdamW(model.parameters(), 3e-3))
+    assert min(norms) > 1, "nothing is clipped: this comparison cannot fail"
+    found, found_norms = run(ours)
+    assert_equal(found, weights)
+    expected = [math.nan] * 3 if in_backward else norms
+    assert found_norms == pytest.approx(expected, rel=1e-4, nan_ok=True)
 
 
 # ---------------------------------------------------------------- what only a GPU can show

@@ -35,6 +35,11 @@ def unused_memory_returned():
         torch.cuda.empty_cache()
 
 
+def is_freed(p: torch.Tensor) -> bool:
+    """Has nobody a gradient of p?  In place of one may lie what says that it was used."""
+    return type(p.grad).__name__ in ("NoneType", "UsedGradient")
+
+
 @pytest.fixture
 def poison_new_tensors():
     """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to

@@ -146,6 +146,13 @@ FAULTS = {
         ("parameters counted from 0 in each group", "start=before", "start=0"),
     ],
     "test_gradients_never_exist_all_at_once": [("gradients kept", "grad, p.grad = p.grad, None", "grad = p.grad")],
+    "test_clipping_what_the_backward_has_used_is_refused_and_a_step_recovers[by norm]": [
+        ("nothing to be clipped", "            p.grad = UsedGradient(p, p.shape)\n", "            pass\n"),
+        ("clipping by nothing", "return self if max_norm == math.inf else super().__rtruediv__(max_norm)", "return self"),
+    ],
+    "test_a_norm_without_clipping_is_unknown_and_leaves_other_gradients_alone": [
+        ("a norm of nothing is 0", "            return math.nan\n", "            return 0.0\n"),
+    ],
     "test_gradient_accumulation_is_refused_and_a_step_recovers": [("accumulation steps twice", "if p in self._stepped:", "if False:")],
     "test_backwards_in_accumulating_add_up_and_the_next_one_steps[True]": [
         ("steps while it accumulates", "if (self._accumulating and p not in self._stepped) or", "if"),
