@@ -50,7 +50,7 @@ def tiny_config() -> LlamaConfig:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,  # a position for each token of the studies' longest step
         rms_norm_eps=1e-5,
         bos_token_id=256,
         eos_token_id=256,
