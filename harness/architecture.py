@@ -13,6 +13,13 @@ from harness.adapter_flags import ATTENTION, MLP
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
+# fields of a config.json on which a step depends, besides the weights
+COMPUTING = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    *("rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias"),
+    *("tie_word_embeddings", "pad_token_id"),
+)
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
 
 
@@ -50,7 +57,7 @@ def tiny_config() -> LlamaConfig:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,  # a position for each token of the studies' longest step
         rms_norm_eps=1e-5,
         bos_token_id=256,
         eos_token_id=256,
@@ -63,6 +70,23 @@ def with_one_layer(config: LlamaConfig) -> LlamaConfig:
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     return config
+
+
+def computing_fields(config: LlamaConfig) -> dict:
+    """What a configuration says in COMPUTING's fields, for a JSON file; the rope's one by one."""
+    said = {name: getattr(config, name) for name in COMPUTING}
+    rope = said.pop("rope_parameters")
+    return said | {f"rope_parameters.{name}": value for name, value in rope.items()}
+
+
+def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
+    """A phrase for each field in which a configuration is not the one that was saved."""
+    now = computing_fields(config)
+    return [
+        f"{name} {now.get(name)} (not {saved.get(name)})"
+        for name in dict.fromkeys([*now, *saved])
+        if now.get(name) != saved.get(name)
+    ]
 
 
 def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:

@@ -17,7 +17,7 @@ from harness.workload import DEFAULT_MODEL, TINY, Workload
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import AutoTokenizer, LlamaConfig
 
-VALIDATION_BATCHES = 4
+VALIDATION_BATCHES = 4  # each of the sequences of a whole step
 
 
 @dataclass(frozen=True)
@@ -132,25 +132,30 @@ def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
 @dataclass(frozen=True)
 class Data:
     train: Batches
-    validation: list[Batch]
+    validation: Batches
     source: str  # one line about where it comes from
     span: (
         float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
     )
 
+    def digest(self) -> str:
+        """The same of equal samples, to train on and held out, and of no others."""
+        return "-".join(part.samples.digest() for part in (self.train, self.validation))
+
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
-    """The micro-batches of `steps` steps in a row, and VALIDATION_BATCHES held out.
+    """The micro-batches of `steps` steps in a row, and those of VALIDATION_BATCHES held out.
 
-    Of equal workloads the same.  Of several processes those of all: N batches in a row, of
-    batch_size sequences each, are what they take as a micro-batch.
+    Of equal workloads the same sequences, however a step's are laid out.  Of several processes
+    those of all: N batches in a row, of batch_size sequences each, are what they take as a
+    micro-batch.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
     n_train = steps * workload.micro_batches * workload.sequences
-    n_validation = VALIDATION_BATCHES * workload.sequences
+    n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
     train, validation, source = load_samples(workload, config, n_train, n_validation)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
@@ -179,7 +184,7 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
         source += f"; padding: {100 * padding:.1f} %"
     validation = Batches(validation, held_out, workload.batch_size, packed_to)
     span = batches.keys_of_a_token() if packed_to else workload.seq_len
-    return Data(train=batches, validation=list(validation), source=source, span=span)
+    return Data(train=batches, validation=validation, source=source, span=span)
 
 
 def load_samples(

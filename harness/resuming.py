@@ -3,8 +3,8 @@
     DIR/step-400/run.json      the facts: workload, losses so far, data, versions
     DIR/step-400/...           the tensors, which next_steps/checkpoint.py writes and reads
 
-Only a complete checkpoint has a name like this one.  Imports no PyTorch: what does not fit is
-refused before a model is loaded.
+Only a complete checkpoint has a name like this one.  What does not fit is refused before a model is
+loaded; the flags alone import no PyTorch.
 """
 
 import argparse
@@ -78,8 +78,12 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
     Prints from where, and what is done in another way than before.
 
     Raises:
-        UserError: there is none, it is damaged, is of another training, or has no step left.
+        UserError: there is none, it is damaged, is of another training, or has no step left; what
+            `load_config` refuses.
     """
+    from harness.architecture import computing_differences
+    from harness.config_file import load_config
+
     path = newest(folder) if folder else None
     if path is None:
         expected = "a folder that --checkpoint DIR has written to"
@@ -92,16 +96,21 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         if {len(facts[column]) for column in COLUMNS} != {step}:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
-        facts["data_digest"], facts["parameters"]
+        facts["data_digest"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
     if workload.steps <= step:
         given = f"{path} is of step {step}, and --steps {workload.steps} leaves none to take"
         raise UserError(f"{given}: give the --steps of the whole run, {saved.steps}")
-    if different := refused_differences(saved, workload):
+    if "config" not in facts:
+        given = f"{path} does not say how its model computes, as older versions wrote it"
+        raise UserError(f"{given}: go on with the version that wrote it, or start anew")
+    different = refused_differences(saved, workload)
+    if different := different or computing_differences(facts["config"], load_config(workload)):
         given = f"{path} is of another training: {'; '.join(different)}"
-        raise UserError(f"{given}: give the flags that it was started with, or name another")
+        advice = "give the flags and the model's config.json that it was started with"
+        raise UserError(f"{given}: {advice}, or name another")
     print(f"Resuming from {path}: steps {step + 1} to {workload.steps}")
     for note in notes(saved, machine, workload):
         print(note)

@@ -17,7 +17,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -260,7 +260,7 @@ class Run:
 
 
 @torch.no_grad()
-def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
+def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """Mean loss per trained token over the held-out batches, dropout off.
 
     Several processes share the batches.  They gather sharded weights together, so each calls the

@@ -7,6 +7,7 @@ What a step depends on, and where a resumed run has it from:
 
     parameters, AdamW's moments, its count of steps    saved: tensors, here
     learning rate, betas, kernels                      the flags, which must be the same
+    heads, epsilon, rotary frequencies                 --model's config.json, likewise
     frozen weights, of LoRA                            --model; their digest must be the same
     which samples are in which step                    (seed, epoch); the steps done are skipped
     the bits that round at random                      (seed, step, parameter, element)
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from harness.architecture import computing_fields
 from harness.command_line import Ended, RunError, UserError
 from harness.config_file import reading
 from harness.device import DEVICE, synchronize
@@ -83,16 +85,12 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
     """Fill the model and its AdamW, which has taken no step, from a checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, or of another model.
+        UserError: the checkpoint is damaged, or beside other frozen weights.
     """
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"
         advice = "give the --model that it was started with"
         raise UserError(f"{given}, expected those of this model: {advice}")
-    n = sum(p.numel() for p in model.parameters())
-    if "frozen_digest" not in facts and facts["parameters"] != n:
-        given = f"{path} is of a model of {facts['parameters']:,} parameters"
-        raise UserError(f"{given}, expected {n:,}: give the --model that it was started with")
     make_states(optimizer)
     with reading(f"the checkpoint {path}"):
         try:
@@ -180,7 +178,7 @@ def check_data(run: Run, facts: dict) -> None:
     Raises:
         UserError: a file, the tokenizer or Python's standard library has changed.
     """
-    if facts["data_digest"] != run.data.train.samples.digest():
+    if facts["data_digest"] != run.data.digest():
         given = f"the samples of --data {run.workload.data} are not those of the checkpoint"
         raise UserError(f"{given}, expected the same texts and tokenizer: bring them back")
 
@@ -195,7 +193,7 @@ class Keeper(contextlib.AbstractContextManager):
         self.run, self.optimizer, self.checkpoints = run, optimizer, checkpoints
         self.signal = 0
         self.handlers = {}
-        self.digest = run.data.train.samples.digest() if checkpoints.folder else None
+        self.digest = run.data.digest() if checkpoints.folder else None
         frozen = frozen_digest(run.model) if checkpoints.folder else None
         self.frozen = {} if frozen is None else {"frozen_digest": frozen}
 
@@ -249,6 +247,7 @@ class Keeper(contextlib.AbstractContextManager):
         return {
             "step": len(self.run.losses),
             "data_digest": self.digest,
+            "config": computing_fields(self.run.model.config),
             **self.frozen,
             "environment": self.run.environment,
             **self.run.described,

@@ -13,12 +13,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from harness import command_line, pictures, run_records, tables
-from harness.command_line import RunError
+from harness import command_line, fp8_flags, pictures, run_records, tables
+from harness.command_line import RunError, UserError
 from harness.config_file import load_config
 from harness.costs import sizes_of
 from harness.device import HAS_GPU
-from harness.fp8_flags import ALL
 from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.workload import (
     FLOAT8_OPPONENTS,
@@ -28,6 +27,7 @@ from harness.workload import (
     model_line,
     size_in_words,
 )
+from next_steps.fp8_model import require_fp8
 from next_steps.memory_estimate import step_tryer
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -65,13 +65,15 @@ def without_kernels(workload: Workload) -> Workload:
     return replace(workload, kernels=(), fp8=None, cuda_graph=False, opponent=None)
 
 
-def others(workload: Workload, graphs: bool) -> list[tuple[str, str, Workload]]:
-    """(name, script, workload) of the runs after the rungs: like with like, then the opponents.
+def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
+    """(name, script, workload) of the runs after the rungs, and why others are left out.
+
+    Like with like, then the opponents, then FP8 unless it is refused here.
 
     Args:
         graphs: can a step be a CUDA graph here?
     """
-    runs = []
+    runs, absent = [], []
 
     def add(name: str, script: str, **how) -> None:
         run = replace(workload, **how)
@@ -87,10 +89,15 @@ def others(workload: Workload, graphs: bool) -> list[tuple[str, str, Workload]]:
         add(title, "finetune_optimized.py", opponent=opponent)
     if graphs:
         add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
-        for graph in (False, True):
-            how = {"kernels": tuple(KERNELS), "fp8": ALL, "cuda_graph": graph}
-            add(IN_FP8, "finetune_optimized.py", **how)
-    return runs
+        how = {"kernels": tuple(KERNELS), "fp8": fp8_flags.ALL}
+        try:
+            fp8_flags.refuse(replace(workload, **how), HAS_GPU)
+            require_fp8()
+            for graph in (False, True):
+                add(IN_FP8, "finetune_optimized.py", **how, cuda_graph=graph)
+        except UserError as error:
+            absent.append(f"{IN_FP8}: {error}")
+    return runs, absent
 
 
 def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
@@ -103,14 +110,14 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS
-    after = others(workload, graphs)
+    after, absent = others(workload, graphs)
     n_runs = 2 + len(RUNGS) + graphs + len(after)
     print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
     record = {
         "kind": "ladder",
         "environment": run_records.environment(),
         "rungs": [],
-        "absent": [],
+        "absent": absent,
     }
     with tempfile.TemporaryDirectory() as folder:
         profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags

@@ -1,6 +1,8 @@
 """The known configurations are LLaMA's, and a model's weights and work what they are said to be."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +11,15 @@ from harness import (
     architecture,
     loading,
 )
-from tests.small_workloads import (
-    tiny_workload,
-)
+from next_steps import frontier, scaling
+from tests.small_workloads import tiny_workload
 
 # isort: split
 # after the harness, which decides how triton (imported by these) will run
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_8b_config_is_llama_3_1():
@@ -58,6 +61,14 @@ def test_rope_scaling_reaches_the_frequencies():
     torch.testing.assert_close(frequencies[slow], unscaled[slow] / 8)  # low ones are slowed 8 times
     between = frequencies[~fast & ~slow] / unscaled[~fast & ~slow]
     assert len(between) > 0 and (between > 1 / 8).all() and (between < 1).all()
+
+
+def test_tiny_has_a_position_for_each_token_of_the_longest_step_that_a_study_takes():
+    """`--model tiny` rehearses a study on a GPU before the 8B model is there."""
+    lengths = [seq_len for _, seq_len in scaling.SIZES[scaling.GPU]]
+    lengths += [seq_len for _, seq_len, _ in frontier.SIZES[frontier.GPU]]
+    lengths += map(int, re.findall(r"--seq-len (\d+)", README.read_text()))
+    assert architecture.tiny_config().max_position_embeddings >= max(lengths)
 
 
 def test_weights_depend_on_the_seed_and_on_nothing_else():

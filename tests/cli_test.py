@@ -118,7 +118,7 @@ def test_a_sequence_of_one_token_is_refused(cli):
 
 def test_a_sequence_longer_than_the_model_allows_is_refused(cli):
     assert_refused(
-        cli("--model", "tiny", "--seq-len", "1025"), "--seq-len 1025", "1024 positions of tiny"
+        cli("--model", "tiny", "--seq-len", "8193"), "--seq-len 8193", "8192 positions of tiny"
     )
 
 

@@ -667,7 +667,6 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 2048, 8192, 8
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 32, 8, 64
-    config.max_position_embeddings = 2048
     monkeypatch.setattr(architecture, "tiny_config", lambda: config)
     workload = Workload(model="tiny", batch_size=16, seq_len=2048, warmup=3)
     trace = str(tmp_path / "trace.json")

@@ -16,7 +16,7 @@ from harness.costs import sizes_of
 from harness.device import HAS_GPU
 from harness.kernel_facts import CATEGORIES, KERNELS
 from harness.workload import OPPONENTS, Workload, finetune_parser
-from next_steps import ladder, opponents
+from next_steps import fp8_model, ladder, opponents
 from tests.small_workloads import smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
@@ -179,7 +179,7 @@ def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
 
 
 def climb_in_a_made_up_world(
-    monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path
+    monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path, *flags: str
 ) -> tuple:
     """(record, calls of run_script): each run takes the next of these times, then 50 ms, and
     nothing is really run.
@@ -204,7 +204,7 @@ def climb_in_a_made_up_world(
     monkeypatch.setattr(ladder, "run_script", run_script)
     monkeypatch.setattr(ladder, "HAS_GPU", has_gpu)
     path = tmp_path / "ladder.json"
-    ladder.climb(small_workload(), record_to=str(path))
+    ladder.climb(small_workload(*flags), record_to=str(path))
     return run_records.read_record(str(path), "ladder"), calls
 
 
@@ -245,7 +245,8 @@ def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_path, has_gpu, capsys):
-    record, calls = climb_in_a_made_up_world(monkeypatch, [], has_gpu, False, tmp_path)
+    world = [], has_gpu, False, tmp_path, "--dtype", "bf16"
+    record, calls = climb_in_a_made_up_world(monkeypatch, *world)
     names = [rung.name for rung in ladder.RUNGS]
     assert [script for script, *_ in calls[:2]] == ["profile_baseline.py", "finetune_baseline.py"]
     rungs = [
@@ -278,6 +279,31 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     assert [each["name"] for each in after] == (with_graphs if has_gpu else [ours, *titles])
     of_runs = {tuple(rung[key] for key in NEWER) for rung in record["rungs"]}
     assert of_runs == {(2000.0, 5000.0, 40.0)}
+
+
+TOO_OLD = "A100 is of sm_80, and GPUs multiply FP8 from sm_89 on: leave FP8 out."
+
+
+@pytest.mark.parametrize(
+    ("flags", "support", "said"),
+    [
+        ([], None, "--fp8 stands for products of bf16, and --dtype is fp32"),
+        (["--dtype", "bf16", "--lora-rank", "2"], None, "--fp8 is for plain weights"),
+        (["--dtype", "bf16"], TOO_OLD, f"--fp8: {TOO_OLD}"),
+    ],
+    ids=["fp32", "LoRA", "an older GPU"],
+)
+def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
+    monkeypatch, tmp_path, capsys, flags, support, said
+):
+    """Before a process is started for it."""
+    monkeypatch.setattr(fp8_model, "fp8_support", lambda: support)
+    record, calls = climb_in_a_made_up_world(monkeypatch, [], True, True, tmp_path, *flags)
+    assert not any("--fp8" in call for call in calls)
+    (absent,) = record["absent"]
+    assert absent.startswith(f"all kernels, fp8: {said}")
+    printed = capsys.readouterr().out
+    assert f"Not measured: {absent}" in printed and f"is {len(calls)} runs" in printed
 
 
 # ---------------------------------------------------------------- real runs
@@ -314,7 +340,8 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
     names = ["baseline", *(rung.name for rung in ladder.RUNGS)]
     assert [rung["name"] for rung in record["rungs"]][: len(names)] == names
     assert set(record["rungs"][len(ladder.RUNGS)]["kernels"]) == set(names[1:])
-    assert record["absent"] == ["not run here"] * (len(OPPONENTS) + HAS_GPU)
+    not_run = [sentence for sentence in record["absent"] if "all kernels, fp8" not in sentence]
+    assert not_run == ["not run here"] * (len(OPPONENTS) + HAS_GPU)
     losses = [rung["losses"] for rung in record["rungs"]]
     assert len(losses[0]) == 3 and all(
         other == pytest.approx(losses[0], rel=1e-4) for other in losses

@@ -14,7 +14,7 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import architecture, fp8_flags, resuming, training_run
+from harness import architecture, fp8_flags, loading, resuming, training_run
 from harness.checking import DEVICE
 from harness.command_line import Ended, RunError, UserError
 from harness.device import HAS_GPU
@@ -24,10 +24,14 @@ from harness.resuming import Checkpoints
 from harness.workload import Workload
 from next_steps import checkpoint, fp8_layer, kernel_training
 from next_steps.adamw_kernel import TritonAdamW
-from tests.files_test import in_child, killed_before_change
+from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import LlamaConfig
 
 STEPS = 6
 SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
@@ -335,9 +339,10 @@ def half_written(folder):
     (folder / "step-2").rename(folder / ".unfinished-step-2")
 
 
-def another_model(folder):
+def of_an_older_version(folder):
     facts = json.loads((folder / "step-2" / "run.json").read_text())
-    (folder / "step-2" / "run.json").write_text(json.dumps(facts | {"parameters": 7}))
+    del facts["config"]
+    (folder / "step-2" / "run.json").write_text(json.dumps(facts))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +355,7 @@ def another_model(folder):
         (cut_tensors, "step-2 could not be loaded"),
         (lose_tensors, "step-2 could not be loaded"),
         (break_metadata, "step-2 could not be loaded"),
-        (another_model, "step-2 is of a model of 7 parameters, expected "),
+        (of_an_older_version, "step-2 does not say how its model computes, as older versions"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, damage, said):
@@ -378,11 +383,105 @@ def test_other_flags_that_change_the_result_are_refused(run_script, saved, examp
     assert said in outcome.err
 
 
-def test_a_text_that_has_changed_is_refused(run_script, saved, examples):
+@pytest.fixture
+def ended_and_resumed(run_script, ended_after, tmp_path):
+    """ended_and_resumed(flags, change): ended after two steps, changed, and resumed."""
+
+    def run(flags: list[str], change=lambda: None, then: list[str] | None = None):
+        folder = str(tmp_path / "checkpoints")
+        ended_after(2)
+        first = run_script(finetune_baseline, *TINY, *SMALL, *flags, "--checkpoint", folder)
+        assert first.code == 143, first.err
+        ended_after(None)
+        change()
+        flags = flags if then is None else then
+        return run_script(finetune_baseline, *TINY, *SMALL, *flags, "--resume", folder)
+
+    return run
+
+
+@pytest.mark.parametrize("part", [0, -1], ids=["trained on", "held out"])
+def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path, part):
+    """A letter of either part: the validation loss before the first step was that of the old."""
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+
+    def change():
+        text = list(file.read_text())
+        text[part] = "#"
+        file.write_text("".join(text))
+
+    outcome = ended_and_resumed(["--data", str(file)], change)
+    assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
+
+
+def test_a_jsonls_example_that_has_changed_is_refused(run_script, saved, examples):
     Path(examples).write_text(Path(examples).read_text().replace('"gh"', '"gi"'))
     resume = ["--data", examples, "--resume", str(saved)]
     outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
     assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
+
+
+@pytest.mark.parametrize("data", ["stdlib", "synthetic"])
+def test_another_layout_has_the_same_samples(ended_and_resumed, data):
+    flags = ["--data", data]
+    layout = ["--accumulate", "2"]
+    outcome = ended_and_resumed([*flags, "--batch-size", "2"], then=[*flags, *layout])
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    loading.load_model(tiny_workload("--seq-len", "8")).save_pretrained(folder)
+    return folder
+
+
+def change_config(folder: Path, changed: dict) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+OTHERWISE = {  # as many weights of the same shapes compute other numbers
+    "eps": ({"rms_norm_eps": 0.1}, "rms_norm_eps 0.1 (not 1e-05)"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act gelu (not silu)"),
+    "heads": (
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        "num_attention_heads 2 (not 4); num_key_value_heads 1 (not 2); head_dim 16 (not 8)",
+    ),
+    "theta": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "rope_parameters.rope_theta 500.0 (not 10000.0)",
+    ),
+    "scaling": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        "rope_parameters.rope_type linear (not default); rope_parameters.factor 4.0 (not None)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_model_that_computes_otherwise_is_refused(ended_and_resumed, model_folder, case):
+    """The path and the number of parameters are the same, and the loss would be another."""
+    changed, said = OTHERWISE[case]
+    flags = ["--model", str(model_folder)]
+    outcome = ended_and_resumed(flags, partial(change_config, model_folder, changed))
+    assert_one_sentence(outcome, f"step-2 is of another training: {said}", "config.json")
+
+
+def test_what_a_config_says_besides_does_not_matter(ended_and_resumed, model_folder):
+    changed = {"transformers_version": "4.0", "use_cache": False, "torch_dtype": "float16"}
+    changed |= {"architectures": None, "initializer_range": 0.5, "eos_token_id": 7}
+    flags = ["--model", str(model_folder)]
+    outcome = ended_and_resumed(flags, partial(change_config, model_folder, changed))
+    assert outcome.code == 0, outcome.err
+
+
+def test_each_field_of_a_config_was_judged():
+    """A new one of transformers' is either what a step depends on or is not."""
+    besides = {"initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pretraining_tp"}
+    besides |= {"attention_dropout"}  # refused by itself
+    assert {*architecture.COMPUTING, *besides} == LlamaConfig.__annotations__.keys()
 
 
 def test_another_runs_checkpoint_is_not_replaced(run_script, saved, examples):
@@ -431,9 +530,7 @@ def one_step(model, optimizer) -> None:
 
 def loaded(path: Path) -> dict:
     model, optimizer = small_training()
-    checkpoint.load(
-        model, optimizer, path, {"parameters": sum(p.numel() for p in model.parameters())}
-    )
+    checkpoint.load(model, optimizer, path, {})
     return checkpoint.tensors_of(model, optimizer)
 
 

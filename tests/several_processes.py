@@ -36,6 +36,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
     reads no fsdp or ddp.
     """
+    from harness import architecture
+    from harness.device import HAS_GPU
     from harness.workload import Workload, finetune_parser
     from next_steps import kernel_training
 
@@ -55,10 +57,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if parallel.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
+    flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
-    from harness import architecture
-    from harness.device import HAS_GPU
-
     architecture.tiny_config = two_layers
     if kernels == "fp8" and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
         from next_steps import fp8_layer
