@@ -9,6 +9,8 @@ import gzip
 import itertools
 import json
 import os
+import pickle
+import re
 import resource
 import shutil
 import signal
@@ -28,13 +30,25 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import command_line, config_file, loading, output_files, run_records, saving
+from harness import (
+    command_line,
+    config_file,
+    loading,
+    output_files,
+    pictures,
+    run_records,
+    samples,
+    saving,
+)
 from harness.device import HAS_GPU
 from harness.kernel_facts import KERNELS
-from harness.profiler import write_trace
+from harness.profiler import read_trace, write_trace
 from harness.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
-from next_steps import finetune_options, ladder
+from next_steps import finetune_options, ladder, make_samples
+from tests import make_samples_test
 from tests.compare_runs_test import run as made_up_run
+from tools import fill_pages
+from tools.page_records import HERE, RESULTS
 
 # after `measure`, which decides how triton (imported by transformers) will run
 from transformers import AutoModelForCausalLM, LlamaConfig  # isort: skip
@@ -186,7 +200,8 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
 
 def test_a_full_disk_leaves_the_picture_that_was_there(small_disk, tmp_path, run_script):
     picture = small_disk / "plot.png"
-    picture.write_bytes(b"old")
+    old = (RESULTS / "trace_fsdp_4x2048.png").read_bytes()[:1000]
+    picture.write_bytes(old)
     (small_disk / "other").write_bytes(bytes(60_000))
     for name in "ab":
         (tmp_path / name).write_text(json.dumps(made_up_run()))
@@ -196,7 +211,7 @@ def test_a_full_disk_leaves_the_picture_that_was_there(small_disk, tmp_path, run
     assert_one_sentence(
         outcome, f"the picture could not be written to {picture}", "No space left", code=1
     )
-    assert picture.read_bytes() == b"old" and len(contents(small_disk)) == 2
+    assert picture.read_bytes() == old and len(contents(small_disk)) == 2
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -501,6 +516,97 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
     monkeypatch.chdir(tmp_path)
     output_files.check_outputs(argparse.Namespace(**outputs))
     assert not os.listdir(tmp_path)
+
+
+# ---------------------------------------------------------------- files of somebody else
+
+
+OTHERS = {
+    "--json": b'{"kind": "Pod", "spec": {}}',
+    "--trace": b'{"traceEvents": []}',
+    "--plot": b"\x89PNG\r\n\x1a\n" + bytes(40) + b"tEXtSoftware\0Matplotlib version3.11.2",
+    "--memory-snapshot": b"\x80\x04}\x94\x8c\x05model\x94",
+}
+
+
+@pytest.mark.parametrize("content", ["another program's", "text", "damaged gzip"])
+@pytest.mark.parametrize("flag", OTHERS)
+def test_a_file_that_no_script_here_wrote_is_not_replaced(run_script, tmp_path, flag, content):
+    path = tmp_path / "mine.png"
+    texts = {"another program's": OTHERS[flag], "text": b"notes", "damaged gzip": b"\x1f\x8b\x08"}
+    path.write_bytes(texts[content])
+    more = ["--memory"] if flag == "--memory-snapshot" else []
+    outcome = run_script(profile_baseline, *TINY, *more, flag, str(path))
+    assert_one_sentence(outcome, f"{flag} {path} would replace a file", "name another file")
+    assert contents(tmp_path) == {"mine.png": texts[content]}
+
+
+def test_every_script_leaves_files_of_others_alone(run_script, tmp_path, monkeypatch):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "my own", "completion": "sample"}\n')
+    monkeypatch.setattr(samples, "stdlib_texts", lambda: [make_samples_test.MODULE])
+    for outcome in (
+        run_script(finetune_baseline, *TINY, "--json", str(path)),
+        run_script(benchmark_kernels, "--kernel", "rmsnorm", "--json", str(path)),
+        run_script(fill_pages, "--record", str(path), "rmsnorm_test.py"),
+        run_script(make_samples, str(path)),
+    ):
+        assert_one_sentence(outcome, f"{path} would replace a file", "name another file")
+    assert path.read_text().startswith('{"prompt": "my own"')
+
+
+def test_the_facts_of_a_checkpoint_are_no_record_to_replace(run_script, tmp_path):
+    folder = tmp_path / "checkpoints"
+    facts = folder / "step-3" / "run.json"
+    facts.parent.mkdir(parents=True)
+    facts.write_text(json.dumps({"step": 3, "environment": {}}))
+    flags = ["--resume", str(folder), "--json", str(facts)]
+    outcome = run_script(finetune_baseline, *TINY, *flags)
+    assert_one_sentence(outcome, f"--json {facts} would replace a file")
+    assert json.loads(facts.read_text())["step"] == 3
+
+
+def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_path):
+    """Of a memory snapshot the beginning: to take one needs a GPU."""
+    for name, kind in {"json": ".json", "plot": ".png"}.items():
+        found = sorted(RESULTS.glob(f"*{kind}"))
+        assert len(found) > 10
+        for path in found:
+            output_files.check_outputs(argparse.Namespace(**{name: str(path)}))
+    figure = pictures.pyplot().figure(figsize=(1, 1))
+    drawn, trace, snapshot, empty = (
+        str(tmp_path / name) for name in ("drawn.png", "trace.json", "step.pickle", "empty.png")
+    )
+    pictures.save_plot(figure, drawn)
+    _, content = read_trace(profiler)
+    Path(trace).write_bytes(content)
+    Path(f"{trace}.gz").write_bytes(gzip.compress(content))
+    for file in (trace, f"{trace}.gz"):
+        output_files.check_outputs(argparse.Namespace(trace=file))
+    Path(snapshot).write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    output_files.check_outputs(argparse.Namespace(plot=drawn, memory_snapshot=snapshot))
+    Path(empty).touch()
+    for name in output_files.OUTPUT_FILES:
+        output_files.check_outputs(argparse.Namespace(**{name: empty}))
+
+
+def test_every_kind_of_record_is_known_as_ours():
+    sources = [*HERE.glob("*.py"), *(HERE / "harness").glob("*.py")]
+    sources += [*(HERE / "next_steps").glob("*.py"), *(HERE / "tools").glob("*.py")]
+    written = {
+        kind for path in sources for kind in re.findall(r'"kind": "(\w+)"', path.read_text())
+    }
+    assert len(written) > 10 and written <= set(output_files.KINDS)
+
+
+def test_make_clean_leaves_what_a_reader_made(tmp_path):
+    shutil.copy(HERE / "Makefile", tmp_path)
+    kept = ["runs/llama/step-400/run.json", "runs/adapter/adapter_model.safetensors"]
+    for name in [*kept, "demo/before.json", "traces/tiny.json", ".venv/installed"]:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("there")
+    subprocess.run(["make", "-C", tmp_path, "clean"], check=True, capture_output=True)
+    assert sorted(contents(tmp_path)) == sorted(["Makefile", *kept])
 
 
 # ---------------------------------------------------------------- flags that would be ignored
