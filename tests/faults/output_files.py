@@ -9,7 +9,7 @@ FAULTS = {
         ("written in place", "with open(unfinished, \"xb\") as file:", "with open(target, \"wb\") as file:"),
         ("half a file stays", "            os.unlink(unfinished)\n", "            pass\n"),
     ],
-    "test_every_script_leaves_files_of_others_alone": [
+    "test_a_file_that_no_script_here_wrote_is_not_replaced": [
         ("any file counts as ours", "if start and not re.match(", "if not start and not re.match("),
     ],
     "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)", "target = path")],
