@@ -33,6 +33,7 @@ import profile_baseline
 from harness import (
     command_line,
     config_file,
+    dataset,
     loading,
     output_files,
     pictures,
@@ -47,6 +48,7 @@ from harness.workload import OPPONENTS, Workload, add_workload_flags, finetune_p
 from next_steps import finetune_options, ladder, make_samples
 from tests import make_samples_test
 from tests.compare_runs_test import run as made_up_run
+from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
 from tools.page_records import HERE, RESULTS
 
@@ -879,6 +881,48 @@ def test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model
     assert found == sorted(found, reverse=True) and {*found} == {"old", "new"} and len(found) > 10
     assert all((folder / name).read_text() == name for name in USERS_FILES)
     assert "transformers_weights" not in json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path, monkeypatch) -> Path:
+    """A saved model with a tokenizer, a template of chats, and a file that is no tokenizer's."""
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_of("a b c", chat_template="{{ messages }}")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
+        save(make_model(1, 0, None), folder)
+    for name in ("tokenizer.model", "vocabulary.txt"):
+        (folder / name).write_text("there")
+    assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
+    return folder
+
+
+def test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it(with_tokenizer):
+    """Killed at any moment: the next save removes what is left of it."""
+    start, folder = with_tokenizer, with_tokenizer.parent / "again"
+    new = make_model(1, 1, None)
+    for number in range(1, 1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder)
+        ended = killed_before_change(number, lambda: save(new, folder))
+        assert (folder / "tokenizer.json").exists() or same(loaded(folder), new.state_dict())
+        if ended == "done":
+            break
+        save(new, folder)
+        assert dataset.load_tokenizer(Workload(model=str(folder))) is None
+    names = {"config.json", "generation_config.json", "model.safetensors", "vocabulary.txt"}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_a_tokenizer_without_a_template_does_not_get_that_of_the_one_before_it(
+    with_tokenizer, monkeypatch
+):
+    tokenizer = tokenizer_of("c b a")
+    monkeypatch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
+    save(make_model(1, 0, None), with_tokenizer)
+    again = dataset.load_tokenizer(Workload(model=str(with_tokenizer)))
+    assert again.chat_template is None and again.get_vocab() == tokenizer.get_vocab()
+    assert (with_tokenizer / "tokenizer.model").exists(), "other programs read it"
 
 
 def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):

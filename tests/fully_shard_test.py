@@ -188,8 +188,6 @@ def test_a_sharded_model_is_saved_as_a_whole_one_is(tmp_path, tied):
     (tmp_path / "processes").mkdir()
     whole, _ = in_two_processes(save_half, tmp_path / "processes", str(tmp_path / "saved"), tied)
     make_model([], torch.device("cpu"), tied).save_pretrained(tmp_path / "plain")
-    saved, plain = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("saved", "plain")
-    )
+    saved, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "plain"))
     assert saved.keys() == plain.keys() == whole.keys() and len(whole) == 21 - tied
     assert all(torch.equal(saved[name], whole[name]) for name in whole)
