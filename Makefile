@@ -46,5 +46,6 @@ lint:
 	ruff check .
 	ruff format --check .
 
+# Not runs/: the pages' commands put models and checkpoints there, which nothing makes again.
 clean:
-	rm -rf .venv demo traces runs .pytest_cache .ruff_cache
+	rm -rf .venv demo traces .pytest_cache .ruff_cache

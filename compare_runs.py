@@ -10,37 +10,24 @@ faster and trains something else is wrong.
 """
 
 import math
-from collections.abc import Callable
 
 from harness import command_line, output_files, pictures, run_records, tables
 from harness.adapter_flags import lora_in_words
 from harness.command_line import UserError
+from harness.run_records import (
+    is_count,
+    is_environment,
+    is_list_of,
+    is_number,
+    is_positive,
+    is_text,
+)
 from harness.spread import spread, timed, unless_same, waited
 from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def is_positive(value: object) -> bool:
-    return is_number(value) and value > 0
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda values: isinstance(values, list) and all(map(is_item, values))
 
 
 # what is read of a record: a key -> does its value fit?
@@ -65,9 +52,8 @@ KEYS = {
     "tokens_per_second": is_positive,
     "peak_memory_bytes": is_positive,
     "validation_loss_after": is_number,
-    "environment": lambda env: isinstance(env, dict) and env.keys() >= ENVIRONMENT,
+    "environment": is_environment,
 }
-ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
 
 
 def read_run(path: str) -> dict:
@@ -78,10 +64,7 @@ def read_run(path: str) -> dict:
     """
     # older records have no profiled step
     record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
-    damaged = [key for key, fits in KEYS.items() if key not in record or not fits(record[key])]
-    if damaged:
-        missing = f"without a usable {', '.join(damaged)}"
-        raise UserError(f"{path} is a damaged record, {missing}; run its script again")
+    run_records.require_keys(path, record, KEYS)
     for column in ("losses", "seconds", "tokens"):
         if len(record[column]) != record["steps"]:
             found = f"{len(record[column])} {column} of {record['steps']} steps"

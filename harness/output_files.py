@@ -4,10 +4,13 @@ import argparse
 import contextlib
 import errno
 import fnmatch
+import gzip
 import os
+import re
 import secrets
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 from harness.command_line import RunError, UserError, flag_name
@@ -21,6 +24,18 @@ MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"),
     *("adapter_config.json", "adapter_model.safetensors"),
 )
+MARK = "kernel-dev-ft"  # is in each picture, so that the next one may replace it
+KINDS = (  # what a record says first that it is
+    *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
+    *("ladder", "longest", "memory", "profile", "scaling", "sweep", "text", "trace_picture"),
+)
+# how the files of OUTPUT_FILES begin: what they are in words, and a pattern
+BEGINNINGS = {
+    "json": ("record", rf'\{{\s*"kind": "({"|".join(KINDS)})"'),
+    "plot": ("picture", rf"\x89PNG.{{,400}}{MARK}"),
+    "trace": ("trace", r'\s*\{\s*"schemaVersion": \d+,\s*"deviceProperties"'),  # of PyTorch
+    "memory_snapshot": ("memory snapshot", r"\x80.{,40}segments"),  # a pickle of PyTorch
+}
 UNFINISHED = ".unfinished-"  # how names begin that exist only while something is written
 
 
@@ -29,8 +44,8 @@ def check_outputs(args: argparse.Namespace) -> None:
 
     Raises:
         UserError: of the flags in OUTPUT_FILES and OUTPUT_FOLDERS, as far as the script has them,
-            one is empty, one cannot be written, --plot is no .png, or one would overwrite another
-            or what the script reads.
+            one is empty, one cannot be written, --plot is no .png, or one would overwrite another,
+            what the script reads, or a file that no script wrote.
     """
     outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
@@ -48,6 +63,7 @@ def check_outputs(args: argparse.Namespace) -> None:
                 raise UserError(
                     f"{flag_name(name)} {outputs[name]} collides with {what}: name another file"
                 )
+        require_ours(flag_name(name), outputs[name], *BEGINNINGS[name])
 
 
 def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
@@ -91,6 +107,32 @@ def require_writable(path: str) -> None:
             try_creating_in(os.path.dirname(os.path.realpath(path)))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
+    """Refuse to replace a file that is not empty and does not begin as the scripts' own do.
+
+    Raises:
+        UserError: that is so, or the file cannot be read.
+    """
+    if not os.path.exists(path) or written_straight(path):
+        return
+    try:
+        start = first_bytes(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}, which {flag} replaces") from error
+    if start and not re.match(beginning.encode("latin-1"), start, re.DOTALL):
+        given = f"{flag} {path} would replace a file that is no {what} of these scripts"
+        raise UserError(f"{given}: name another file, or remove that one")
+
+
+def first_bytes(path: str, size: int = 1000) -> bytes:
+    """How a file begins, decompressed if it is a gzip file and is whole so far."""
+    with open(path, "rb") as file:
+        start = file.read(size)
+    with contextlib.suppress(gzip.BadGzipFile, EOFError, zlib.error), gzip.open(path) as file:
+        return file.read(size)
+    return start
 
 
 def require_folder(path: str) -> None:

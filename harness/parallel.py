@@ -144,7 +144,8 @@ def gather(*numbers: float) -> list[tuple[float, ...]]:
 def whole_weights(model: "torch.nn.Module", trained_alone: bool = False) -> dict | None:
     """A sharded model's state_dict, whole and in the first process's memory; None of a whole one.
 
-    To be called in all processes.  trained_alone: without what is frozen.
+    To be called in all processes.  trained_alone: without what is frozen.  A parameter of two names
+    is there once, under the first.
     """
     if world_size() == 1:
         return None
@@ -157,4 +158,8 @@ def whole_weights(model: "torch.nn.Module", trained_alone: bool = False) -> dict
     options = StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone
     )
-    return get_model_state_dict(model, options=options)
+    weights = get_model_state_dict(model, options=options)
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # gathered each on its own, a head that is the embedding would no longer be known as one
+    again = named - {name for name, _ in model.named_parameters()}
+    return {name: weight for name, weight in weights.items() if name not in again}

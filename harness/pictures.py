@@ -2,7 +2,7 @@
 
 import io
 
-from harness.output_files import write_output
+from harness.output_files import MARK, write_output
 
 
 def pyplot():
@@ -25,7 +25,7 @@ def save_plot(figure, path: str, dpi: int = 120) -> None:
         RunError: the file cannot be written (any more).
     """
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
+    figure.savefig(picture, format="png", dpi=dpi, metadata={"Source": MARK})
     pyplot().close(figure)
     write_output(path, picture.getvalue(), "the picture")
     print(f"Plot written to {path}")

@@ -3,8 +3,20 @@
 from harness.command_line import UserError
 from harness.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.diagnosis_tables import short
+from harness.kernel_facts import FACTS
 from harness.roofline import plot
-from harness.run_records import environment_line, read_record
+from harness.run_records import (
+    environment_line,
+    has_numbers,
+    is_environment,
+    is_list_of,
+    is_number,
+    is_positive,
+    is_table_of,
+    is_text,
+    read_record,
+    require_keys,
+)
 from harness.spread import NO_DIFFERENCE, overlap, spread
 from harness.tables import (
     NOT_MEANINGFUL,
@@ -20,6 +32,34 @@ from harness.workload import kernels_in_words, model_line, size_in_words
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate"]
 SAME_WORKLOAD += ["device"]
+
+of_timeline = has_numbers("step_ms", "idle_us", "host_us")
+
+# what is read of a profile: a key -> does its value fit?
+KEYS = {
+    "environment": is_environment,
+    "kernels": is_list_of(lambda name: name in [*FACTS]),
+    "model": is_text,
+    "weights": is_text,
+    "parameters": is_positive,
+    "dtype": is_text,
+    "data": is_text,
+    "batch_size": is_positive,
+    "seq_len": is_positive,
+    "device": is_text,
+    "operations": is_list_of(lambda row: has_numbers("us")(row) and is_text(row.get("name"))),
+    "categories": is_table_of(has_numbers("us", "launches")),
+    "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
+    "median_step_ms": is_positive,
+    "busy_us": is_number,
+}
+# and where it has ceilings, as all but the oldest do
+KEYS_WITH_CEILINGS = {
+    "ceilings": has_numbers("copy_gbs", "matmul_tflops"),
+    "categories": is_table_of(has_numbers("us", "launches", "bytes", "flops")),
+    "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
+    "timeline": lambda times: times is None or of_timeline(times),
+}
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
@@ -118,13 +158,24 @@ def render_comparison(before: dict, after: dict) -> str:
     return "\n".join(lines)
 
 
+def read_profile(path: str) -> dict:
+    """Read a profile.
+
+    Raises:
+        UserError: the file is no profile, or something in it is missing or damaged.
+    """
+    record = read_record(path, "profile")
+    require_keys(path, record, KEYS | (KEYS_WITH_CEILINGS if "ceilings" in record else {}))
+    return record
+
+
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
     """Print the comparison of two recorded profiles, and draw both into one picture.
 
     Raises:
         UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
     """
-    records = [read_record(path, "profile") for path in (before_path, after_path)]
+    records = [read_profile(path) for path in (before_path, after_path)]
     print(render_comparison(*records))
     if picture:
         for path, record in zip((before_path, after_path), records):

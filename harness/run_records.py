@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from harness.output_files import write_output
 
 # what a run may use, or be compared with, besides PyTorch, Triton and transformers
 OTHERS = "peft", "bitsandbytes", "liger-kernel", "quack-kernels", "torchao", "unsloth"
+
+# what `environment_line` prints of where a record was made
+ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
 
 
 def commit() -> str:
@@ -127,6 +131,57 @@ def read_record(path: str, kind: str) -> dict:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
     return record
+
+
+def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], bool]]) -> None:
+    """Refuse a record without what is read of it.
+
+    Args:
+        keys: a key -> does its value fit?
+
+    Raises:
+        UserError: a value is missing or does not fit.
+    """
+    damaged = [key for key, fits in keys.items() if key not in record or not fits(record[key])]
+    if damaged:
+        missing = f"without a usable {', '.join(damaged)}"
+        raise UserError(f"{path} is a damaged record, {missing}; run its script again")
+
+
+# ---------------------------------------------------------------- does a value of a record fit?
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def is_positive(value: object) -> bool:
+    return is_number(value) and value > 0
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, list) and all(map(is_item, values))
+
+
+def is_table_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, dict) and all(map(is_item, values.values()))
+
+
+def has_numbers(*names: str) -> Callable[[object], bool]:
+    """Return a test for objects in which these names have numbers."""
+    return lambda value: isinstance(value, dict) and all(is_number(value.get(n)) for n in names)
+
+
+def is_environment(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() >= ENVIRONMENT
 
 
 def relative_difference(a: float, b: float) -> float:

@@ -24,6 +24,11 @@ from harness.workload import Workload
 
 # transformers' names
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 
 
 def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
@@ -31,10 +36,10 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
 
     Whenever this is interrupted, `from_pretrained` loads the whole old or the whole new model; that
     is decided by config.json alone (`put_in_place`).  The one exception are the tokenizer's files,
-    which are replaced one by one.  Of the files that were there only those of the old model are
-    removed.  What an interrupted save left behind the next one removes.  Saves of several runs to
-    one directory wait for each other; the last one's model stays.  Of the processes of one run the
-    first writes; it needs all of them to get the weights together.
+    which are replaced, or removed, one by one.  Of the files that were there only those of the old
+    model are removed.  What an interrupted save left behind the next one removes.  Saves of several
+    runs to one directory wait for each other; the last one's model stays.  Of the processes of one
+    run the first writes; it needs all of them to get the weights together.
 
     With LoRA it is the adapters alone that are written, as peft's own directory, or with `merge`
     the model of which they have become part.
@@ -163,7 +168,10 @@ def put_in_place(folder: Path, target: Path) -> None:
     loaded_here.write_text(json.dumps(config | place))
 
     loaded_here.replace(target / CONFIG)
-    for name in (*sorted(shards_of(target / INDEX)), WEIGHTS, INDEX):
+    # else a model without a tokenizer is loaded with the old one, and a tokenizer with its template
+    old_tokenizer = () if TOKENIZER[0] in names else TOKENIZER
+    old_weights = *sorted(shards_of(target / INDEX)), WEIGHTS, INDEX
+    for name in (*old_weights, *old_tokenizer, CHAT_TEMPLATE):
         if name not in names:
             (target / name).unlink(missing_ok=True)
     for name in sorted(names - {CONFIG}, key=lambda name: name != INDEX):  # the index first

@@ -61,9 +61,14 @@ def load(file: Path, made_of: dict) -> Samples | None:
     """None where there is no such file, it is damaged or made of something else."""
     try:
         with np.load(file, allow_pickle=False) as stored:
-            said = json.loads(str(stored["made_of"]))
-            arrays = {each.name: stored[each.name] for each in fields(Samples)}
-    except FileNotFoundError:
+            said = dict(json.loads(str(stored["made_of"])))
+            samples = Samples(**{each.name: stored[each.name] for each in fields(Samples)})
+        if not fit(samples):
+            raise ValueError("the arrays do not fit each other")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        print(f"{file} cannot be read: {error.strerror}: tokenizing again")
         return None
     except Exception:  # whatever zip and NumPy make of damaged bytes
         print(f"{file} is damaged: tokenizing again")
@@ -73,7 +78,21 @@ def load(file: Path, made_of: dict) -> Samples | None:
         of = {"data": "other data", "tokenizer": "another tokenizer", "format": "another version"}
         print(f"{file} is of {of[differing[0]]}: tokenizing again")
         return None
-    return Samples(**arrays)
+    return samples
+
+
+def fit(samples: Samples) -> bool:
+    """Return True if there is a sample and each lies within the tokens."""
+    by_token = samples.tokens, samples.trained
+    by_sample = samples.starts, samples.ends, samples.lines
+    return (
+        [each.dtype.kind for each in (*by_token, *by_sample)] == list("ibiii")
+        and all(each.shape == (samples.tokens.size,) for each in by_token)
+        and all(each.shape == (samples.ends.size,) for each in by_sample)
+        and samples.ends.size > 0
+        and bool((samples.starts >= 0).all() and (samples.starts <= samples.ends).all())
+        and bool((samples.ends <= samples.tokens.size).all())
+    )
 
 
 def digest(*texts: str) -> str:

@@ -11,10 +11,11 @@ fewer of them.  One version of Python always makes the same file.
 import argparse
 import ast
 import json
+import re
 from collections.abc import Iterator
 
 from harness import command_line
-from harness.output_files import require_writable, write_output
+from harness.output_files import require_ours, require_writable, write_output
 
 SHORTEST, LONGEST = 50, 600  # bytes of a prompt and its completion
 DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
@@ -47,6 +48,7 @@ def main() -> None:
 
     made = [example for text in stdlib_texts() for example in examples(text)]
     lines = "".join(json.dumps(example) + "\n" for example in made)
+    require_ours("FILE.jsonl", args.file, "file of samples", re.escape(lines[:SHORTEST]))
     write_output(args.file, lines.encode(), "the samples")
     print(f"{args.file}: {len(made):,} samples of {SHORTEST} to {LONGEST} bytes")
 

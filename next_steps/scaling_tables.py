@@ -6,7 +6,17 @@ from harness import tables
 from harness.command_line import UserError
 from harness.diagnose import EXPOSED_SHARE
 from harness.diagnosis_tables import communication_lines
-from harness.run_records import environment_line, read_record
+from harness.run_records import (
+    environment_line,
+    has_numbers,
+    is_count,
+    is_environment,
+    is_list_of,
+    is_positive,
+    is_text,
+    read_record,
+    require_keys,
+)
 from harness.spread import unless_same
 from harness.workload import model_line
 
@@ -19,13 +29,36 @@ COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
 STYLES = "-", "--", ":", "-."  # of the lines of a record
 
 
+def is_row(value: object) -> bool:
+    """Is it a row of the record, measured or too large to be?"""
+    numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
+    named = has_numbers("batch_size", "seq_len")(value) and is_text(value.get("way"))
+    return named and ("failure" in value or has_numbers(*numbers)(value))
+
+
+# what is read of a record: a key -> does its value fit?
+KEYS = {
+    "environment": is_environment,
+    "model": is_text,
+    "parameters": is_positive,
+    "weights": is_text,
+    "dtype": is_text,
+    "world_size": is_count,
+    "parallel": lambda kind: kind is None or is_text(kind),
+    "absent": is_list_of(is_text),
+    "rows": is_list_of(is_row),
+}
+
+
 def read(paths: list[str]) -> list[dict]:
     """A record of one process, then those of several, of the same model on the same GPU.
 
     Raises:
-        UserError: they are not.
+        UserError: they are not, or something in one is missing or damaged.
     """
     records = [read_record(path, "scaling") for path in paths]
+    for path, record in zip(paths, records):
+        require_keys(path, record, KEYS)
     if len(records) < 2:
         raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
     (first, *others), (first_path, *other_paths) = records, paths

@@ -56,6 +56,7 @@ def made_up(**categories: dict) -> dict:
     """
     env = {
         "gpu": "Made Up",
+        "cpu": "-",
         "torch": "0",
         "triton": "0",
         "transformers": "0",
@@ -533,6 +534,31 @@ def test_a_profile_without_bytes_is_not_drawn(run_script, tmp_path):
     assert outcome.code == 2 and re.search(
         r"before.json is too old to be drawn: .*; profile again\n$", outcome.err
     )
+
+
+DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_profile_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_path, which):
+    """Whatever part, and in whichever of the two; those that are not read may be anything."""
+    whole = json.loads((RESULTS / "profile_1x512.json").read_text())
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    refused = set()
+    for key, damage in itertools.product(whole.keys() - {"kind"}, DAMAGES):
+        records = [whole, whole]
+        records[which] = {name: value for name, value in whole.items() if name != key}
+        records[which] |= {} if damage == "removed" else {key: damage}
+        for path, record in zip(paths, records):
+            path.write_text(json.dumps(record))
+        outcome = run_script(profile_baseline, "--compare", *map(str, paths))
+        if outcome.code == 2 and "is a damaged record" in outcome.err:
+            refused.add(key)
+            assert outcome.err.count("\n") == 1 and key in outcome.err and not outcome.out
+            assert str(paths[which]) in outcome.err
+        else:
+            assert outcome.code == 0 or "not of one workload" in outcome.err
+    assert {"operations", "categories", "median_step_ms", "sizes", "timeline"} <= refused
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import gzip
 import itertools
 import json
 import os
+import pickle
+import re
 import resource
 import shutil
 import signal
@@ -28,13 +30,27 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import command_line, config_file, loading, output_files, run_records, saving
+from harness import (
+    command_line,
+    config_file,
+    dataset,
+    loading,
+    output_files,
+    pictures,
+    run_records,
+    samples,
+    saving,
+)
 from harness.device import HAS_GPU
 from harness.kernel_facts import KERNELS
-from harness.profiler import write_trace
+from harness.profiler import read_trace, write_trace
 from harness.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
-from next_steps import finetune_options, ladder
+from next_steps import finetune_options, ladder, make_samples
+from tests import make_samples_test
 from tests.compare_runs_test import run as made_up_run
+from tests.token_cache_test import tokenizer_of
+from tools import fill_pages
+from tools.page_records import HERE, RESULTS
 
 # after `measure`, which decides how triton (imported by transformers) will run
 from transformers import AutoModelForCausalLM, LlamaConfig  # isort: skip
@@ -186,7 +202,8 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
 
 def test_a_full_disk_leaves_the_picture_that_was_there(small_disk, tmp_path, run_script):
     picture = small_disk / "plot.png"
-    picture.write_bytes(b"old")
+    old = (RESULTS / "trace_fsdp_4x2048.png").read_bytes()[:1000]
+    picture.write_bytes(old)
     (small_disk / "other").write_bytes(bytes(60_000))
     for name in "ab":
         (tmp_path / name).write_text(json.dumps(made_up_run()))
@@ -196,7 +213,7 @@ def test_a_full_disk_leaves_the_picture_that_was_there(small_disk, tmp_path, run
     assert_one_sentence(
         outcome, f"the picture could not be written to {picture}", "No space left", code=1
     )
-    assert picture.read_bytes() == b"old" and len(contents(small_disk)) == 2
+    assert picture.read_bytes() == old and len(contents(small_disk)) == 2
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -503,6 +520,95 @@ def test_outputs_that_do_not_collide_are_accepted(tmp_path, monkeypatch, outputs
     assert not os.listdir(tmp_path)
 
 
+# ---------------------------------------------------------------- files of somebody else
+
+
+OTHERS = {
+    "json": b'{"kind": "Pod", "spec": {}}',
+    "trace": b'{"traceEvents": []}',
+    "plot": b"\x89PNG\r\n\x1a\n" + bytes(40) + b"tEXtSoftware\0Matplotlib version3.11.2",
+    "memory_snapshot": b"\x80\x04}\x94\x8c\x05model\x94",
+}
+
+
+@pytest.mark.parametrize("content", ["another program's", "text", "damaged gzip"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_no_script_here_wrote_is_not_replaced(tmp_path, name, content):
+    texts = {"another program's": OTHERS[name], "text": b"notes", "damaged gzip": b"\x1f\x8b\x08"}
+    path = tmp_path / "mine.png"
+    path.write_bytes(texts[content])
+    with pytest.raises(command_line.UserError, match=rf"{path} would replace .*name another file"):
+        output_files.check_outputs(argparse.Namespace(**{name: str(path)}))
+
+
+def test_every_script_leaves_files_of_others_alone(run_script, tmp_path, monkeypatch):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "my own", "completion": "sample"}\n')
+    monkeypatch.setattr(samples, "stdlib_texts", lambda: [make_samples_test.MODULE])
+    for outcome in (
+        run_script(finetune_baseline, *TINY, "--json", str(path)),
+        run_script(benchmark_kernels, "--kernel", "rmsnorm", "--json", str(path)),
+        run_script(fill_pages, "--record", str(path), "rmsnorm_test.py"),
+        run_script(make_samples, str(path)),
+    ):
+        assert_one_sentence(outcome, f"{path} would replace a file", "name another file")
+    assert path.read_text().startswith('{"prompt": "my own"')
+
+
+def test_the_facts_of_a_checkpoint_are_no_record_to_replace(run_script, tmp_path):
+    folder = tmp_path / "checkpoints"
+    facts = folder / "step-3" / "run.json"
+    facts.parent.mkdir(parents=True)
+    facts.write_text(json.dumps({"step": 3, "environment": {}}))
+    flags = ["--resume", str(folder), "--json", str(facts)]
+    outcome = run_script(finetune_baseline, *TINY, *flags)
+    assert_one_sentence(outcome, f"--json {facts} would replace a file")
+    assert json.loads(facts.read_text())["step"] == 3
+
+
+def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_path):
+    """Of a memory snapshot the beginning: to take one needs a GPU."""
+    for name, kind in {"json": ".json", "plot": ".png"}.items():
+        found = sorted(RESULTS.glob(f"*{kind}"))
+        assert len(found) > 10
+        for path in found:
+            output_files.check_outputs(argparse.Namespace(**{name: str(path)}))
+    figure = pictures.pyplot().figure(figsize=(1, 1))
+    drawn, trace, snapshot, empty = (
+        str(tmp_path / name) for name in ("drawn.png", "trace.json", "step.pickle", "empty.png")
+    )
+    pictures.save_plot(figure, drawn)
+    _, content = read_trace(profiler)
+    Path(trace).write_bytes(content)
+    Path(f"{trace}.gz").write_bytes(gzip.compress(content))
+    for file in (trace, f"{trace}.gz"):
+        output_files.check_outputs(argparse.Namespace(trace=file))
+    Path(snapshot).write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    output_files.check_outputs(argparse.Namespace(plot=drawn, memory_snapshot=snapshot))
+    Path(empty).touch()
+    for name in output_files.OUTPUT_FILES:
+        output_files.check_outputs(argparse.Namespace(**{name: empty}))
+
+
+def test_every_kind_of_record_is_known_as_ours():
+    sources = [*HERE.glob("*.py"), *(HERE / "harness").glob("*.py")]
+    sources += [*(HERE / "next_steps").glob("*.py"), *(HERE / "tools").glob("*.py")]
+    written = {
+        kind for path in sources for kind in re.findall(r'"kind": "(\w+)"', path.read_text())
+    }
+    assert len(written) > 10 and written <= set(output_files.KINDS)
+
+
+def test_make_clean_leaves_what_a_reader_made(tmp_path):
+    shutil.copy(HERE / "Makefile", tmp_path)
+    kept = ["runs/llama/step-400/run.json", "runs/adapter/adapter_model.safetensors"]
+    for name in [*kept, "demo/before.json", "traces/tiny.json", ".venv/installed"]:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("there")
+    subprocess.run(["make", "-C", tmp_path, "clean"], check=True, capture_output=True)
+    assert sorted(contents(tmp_path)) == sorted(["Makefile", *kept])
+
+
 # ---------------------------------------------------------------- flags that would be ignored
 
 
@@ -775,6 +881,48 @@ def test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model
     assert found == sorted(found, reverse=True) and {*found} == {"old", "new"} and len(found) > 10
     assert all((folder / name).read_text() == name for name in USERS_FILES)
     assert "transformers_weights" not in json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path, monkeypatch) -> Path:
+    """A saved model with a tokenizer, a template of chats, and a file that is no tokenizer's."""
+    folder = tmp_path / "model"
+    tokenizer = tokenizer_of("a b c", chat_template="{{ messages }}")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
+        save(make_model(1, 0, None), folder)
+    for name in ("tokenizer.model", "vocabulary.txt"):
+        (folder / name).write_text("there")
+    assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
+    return folder
+
+
+def test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it(with_tokenizer):
+    """Killed at any moment: the next save removes what is left of it."""
+    start, folder = with_tokenizer, with_tokenizer.parent / "again"
+    new = make_model(1, 1, None)
+    for number in range(1, 1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder)
+        ended = killed_before_change(number, lambda: save(new, folder))
+        assert (folder / "tokenizer.json").exists() or same(loaded(folder), new.state_dict())
+        if ended == "done":
+            break
+        save(new, folder)
+        assert dataset.load_tokenizer(Workload(model=str(folder))) is None
+    names = {"config.json", "generation_config.json", "model.safetensors", "vocabulary.txt"}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_a_tokenizer_without_a_template_does_not_get_that_of_the_one_before_it(
+    with_tokenizer, monkeypatch
+):
+    tokenizer = tokenizer_of("c b a")
+    monkeypatch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
+    save(make_model(1, 0, None), with_tokenizer)
+    again = dataset.load_tokenizer(Workload(model=str(with_tokenizer)))
+    assert again.chat_template is None and again.get_vocab() == tokenizer.get_vocab()
+    assert (with_tokenizer / "tokenizer.model").exists(), "other programs read it"
 
 
 def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):

@@ -3,14 +3,18 @@
 pytest tests/fully_shard_test.py     # on two GPUs, or without any
 """
 
+import os
+
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
-from harness import architecture
+from harness import architecture, parallel, saving
 from harness.checking import relative_error
 from harness.kernel_facts import MODEL_KERNELS
+from harness.workload import Workload
 from next_steps import apply_kernels, llama_losses
 from tests.two_processes import (
     in_two_processes,
@@ -165,3 +169,25 @@ def test_kernels_come_before_fully_shard(tmp_path):
             apply_kernels.apply_kernels(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def save_half(rank: int, device: torch.device, folder: str, tied: bool) -> dict[str, torch.Tensor]:
+    """Save a model of which each process has half, and return what one process has of the whole."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+    model = make_model([], device, tied)
+    whole = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    parallel.shard(model)
+    saving.save_model(model, Workload(model="tiny"), folder)
+    return whole
+
+
+@one_gpu_is_too_few
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharded_model_is_saved_as_a_whole_one_is(tmp_path, tied):
+    """A head that is the embedding is one tensor in the file, as `save_pretrained` has it."""
+    (tmp_path / "processes").mkdir()
+    whole, _ = in_two_processes(save_half, tmp_path / "processes", str(tmp_path / "saved"), tied)
+    make_model([], torch.device("cpu"), tied).save_pretrained(tmp_path / "plain")
+    saved, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "plain"))
+    assert saved.keys() == plain.keys() == whole.keys() and len(whole) == 21 - tied
+    assert all(torch.equal(saved[name], whole[name]) for name in whole)

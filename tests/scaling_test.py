@@ -125,6 +125,17 @@ def test_what_cannot_be_compared_is_refused(run_script, tmp_path, records, words
     assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("damage", ["removed", None, "x", [{}]], ids=str)
+def test_a_record_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_path, damage):
+    for key in TWO.keys() - {"kind"}:
+        damaged = {name: value for name, value in TWO.items() if name != key}
+        damaged |= {} if damage == "removed" else {key: damage}
+        outcome = run_script(scaling, "--compare", *written(tmp_path, ONE, damaged))
+        if outcome.code:
+            assert outcome.code == 2 and key in outcome.err and outcome.err.count("\n") == 1
+        assert outcome.code or key not in ("rows", "world_size", "environment")
+
+
 def test_flags_without_effect_are_refused(run_script, tmp_path):
     (one,) = written(tmp_path, ONE)
     for flags, words in (

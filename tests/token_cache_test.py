@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness import architecture, dataset, samples, token_cache
@@ -125,6 +126,52 @@ def test_a_damaged_file_is_made_again_and_said(tokenizer, file, capsys):
     assert [path.name for path in token_cache.folder().iterdir()] == [cache.name]
 
 
+MISFITS = {
+    "more tokens than marks": {"tokens": np.zeros(99, np.int32)},
+    "an end after the last token": {"ends": np.array([2, 4, 99])},
+    "a start after its end": {"starts": np.array([0, 9, 4])},
+    "fewer ends": {"ends": np.array([2, 5])},
+    "fewer lines": {"lines": np.array([1, 2])},
+    "a start before the first token": {"starts": np.array([-1, 2, 4])},
+    "fractions": {"starts": np.array([0.0, 2.0, 4.0])},
+    "two dimensions": {"lines": np.zeros((3, 2), np.int64)},
+    "no samples": {name: np.zeros(0, np.int64) for name in ("starts", "ends", "lines")},
+    "no object": {"made_of": "7"},
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_arrays_that_do_not_fit_each_other_are_damage(tokenizer, file, capsys, misfit):
+    before = load(file)
+    (cache,) = token_cache.folder().glob("*.npz")
+    with np.load(cache) as stored:
+        np.savez(cache, **dict(stored) | MISFITS[misfit])
+    assert load(file) == before
+    assert f"{cache} is damaged: tokenizing again" in capsys.readouterr().out
+    load(file)
+    assert "damaged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_place_where_nothing_can_be_kept_is_not_called_damaged(
+    tokenizer, file, tmp_path, monkeypatch, capsys, read
+):
+    """/dev/null for a folder, and a folder for the file."""
+    before = load(file)
+    (cache,) = token_cache.folder().glob("*.npz")
+    if read:
+        cache.unlink()
+        cache.mkdir()
+        reason = "cannot be read: Is a directory: tokenizing again"
+    else:
+        monkeypatch.setattr(token_cache, "folder", lambda: Path("/dev/null/.cache"))
+        reason = "The tokens are not kept: cannot write /dev/null/.cache"
+    capsys.readouterr()
+    assert load(file) == before
+    said = capsys.readouterr().out
+    assert "damaged" not in said and reason in said
+
+
 def test_a_folder_that_cannot_be_written_is_said(tokenizer, file, monkeypatch, tmp_path, capsys):
     (tmp_path / "in_the_way").write_text("")
     monkeypatch.setattr(token_cache, "folder", lambda: tmp_path / "in_the_way")
@@ -134,8 +181,6 @@ def test_a_folder_that_cannot_be_written_is_said(tokenizer, file, monkeypatch, t
 
 def test_a_file_with_python_objects_is_not_opened(tokenizer, file):
     """Loading one could run anything."""
-    import numpy as np
-
     load(file)
     (cache,) = token_cache.folder().glob("*.npz")
     with np.load(cache) as stored:

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness import command_line, run_records
+from harness import command_line, output_files, run_records
 from tools.page_records import HERE, RESULTS, load
 
 MARKED = re.compile(
@@ -97,7 +97,12 @@ def record_output(path: str, script: str) -> int:
 
     Returns:
         The script's exit code.
+
+    Raises:
+        UserError: the file cannot be written, or is no record.
     """
+    output_files.require_writable(path)
+    output_files.require_ours("--record", path, *output_files.BEGINNINGS["json"])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=HERE)
     print(run.stdout, run.stderr, sep="", end="")
     if run.returncode == 0:
