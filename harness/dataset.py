@@ -17,6 +17,7 @@ from harness.workload import DEFAULT_MODEL, TINY, Workload
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import AutoTokenizer, LlamaConfig
 
+# held out are the sequences of so many whole steps, however a step is laid out
 VALIDATION_BATCHES = 4
 
 
@@ -133,6 +134,7 @@ def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
 class Data:
     train: Batches
     validation: list[Batch]
+    held_out: str  # digest of the samples in `validation`
     source: str  # one line about where it comes from
     span: (
         float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
@@ -140,17 +142,18 @@ class Data:
 
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
-    """The micro-batches of `steps` steps in a row, and VALIDATION_BATCHES held out.
+    """The micro-batches of `steps` steps in a row, and what is held out.
 
-    Of equal workloads the same.  Of several processes those of all: N batches in a row, of
-    batch_size sequences each, are what they take as a micro-batch.
+    Equal workloads get equal data.  How a step's sequences are spread over micro-batches and
+    processes does not decide which sequences are trained on in a step, or held out.  N processes
+    take N batches in a row, of batch_size sequences each, as a micro-batch.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
-    n_train = steps * workload.micro_batches * workload.sequences
-    n_validation = VALIDATION_BATCHES * workload.sequences
+    per_step = workload.micro_batches * workload.sequences
+    n_train, n_validation = steps * per_step, VALIDATION_BATCHES * per_step
     train, validation, source = load_samples(workload, config, n_train, n_validation)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
@@ -177,9 +180,10 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
         source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
     if padding := batches.padding():
         source += f"; padding: {100 * padding:.1f} %"
-    validation = Batches(validation, held_out, workload.batch_size, packed_to)
+    digest = validation.select([i for sequence in held_out for i in sequence]).alone().digest()
+    validation = list(Batches(validation, held_out, workload.batch_size, packed_to))
     span = batches.keys_of_a_token() if packed_to else workload.seq_len
-    return Data(train=batches, validation=list(validation), source=source, span=span)
+    return Data(batches, validation, digest, source, span)
 
 
 def load_samples(

@@ -85,6 +85,13 @@ class Samples:
         before = np.concatenate([[0], np.cumsum(self.trained)])
         return before[self.ends] - before[np.minimum(self.starts + 1, self.ends)]
 
+    def alone(self) -> "Samples":
+        """The same samples, with their own tokens and no others."""
+        parts = [slice(*ends) for ends in zip(self.starts, self.ends)]
+        return Samples.of(
+            (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
+        )
+
     def cut_at_the_end(self, length: int) -> "Samples":
         """Each at most so long, the rest left out."""
         return replace(self, ends=np.minimum(self.ends, self.starts + length))

@@ -210,6 +210,7 @@ class Run:
             "peak_memory_bytes": self.peaks[-1],
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
+            "held_out": self.data.held_out,
         }
         print("\n" + result_block(record))
         try:
