@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date, datetime, timezone
 from pathlib import Path
 
 import torch
@@ -141,12 +142,16 @@ class Data:
     )
 
 
-def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
+def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
     """The micro-batches of `steps` steps in a row, and what is held out.
 
     Equal workloads get equal data.  How a step's sequences are spread over micro-batches and
     processes does not decide which sequences are trained on in a step, or held out.  N processes
     take N batches in a row, of batch_size sequences each, as a micro-batch.
+
+    Args:
+        steps: how many a run has, also those that it has taken before it is resumed.
+        day: the run's first, "2026-01-31", which chat templates may write; None: today.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
@@ -154,7 +159,8 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
     """
     per_step = workload.micro_batches * workload.sequences
     n_train, n_validation = steps * per_step, VALIDATION_BATCHES * per_step
-    train, validation, source = load_samples(workload, config, n_train, n_validation)
+    today = date.fromisoformat(day) if day else datetime.now(timezone.utc).date()
+    train, validation, source = load_samples(workload, config, n_train, n_validation, today)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
         raise UserError(
@@ -187,7 +193,7 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
 
 
 def load_samples(
-    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int
+    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
     """(to train on, held out, one line about them), each of at most seq_len tokens."""
     name, seq_len = workload.data, workload.seq_len
@@ -199,7 +205,7 @@ def load_samples(
         train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
         return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
     tokenizer = load_tokenizer(workload)
-    encode = samples.Encoder.of(tokenizer, config)
+    encode = samples.Encoder.of(tokenizer, config, today)
     if name.endswith(".jsonl"):
         text = samples.read_file(name)
         examples = token_cache.cached(
