@@ -79,6 +79,23 @@ def workload_differences(first: dict, other: dict) -> list[str]:
     return Workload.from_record(first).differences(Workload.from_record(other))
 
 
+def held_out(record: dict) -> list:
+    """What decided which sequences a run was validated on, of runs whose seed and model are equal.
+
+    Older records lack the digest.  Their runs validated on as many sequences as a micro-batch has.
+    """
+    workload = Workload.from_record(record)
+    n_sequences = workload.sequences * (workload.micro_batches if "held_out" in record else 1)
+    return [workload.data, workload.seq_len, workload.pack, n_sequences]
+
+
+def validated_alike(first: dict, other: dict) -> bool:
+    """Were two runs validated on the same sequences, as far as their records tell?"""
+    if "held_out" in first and "held_out" in other:
+        return first["held_out"] == other["held_out"]
+    return held_out(first) == held_out(other)
+
+
 def rounds_alike(first: dict, other: dict) -> bool:
     """Do two runs multiply numbers of the same formats?  FP8 is coarser than either dtype."""
     return first.get("fp8") == other.get("fp8")
@@ -122,6 +139,13 @@ def render(names: list[str], records: list[dict]) -> str:
     if first["environment"]["gpu"] is not None:
         ranges = "20th to 80th percentile; no difference: these ranges overlap."
         parts.append(f"{tables.OF_STEPS}\nStep: the median; p20 to p80: {ranges}")
+
+    for name, record in zip(names[1:], records[1:]):
+        if not validated_alike(first, record):
+            parts.append(
+                f"{name}: validated on other sequences than {names[0]}, so their validation losses "
+                "cannot be compared"
+            )
 
     comparable = []
     for name, record in zip(names[1:], records[1:]):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date, datetime, timezone
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from harness.workload import DEFAULT_MODEL, TINY, Workload
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import AutoTokenizer, LlamaConfig
 
-VALIDATION_BATCHES = 4  # each of the sequences of a whole step
+# held out are the sequences of so many whole steps, however a step is laid out
+VALIDATION_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
 @dataclass(frozen=True)
 class Data:
     train: Batches
-    validation: Batches
+    validation: list[Batch]
+    held_out: str  # digest of the samples in `validation`
     source: str  # one line about where it comes from
     span: (
         float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
@@ -140,23 +143,28 @@ class Data:
 
     def digest(self) -> str:
         """The same of equal samples, to train on and held out, and of no others."""
-        return "-".join(part.samples.digest() for part in (self.train, self.validation))
+        return f"{self.train.samples.digest()}-{self.held_out}"
 
 
-def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
-    """The micro-batches of `steps` steps in a row, and those of VALIDATION_BATCHES held out.
+def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
+    """The micro-batches of `steps` steps in a row, and what is held out.
 
-    Of equal workloads the same sequences, however a step's are laid out.  Of several processes
-    those of all: N batches in a row, of batch_size sequences each, are what they take as a
-    micro-batch.
+    Equal workloads get equal data.  How a step's sequences are spread over micro-batches and
+    processes does not decide which sequences are trained on in a step, or held out.  N processes
+    take N batches in a row, of batch_size sequences each, as a micro-batch.
+
+    Args:
+        steps: how many a run has, also those that it has taken before it is resumed.
+        day: the run's first, "2026-01-31", which chat templates may write; None: today.
 
     Raises:
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
-    n_train = steps * workload.micro_batches * workload.sequences
-    n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
-    train, validation, source = load_samples(workload, config, n_train, n_validation)
+    per_step = workload.micro_batches * workload.sequences
+    n_train, n_validation = steps * per_step, VALIDATION_BATCHES * per_step
+    today = date.fromisoformat(day) if day else datetime.now(timezone.utc).date()
+    train, validation, source = load_samples(workload, config, n_train, n_validation, today)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
         raise UserError(
@@ -182,13 +190,14 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int) -> Data:
         source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
     if padding := batches.padding():
         source += f"; padding: {100 * padding:.1f} %"
-    validation = Batches(validation, held_out, workload.batch_size, packed_to)
+    digest = validation.select([i for sequence in held_out for i in sequence]).alone().digest()
+    validation = list(Batches(validation, held_out, workload.batch_size, packed_to))
     span = batches.keys_of_a_token() if packed_to else workload.seq_len
-    return Data(train=batches, validation=validation, source=source, span=span)
+    return Data(batches, validation, digest, source, span)
 
 
 def load_samples(
-    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int
+    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
     """(to train on, held out, one line about them), each of at most seq_len tokens."""
     name, seq_len = workload.data, workload.seq_len
@@ -200,7 +209,7 @@ def load_samples(
         train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
         return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
     tokenizer = load_tokenizer(workload)
-    encode = samples.Encoder.of(tokenizer, config)
+    encode = samples.Encoder.of(tokenizer, config, today)
     if name.endswith(".jsonl"):
         text = samples.read_file(name)
         examples = token_cache.cached(

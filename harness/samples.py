@@ -5,6 +5,7 @@ import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,13 @@ class Samples:
         before = np.concatenate([[0], np.cumsum(self.trained)])
         return before[self.ends] - before[np.minimum(self.starts + 1, self.ends)]
 
+    def alone(self) -> "Samples":
+        """The same samples, with their own tokens and no others."""
+        parts = [slice(*ends) for ends in zip(self.starts, self.ends)]
+        return Samples.of(
+            (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
+        )
+
     def cut_at_the_end(self, length: int) -> "Samples":
         """Each at most so long, the rest left out."""
         return replace(self, ends=np.minimum(self.ends, self.starts + length))
@@ -149,12 +157,23 @@ class Encoder:
 
     tokenizer: PreTrainedTokenizerBase | None  # None: UTF-8 bytes are the tokens
     end: list[int]  # the ids that end a text
+    begin: tuple[int, ...] = ()  # what the tokenizer itself puts before a text
+    day: date = date.min  # the one that a chat template takes for today
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase | None, config: LlamaConfig) -> "Encoder":
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: LlamaConfig,
+        day: date = date.min,
+    ) -> "Encoder":
         if tokenizer is None:
             return cls(None, [256] if config.vocab_size == BYTE_VOCABULARY else [])
-        return cls(tokenizer, [] if (end := tokenizer.eos_token_id) is None else [end])
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = tokenizer("a")["input_ids"]
+        begin = (whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return cls(tokenizer, end, tuple(next(begin, ())), day)
 
     def __call__(self, text: str) -> np.ndarray:
         if self.tokenizer is None:
@@ -163,15 +182,24 @@ class Encoder:
         return np.array(ids, dtype=np.int32)
 
     def in_words(self) -> str:
-        return "UTF-8 bytes" if self.tokenizer is None else type(self.tokenizer).__name__
+        if self.tokenizer is None:
+            return "UTF-8 bytes"
+        name, begin = type(self.tokenizer).__name__, self.tokenizer.decode(self.begin)
+        return f"{name}, each text or prompt begins with {begin}" if begin else name
 
-    def with_end(self, text: str) -> np.ndarray:
-        return np.append(self(text), np.array(self.end, dtype=np.int32))
+    def with_begin(self, text: str) -> np.ndarray:
+        """Its ids after `begin`, which a text may hold itself."""
+        ids, begin = self(text), np.array(self.begin, dtype=np.int32)
+        return ids if np.array_equal(ids[: len(begin)], begin) else np.append(begin, ids)
+
+    def whole(self, text: str) -> np.ndarray:
+        """Its ids between `begin` and `end`."""
+        return np.append(self.with_begin(text), np.array(self.end, dtype=np.int32))
 
 
 def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
-    """Each text with its end, all of it trained on; `lines` says which text it is."""
-    encoded = map(encode.with_end, texts)
+    """Each text with its begin and end, all of it trained on; `lines` says which text it is."""
+    encoded = map(encode.whole, texts)
     return Samples.of((i, ids, np.ones(len(ids), bool)) for i, ids in enumerate(encoded))
 
 
@@ -205,9 +233,9 @@ def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.
     except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
         expected = 'expected a JSON object with strings "prompt" and "completion", or "messages"'
         raise UserError(f"{where}: {expected}") from None
-    if not is_chat:
-        return chat.of_parts(encode(prompt), encode.with_end(completion))
-    return chat.encode_messages(where, example["messages"], encode)
+    if is_chat:
+        return chat.encode_messages(where, example, encode)
+    return chat.of_parts(encode.with_begin(prompt), encode.whole(prompt + completion))
 
 
 def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int]:

@@ -1,8 +1,9 @@
 """Tokens are made once and kept: in $XDG_CACHE_HOME/kernel-dev-ft, or ~/.cache/kernel-dev-ft.
 
 There is one file for each data and tokenizer name.  What it says that it was made of decides
-whether it still serves: a sum over the texts, and one over the tokenizer with its chat template.
-The length of sequences is not part of it: whole samples are kept.  UTF-8 bytes are not kept, they
+whether it still serves: a sum over the texts, and one over the tokenizer with its special tokens,
+its chat template, and the day, if the template writes that.  The length of sequences is not part of
+it: whole samples are kept.  UTF-8 bytes are not kept, they
 are read as fast.
 
 The file is NumPy's .npz, a zip of arrays with a checksum each; loading it runs nothing.
@@ -21,7 +22,7 @@ import numpy as np
 from harness.output_files import write_whole
 from harness.samples import Encoder, Samples
 
-FORMAT = 1  # to be counted up where samples are made in another way
+FORMAT = 2  # to be counted up where samples are made in another way
 
 
 def folder() -> Path:
@@ -43,6 +44,7 @@ def cached(
     made_of = {
         "data": digest(*texts),
         "tokenizer": digest(*described(encode)),
+        "day": day_written(encode),
         "format": FORMAT,
     }
     if (samples := load(file, made_of)) is not None:
@@ -75,8 +77,9 @@ def load(file: Path, made_of: dict) -> Samples | None:
         return None
     differing = [key for key, value in made_of.items() if said.get(key) != value]
     if differing:
-        of = {"data": "other data", "tokenizer": "another tokenizer", "format": "another version"}
-        print(f"{file} is of {of[differing[0]]}: tokenizing again")
+        what = {"data": "other data", "format": "another version"}
+        which = what.get(differing[0], f"another {differing[0]}")
+        print(f"{file} is of {which}: tokenizing again")
         return None
     return samples
 
@@ -105,8 +108,15 @@ def digest(*texts: str) -> str:
 
 
 def described(encode: Encoder) -> list[str]:
-    """All that decides which tokens a text becomes."""
+    """All that decides which tokens a text becomes, but for the day."""
     tokenizer = encode.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow ones have none
     vocabulary = backend.to_str() if backend else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return [type(tokenizer).__name__, vocabulary, str(tokenizer.chat_template), str(encode.end)]
+    special = tokenizer.special_tokens_map, tokenizer.split_special_tokens
+    more = map(str, (tokenizer.chat_template, special, encode.begin, encode.end))
+    return [type(tokenizer).__name__, vocabulary, *more]
+
+
+def day_written(encode: Encoder) -> str | None:
+    """The day that the tokenizer's chat template writes into a conversation, if it writes one."""
+    return str(encode.day) if "strftime_now" in str(encode.tokenizer.chat_template) else None

@@ -77,8 +77,11 @@ class Run:
     ):
         self.name, self.workload, self.model = name, workload, model
         self.record_to, self.save_to = record_to, save_to
-        self.data = load_data(workload, model.config, workload.steps)
         self.environment = environment()
+        # of the run's first process; older checkpoints do not say the day
+        started = {"environment": self.environment} | (resumed or {})
+        self.day = started.get("day", started["environment"]["date"])
+        self.data = load_data(workload, model.config, workload.steps, self.day)
         self.described = workload.as_record() | counts(model, workload) | (more or {})
         # one of each per step; data_seconds: of its seconds, those that the device waited for data
         before = resumed or dict.fromkeys(COLUMNS, ())
@@ -183,7 +186,7 @@ class Run:
     def progress(self) -> dict:
         """What a run that goes on after the steps so far has to know of them, as `resumed`."""
         columns = {column: getattr(self, column) for column in COLUMNS}
-        return columns | {"validation_loss_before": self.validation_before}
+        return columns | {"validation_loss_before": self.validation_before, "day": self.day}
 
     def finish(self) -> dict:
         """Validate, print the result block, save the model, write the record and return it.
@@ -210,6 +213,7 @@ class Run:
             "peak_memory_bytes": self.peaks[-1],
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
+            "held_out": self.data.held_out,
         }
         print("\n" + result_block(record))
         try:

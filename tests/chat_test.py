@@ -1,6 +1,8 @@
 """Conversations become the tokens that the template makes of them, and answers are trained on."""
 
+import itertools
 import json
+from datetime import date
 
 import pytest
 
@@ -10,6 +12,11 @@ from harness.command_line import UserError
 from tests.cli_test import assert_refused
 from tests.small_workloads import TINY
 from tests.token_cache_test import tokenizer_of
+
+# isort: split
+# after the harness, which decides how triton (imported by these) will run
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 WORDS = "<user> <system> <assistant> <end> hello there how are you fine thanks bye"
 TURNS = (
@@ -82,3 +89,170 @@ def test_a_model_of_bytes_has_no_template(run_script, tmp_path):
     path.write_text(json.dumps({"messages": TALK}))
     outcome = run_script(finetune_baseline, *TINY, "--data", str(path))
     assert_refused(outcome, "line 1", "chat template", '"prompt"')
+
+
+# ---------------------------------------------------------------- whole, as in generation
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<assistant>"]
+TRAINER = trainers.BpeTrainer(vocab_size=90, special_tokens=SPECIAL)
+METASPACE, BYTES = pre_tokenizers.Metaspace, pre_tokenizers.ByteLevel
+TOKENIZERS = {
+    "LLaMA 2": METASPACE(prepend_scheme="first", split=False),
+    "first": METASPACE(prepend_scheme="first"),
+    "always": METASPACE(prepend_scheme="always"),
+    "unigram": METASPACE(prepend_scheme="always"),
+    "bytes": BYTES(add_prefix_space=False),
+    "bytes with a space before": BYTES(add_prefix_space=True),
+}
+SPACED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+CLOSE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</s>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+UNMARKED = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request) -> PreTrainedTokenizerFast:
+    """As LLaMA's, it puts <s> before a text."""
+    words = WORDS.split()[4:]
+    texts = [" ".join(words[:i] + words[i + 1 :]) for i in range(8)] + ["[INST] hello [/INST]\n"]
+    if request.param == "unigram":
+        letters = [(letter, -9.0) for letter in sorted({"▁", *"".join(texts)} - {" "})]
+        pieces = [*((piece, 0.0) for piece in SPECIAL), *letters, *((f"▁{w}", -9.0) for w in words)]
+        made = Tokenizer(models.Unigram(pieces, unk_id=0))
+        made.add_special_tokens(SPECIAL)
+    else:
+        made = Tokenizer(models.BPE())
+    made.pre_tokenizer = TOKENIZERS[request.param]
+    if request.param != "unigram":
+        made.train_from_iterator(texts * 9, TRAINER)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def encoded(tokenizer, line: dict, **more) -> tuple[list[int], list[int]]:
+    """(ids, those in front that are not trained on)."""
+    encode = samples.Encoder.of(tokenizer, architecture.tiny_config(), **more)
+    made = samples.tokenize_jsonl("talk.jsonl", json.dumps(line), encode)
+    n = int((~made.trained).sum())
+    assert made.trained[n:].all() and not made.trained[:n].any()
+    return made.tokens.tolist(), made.tokens[:n].tolist()
+
+
+@pytest.mark.parametrize("template", [SPACED, CLOSE, UNMARKED], ids=["spaced", "close", "lines"])
+def test_a_conversation_is_tokenized_whole_as_in_generation(tokenizer, template):
+    tokenizer.chat_template = template
+    ids, prompt = encoded(tokenizer, {"messages": TALK})
+    assert ids == tokenizer.apply_chat_template(TALK[:4])["input_ids"]
+    asked = tokenizer.apply_chat_template(TALK[:3], add_generation_prompt=True)["input_ids"]
+    assert prompt == asked
+
+
+def test_a_prompt_and_its_completion_are_tokenized_whole(tokenizer):
+    """After what the tokenizer puts before a text; completions begin with a space, or do not."""
+    for prompt, completion in [("hello", " there"), ("how are you ", ""), ("", "fine"), ("(", "a")]:
+        line = {"prompt": prompt, "completion": completion}
+        ids, masked = encoded(tokenizer, line)
+        assert ids == tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
+        assert masked == tokenizer(prompt)["input_ids"][: len(masked)]
+        assert len(masked) == len(tokenizer(prompt)["input_ids"]) or masked == ids[: len(masked)]
+
+
+def test_a_token_across_the_border_is_trained_on(tokenizer):
+    prompt, completion = "fine tha", "nks"
+    ids, masked = encoded(tokenizer, {"prompt": prompt, "completion": completion})
+    assert ids == tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
+    asked = tokenizer(prompt)["input_ids"]
+    assert masked == asked[: len(masked)] and masked != asked, "no token lies across"
+    assert ids[len(masked)] != asked[len(masked)]
+
+
+def test_a_text_that_begins_with_the_special_token_has_it_once(tokenizer):
+    ids, _ = encoded(tokenizer, {"prompt": "<s>hello", "completion": " there"})
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+def test_each_text_begins_as_the_tokenizer_begins_it(tokenizer):
+    encode = samples.Encoder.of(tokenizer, architecture.tiny_config())
+    texts = ["hello there", "", "fine"]
+    made = samples.tokenize_texts(texts, encode)
+    whole = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    assert made.tokens.tolist() == [*itertools.chain(*whole)]
+    assert made.lengths.tolist() == [*map(len, whole)]
+    assert "each text or prompt begins with <s>" in encode.in_words()
+
+
+# ---------------------------------------------------------------- what else a line says
+
+TOOLS = [{"type": "function", "function": {"name": "hello", "parameters": {}}}]
+SAID = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{{ mood }} " + TURNS
+)
+
+
+@pytest.mark.parametrize("template", [SAID, "{{ mood }} " + MARKED], ids=["last", "marked"])
+def test_tools_and_arguments_of_the_template_are_passed_on(template):
+    tokenizer = tokenizer_of(WORDS, chat_template=template)
+    more = {"tools": TOOLS, "chat_template_kwargs": {"mood": "fine"}}
+    for tools in (TOOLS, json.dumps(TOOLS), None):
+        ids, _ = encoded(tokenizer, {"messages": TALK[:2], **more, "tools": tools})
+        words = tokenizer.convert_ids_to_tokens(ids)
+        assert words[:2] == (
+            ["hello", "fine"] if tools and template == SAID else ["fine", "<user>"]
+        )
+        options = {"tools": TOOLS if tools else None, "mood": "fine"}
+        assert ids == tokenizer.apply_chat_template(TALK[:2], **options)["input_ids"]
+
+
+def test_a_call_of_a_tool_needs_no_text():
+    tokenizer = tokenizer_of(WORDS, chat_template=TURNS.replace("m.content", "m.content or 'bye'"))
+    call = {"role": "assistant", "content": None, "tool_calls": [TOOLS[0]]}
+    ids, _ = encoded(tokenizer, {"messages": [TALK[0], call]})
+    assert tokenizer.decode(ids).endswith("<assistant> bye <end>")
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"tools": {}}, ['"tools"', "list"]),
+        ({"tools": ["hello"]}, ['"tools"', "list"]),
+        ({"tools": "{"}, ['"tools"', "list"]),
+        ({"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            ["the chat template refuses it", "tokenize"],
+        ),
+    ],
+)
+def test_what_cannot_be_passed_on_is_one_sentence(more, words):
+    with pytest.raises(UserError) as caught:
+        encoded(tokenizer_of(WORDS, chat_template=TURNS), {"messages": TALK, **more})
+    said = str(caught.value)
+    assert all(word in said for word in ["line 1", *words]) and "\n" not in said, said
+
+
+# ---------------------------------------------------------------- the day, which templates write
+
+DATED = "{% if not day %}{% set day = strftime_now('%A') %}{% endif %}{{ day }} " + TURNS
+
+
+@pytest.mark.parametrize("quote", "'\"")
+def test_a_template_with_the_date_writes_that_of_the_run(quote):
+    """Not that of a later day, on which the run is resumed."""
+    days = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
+    tokenizer = tokenizer_of(f"{WORDS} {days}", chat_template=DATED.replace("'", quote))
+    for i, day in enumerate(days.split()):
+        ids, _ = encoded(tokenizer, {"messages": TALK[:2]}, day=date(2026, 2, 2 + i))
+        assert tokenizer.decode(ids).startswith(f"{day} <user>")
+    given = {"messages": TALK[:2], "chat_template_kwargs": {"day": "Friday"}}
+    ids, _ = encoded(tokenizer, given, day=date(2026, 2, 2))
+    assert tokenizer.decode(ids).startswith("Friday <user>")

@@ -146,6 +146,29 @@ def test_what_a_run_did_otherwise_is_said_beside_its_kernels(script):
     assert "the same training" in out  # two sequences a step, both
 
 
+@pytest.mark.parametrize(
+    ("first", "other", "comparable"),
+    [
+        ({"held_out": "ab"}, {"held_out": "ab", "seed": 1, "batch_size": 4}, True),
+        ({"held_out": "ab"}, {"held_out": "cd"}, False),
+        # older records do not say which sequences these were, only what decided it
+        ({}, {"seed": 1, "model": "other"}, True),
+        ({}, {"data": "some.txt"}, False),
+        ({}, {"seq_len": 16}, False),
+        ({}, {"pack": True}, False),
+        ({}, {"batch_size": 4}, False),
+        ({"batch_size": 2}, {"world_size": 2, "parallel": "ddp"}, True),
+        ({"held_out": "ab"}, {}, True),
+        ({"accumulate": 4}, {"accumulate": 2}, True),
+        ({"held_out": "ab", "accumulate": 4}, {"accumulate": 4}, False),
+    ],
+)
+def test_validation_losses_on_other_sequences_are_said_to_be_so(script, first, other, comparable):
+    code, out, _ = script(run(**first), run("Optimized", **other))
+    said = "Optimized: validated on other sequences than Baseline" in out
+    assert code == 0 and said == (not comparable)
+
+
 @pytest.mark.parametrize("apart", [1.0, 1.2])
 def test_runs_that_round_otherwise_are_laid_side_by_side_without_a_verdict(script, apart):
     code, out, _ = script(run(), run("FP8", losses=(3.0, 2.0, apart), fp8="all"))

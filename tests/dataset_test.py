@@ -163,3 +163,79 @@ def test_padding_changes_no_loss(tmp_path):
         for batch_size in (3, 1)
     )
     assert together == pytest.approx(one_by_one, rel=1e-6)
+
+
+LAYOUTS = [  # (processes, sequences in a micro-batch of each, micro-batches): four a step
+    (1, 4, 1),
+    (1, 1, 4),
+    (1, 2, 2),
+    (2, 2, 1),
+    (2, 1, 2),
+]
+
+
+@pytest.fixture(params=["stdlib", "synthetic", "text", "jsonl", "stdlib packed", "jsonl packed"])
+def flags_of_data(request, tmp_path) -> list[str]:
+    source, *packed = request.param.split()
+    if source == "text":
+        file = tmp_path / "text.txt"
+        file.write_text("".join(f"{i:07d}\n" for i in range(500)))
+        source = str(file)
+    elif source == "jsonl":
+        examples = (("x" * (i % 5), f"{i}" * (1 + i % 4)) for i in range(300))
+        source = str(jsonl(tmp_path / "data.jsonl", *examples))
+    return ["--data", source, *(["--pack"] if packed else [])]
+
+
+def rows_of(batches: list[dataset.Batch], seq_len: int) -> list[tuple]:
+    """(ids, labels) of each sequence, without the padding at its end."""
+    rows = []
+    for batch in batches:
+        ids, labels = batch.input_ids, batch.labels
+        if batch.position_ids is not None:
+            ids, labels = ids.view(-1, seq_len), labels.view(-1, seq_len)
+        for row in zip(ids.tolist(), labels.tolist()):
+            while row[0][-1] == 0 and row[1][-1] == IGNORE:
+                row = row[0][:-1], row[1][:-1]
+            rows.append(tuple(map(tuple, row)))
+    return rows
+
+
+def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
+    """Neither one that is trained on nor one that is held out, and so not the loss before."""
+    model, found = loading.load_model(tiny_workload(*flags_of_data)), []
+    for processes, batch_size, accumulate in LAYOUTS:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        flags = ["--batch-size", str(batch_size), "--accumulate", str(accumulate)]
+        workload = tiny_workload(*flags_of_data, *flags)
+        data = dataset.load_data(workload, architecture.tiny_config(), 3)
+        monkeypatch.delenv("WORLD_SIZE")
+        assert max(len(row.input_ids) for row in data.validation) <= batch_size
+        trained, held_out = (rows_of(part, 16) for part in (data.train, data.validation))
+        loss = training_run.validation_loss(model, data.validation)
+        found.append((trained, held_out, data.held_out, loss))
+    trained, held_out, digest, loss = found[0]
+    assert len(trained) == 3 * 4 and len(held_out) == 4 * dataset.VALIDATION_BATCHES
+    for others in found[1:]:
+        assert others[:3] == (trained, held_out, digest)
+        assert others[3] == pytest.approx(loss, rel=1e-6)
+
+
+def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
+    """What is trained on is not in it."""
+    examples = [(f"{i}", f"{i}" * 9) for i in range(30)]
+    files = [tmp_path / f"{i}.jsonl" for i in range(3)]
+    jsonl(files[0], *examples)
+    jsonl(files[1], ("another", "one"), *examples[1:])  # one that is trained on
+    jsonl(files[2], *examples[:-1], ("another", "one"))
+
+    def digest(*flags: str) -> str:
+        return dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), 3).held_out
+
+    first, same, other = (digest("--data", str(file)) for file in files)
+    assert first == same != other
+    stdlib, short = ["--data", "stdlib"], ["--seq-len", "8"]
+    more = [["--data", "synthetic"], stdlib, [*stdlib, "--batch-size", "2"], [*stdlib, *short]]
+    digests = {first, other, *(digest(*flags) for flags in more)}
+    assert len(digests) == 6

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import architecture, fp8_flags, loading, resuming, training_run
+from harness import (
+    architecture,
+    dataset,
+    fp8_flags,
+    loading,
+    resuming,
+    token_cache,
+    training_run,
+)
 from harness.checking import DEVICE
 from harness.command_line import Ended, RunError, UserError
 from harness.device import HAS_GPU
@@ -24,10 +33,12 @@ from harness.resuming import Checkpoints
 from harness.workload import Workload
 from next_steps import checkpoint, fp8_layer, kernel_training
 from next_steps.adamw_kernel import TritonAdamW
+from tests.chat_test import TALK, TURNS, WORDS
 from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
+from tests.token_cache_test import tokenizer_of
 
 # isort: split
 # after the harness, which decides how triton (imported by transformers) will run
@@ -150,6 +161,21 @@ def test_in_fp8_it_is_too(trained, examples, mode, monkeypatch):
 
 def test_packed_sequences_are_the_same_ones(trained, examples):
     same_in_pieces(trained, tiny_workload(*SMALL, "--data", examples, "--pack"))
+
+
+def test_conversations_with_the_date_keep_that_of_the_first_day(trained, monkeypatch, tmp_path):
+    """A resumed run has other tokens else, and is refused; there may be no cache of tokens."""
+    file, template = tmp_path / "talk.jsonl", "{{ strftime_now('%A') }} " + TURNS
+    talks = [{"messages": [TALK[i], TALK[1]]} for i in (0, 2, 4)]
+    file.write_text("\n".join(map(json.dumps, talks)))
+    tokenizer = tokenizer_of(f"{WORDS} Monday Tuesday Wednesday", chat_template=template)
+    monkeypatch.setattr(dataset, "load_tokenizer", lambda workload: tokenizer)
+    monkeypatch.setattr(token_cache, "cached", lambda data, texts, encode, tokenize: tokenize())
+    here, first = training_run.environment(), date(2026, 2, 2)
+    # of one run, of one that is resumed once, and of one that is resumed twice
+    days = iter(first + timedelta(days=n) for n in (0, 0, 1, 0, 1, 2))
+    monkeypatch.setattr(training_run, "environment", lambda: here | {"date": str(next(days))})
+    same_in_pieces(trained, tiny_workload(*SMALL, "--data", str(file)))
 
 
 def test_what_rounds_at_random_goes_on_where_it_was(trained, examples):

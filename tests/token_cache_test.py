@@ -1,5 +1,6 @@
 """Tokens are made once, and a file that is not of this data and tokenizer is never used."""
 
+import json
 import random
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.small_workloads import jsonl, tiny_workload
 
 # isort: split
 # after the harness, which decides how triton (imported by these) will run
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 FOLDER = token_cache.folder  # before a fixture replaces it
@@ -92,13 +93,37 @@ def test_another_tokenizer_tokenizes_again_and_says_so(
     assert len(list(token_cache.folder().glob("*"))) == 1, "the old one is replaced"
 
 
-def test_another_template_or_end_is_another_tokenizer(tokenizer, file):
-    encoders = [
-        samples.Encoder.of(tokenizer_of("a b c", **more), CONFIG)
-        for more in ({}, {"chat_template": "{{ 1 }}"}, {"eos_token": "a"})
+def test_all_that_changes_the_tokens_is_another_tokenizer():
+    """A template may write any special token; the post-processor puts one before a text."""
+    begun = tokenizer_of("a b c")
+    begun.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="a $A", special_tokens=[("a", 1)]
+    )
+    changes = [
+        *({"chat_template": "{{ 1 }}"}, {"eos_token": "a"}, {"bos_token": "a"}, {"bos_token": "b"}),
+        *({"cls_token": "a"}, {"extra_special_tokens": ["a"]}, {"split_special_tokens": True}),
+        {"extra_special_tokens": {"image_token": "a"}},
     ]
+    tokenizers = [
+        tokenizer_of("a b c"),
+        begun,
+        *(tokenizer_of("a b c", **more) for more in changes),
+    ]
+    encoders = [samples.Encoder.of(tokenizer, CONFIG) for tokenizer in tokenizers]
     sums = {token_cache.digest(*token_cache.described(encode)) for encode in encoders}
-    assert len(sums) == 3
+    assert len(sums) == len(tokenizers)
+
+
+@pytest.mark.parametrize("writes_it", [True, False])
+def test_another_day_counts_where_the_template_writes_it(file, monkeypatch, capsys, writes_it):
+    talk = [{"role": role, "content": "a b"} for role in ("user", "assistant")]
+    file.write_text("\n".join([json.dumps({"messages": talk})] * 3))
+    begin = "{{ strftime_now('%d') }} " if writes_it else "01 "
+    template = begin + "{% for m in messages %}{{ m.content }} {% endfor %}"
+    give(monkeypatch, tokenizer_of("01 02 a b", chat_template=template))
+    for day in ("2026-01-01", "2026-01-01", "2026-01-02"):
+        dataset.load_data(tiny_workload("--data", str(file)), CONFIG, 2, day)
+    assert capsys.readouterr().out.count("is of another day: tokenizing again") == writes_it
 
 
 def test_changed_data_are_tokenized_again_and_said(tokenizer, file, n_encoded, capsys):
