@@ -58,6 +58,13 @@ def newest(folder: str | Path) -> Path | None:
     return (all_in(folder) or [None])[-1]
 
 
+def in_the_way(folder: str | Path) -> list[Path]:
+    """Folders that are no checkpoints, where a later checkpoint may want to be."""
+    there, last = numbered(folder), newest(folder)
+    later = there if last is None else there[there.index(last) + 1 :]
+    return [path for path in later if any(path.iterdir())]
+
+
 @contextlib.contextmanager
 def alone_in(folder: str | None) -> Iterator[None]:
     """Hold a folder for this run's checkpoints; the end of the process ends that, whatever ends it.

@@ -51,8 +51,11 @@ class Checkpoints:
         """Refuse to write beside a checkpoint that this run does not go on from.
 
         Raises:
-            UserError: there is one.
+            UserError: there is one, or a folder that is none has the name of a later one.
         """
+        if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
+            given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
+            raise UserError(f"{given}, expected none of this name: move it, or name another folder")
         if self.folder and (there := newest(self.folder)):
             resumed = self.resume and newest(self.resume)
             if not (resumed and os.path.samefile(there, resumed)):

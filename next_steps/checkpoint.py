@@ -405,17 +405,24 @@ class Keeper(contextlib.AbstractContextManager):
 
         The first copy's memory is used for all that follow.
         """
-        if self.stager is None and self.copies:
+        if self.copies and self.stager is None:
             n_bytes, room = n_bytes_of(tensors), available_memory()
-            self.copies = n_bytes <= OF_THE_HOST * room
-            if not self.copies:
-                print(
-                    f"A copy of what is saved takes {n_bytes / 1e9:,.1f} GB and the host has "
-                    f"{room / 1e9:,.1f}: training waits until each checkpoint is written"
-                )
+            if n_bytes > OF_THE_HOST * room:
+                needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
+                self.do_without_copies(f"{needed} and the host has {room / 1e9:,.3g}")
             # neither shared with other processes, nor made by a thread while training goes on
             self.stager = DefaultStager(StagingOptions(HAS_GPU, False, False, False))
-        return self.stager.stage(tensors) if self.copies else None
+        if self.copies:
+            try:
+                return self.stager.stage(tensors)
+            except RuntimeError as error:  # the host has not so much, or pins not so much
+                self.do_without_copies(str(error).partition("\n")[0])
+        return None
+
+    def do_without_copies(self, why: str) -> None:
+        """From now on training waits for the disk."""
+        self.copies, self.stager = False, None
+        print(f"Training waits until each checkpoint is written: {why}", flush=True)
 
     def facts(self) -> dict:
         """What is said beside the tensors; see harness/resuming.py."""

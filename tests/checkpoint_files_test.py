@@ -25,6 +25,7 @@ from harness.device import HAS_GPU
 from harness.resuming import Checkpoints
 from next_steps import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
+from tests.fixtures import needs_gpu
 from tests.resume_test import STEPS, flags_of, names_in, one_step, small_training
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 from tests.two_processes import in_two_processes
@@ -130,6 +131,15 @@ def test_a_users_files_stay(tmp_path):
     for name in ("step-1", "step-02", "step-2", "step-9"):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["notes.txt"]
     assert resuming.newest(tmp_path).name == "step-3"
+
+
+def test_a_users_folder_that_would_be_in_the_way_is_refused_before_the_run(run_script, tmp_path):
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "notes.txt").write_text("mine")
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path, *EVERY_STEP))
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert f"--checkpoint {tmp_path} holds step-4, which is no checkpoint" in outcome.err
+    assert names_in(tmp_path) == ["step-4"]
 
 
 def test_what_a_checkpoint_lists_cannot_be_a_file_elsewhere(saved):
@@ -245,35 +255,41 @@ def equal(found, expected) -> bool:
     return losses[0] == losses[1] and all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
-@pytest.mark.parametrize("kernels", [(), ("adamw",)], ids=["PyTorch's", "adamw"])
+@pytest.mark.parametrize(
+    ("kernels", "graph"),
+    [((), False), (("adamw",), False), pytest.param(("adamw",), True, marks=needs_gpu)],
+    ids=["PyTorch's", "adamw", "as a graph"],
+)
 def test_a_step_does_not_wait_for_the_disk_nor_change_what_is_written(
-    trained, tmp_path, monkeypatch, kernels
+    trained, tmp_path, monkeypatch, kernels, graph
 ):
-    """The thread begins to write when training has gone on for a step."""
-    workload = replace(tiny_workload(*SMALL), kernels=kernels)
-    straight = trained(workload)
+    """The thread writes through all of the next step, in which a graph is recorded, and the one
+    that counts after it.
+    """
+    workload = replace(tiny_workload(*SMALL), kernels=kernels, cuda_graph=graph)
+    straight, folder = trained(workload), tmp_path / "kept"
     steps, end_step, write = [0], training_run.Run.end_step, checkpoint.write
 
     def count(run, loss):
         end_step(run, loss)
         steps[0] = len(run.losses)
 
-    def write_late(folder, tensors, facts, *more):
+    def write_long(folder, tensors, facts, *more):
         end = time.monotonic() + 60
         while steps[0] <= facts["step"]:
+            checkpoint.dcp.save(tensors, storage_writer=checkpoint.Writer(tmp_path / "again"))
             if time.monotonic() > end:
                 raise RunError("training waited for the disk")
-            time.sleep(0.01)
         return write(folder, tensors, facts, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(training_run.Run, "end_step", count)
-        patch.setattr(checkpoint, "write", write_late)
-        trained(workload, Checkpoints(str(tmp_path), 2, keep=2))
-    assert names_in(tmp_path) == ["step-2", "step-4"]
+        patch.setattr(checkpoint, "write", write_long)
+        trained(workload, Checkpoints(str(folder), 2, keep=2))
+    assert names_in(folder) == ["step-2", "step-4"]
     for step in (4, 2):
-        assert equal(trained(workload, Checkpoints(resume=str(tmp_path))), straight), step
-        shutil.rmtree(tmp_path / f"step-{step}")
+        assert equal(trained(workload, Checkpoints(resume=str(folder))), straight), step
+        shutil.rmtree(folder / f"step-{step}")
 
 
 @forks
@@ -315,18 +331,29 @@ def test_the_record_says_how_long_training_waited(run_script, tmp_path):
     assert f"Waiting for checkpoints:  {sum(waits):.1f} s in all, for 2\n" in outcome.out
 
 
-def test_where_the_host_has_no_memory_for_a_copy_training_waits(run_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "host_memory", lambda: 0)
+@pytest.mark.parametrize("says", ["nothing left", "pinned"])
+def test_where_the_host_has_no_memory_for_a_copy_training_waits(
+    run_script, tmp_path, monkeypatch, says
+):
+    def refuse(*_):
+        raise RuntimeError("Registering memory failed with cudaError: 2.\nMore about it")
+
+    if says == "pinned":
+        monkeypatch.setattr(checkpoint.DefaultStager, "stage", refuse)
+        why = "Registering memory failed with cudaError: 2."
+    else:
+        monkeypatch.setattr(checkpoint, "host_memory", lambda: 0)
+        why = "a copy of what is saved takes 0.000"
     outcome = run_script(finetune_baseline, *flags_of(tmp_path / "kept", *EVERY_STEP))
     assert outcome.code == 0 and names_in(tmp_path / "kept") == ["step-5"]
-    assert outcome.out.count("training waits until each checkpoint is written") == 1
+    assert outcome.out.count(f"Training waits until each checkpoint is written: {why}") == 1
     assert outcome.out.index("step-1\n") < outcome.out.index("step 2/6")
 
 
 # ---------------------------------------------------------------- a full disk
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_first_step(run_script, small_disk):  # noqa: F811
+def test_a_disk_that_is_too_small_is_refused_before_the_run(run_script, small_disk):  # noqa: F811
     (small_disk / "other").write_bytes(bytes(2**15))
     outcome = run_script(finetune_baseline, *flags_of(small_disk / "kept", *EVERY_STEP))
     assert outcome.code == 2 and "step 1/6" not in outcome.out and outcome.err.count("\n") == 1
@@ -335,7 +362,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(run_script, s
 
 
 @pytest.mark.parametrize("rows", [400, 40_000], ids=["in the middle", "at the beginning"])
-def test_a_disk_that_is_full_is_one_sentence_with_what_the_system_says(small_disk, rows):  # noqa: F811
+def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa: F811
     model, optimizer = small_training()
     one_step(model, optimizer)
     path = checkpoint.save(str(small_disk), model, optimizer, {"step": 1})
