@@ -1,23 +1,22 @@
 """From which checkpoint a run goes on, and whether it may: flags, facts, refusals.
 
-    DIR/step-400/run.json      the facts: workload, losses so far, data, versions
-    DIR/step-400/...           the tensors, which next_steps/checkpoint.py writes and reads
-
-Only a complete checkpoint has a name like this one.  What does not fit is refused before a model is
-loaded; the flags alone import no PyTorch.
+The files themselves are harness/checkpoint_files.py's.  What does not fit is refused before a model
+is loaded; the flags alone import no PyTorch.
 """
 
 import argparse
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.command_line import UserError
+from harness import checkpoint_files
+from harness.checkpoint_files import FACTS, newest
+from harness.command_line import UserError, flag_name
 from harness.workload import Workload
 
-FACTS = "run.json"
-NAMED = "step-"  # how a checkpoint's name begins; the number of steps taken follows
 # lists of a run with an entry for each step
 COLUMNS = "losses", "seconds", "tokens", "peaks", "data_seconds"
 # on what bits depend besides the workload
@@ -31,6 +30,7 @@ class Checkpoints:
     folder: str | None = None  # to write them to
     every: int | None = None  # steps; None: only when a signal ends the run
     resume: str | None = None  # to go on from its newest
+    keep: int = 1  # how many stay, the newest ones
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
@@ -39,37 +39,45 @@ class Checkpoints:
         Raises:
             UserError: there is no folder to write to, or the checkpoint of another run is in it.
         """
-        asked = cls(args.checkpoint, args.checkpoint_every, args.resume)
-        if asked.every and not asked.folder:
-            given = f"--checkpoint-every {asked.every} has no place to write to"
-            raise UserError(f"{given}: add --checkpoint DIR")
-        if asked.folder and (there := newest(asked.folder)):
-            resumed = asked.resume and newest(asked.resume)
-            if not (resumed and os.path.samefile(there, resumed)):
-                given = f"--checkpoint {asked.folder} holds {there.name} of another run"
-                advice = f"add --resume {asked.folder} to go on from there, or name another folder"
-                raise UserError(f"{given}, expected none: {advice}")
+        asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
+        for name in ("checkpoint_every", "keep"):
+            if (value := getattr(args, name)) and not asked.folder:
+                given = f"{flag_name(name)} {value} has no place to write to"
+                raise UserError(f"{given}: add --checkpoint DIR")
+        asked.refuse_another_runs()
         return asked
+
+    def refuse_another_runs(self) -> None:
+        """Refuse to write beside a checkpoint that this run does not go on from.
+
+        Raises:
+            UserError: there is one, or a folder that is none has the name of a later one.
+        """
+        if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
+            given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
+            raise UserError(f"{given}, expected none of this name: move it, or name another folder")
+        if self.folder and (there := newest(self.folder)):
+            resumed = self.resume and newest(self.resume)
+            if not (resumed and os.path.samefile(there, resumed)):
+                given = f"--checkpoint {self.folder} holds {there.name} of another run"
+                advice = f"add --resume {self.folder} to go on from there, or name another folder"
+                raise UserError(f"{given}, expected none: {advice}")
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the folder, so that no other run writes there meanwhile.
+
+        Raises:
+            UserError: another run does, or has done since the flags were read.
+        """
+        with checkpoint_files.alone_in(self.folder):
+            self.refuse_another_runs()
+            yield
 
     @property
     def is_asked(self) -> bool:
         """Is there anything to write or to go on from?"""
         return self.folder is not None or self.resume is not None
-
-
-def all_in(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in a folder, the newest last; none where there is no folder."""
-    found = {
-        int(path.name.removeprefix(NAMED)): path
-        for path in Path(folder).glob(f"{NAMED}*")
-        if path.name.removeprefix(NAMED).isdecimal() and path.is_dir()
-    }
-    return [found[step] for step in sorted(found)]
-
-
-def newest(folder: str | Path) -> Path | None:
-    """The complete checkpoint of most steps; None if there is none."""
-    return (all_in(folder) or [None])[-1]
 
 
 def read(folder: str, workload: Workload) -> tuple[Path, dict]:
@@ -97,7 +105,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
         facts["data_digest"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except checkpoint_files.UNREADABLE as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
     if workload.steps <= step:
@@ -111,6 +119,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         given = f"{path} is of another training: {'; '.join(different)}"
         advice = "give the flags and the model's config.json that it was started with"
         raise UserError(f"{given}: {advice}, or name another")
+    checkpoint_files.check(path)  # last: it reads all of a large checkpoint
     print(f"Resuming from {path}: steps {step + 1} to {workload.steps}")
     for note in notes(saved, machine, workload):
         print(note)

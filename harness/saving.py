@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from harness import adapter_flags
 from harness.adapters import adapter_weights, merged_weights, peft_config
+from harness.checkpoint_files import numbered
 from harness.command_line import RunError
 from harness.dataset import load_tokenizer
 from harness.output_files import UNFINISHED
@@ -137,8 +138,9 @@ def remove_unfinished(target: Path) -> None:
     """Remove what interrupted saves left in a folder, but for weights that config.json names."""
     config = target / CONFIG
     loaded = config.read_text(errors="replace") if config.exists() else ""
+    checkpoints = numbered(target, before=UNFINISHED)  # another run may be writing them
     for folder in target.glob(f"{UNFINISHED}*"):
-        if folder.is_dir() and folder.name not in loaded:
+        if folder.is_dir() and folder.name not in loaded and folder not in checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -350,6 +350,8 @@ def result_block(record: dict) -> str:
     if "data_seconds" in record:
         share = f"at most {100 * waited(record):.2f} % of the steps' time"
         rows.append(("Waiting for data:", share))
+    if waits := record.get("checkpoint_seconds"):
+        rows.append(("Waiting for checkpoints:", f"{sum(waits):.1f} s in all, for {len(waits)}"))
     rows += [
         ("Model FLOPs utilization:", utilization),
         ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),

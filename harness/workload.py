@@ -154,7 +154,13 @@ def finetune_parser(doc: str) -> Parser:
         "--checkpoint-every",
         type=positive_int,
         metavar="N",
-        help="also one after every N steps; the newest stays",
+        help="also one after every N steps",
+    )
+    add(
+        "--keep",
+        type=positive_int,
+        metavar="K",
+        help="how many checkpoints stay, the newest ones (default: 1)",
     )
     add("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, to the bit")
     return parser

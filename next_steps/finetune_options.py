@@ -27,7 +27,7 @@ from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.resuming import Checkpoints
 from harness.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune_parser
 
-CHECKPOINTS = "checkpoint", "checkpoint_every", "resume"
+CHECKPOINTS = "checkpoint", "checkpoint_every", "keep", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 COMPILED = "compile", OWN_GRAPHS, "unsloth", *FLOAT8_OPPONENTS
 IGNORED = {  # by each of the flags below

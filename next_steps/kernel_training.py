@@ -34,19 +34,20 @@ def train(
 ) -> dict:
     """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
     parallel.start(workload)
-    path = before = None
-    if checkpoints.resume is not None:
-        path, before = resuming.read(checkpoints.resume, workload)
-    model, called, optimizer = prepare(workload)
-    if checkpoints.is_asked:
-        checkpoint.refuse_random_numbers(model)
-    if before:
-        checkpoint.load(model, optimizer, path, before)
-    more = layers_in_fp8(model, workload)
-    run = Run(name, workload, model, record_to, save_to, more, resumed=before)
-    if before:
-        checkpoint.check_data(run, before)
-    return take_steps(run, optimizer, called, checkpoints)
+    with checkpoints.claimed():
+        path = before = None
+        if checkpoints.resume is not None:
+            path, before = resuming.read(checkpoints.resume, workload)
+        model, called, optimizer = prepare(workload)
+        if checkpoints.is_asked:
+            checkpoint.refuse_random_numbers(model)
+        if before:
+            checkpoint.load(model, optimizer, path, before)
+        more = layers_in_fp8(model, workload)
+        run = Run(name, workload, model, record_to, save_to, more, resumed=before)
+        if before:
+            checkpoint.check_data(run, before)
+        return take_steps(run, optimizer, called, checkpoints)
 
 
 def prepare(

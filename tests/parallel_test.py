@@ -273,7 +273,7 @@ def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
         several.send_signal(signal.SIGTERM)
         said = several.stdout.read()
         assert several.wait(SECONDS) != 0
-    (path,) = (tmp_path / "kept").iterdir()
+    (path,) = (tmp_path / "kept").glob("step-*")
     assert f"Checkpoint written to {path}" in said and path.name.startswith("step-")
     steps = json.loads((path / "run.json").read_text())["step"]
     assert f"Ended after step {steps}: --resume {tmp_path / 'kept'}" in said

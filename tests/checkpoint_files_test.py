@@ -1,0 +1,403 @@
+"""Checkpoints written beside the training: who may write, what is damaged, what is removed."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import finetune_baseline
+from harness import architecture, checkpoint_files, resuming, training_run
+from harness.checkpoint_files import CHECKSUMS, FACTS, LOCK
+from harness.command_line import RunError, UserError
+from harness.device import HAS_GPU
+from harness.resuming import Checkpoints
+from next_steps import checkpoint, kernel_training
+from tests.files_test import in_child, small_disk, started  # noqa: F401
+from tests.fixtures import needs_gpu
+from tests.resume_test import STEPS, flags_of, names_in, one_step, small_training
+from tests.small_workloads import TINY, smaller_config, tiny_workload
+from tests.two_processes import in_two_processes
+
+forks = pytest.mark.skipif(HAS_GPU, reason="a process that has used a GPU cannot be forked")
+SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
+EVERY_STEP = ["--checkpoint-every", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch, own_cache):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder with the checkpoint of step 2 of a small training."""
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    checkpoint.save(str(tmp_path / "kept"), model, optimizer, {"step": 2})
+    return tmp_path / "kept"
+
+
+# ---------------------------------------------------------------- one run writes
+
+
+@contextlib.contextmanager
+def held(folder: Path):
+    """Another run has the folder; yields its process."""
+    folder.mkdir(exist_ok=True)
+    ready, tell = os.pipe()
+
+    def hold():
+        with checkpoint_files.alone_in(str(folder)):
+            os.write(tell, b"x")
+            time.sleep(600)
+
+    child = started(hold)
+    os.read(ready, 1)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+@forks
+def test_two_runs_of_one_command_do_not_remove_each_others_files(run_script, tmp_path):
+    """A scheduler has started the command again while the first run is still there."""
+    folder = tmp_path / "kept"
+    with held(folder) as other:
+        (folder / ".unfinished-step-2").mkdir()
+        outcome = run_script(finetune_baseline, *flags_of(folder, *EVERY_STEP))
+        assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+        assert f"another run writes its checkpoints to --checkpoint {folder}" in outcome.err
+        assert names_in(folder) == [".unfinished-step-2"]
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        assert run_script(finetune_baseline, *flags_of(folder, *EVERY_STEP)).code == 0
+    assert names_in(folder) == ["step-5"]
+
+
+def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
+    """It ended after this run had read its flags."""
+    asked = Checkpoints(str(tmp_path), 1)
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    with pytest.raises(UserError, match="holds step-2 of another run"), asked.claimed():
+        pass
+    with Checkpoints(str(tmp_path), 1, str(tmp_path)).claimed():
+        pass
+
+
+def test_a_model_is_saved_beside_the_checkpoints_of_its_run(run_script, tmp_path):
+    """Neither waits for the other's lock, nor removes what the other has not finished."""
+    folder = tmp_path / "both"
+    flags = flags_of(folder, "--checkpoint-every", "2", "--save", str(folder))
+    assert run_script(finetune_baseline, *flags).code == 0
+    names = names_in(folder)
+    assert "step-4" in names and "model.safetensors" in names
+    (folder / ".unfinished-step-7").mkdir()
+    save = ["--save", str(folder)]
+    assert run_script(finetune_baseline, *TINY, *SMALL, *save).code == 0
+    assert names_in(folder) == [".unfinished-step-7", *names]
+
+
+# ---------------------------------------------------------------- what is removed
+
+
+def test_a_users_files_stay(tmp_path):
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    for name in ("step-1", "step-02", "step-9"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    (tmp_path / "step-2" / "notes.txt").write_text("mine too")
+    checkpoint.save(str(tmp_path), model, optimizer, {"step": 3})
+    assert names_in(tmp_path) == ["step-02", "step-1", "step-2", "step-3", "step-9"]
+    for name in ("step-1", "step-02", "step-2", "step-9"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["notes.txt"]
+    assert resuming.newest(tmp_path).name == "step-3"
+
+
+def test_a_users_folder_that_would_be_in_the_way_is_refused_before_the_run(run_script, tmp_path):
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "notes.txt").write_text("mine")
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path, *EVERY_STEP))
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert f"--checkpoint {tmp_path} holds step-4, which is no checkpoint" in outcome.err
+    assert names_in(tmp_path) == ["step-4"]
+
+
+def test_what_a_checkpoint_lists_cannot_be_a_file_elsewhere(saved):
+    outside = saved.parent / "outside"
+    outside.write_text("there")
+    listed = json.loads((saved / "step-2" / CHECKSUMS).read_text())
+    listed["../../outside"] = [5, checkpoint_files.digest(outside)]
+    (saved / "step-2" / CHECKSUMS).write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="does not list the files of a checkpoint"):
+        checkpoint_files.check(saved / "step-2")
+    checkpoint_files.remove(saved / "step-2")
+    assert outside.exists()
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [([], [5]), (["--keep", "1"], [5]), (["--keep", "3"], [3, 4, 5])]
+)
+def test_the_newest_are_kept(run_script, tmp_path, keep, left):
+    folder = tmp_path / "kept"
+    outcome = run_script(finetune_baseline, *flags_of(folder, *EVERY_STEP, *keep))
+    assert outcome.code == 0 and names_in(folder) == [f"step-{step}" for step in left]
+    for step in range(1, 6):
+        assert f"Checkpoint written to {folder / f'step-{step}'}\n" in outcome.out
+
+
+def test_keep_without_a_folder_is_refused(run_script):
+    outcome = run_script(finetune_baseline, *TINY, *SMALL, "--keep", "2")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--keep 2 has no place to write to: add --checkpoint DIR" in outcome.err
+
+
+# ---------------------------------------------------------------- what is damaged
+
+
+def test_a_flipped_bit_is_found_in_every_file(saved):
+    path = saved / "step-2"
+    checkpoint_files.check(path)
+    choose = random.Random(0)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for _ in range(60):
+            bit = choose.randrange(8 * len(content))
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            try:
+                checkpoint_files.check(path)
+            except UserError as refused:
+                assert file.name in str(refused) or file.name == CHECKSUMS
+            else:  # a line break became another blank, where JSON allows it
+                assert json.loads(flipped) == json.loads(content)
+        file.write_bytes(content)
+    checkpoint_files.check(path)
+
+
+def test_a_large_file_is_digested_in_pieces_and_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "PIECE", 4)
+    digests = set()
+    for content in (b"", b"aaaabbbb", b"bbbbaaaa", b"aaaabbb", b"aaaabbbbc"):
+        (tmp_path / "file").write_bytes(content)
+        digests.add(checkpoint_files.digest(tmp_path / "file"))
+    assert len(digests) == 5
+
+
+def refused_in(rank, device, path: Path) -> tuple[str, list[str]]:
+    """What this process is told, and which files it has read."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    digest, read = checkpoint_files.digest, []
+    checkpoint_files.digest = lambda file: read.append(file.name) or digest(file)
+    try:
+        checkpoint_files.check(path)
+    except UserError as refused:
+        return str(refused), read
+    return "", read
+
+
+@pytest.mark.exhaustive
+def test_several_processes_read_each_file_once_and_refuse_together(saved, tmp_path_factory):
+    path = saved / "step-2"
+    stores = [tmp_path_factory.mktemp(name) for name in ("intact", "damaged")]
+    (said, read), (other_said, other_read) = in_two_processes(refused_in, stores[0], path)
+    assert said == other_said == "" and sorted(read + other_read) == sorted(
+        {file.name for file in path.iterdir()} - {CHECKSUMS}
+    )
+    os.truncate(path / FACTS, 1)
+    (said, _), (other_said, _) = in_two_processes(refused_in, stores[1], path)
+    assert said == other_said and f"{FACTS} is damaged" in said
+
+
+# ---------------------------------------------------------------- beside the training
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """trained(workload, checkpoints): the record, and all tensors in the end."""
+    made, optimizer_for = [], kernel_training.optimizer_for
+
+    def remember(model, workload):
+        made[:] = model, optimizer_for(model, workload)
+        return made[1]
+
+    monkeypatch.setattr(kernel_training, "optimizer_for", remember)
+
+    def train(workload, checkpoints=kernel_training.NO_CHECKPOINTS):
+        record = kernel_training.train(workload, checkpoints=checkpoints)
+        return record["losses"], checkpoint.tensors_in(checkpoint.tensors_of(*made))
+
+    return train
+
+
+def equal(found, expected) -> bool:
+    losses, tensors = zip(found, expected)
+    return losses[0] == losses[1] and all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "graph"),
+    [((), False), (("adamw",), False), pytest.param(("adamw",), True, marks=needs_gpu)],
+    ids=["PyTorch's", "adamw", "as a graph"],
+)
+def test_a_step_does_not_wait_for_the_disk_nor_change_what_is_written(
+    trained, tmp_path, monkeypatch, kernels, graph
+):
+    """The thread writes through all of the next step, in which a graph is recorded, and the one
+    that counts after it.
+    """
+    workload = replace(tiny_workload(*SMALL), kernels=kernels, cuda_graph=graph)
+    straight, folder = trained(workload), tmp_path / "kept"
+    steps, end_step, write = [0], training_run.Run.end_step, checkpoint.write
+
+    def count(run, loss):
+        end_step(run, loss)
+        steps[0] = len(run.losses)
+
+    def write_long(folder, tensors, facts, *more):
+        end = time.monotonic() + 60
+        while steps[0] <= facts["step"]:
+            checkpoint.dcp.save(tensors, storage_writer=checkpoint.Writer(tmp_path / "again"))
+            if time.monotonic() > end:
+                raise RunError("training waited for the disk")
+        return write(folder, tensors, facts, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run.Run, "end_step", count)
+        patch.setattr(checkpoint, "write", write_long)
+        trained(workload, Checkpoints(str(folder), 2, keep=2))
+    assert names_in(folder) == ["step-2", "step-4"]
+    for step in (4, 2):
+        assert equal(trained(workload, Checkpoints(resume=str(folder))), straight), step
+        shutil.rmtree(folder / f"step-{step}")
+
+
+@forks
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, seed):
+    """A dozen times, at any moment of the writing: what is newest is whole, and little else stays.
+
+    Two are kept, one may be half written, and one half removed.
+    """
+    workload = tiny_workload("--seq-len", "8", "--steps", "200")
+    straight = trained(workload)
+    choose, folder, found = random.Random(seed), tmp_path / "kept", set()
+    folder.mkdir()
+    (folder / LOCK).touch()
+    for _ in range(12):
+        resume = str(folder) if resuming.newest(folder) else None
+        asked = Checkpoints(str(folder), 1, resume, keep=2)
+        before = folder.stat().st_mtime_ns
+        child = started(partial(kernel_training.train, workload, checkpoints=asked))
+        while folder.stat().st_mtime_ns == before and os.waitpid(child, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)  # until the first save begins
+        time.sleep(choose.uniform(0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+        assert len(names_in(folder)) <= 4
+        if path := resuming.newest(folder):
+            checkpoint_files.check(path)
+            found.add(path.name)
+    assert len(found) > 3
+    assert equal(trained(workload, Checkpoints(resume=str(folder))), straight)
+
+
+def test_the_record_says_how_long_training_waited(run_script, tmp_path):
+    record = tmp_path / "run.json"
+    flags = flags_of(tmp_path / "kept", "--checkpoint-every", "2", "--json", str(record))
+    outcome = run_script(finetune_baseline, *flags)
+    waits = json.loads(record.read_text())["checkpoint_seconds"]
+    assert len(waits) == 2 and all(seconds > 0 for seconds in waits)
+    assert f"Waiting for checkpoints:  {sum(waits):.1f} s in all, for 2\n" in outcome.out
+
+
+@pytest.mark.parametrize("says", ["nothing left", "pinned"])
+def test_where_the_host_has_no_memory_for_a_copy_training_waits(
+    run_script, tmp_path, monkeypatch, says
+):
+    def refuse(*_):
+        raise RuntimeError("Registering memory failed with cudaError: 2.\nMore about it")
+
+    if says == "pinned":
+        monkeypatch.setattr(checkpoint.DefaultStager, "stage", refuse)
+        why = "Registering memory failed with cudaError: 2."
+    else:
+        monkeypatch.setattr(checkpoint, "host_memory", lambda: 0)
+        why = "a copy of what is saved takes 0.000"
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path / "kept", *EVERY_STEP))
+    assert outcome.code == 0 and names_in(tmp_path / "kept") == ["step-5"]
+    assert outcome.out.count(f"Training waits until each checkpoint is written: {why}") == 1
+    assert outcome.out.index("step-1\n") < outcome.out.index("step 2/6")
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_run(run_script, small_disk):  # noqa: F811
+    (small_disk / "other").write_bytes(bytes(2**15))
+    outcome = run_script(finetune_baseline, *flags_of(small_disk / "kept", *EVERY_STEP))
+    assert outcome.code == 2 and "step 1/6" not in outcome.out and outcome.err.count("\n") == 1
+    assert f"error: --checkpoint {small_disk / 'kept'} has " in outcome.err
+    assert "expected 2 x " in outcome.err and "lower --keep or name another" in outcome.err
+
+
+@pytest.mark.parametrize("rows", [400, 40_000], ids=["in the middle", "at the beginning"])
+def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa: F811
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    path = checkpoint.save(str(small_disk), model, optimizer, {"step": 1})
+    large = torch.nn.Linear(10, rows)
+    optimizer = torch.optim.AdamW(large.parameters())
+    large(torch.ones(10)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RunError) as error:
+        checkpoint.save(str(small_disk), large, optimizer, {"step": 2})
+    expected = f"{os.strerror(errno.ENOSPC)}; {path} is still there"
+    assert str(error.value) == f"no checkpoint could be written to {small_disk}: {expected}"
+    assert names_in(small_disk) == ["step-1"], "the disk has room for other files again"
+
+
+@forks
+def test_a_thread_that_cannot_write_ends_the_run_with_a_sentence(tmp_path):
+    """The run learns of it after a later step, or at its end."""
+
+    def train():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        kernel_training.train(
+            tiny_workload(*SMALL), checkpoints=Checkpoints(str(tmp_path / "kept"), 5)
+        )
+
+    expected = os.strerror(errno.EFBIG)
+    said = f"RunError: no checkpoint could be written to {tmp_path / 'kept'}: {expected}"
+    assert in_child(train) == said
+    assert names_in(tmp_path / "kept") == []
+
+
+def test_a_file_system_without_locks_has_checkpoints_too(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with checkpoint_files.alone_in(str(tmp_path)):
+        assert (tmp_path / LOCK).exists()
