@@ -526,6 +526,7 @@ def launch_forward(rows, targets, row_loss, stats, n_valid, ignore_index):
                 V,
                 ignore_index,
                 **_options(rows, 4),
+                enable_fp_fusion=True,
             )
 
 
@@ -554,6 +555,7 @@ def launch_backward(row_grads, rows, targets, stats, n_valid, drows, ignore_inde
                 V,
                 ignore_index,
                 **_options(rows, 16, 4),
+                enable_fp_fusion=True,
             )
 
 
@@ -580,6 +582,7 @@ def launch_inplace(rows, targets, row_loss, n_valid, ignore_index):
                 V,
                 ignore_index,
                 **options,
+                enable_fp_fusion=True,
             )
 
 
@@ -602,6 +605,7 @@ def launch_scale(row_grads, drows, targets, ignore_index):
                 V,
                 ignore_index,
                 **_options(drows, 4, 4),
+                enable_fp_fusion=True,
             )
 
 
@@ -878,7 +882,9 @@ class PlainCrossEntropyFunction(torch.autograd.Function):
         row_loss = logits.new_empty(n_rows, dtype=torch.float32)
         stats = logits.new_empty((n_rows, 2), dtype=torch.float32)
         options = _block_options(_options(logits, 4))
-        _plain_fwd_kernel[(n_rows,)](logits, targets, row_loss, stats, V, **options)
+        _plain_fwd_kernel[(n_rows,)](
+            logits, targets, row_loss, stats, V, **options, enable_fp_fusion=True
+        )
         ctx.save_for_backward(logits, targets, stats)
         return row_loss.mean()
 
@@ -889,7 +895,9 @@ class PlainCrossEntropyFunction(torch.autograd.Function):
         dlogits = torch.empty_like(logits)
         scale = grad_output / n_rows  # ()
         options = _block_options(_options(logits, 16, 4))
-        _plain_bwd_kernel[(n_rows,)](scale, logits, targets, stats, dlogits, V, **options)
+        _plain_bwd_kernel[(n_rows,)](
+            scale, logits, targets, stats, dlogits, V, **options, enable_fp_fusion=True
+        )
         return dlogits, None
 
 

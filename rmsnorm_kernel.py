@@ -266,6 +266,8 @@ def _launch_forward(x, weight, eps):
                 H,
                 eps,
                 **_options(H),
+                # one instruction for a * b + c: Triton 3.10 no longer does so unless it is told
+                enable_fp_fusion=True,
             )  # fmt: skip
     return y, rstd
 
@@ -320,11 +322,14 @@ def _launch_backward(dy, x, weight, rstd, need_dweight):
             H,
             STAGES=stages,
             **options,
+            enable_fp_fusion=True,
         )  # fmt: skip
         if need_dweight:
             # On an H200 at H = 4096: 7.4 us; with 64 x 32: 11.6 us.
             block = {"BLOCK_ROWS": 64, "BLOCK_COLS": 16}
-            _rmsnorm_dw_kernel[((H + 15) // 16,)](dw_partial, dweight, n_programs, H, **block)
+            _rmsnorm_dw_kernel[((H + 15) // 16,)](
+                dw_partial, dweight, n_programs, H, **block, enable_fp_fusion=True
+            )
     return dx, dweight
 
 

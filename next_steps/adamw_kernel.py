@@ -307,6 +307,7 @@ def _launch(p, grad, m, v, steps_done, scalars: tuple, seed, index, maximize, of
             MAXIMIZE=bool(maximize),
             BLOCK_SIZE=BLOCK_SIZE,
             num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )
     for t, result in zip((p, m, v), stepped):
         if result is not t:

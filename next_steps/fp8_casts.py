@@ -242,6 +242,7 @@ def _launch_rmsnorm(x, weight, eps):
                 eps,
                 BLOCK_SIZE=block,
                 num_warps=warps_of_row(block),
+                enable_fp_fusion=True,
             )  # fmt: skip
     return *rows, rstd
 
@@ -271,6 +272,7 @@ def _launch_forward(gate, up):
                 n_cols,
                 BLOCK_SIZE=block,
                 num_warps=warps_of_row(block, FORWARD_NUMBERS_PER_THREAD),
+                enable_fp_fusion=True,
             )  # fmt: skip
     return tuple(rows)
 
@@ -306,6 +308,7 @@ def _launch_backward(dy, gate, up):
                 n_cols,
                 CHUNK=chunk,
                 num_warps=warps_of_row(chunk, NUMBERS_PER_THREAD),
+                enable_fp_fusion=True,
             )  # fmt: skip
     return *d, *y
 

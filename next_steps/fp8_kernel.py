@@ -306,6 +306,7 @@ def _write_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> None:
             B_BLOCK=b_block,
             C_BLOCK=c_block,
             num_warps=warps_of_row(a_block + b_block + c_block),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -393,6 +394,7 @@ def _write_transposed(codes, scales, x, x_scales, largest) -> None:
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
             num_warps=TRANSPOSE_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -115,7 +115,9 @@ def scale_gradient(t, factor):
         n_programs = min(n_rows, MAX_PROGRAMS)
         block_size = min(4096, triton.next_power_of_2(n_cols))
         with ce.on_device_of(t):
-            _scale_kernel[(n_programs,)](t, factor, n_rows, n_cols, block_size, num_warps=4)
+            _scale_kernel[(n_programs,)](
+                t, factor, n_rows, n_cols, block_size, num_warps=4, enable_fp_fusion=True
+            )
 
 
 # ---------------------------------------------------------------- without autograd

@@ -256,6 +256,7 @@ def _launch_forward(gate, up, h, s_gate, s_up, b_gate, b_up):
                 R_GATE=b_gate.shape[1],
                 R_UP=b_up.shape[1],
                 **options,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return y
 
@@ -308,6 +309,7 @@ def _launch_backward(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, need_y,
                 R_UP=b_up.shape[1],
                 R_DOWN=a.shape[0],
                 **options,
+                enable_fp_fusion=True,
             )  # fmt: skip
     if inplace:
         # Autograd cannot see what a kernel writes; told, it refuses other uses of what was there.

@@ -438,7 +438,7 @@ def _launch(kernel, warps, student, *args):
     options = {"TILE_ROWS": tile_rows, "THREADS": 32 * warps, "num_warps": warps}
     if len(student) > 0:
         with torch.cuda.device(student.device) if student.is_cuda else contextlib.nullcontext():
-            kernel[(len(student),)](student, *args, **options)
+            kernel[(len(student),)](student, *args, **options, enable_fp_fusion=True)
 
 
 def _columns_kept(student):
@@ -735,6 +735,7 @@ class ObviousReverseKLFunction(torch.autograd.Function):
             V,
             tile,
             num_warps=16,
+            enable_fp_fusion=True,
         )
         return row_loss.sum()
 

@@ -233,6 +233,7 @@ def _launch(q, k, cos, sin, backward: bool) -> tuple[torch.Tensor, torch.Tensor]
                 BACKWARD=backward,
                 HALF=D // 2,
                 **options,
+                enable_fp_fusion=True,
             )
     return q_rot, k_rot
 

@@ -207,6 +207,7 @@ def _launch_forward(gate, up):
                 n_rows,
                 n_cols,
                 **options,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return y
 
@@ -260,6 +261,7 @@ def _launch_backward(dy, gate, up, inplace, need_y):
                 n_rows,
                 n_cols,
                 **options,
+                enable_fp_fusion=True,
             )  # fmt: skip
     if inplace:
         # Autograd cannot see what a kernel writes; told, it refuses other uses of what was there.

@@ -27,6 +27,7 @@ import rmsnorm_kernel
 from harness import architecture, dataset, stepping
 from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, relative_error
 from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
+from harness.patching import called_function
 from next_steps import (
     adamw_kernel,
     apply_kernels,
@@ -1348,7 +1349,7 @@ def test_rotary_function_in_a_module_of_kernels(kernelized, monkeypatch, launche
 
     `kernelize` gives the module another forward, and does so after our import.
     """
-    module = as_kernels_module(modeling_llama.apply_rotary_pos_emb)
+    module = as_kernels_module(called_function(modeling_llama.apply_rotary_pos_emb))
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", module)
     patches = imported_anew(apply_kernels)
     if kernelized:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from harness.checking import DEVICE, FLOOR, HAS_GPU
 from rmsnorm_kernel import tl, triton
@@ -293,6 +294,10 @@ def test_every_kernel_file_brings_it(kernel):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.5"),
+    reason="Triton 3.5 and 3.6 interpret no loop with NumPy 2.5, where nobody mends them",
+)
 def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
     (tmp_path / "cross_entropy_kernel.py").write_text(
         (HERE / "cross_entropy_kernel.py").read_text()

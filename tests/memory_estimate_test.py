@@ -19,6 +19,7 @@ import profile_baseline
 from harness import architecture, config_file, device, run_records, stepping
 from harness.device import DEVICE, HAS_GPU
 from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
+from harness.patching import called_function
 from harness.workload import DEFAULT_MODEL, Workload
 from next_steps import memory_estimate, memory_ledger
 from next_steps.apply_kernels import apply_kernels
@@ -192,7 +193,7 @@ def test_the_layers_keep_what_autograd_saves(kernels):
 
 
 def test_the_rotary_function_in_a_module_of_kernels_is_known_by_the_functions_code(monkeypatch):
-    rotary = modeling_llama.apply_rotary_pos_emb
+    rotary = called_function(modeling_llama.apply_rotary_pos_emb)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", as_kernels_module(rotary))
     assert imported_anew(memory_ledger).KIND_OF_CODE == memory_ledger.KIND_OF_CODE
 

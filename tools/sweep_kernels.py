@@ -47,10 +47,12 @@ class StandIn:
     def __getitem__(self, grid: tuple[int]) -> Callable:
         n_programs = self.n_programs or grid[0]
 
-        def launch(*args, **options):
+        def launch(*args, enable_fp_fusion, **options):
             options |= self.options
             self.launched = options | {"n_programs": n_programs}
-            self.compiled = self.kernel[(n_programs,)](*args, **options)
+            self.compiled = self.kernel[(n_programs,)](
+                *args, **options, enable_fp_fusion=enable_fp_fusion
+            )
 
         return launch
 
