@@ -38,11 +38,11 @@ from harness.architecture import computing_fields
 from harness.command_line import Ended, RunError, UserError
 from harness.config_file import reading
 from harness.device import DEVICE, synchronize
+from harness.frozen_digest import frozen_digest
 from harness.output_files import UNFINISHED
 from harness.resuming import FACTS, NAMED, Checkpoints, all_in
 from harness.training_run import Run
 from next_steps.adamw_kernel import TritonAdamW
-from next_steps.frozen_digest import frozen_digest
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
