@@ -9,16 +9,28 @@ The layers are peft's, so that whoever has peft can load what is saved here, and
 What they cost: docs/lora.md.
 """
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from harness import architecture
-from harness.adapter_flags import ATTENTION, MLP, TARGETS, WEIGHTS
-from harness.architecture import TORCH_DTYPES, parameter_count, projection_shapes
+from harness.adapter_flags import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
+from harness.architecture import (
+    TORCH_DTYPES,
+    computing_differences,
+    computing_fields,
+    parameter_count,
+    projection_shapes,
+)
 from harness.command_line import UserError
 from harness.config_file import reading
-from harness.workload import Workload
+from harness.frozen_digest import frozen_digest
+from harness.workload import Workload, draws_weights
 
+BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
 NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
 FILE_PREFIX = "base_model.model."  # in peft's files, before the model's own names
 # projections whose inputs come before the first adapter, so that they need no gradient: the first
@@ -39,7 +51,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
             `qweight`, whatever lies where the weight would.
 
     Raises:
-        UserError: the saved adapters are damaged, or not of this model.
+        UserError: the saved adapters are damaged, or not of this model and its weights.
     """
     if workload.lora_rank is None:
         return model
@@ -52,7 +64,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         module.lora_A.to(dtype=dtype)
         module.lora_B.to(dtype=dtype)
     if workload.adapter is not None and not on_meta:
-        use_saved(model, read_adapters(workload, model.config))
+        use_saved(model, workload, read_adapters(workload, model.config))
     return model
 
 
@@ -81,12 +93,11 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     """The tensors in the workload's adapter folder, by their names there.
 
     Raises:
-        UserError: the file is damaged, or its tensors are not those of adapters of a model of this
-            configuration.
+        UserError: the file is damaged, or is not of adapters of a model of this configuration.
     """
     folder, rank = workload.adapter, workload.lora_rank
     with reading(f"the weights of --adapter {folder}"):
-        found = load_file(f"{folder}/{WEIGHTS}")
+        found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
     shapes = {}
     for name, (rows, columns) in projection_shapes(config).items():
         part = "self_attn" if name in ATTENTION else "mlp"
@@ -105,14 +116,77 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     if said:
         given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
         raise UserError(f"{given}: give the --model that it was trained with")
+    if base and (different := computing_differences(base["config"], config)):
+        given = f"--adapter {folder} was trained with another config.json of its model"
+        raise UserError(f"{given}: {'; '.join(different)}: bring that back, or name another")
     return found
 
 
-def use_saved(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Give the model's adapters the numbers that `read_adapters` found for them."""
+def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
+    """Give the model's adapters the numbers that `read_adapters` found for them.
+
+    Raises:
+        UserError: they were trained beside other weights.
+    """
+    compare_base(model, workload)
     with torch.no_grad():
         for name, t in adapter_weights(model, dict(model.named_parameters())).items():
             t.copy_(saved[name])
+
+
+# ---------------------------------------------------------------- beside which weights
+
+
+def facts_of_base(model: torch.nn.Module, workload: Workload) -> dict[str, str]:
+    """The metadata that says beside which weights a model's adapters were trained.
+
+    None of a model that Unsloth has changed.  All processes call it.
+    """
+    if workload.opponent == "unsloth":
+        return {}
+    facts = {"kept_as": kept_as(workload), "digest": frozen_digest(model)}
+    return {BASE: json.dumps(facts | {"config": computing_fields(model.config)})}
+
+
+def said_of_base(folder: str) -> dict:
+    """What `facts_of_base` said of the adapters in a folder; nothing where others saved them."""
+    with safe_open(f"{folder}/{WEIGHTS}", "pt") as file:
+        return json.loads((file.metadata() or {}).get(BASE, "{}"))
+
+
+def kept_as(workload: Workload) -> str:
+    """How frozen weights are kept: digests of the same model are equal if this is."""
+    return f"{workload.quantize or 'plain'} {workload.dtype}"
+
+
+def compare_base(model: torch.nn.Module, workload: Workload) -> None:
+    """Refuse saved adapters of other weights than the model's; say it where nothing tells.
+
+    Their file has a digest of the weights.  If these are kept in another way now, or others saved
+    the adapters, the model's path has to do, where its weights come from files.
+
+    Raises:
+        UserError: the weights are others.
+    """
+    folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
+    said = json.loads(Path(folder, CONFIG).read_text())
+    named = said.get("base_model_name_or_path")
+    named = f"{named}, revision {said['revision']}" if said.get("revision") else named
+    if base.get("kept_as") == kept_as(workload) and workload.opponent != "unsloth":
+        if base["digest"] != frozen_digest(model):
+            given = f"--adapter {folder} was trained beside other weights than {model_name} has"
+            advice = "give the --model that it was trained with, and the --seed of random weights"
+            raise UserError(f"{given}, those of {named}: {advice}")
+    elif draws_weights(model_name, workload) or not is_same_path(str(named), model_name):
+        print(
+            f"Note: --adapter {folder} was trained beside the weights of {named}, and nothing "
+            f"tells whether {model_name} has the same"
+        )
+
+
+def is_same_path(one: str, other: str) -> bool:
+    """Do they name one model, as an id or as a directory?"""
+    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
 
 
 # ---------------------------------------------------------------- what is saved

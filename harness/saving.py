@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from harness import adapter_flags
-from harness.adapters import adapter_weights, merged_weights, peft_config
+from harness.adapters import adapter_weights, facts_of_base, merged_weights, peft_config
 from harness.checkpoint_files import numbered
 from harness.command_line import RunError
 from harness.dataset import load_tokenizer
@@ -51,6 +51,7 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     is_lora = workload.lora_rank is not None
     adapters_alone = is_lora and not workload.merge
     weights = whole_weights(model, trained_alone=adapters_alone)
+    base = facts_of_base(model, workload) if adapters_alone else {}
     if not is_first():
         return
     if is_lora:
@@ -59,7 +60,7 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     try:
         with unfinished_folder(folder) as (unfinished, target):
             if adapters_alone:
-                write_adapters(unfinished, workload, weights)
+                write_adapters(unfinished, workload, weights, base)
                 put_adapters_in_place(unfinished, target)
             else:
                 write_model(unfinished, model, workload, weights)
@@ -99,14 +100,20 @@ def write_model(
         tokenizer.save_pretrained(folder)
 
 
-def write_adapters(folder: Path, workload: Workload, weights: dict[str, torch.Tensor]) -> None:
-    """Write adapters in peft's format, for `PeftModel.from_pretrained`."""
+def write_adapters(
+    folder: Path, workload: Workload, weights: dict[str, torch.Tensor], base: dict[str, str]
+) -> None:
+    """Write adapters in peft's format, for `PeftModel.from_pretrained`.
+
+    Args:
+        base: from `facts_of_base`.
+    """
     peft_config(workload).save_pretrained(folder)
     file = folder / adapter_flags.CONFIG
     said = json.loads(file.read_text())
     said["target_modules"] = sorted(said["target_modules"])  # peft writes a set as it comes
     file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
-    save_file(weights, folder / adapter_flags.WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / adapter_flags.WEIGHTS, metadata={"format": "pt"} | base)
 
 
 def put_adapters_in_place(folder: Path, target: Path) -> None:

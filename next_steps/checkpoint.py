@@ -50,12 +50,12 @@ from harness.checkpoint_files import NAMED, all_in
 from harness.command_line import Ended, RunError, UserError
 from harness.config_file import reading
 from harness.device import DEVICE, HAS_GPU, synchronize
+from harness.frozen_digest import frozen_digest
 from harness.output_files import UNFINISHED
 from harness.parallel import TIMEOUT
 from harness.resuming import Checkpoints
 from harness.training_run import Run
 from next_steps.adamw_kernel import TritonAdamW
-from next_steps.frozen_digest import frozen_digest
 from next_steps.offload import host_memory
 
 OF_THE_HOST = 0.9  # of the memory that it has left, which a copy may take

@@ -76,7 +76,7 @@ def loaded_by_unsloth(workload: Workload, config: LlamaConfig) -> torch.nn.Modul
         random_state=workload.seed,
     ).get_base_model()
     if saved is not None:
-        use_saved(model, saved)
+        use_saved(model, workload, saved)
     return model
 
 

@@ -685,10 +685,11 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    args = finetune_parser("").parse_args([*TINY, "--lr", "0.25"])
+    args = finetune_parser("").parse_args([*TINY, "--lr", "0.25", "--dtype", "bf16"])
     workload = Workload.from_flags(args, HAS_GPU)
     graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-    for _, script, each in ladder.others(workload, graphs=True):
+    runs, _ = ladder.others(workload, graphs=True)
+    for _, script, each in runs:
         if script == "finetune_optimized.py":
             ladder.run_script(script, each)
     ladder.run_script("finetune_optimized.py", graph)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ import profile_baseline
 from harness import adapter_flags, adapters, architecture, loading, saving, stepping
 from harness.adapter_flags import ATTENTION, MLP, TARGETS
 from harness.checking import DEVICE, assert_all_passed, compare
+from harness.command_line import UserError
 from harness.device import HAS_GPU
+from harness.frozen_digest import checksum, frozen_digest
 from harness.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.workload import RECOMPUTE, Workload, finetune_parser
 from next_steps import finetune_options, lora, memory_estimate
 from next_steps.apply_kernels import apply_kernels, make_optimizer
-from next_steps.frozen_digest import checksum, frozen_digest
 from next_steps.recompute import set_recompute
 from tests.files_test import assert_one_sentence, killed_before_change
 from tests.parallel_test import torchrun
@@ -278,9 +280,11 @@ def test_two_processes_train_the_adapters_that_one_does(tmp_path):
         record = json.loads(path.read_text())
         found[name] = record["losses"], load_file(folder / adapter_flags.WEIGHTS)
     losses, weights = found.pop("one")
-    for others_losses, others in found.values():
+    base = adapters.said_of_base(tmp_path / "one")
+    for name, (others_losses, others) in found.items():
         assert others_losses == pytest.approx(losses, rel=1e-6)
         assert others.keys() == weights.keys()
+        assert adapters.said_of_base(tmp_path / name) == base
         assert max((others[name] - weights[name]).abs().max() for name in weights) < 1e-5
 
 
@@ -397,6 +401,104 @@ def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path):
     assert (workload.lora_rank, workload.lora_alpha) == (3, 5.0)
     assert workload.lora_targets == "attention"
     torch.testing.assert_close(logits_of(lora.load(workload)), logits_of(theirs))
+
+
+# ---------------------------------------------------------------- beside which weights
+
+
+def of_same_shapes(tmp_path, seed: str = "6") -> str:
+    """Another saved model, which any adapter of `base` fits."""
+    folder = tmp_path / f"other-{seed}"
+    uneven_norms(loading.load_model(tiny_workload("--seed", seed))).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("more", [[], ["--merge"]], ids=["trained further", "merged"])
+def test_an_adapter_of_another_model_of_the_same_shapes_is_refused(
+    base, saved, run_script, tmp_path, more
+):
+    """W + B A of the one's W and the other's B A is no model that anybody trained."""
+    folder, _ = saved(*RANK)
+    other, into = of_same_shapes(tmp_path), tmp_path / "into"
+    flags = [*SMALL, "--model", other, "--adapter", str(folder), "--save", str(into), *more]
+    outcome = run_script(finetune_baseline, *flags)
+    assert outcome.code == 2 and "step 1" not in outcome.out
+    given = f"error: --adapter {folder} was trained beside other weights than {other} has"
+    assert f"{given}, those of {base}: give the --model that it was trained with" in outcome.err
+    assert not list(into.glob("*.safetensors"))
+
+
+def test_an_adapter_of_other_random_weights_is_refused(small_model, run_script, tmp_path):
+    folder = str(tmp_path / "adapter")
+    flags = [*SMALL, "--data", "synthetic"]
+    assert run_script(finetune_baseline, *flags, *RANK, "--save", folder).code == 0
+    again = run_script(finetune_baseline, *flags, "--adapter", folder)
+    assert again.code == 0 and "Note" not in again.out
+    outcome = run_script(finetune_baseline, *flags, "--adapter", folder, "--seed", "5")
+    assert_one_sentence(outcome, "beside other weights than tiny has", "and the --seed of random")
+    # drawn in bf16 they are other numbers, which no digest can be compared with
+    outcome = run_script(finetune_baseline, *flags, "--adapter", folder, "--dtype", "bf16")
+    assert "nothing tells whether tiny has the same" in outcome.out
+
+
+def test_a_model_that_has_moved_keeps_its_adapters(base, saved, run_script):
+    folder, _ = saved(*RANK)
+    moved = shutil.move(base, f"{base}-moved")
+    flags = [*SMALL, "--model", moved, "--data", "synthetic", "--adapter", str(folder)]
+    outcome = run_script(finetune_baseline, *flags)
+    assert outcome.code == 0 and "Note" not in outcome.out
+
+
+def test_an_adapter_of_another_config_is_refused_by_its_field(base, saved, run_script):
+    """Before the weights are loaded, of which a bar tells."""
+    folder, _ = saved(*RANK)
+    file = Path(base, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.1}))
+    outcome = run_script(finetune_baseline, *SMALL, "--model", base, "--adapter", str(folder))
+    said = "was trained with another config.json of its model: rms_norm_eps 0.1 (not 1e-05)"
+    assert_one_sentence(outcome, said)
+
+
+@pytest.mark.parametrize(
+    ("named", "noted"), [("itself", False), ("another path", True), ("a revision", True)]
+)
+def test_what_peft_saved_is_judged_by_the_models_name(base, tmp_path, capsys, named, noted):
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(ATTENTION))
+    config.revision = "v2" if named == "a revision" else None
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = of_same_shapes(tmp_path) if named == "another path" else base
+    capsys.readouterr()
+    lora.load(tiny_workload("--model", model, "--adapter", str(tmp_path / "theirs")))
+    said = capsys.readouterr().out
+    assert (f"and nothing tells whether {model} has the same\n" in said) == noted
+    assert noted or not said
+
+
+def test_an_adapter_of_4_bit_weights_goes_onto_the_model_they_were_made_of(base, saved, capsys):
+    """Merged with them it is what QLoRA is for: the path has to do."""
+    folder, _ = saved(*RANK, "--quantize", "nf4")
+    capsys.readouterr()
+    flags = ["--model", base, "--adapter", str(folder)]
+    for how in ([], ["--quantize", "nf4"]):
+        lora.load(tiny_workload(*flags, *how))
+    assert not capsys.readouterr().out
+    with pytest.raises(UserError, match="beside other weights"):
+        other = of_same_shapes(folder.parent)
+        lora.load(tiny_workload("--model", other, *flags[2:], "--quantize", "nf4"))
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_the_base_has_one_digest_with_kernels_and_with_any_adapters(targets):
+    model = adapted()
+    expected = frozen_digest(model)
+    assert frozen_digest(adapted("--lora-targets", targets)) == expected
+    assert frozen_digest(apply_kernels(model)) == expected
+    model.model.rotary_emb.inv_freq.add_(1e-7)  # as another machine may compute it
+    assert frozen_digest(model) == expected
+
+
+# ---------------------------------------------------------------- complete or absent
 
 
 def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -427,6 +428,19 @@ def test_other_flags_that_change_the_result_are_refused(run_script, saved, examp
     outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
     assert said in outcome.err
+
+
+def test_each_flag_that_the_page_calls_another_training_is_refused(run_script, saved, examples):
+    page = (Path(__file__).parents[1] / "docs" / "resume.md").read_text()
+    (row,) = [line for line in page.splitlines() if "| refused: that is another training" in line]
+    others = {"--model": ["/other"], "--data": ["synthetic"], "--seq-len": ["7"], "--lr": ["0.5"]}
+    others |= {"--seed": ["1"], "--dtype": ["bf16"], "--pack": []}
+    assert set(re.findall(r"`(--[\w-]+)`", row)) == others.keys()
+    for flag, value in others.items():
+        flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved), flag, *value]
+        outcome = run_script(finetune_baseline, *flags)
+        said = f"step-2 is of another training: {flag[2:].replace('-', '_')} "
+        assert_one_sentence(outcome, said)
 
 
 @pytest.fixture
