@@ -58,7 +58,14 @@ def can_be_nobody(folder):
 
 
 @pytest.mark.usefixtures("can_be_nobody")
-@pytest.mark.parametrize("home", [None, "/", "/dev/null"])
+@pytest.mark.parametrize(
+    "home",
+    [
+        pytest.param(None, marks=pytest.mark.exhaustive),
+        "/",
+        pytest.param("/dev/null", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_user_without_a_home_trains_and_keeps_tokens(folder, home):
     script, data = str(HERE / "finetune_baseline.py"), str(folder / "data.jsonl")
     before = set(os.listdir(folder))

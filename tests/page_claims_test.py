@@ -1,0 +1,336 @@
+"""What docs/limits.md, glossary.md and troubleshooting.md state of the code is what the code does.
+
+Each claim is a phrase that must stand in its page, and a check of what the phrase says.  Figures
+that come from records are held by readme_test.py.
+"""
+
+import inspect
+import itertools
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import harness
+from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
+from harness import architecture, config_file, spread, timing
+from harness.checking import DEVICE, FLOOR, HAS_GPU
+from harness.command_line import UserError
+from harness.samples import IGNORE_INDEX
+from harness.workload import DEFAULT_MODEL, Workload
+from next_steps.adamw_kernel import TritonAdamW
+from next_steps.apply_kernels import apply_kernels
+from next_steps.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
+from next_steps.swiglu_kernel import TritonSwiGLUFunction
+from rmsnorm_kernel import TritonRMSNorm, TritonRMSNormFunction, rmsnorm_reference
+from tools.page_records import HERE, RESULTS
+
+# isort: split
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+CLAIMS = {}  # phrase: (page, check)
+
+
+def says(page: str, *phrases: str):
+    """The page has each of these phrases, and the function checks what they say."""
+
+    def keep(check):
+        CLAIMS.update(dict.fromkeys(phrases, (page, check)))
+        return check
+
+    return keep
+
+
+def logits_and_targets(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    return logits.requires_grad_(), torch.tensor([0, 3, 10, -100, 7, 7], device=DEVICE)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- limits.md
+
+
+@says("limits", "`(loss * weight[targets]).sum() / weight[targets].sum()`, with ignored rows left")
+def class_weights():
+    (logits, targets), weight = logits_and_targets(), torch.rand(11, device=DEVICE) + 0.5
+    loss = TritonCrossEntropyLoss(reduction="none")(logits, targets)
+    counted = targets != -100
+    weights = weight[targets[counted]]
+    close(
+        (loss[counted] * weights).sum() / weights.sum(),
+        F.cross_entropy(logits, targets, weight=weight),
+    )
+
+
+@says("limits", "leaves the logits as they are", "the logits hold their gradient afterwards")
+def logits_after_the_loss():
+    for inplace in (False, True):
+        logits, targets = logits_and_targets()
+        before, given = logits.detach().clone(), logits * 1
+        TritonCrossEntropyLoss(inplace=inplace)(given, targets).backward()
+        close(given, logits.grad if inplace else before)
+
+
+@says("limits", "before `TritonCrossEntropyLoss` it gives the right loss and gradient")
+def soft_caps():
+    found = []
+    for loss in (TritonCrossEntropyLoss(), cross_entropy_reference):
+        logits, targets = logits_and_targets()
+        value = loss(2.0 * torch.tanh(logits / 2.0), targets)
+        found.append((value, *torch.autograd.grad(value, logits)))
+    for mine, theirs in zip(*found):
+        close(mine, theirs)
+
+
+@says("limits", "so fp16 logits are never overwritten")
+def fp16_logits():
+    logits, targets = logits_and_targets(torch.float16)
+    given = logits * 1
+    TritonCrossEntropyLoss(inplace=True)(given, targets)
+    assert torch.equal(given, logits)
+
+
+@says("limits", "`TritonRMSNormFunction.apply(x, 1 + weight, eps)` is the same formula")
+def weight_offset():
+    x, weight = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    normalized = rmsnorm_reference(x, torch.ones_like(weight), 1e-5)
+    close(TritonRMSNormFunction.apply(x, 1 + weight, 1e-5), normalized * (1 + weight))
+
+
+def turned(head_dim: int = 8) -> tuple[torch.Tensor, ...]:
+    """q (2, 3, 5, D), k (2, 1, 5, D), and cos and sin as Hugging Face's LLaMA makes them."""
+    config = architecture.tiny_config()
+    config.update({"head_dim": head_dim})
+    positions = torch.arange(5, device=DEVICE)[None]
+    q, k = (torch.randn(2, heads, 5, head_dim, device=DEVICE) for heads in (3, 1))
+    return q, k, *LlamaRotaryEmbedding(config).to(DEVICE)(q, positions)
+
+
+@says("limits", "here they are `(T, D)`, `(1, T, D)` or `(B, T, D)`", "`torch.cat((cos, cos), -1)`")
+def shapes_of_angles():
+    q, k, cos, sin = turned()
+    assert cos.shape == sin.shape == (1, 5, 8), "what LlamaRotaryEmbedding returns"
+    expected = rope_reference(q, k, cos, sin)
+    for change in (lambda t: t[0], lambda t: t, lambda t: t.expand(2, 5, 8)):
+        for mine, theirs in zip(
+            triton_apply_rotary_pos_emb(q, k, change(cos), change(sin)), expected
+        ):
+            close(mine, theirs)
+    half_cos, half_sin = cos[..., :4], sin[..., :4]
+    with pytest.raises(ValueError, match=r"cos has shape .*torch\.cat\(\(cos, cos\), -1\)"):
+        triton_apply_rotary_pos_emb(q, k, half_cos, half_sin)
+    whole = (torch.cat((half, half), -1) for half in (half_cos, half_sin))
+    close(triton_apply_rotary_pos_emb(q, k, *whole)[0], expected[0])
+
+
+@says("limits", "turn `q[..., :R]` and `k[..., :R]`, which are views")
+def partial_rotation():
+    q, k, cos, sin = turned(4)
+    wide = torch.randn(2, 3, 5, 10, device=DEVICE)
+    wide[..., :4] = q
+    part = wide[..., :4]
+    close(triton_apply_rotary_pos_emb(part, k, cos, sin)[0], rope_reference(q, k, cos, sin)[0])
+
+
+@says("limits", "`create_graph=True` is refused with a sentence that names the function")
+def second_derivative():
+    logits, targets = logits_and_targets()
+    x, weight = (torch.randn(*s, device=DEVICE, requires_grad=True) for s in ((3, 8), (8,)))
+    q, k, cos, sin = turned()
+    losses = {
+        "fused loss": TritonCrossEntropyLoss()(logits, targets),
+        "RMSNorm": TritonRMSNormFunction.apply(x, weight, 1e-5).sum(),
+        "RoPE": triton_apply_rotary_pos_emb(q.requires_grad_(), k, cos, sin)[0].sum(),
+        "SwiGLU": TritonSwiGLUFunction.apply(x, x * 2, False).sum(),
+    }
+    for name, loss in losses.items():
+        with pytest.raises(RuntimeError, match=f"{name}.*no second derivative"):
+            loss.backward(create_graph=True)
+    (first,) = torch.autograd.grad(
+        cross_entropy_reference(logits, targets), logits, create_graph=True
+    )
+    assert torch.autograd.grad(first.square().sum(), logits)[0].abs().sum() > 0
+
+
+@says("limits", "`TritonAdamW` refuses it, in its arguments and in a loaded state")
+def amsgrad():
+    p = torch.zeros(2, device=DEVICE, requires_grad=True)
+    with pytest.raises((TypeError, ValueError), match="amsgrad"):
+        TritonAdamW([p], amsgrad=True)
+    state = torch.optim.AdamW([p], amsgrad=True).state_dict()
+    with pytest.raises((TypeError, ValueError), match="amsgrad"):
+        TritonAdamW([p]).load_state_dict(state)
+
+
+@says("limits", "`apply_kernels` takes a `LlamaForCausalLM`")
+def other_models():
+    with pytest.raises(TypeError, match="LlamaForCausalLM"):
+        apply_kernels(torch.nn.Linear(2, 2))
+
+
+@says("limits", "| class weights | PyTorch", "| label smoothing | PyTorch", "| logit soft caps |")
+def arguments_that_peers_have():
+    taken = inspect.signature(TritonCrossEntropyLoss).parameters
+    assert list(taken) == ["ignore_index", "reduction", "inplace"]
+
+
+# ---------------------------------------------------------------- glossary.md
+
+
+@says("glossary", "2e-6 in fp32, 2e-4 in fp16, 1e-3 in bf16 |")
+def floor_of_the_allowance():
+    expected = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}
+    assert expected == FLOOR
+
+
+@says("glossary", "of a plain copy of 2 GiB")
+def size_of_the_copy():
+    assert inspect.signature(timing.copy_bandwidth).parameters["n_bytes"].default == 2 * 2**30
+
+
+@says("glossary", "the target, -100, of tokens that are not trained on")
+def ignored_target():
+    assert IGNORE_INDEX == -100 == inspect.signature(TritonCrossEntropyLoss).parameters[
+        "ignore_index"
+    ].default  # fmt: skip
+
+
+@says(
+    "glossary", "LLaMA 3.1's `rms_norm_eps` is 1e-5, not 1e-6, and there are 65 norms per forward"
+)
+def norms_of_llama():
+    config = architecture.llama_3_1_8b_config()
+    assert config.rms_norm_eps == 1e-5 and 2 * config.num_hidden_layers + 1 == 65
+
+
+@says("glossary", "a fifth of a run's steps are shorter than the 20th, four fifths than the 80th")
+def percentiles():
+    low, high = spread.spread([float(i) for i in range(101)])
+    assert (low, high) == (20.0, 80.0)
+
+
+@says("glossary", "of two runs whose ranges, 20th to 80th percentile, overlap")
+def no_difference():
+    assert spread.overlap((1.0, 2.0), (2.0, 3.0)) and not spread.overlap((1.0, 2.0), (2.1, 3.0))
+    assert spread.NO_DIFFERENCE == "no difference"
+
+
+# ---------------------------------------------------------------- troubleshooting.md
+
+
+@says("troubleshooting", "| a model needs a CUDA GPU | more than a billion parameters |")
+def largest_model_without_a_gpu():
+    assert config_file.CPU_PARAMETER_LIMIT == 1e9
+    if not HAS_GPU:
+        with pytest.raises(UserError, match="needs a CUDA GPU"):
+            config_file.load_config(Workload(model=DEFAULT_MODEL, random_init=True))
+
+
+@says("troubleshooting", "its target is outside the vocabulary | -100 marks what does not count")
+def targets():
+    logits, targets = logits_and_targets()
+    targets[0] = 11
+    loss = TritonCrossEntropyLoss(reduction="none")(logits, targets)
+    assert loss[0].isnan() and loss[3] == 0 and loss[1:].isfinite().all()
+
+
+@says("troubleshooting", "eps is 1e-5 for LLaMA 3.1", "| NaN or inf in the input |")
+def nan_in_rmsnorm():
+    x = torch.ones(2, 8, device=DEVICE)
+    x[0, 0] = float("nan")
+    norm = TritonRMSNorm(8, 1e-5).to(DEVICE)
+    y = norm(x.requires_grad_())
+    y.backward(torch.ones_like(y))
+    assert x.grad[0].isnan().all() and x.grad[1].isfinite().all()
+
+
+@says("troubleshooting", "| a second backward raises | in place, its input is gone |")
+def second_backward():
+    for inplace in (False, True):
+        logits, targets = logits_and_targets()
+        loss = TritonCrossEntropyLoss(inplace=inplace)(logits * 1, targets)
+        loss.backward(retain_graph=True)
+        if inplace:
+            with pytest.raises(RuntimeError):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@says(
+    "troubleshooting",
+    "| `logits` is None | in training a kernel computed the loss | `model.eval()`",
+)
+def logits_of_a_model():
+    config = architecture.tiny_config()
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE)
+    model = apply_kernels(model.train(), ["linear_cross_entropy"])
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+    assert model(input_ids=ids, labels=ids).logits is None
+    assert model(input_ids=ids).logits is not None
+    assert model.eval()(input_ids=ids, labels=ids).logits is not None
+
+
+@says("troubleshooting", "lie in `/tmp/kernel-dev-ft-UID` | `HOME` cannot be written")
+def home_of_a_user_without_one():
+    """When it is one: home_test.py."""
+    assert 'f"kernel-dev-ft-{os.getuid()}"' in inspect.getsource(harness.own_folder)
+
+
+SENTENCES = [
+    "no GPU kernel was recorded",
+    "cannot be recorded as a CUDA graph",
+]
+
+
+@says("troubleshooting", *SENTENCES)
+def quoted_sentences():
+    """A script says them."""
+    sources = [*(HERE / "harness").glob("*.py"), *(HERE / "next_steps").glob("*.py")]
+    source = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in sources))
+    for sentence in SENTENCES:
+        assert sentence in source, sentence
+
+
+# ---------------------------------------------------------------- the ladder's predictions
+
+
+@says("ladder", "the predictions of the first four rungs are good to a sixth")
+@says("../README", "predictions of the first four kernels are good to a sixth")
+def first_rungs():
+    for predicted, gained in ladder_gains()[:4]:
+        assert abs(predicted - gained) <= predicted / 6
+
+
+@says("ladder", "`linear_cross_entropy`'s is half as large again as its gain")
+@says("../README", "that of the fifth is half as large again as what was gained")
+def fifth_rung():
+    predicted, gained = ladder_gains()[4]
+    assert 1.4 < predicted / gained < 1.6
+
+
+def ladder_gains() -> list[tuple[float, float]]:
+    """What was predicted, and gained, of each rung at 4 x 2,048."""
+    rungs = json.loads((RESULTS / "ladder_4x2048.json").read_text())["rungs"]
+    assert [rung["name"] for rung in rungs[1:6]] == [
+        *("adamw", "rmsnorm", "rope", "swiglu", "linear_cross_entropy")
+    ]
+    return [
+        (before["step_ms"] - rung["predicted_ms"], before["step_ms"] - rung["step_ms"])
+        for before, rung in itertools.pairwise(rungs[:6])
+    ]
+
+
+@pytest.mark.parametrize("phrase", CLAIMS)
+def test_what_a_page_states_is_so(phrase):
+    page, check = CLAIMS[phrase]
+    text = " ".join((HERE / "docs" / f"{page}.md").read_text().split())
+    assert " ".join(phrase.split()).lower() in text.lower(), f"{page}.md says something else"
+    check()
