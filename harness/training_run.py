@@ -17,7 +17,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -213,7 +213,7 @@ class Run:
             "peak_memory_bytes": self.peaks[-1],
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
-            "held_out": self.data.held_out,
+            "held_out": self.data.validation.digest(),
         }
         print("\n" + result_block(record))
         try:
@@ -264,7 +264,7 @@ class Run:
 
 
 @torch.no_grad()
-def validation_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
+def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """Mean loss per trained token over the held-out batches, dropout off.
 
     Several processes share the batches.  They gather sharded weights together, so each calls the
