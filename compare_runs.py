@@ -10,6 +10,7 @@ faster and trains something else is wrong.
 """
 
 import math
+import os
 
 from harness import command_line, output_files, pictures, run_records, tables
 from harness.adapter_flags import lora_in_words
@@ -86,7 +87,7 @@ def held_out(record: dict) -> list:
     """
     workload = Workload.from_record(record)
     n_sequences = workload.sequences * (workload.micro_batches if "held_out" in record else 1)
-    return [workload.data, workload.seq_len, workload.pack, n_sequences]
+    return [os.path.realpath(workload.data), workload.seq_len, workload.pack, n_sequences]
 
 
 def validated_alike(first: dict, other: dict) -> bool:

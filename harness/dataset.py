@@ -18,8 +18,7 @@ from harness.workload import DEFAULT_MODEL, TINY, Workload
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import AutoTokenizer, LlamaConfig
 
-# held out are the sequences of so many whole steps, however a step is laid out
-VALIDATION_BATCHES = 4
+VALIDATION_BATCHES = 4  # each of the sequences of a whole step
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,11 @@ class Batches(Sequence):
             n_targets=int((rows["labels"][:, 1:] != IGNORE_INDEX).sum()),
         )
 
+    def digest(self) -> str:
+        """The same of equal samples in an equal order, and of no others."""
+        which = [i for sequence in self.sequences for i in sequence]
+        return self.samples.select(which).alone().digest()
+
     def padding(self) -> float:
         """The share of the places in all batches that hold no token of a sample."""
         lengths = self.samples.lengths
@@ -134,8 +138,7 @@ def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
 @dataclass(frozen=True)
 class Data:
     train: Batches
-    validation: list[Batch]
-    held_out: str  # digest of the samples in `validation`
+    validation: Batches
     source: str  # one line about where it comes from
     span: (
         float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
@@ -161,8 +164,8 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
         UserError: the file cannot be read or is too short, a jsonl line is
             malformed, or the tokenizer's ids do not fit the model.
     """
-    per_step = workload.micro_batches * workload.sequences
-    n_train, n_validation = steps * per_step, VALIDATION_BATCHES * per_step
+    n_train = steps * workload.micro_batches * workload.sequences
+    n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
     today = date.fromisoformat(day) if day else datetime.now(timezone.utc).date()
     train, validation, source = load_samples(workload, config, n_train, n_validation, today)
     largest = max(int(part.tokens.max()) for part in (train, validation))
@@ -190,10 +193,9 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
         source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
     if padding := batches.padding():
         source += f"; padding: {100 * padding:.1f} %"
-    digest = validation.select([i for sequence in held_out for i in sequence]).alone().digest()
-    validation = list(Batches(validation, held_out, workload.batch_size, packed_to))
+    validation = Batches(validation, held_out, workload.batch_size, packed_to)
     span = batches.keys_of_a_token() if packed_to else workload.seq_len
-    return Data(batches, validation, digest, source, span)
+    return Data(train=batches, validation=validation, source=source, span=span)
 
 
 def load_samples(

@@ -213,7 +213,7 @@ class Run:
             "peak_memory_bytes": self.peaks[-1],
             "validation_loss_before": self.validation_before,
             "validation_loss_after": validation_after,
-            "held_out": self.data.held_out,
+            "held_out": self.data.validation.digest(),
         }
         print("\n" + result_block(record))
         try:

@@ -10,6 +10,7 @@ Imports no PyTorch: `--help` and the comparison of records need none.
 """
 
 import argparse
+import os
 from dataclasses import dataclass, field, fields
 
 from harness import adapter_flags, fp8_flags, processes
@@ -26,6 +27,7 @@ DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
 TINY = "tiny"  # a small random LLaMA of bytes
 DTYPES = "bf16", "fp32"
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
+PATHS = "model", "teacher", "data", "adapter"  # settings that may be one
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
 WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
 # by the words of --opponent; how each of them is made: next_steps/opponents.py
@@ -315,11 +317,19 @@ class Workload:
         of_how = {each.name for each in fields(self) if not each.compare} | {"world_size"}
         mine, theirs = (each.as_record() | {"batch_size": each.sequences} for each in (self, other))
         keys = [key for key in dict.fromkeys([*mine, *theirs]) if (key in of_how) == how]
+        pairs = {key: (mine.get(key), theirs.get(key)) for key in keys}
         return [
-            f"{key} {theirs.get(key)} (not {mine.get(key)})"
-            for key in keys
-            if mine.get(key) != theirs.get(key)
+            f"{key} {other} (not {one})"
+            for key, (one, other) in pairs.items()
+            if not (same_place(one, other) if key in PATHS else one == other)
         ]
+
+
+def same_place(one: str | None, other: str | None) -> bool:
+    """Return whether two values of a setting in PATHS name the same, by whichever path."""
+    if one == other or None in (one, other) or TINY in (one, other):
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def refuse_packing(workload: Workload) -> None:

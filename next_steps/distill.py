@@ -26,18 +26,19 @@ import torch
 from harness.architecture import flops_per_token
 from harness.command_line import UserError
 from harness.config_file import load_config
+from harness.dataset import load_tokenizer
 from harness.kernel_facts import LOSS_KERNELS
 from harness.loading import load_model
 from harness.patching import causal_lm_loss
 from harness.training_run import Run
-from harness.workload import Workload
+from harness.workload import Workload, same_place
 from next_steps.apply_kernels import apply_kernels, model_kernels
 from next_steps.kernel_training import optimizer_for, take_steps
 from next_steps.memory_estimate import step_tryer
 from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 
 # after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
+from transformers import LlamaConfig, PreTrainedTokenizerBase  # isort: skip
 from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 
 REVERSE_KL = "reverse_kl"
@@ -66,7 +67,7 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
         )
     n_layers = config.num_hidden_layers
     if asked is None:
-        n_kept = n_layers // 2 if model == teacher else n_layers
+        n_kept = n_layers // 2 if same_place(model, teacher) else n_layers
     elif asked < n_layers:
         n_kept = asked
     else:
@@ -75,6 +76,28 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
         alone = f"{teacher} has a single layer, which cannot be halved"
         raise UserError(f"{alone}; name a smaller --model")
     return n_kept
+
+
+def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
+    """Refuse a teacher that reads the student's tokens as others.
+
+    Raises:
+        UserError: both have a tokenizer, and these differ.
+    """
+    tokenizers = [load_tokenizer(each) for each in (workload, taught)]
+    if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
+        raise UserError(
+            f"the tokenizers of {workload.model} and the teacher {taught.model} differ in "
+            f"{len(tokens):,} tokens, {tokens[0]!r} among them; name two models with the same"
+        )
+
+
+def differing_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
+    """The tokens that have another id in each; added ones may be missing in one of the two."""
+    ours, theirs = one.get_vocab(), other.get_vocab()
+    may_be_missing = {*one.get_added_vocab(), *other.get_added_vocab()} - (ours.keys() & theirs)
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    return sorted(differing - may_be_missing)
 
 
 def learn_from(
@@ -132,6 +155,7 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     kernels = replace_loss(workload.kernels)
     taught = replace(workload, model=workload.teacher)
     n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
+    refuse_other_tokenizer(workload, taught)
     workload = replace(
         workload,
         kernels=tuple(kernels),

@@ -214,7 +214,7 @@ def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
         assert max(len(row.input_ids) for row in data.validation) <= batch_size
         trained, held_out = (rows_of(part, 16) for part in (data.train, data.validation))
         loss = training_run.validation_loss(model, data.validation)
-        found.append((trained, held_out, data.held_out, loss))
+        found.append((trained, held_out, data.validation.digest(), loss))
     trained, held_out, digest, loss = found[0]
     assert len(trained) == 3 * 4 and len(held_out) == 4 * dataset.VALIDATION_BATCHES
     for others in found[1:]:
@@ -231,7 +231,8 @@ def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
     jsonl(files[2], *examples[:-1], ("another", "one"))
 
     def digest(*flags: str) -> str:
-        return dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), 3).held_out
+        data = dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), 3)
+        return data.validation.digest()
 
     first, same, other = (digest("--data", str(file)) for file in files)
     assert first == same != other

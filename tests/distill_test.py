@@ -5,6 +5,7 @@ The loss and its gradients are held against F.kl_div, which no code here shares.
 """
 
 import json
+import os
 import types
 from collections import Counter
 
@@ -36,10 +37,11 @@ from tests.apply_kernels_test import (
     make_model,
 )
 from tests.fixtures import needs_gpu, waiting_forbidden
+from tests.token_cache_test import tokenizer_of
 
 # isort: split
 # after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 IGNORE = dataset.IGNORE_INDEX
 ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models
@@ -328,6 +330,19 @@ def test_which_student_and_how_many_layers(
     assert more["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
 
 
+@pytest.mark.parametrize("way", ["{}/", "{}/../{}", "linked", "relative"])
+def test_the_teachers_own_model_by_another_path_is_halved_too(workload_of, tmp_path, way):
+    """A student of all its layers would have nothing to learn: a loss of 0 in each step."""
+    folder = tmp_path / "model"
+    config = AutoConfig.from_pretrained(saved_config(folder))
+    (tmp_path / "linked").symlink_to(folder)
+    ways = {"linked": str(tmp_path / "linked"), "relative": os.path.relpath(folder)}
+    other = ways.get(way) or f"{tmp_path}/{way.format('model', 'model')}"
+    for names in ((str(folder), other), (other, str(folder))):
+        workload = workload_of("--teacher", names[0], "--model", names[1], *EAGER)
+        assert distill.layers_to_keep(workload, config, config) == config.num_hidden_layers // 2
+
+
 def test_without_a_teacher_the_model_is_the_default(workload_of):
     assert workload_of().model == DEFAULT_MODEL
     assert workload_of("--model", "tiny").model == "tiny"
@@ -479,6 +494,24 @@ def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
     sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300"
     sentence += "; name two models with the same"
     assert_refused(outcome, sentence)
+
+
+def test_another_tokenizer_with_as_many_tokens_is_refused(run_script, no_weights, tmp_path):
+    folders = [saved_config(tmp_path / name) for name in ("teacher", "student")]
+    for folder, words in zip(folders, ("a b c d", "a c b e")):
+        tokenizer_of(words).save_pretrained(folder)
+    flags = ["--teacher", folders[0], "--model", folders[1], *SMALL]
+    outcome = run_script(finetune_optimized, *flags)
+    said = f"the tokenizers of {folders[1]} and the teacher {folders[0]} differ in 4 tokens"
+    assert_refused(outcome, f"{said}, 'b' among them; name two models with the same")
+
+
+def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
+    plain, extended, renumbered = (tokenizer_of("a b c") for _ in range(3))
+    extended.add_tokens(["<pad>"])
+    renumbered.add_tokens(["<other>", "<pad>"])
+    assert distill.differing_tokens(plain, extended) == []
+    assert distill.differing_tokens(extended, renumbered) == ["<pad>"]
 
 
 @pytest.mark.parametrize(

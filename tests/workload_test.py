@@ -162,6 +162,23 @@ def test_only_what_is_trained_is_compared():
     ]
 
 
+@pytest.mark.parametrize("name", ["model", "teacher", "data", "adapter"])
+def test_the_same_place_by_another_path_is_no_difference(tmp_path, name):
+    """Else a run that was started with DIR is not resumed with DIR/."""
+    (tmp_path / "linked").symlink_to(tmp_path / "there")
+    first = replace(EVERYTHING, **{name: str(tmp_path / "there")})
+    for way in ("there/", "./there", "linked"):
+        assert not first.differences(replace(first, **{name: f"{tmp_path}/{way}"})), way
+    other = f"{tmp_path}/there2"
+    (said,) = first.differences(replace(first, **{name: other}))
+    assert said == f"{name} {other} (not {tmp_path}/there)"
+
+
+def test_a_folder_named_tiny_is_not_the_tiny_model():
+    folder = replace(EVERYTHING, model="./tiny")
+    assert replace(EVERYTHING, model="tiny").differences(folder) == ["model ./tiny (not tiny)"]
+
+
 def test_a_teacher_that_the_other_lacks_is_a_difference():
     labels = replace(EVERYTHING, teacher=None, student_layers=None, temperature=None)
     assert labels.differences(EVERYTHING) == [

@@ -27,4 +27,11 @@ FAULTS = {
         ("kernel never used", "if fused else eager", "if False else eager"),
         ("kernel always used", "if fused else eager", "if True else eager"),
     ],
+    "test_the_teachers_own_model_by_another_path_is_halved_too[linked]": [
+        ("paths compared as strings", "if same_place(model, teacher)", "if model == teacher"),
+    ],
+    "test_tokenizers_may_differ_in_tokens_that_were_added_to_one": [
+        ("added tokens must be in both", "differing - may_be_missing", "differing"),
+        ("added tokens are not compared", " - (ours.keys() & theirs)", ""),
+    ],
 }  # fmt: skip
