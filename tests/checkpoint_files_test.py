@@ -36,8 +36,10 @@ EVERY_STEP = ["--checkpoint-every", "1"]
 
 
 @pytest.fixture(autouse=True)
-def small_model(monkeypatch, own_cache):
+def small_model(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    cache = tmp_path_factory.mktemp("token_cache")
+    monkeypatch.setattr("harness.token_cache.folder", lambda: cache)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_a_flipped_bit_is_found_in_every_file(saved):
             except UserError as refused:
                 assert file.name in str(refused) or file.name == CHECKSUMS
             else:  # a line break became another blank, where JSON allows it
-                assert json.loads(flipped) == json.loads(content)
+                assert file.name == CHECKSUMS and json.loads(flipped) == json.loads(content)
         file.write_bytes(content)
     checkpoint_files.check(path)
 
@@ -320,6 +322,21 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
             found.add(path.name)
     assert len(found) > 3
     assert equal(trained(workload, Checkpoints(resume=str(folder))), straight)
+
+
+def share_in(rank, device) -> tuple[list[str], list[str]]:
+    """Names of the weights and of the states that this process copies and writes."""
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
+    return list(share["model"]), list(share["optimizer"])
+
+
+@pytest.mark.exhaustive
+def test_of_what_all_processes_have_each_copies_a_part(tmp_path):
+    """Else eight of them would need the host's memory eight times."""
+    for one, other in zip(*in_two_processes(share_in, tmp_path), strict=True):
+        assert sorted(one + other) == ["0.bias", "0.weight", "1.weight"] and len(one) == 2
 
 
 def test_the_record_says_how_long_training_waited(run_script, tmp_path):
