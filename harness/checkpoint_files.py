@@ -83,7 +83,10 @@ def alone_in(folder: str | None) -> Iterator[None]:
 
 
 def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
-    """Lock a folder until the stack ends; returns False if another process holds the lock."""
+    """Lock a folder until the stack ends; returns False if another process holds the lock.
+
+    What an interrupted run left there is removed, so that it takes no room from this one.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
@@ -94,8 +97,9 @@ def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError:
+        pass  # a file system without locks
+    remove_unfinished(folder)
     return True
 
 

@@ -36,8 +36,10 @@ EVERY_STEP = ["--checkpoint-every", "1"]
 
 
 @pytest.fixture(autouse=True)
-def small_model(monkeypatch, own_cache):
+def small_model(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    cache = tmp_path_factory.mktemp("token_cache")
+    monkeypatch.setattr("harness.token_cache.folder", lambda: cache)
 
 
 @pytest.fixture
@@ -88,6 +90,14 @@ def test_two_runs_of_one_command_do_not_remove_each_others_files(run_script, tmp
         os.waitpid(other, 0)
         assert run_script(finetune_baseline, *flags_of(folder, *EVERY_STEP)).code == 0
     assert names_in(folder) == ["step-5"]
+
+
+def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_path):
+    """Before the next run looks how much room there is."""
+    (tmp_path / ".unfinished-step-2").mkdir()
+    (tmp_path / ".unfinished-step-2" / "__0_0.distcp").write_text("half")
+    with checkpoint_files.alone_in(str(tmp_path)):
+        assert names_in(tmp_path) == []
 
 
 def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
@@ -190,7 +200,7 @@ def test_a_flipped_bit_is_found_in_every_file(saved):
             except UserError as refused:
                 assert file.name in str(refused) or file.name == CHECKSUMS
             else:  # a line break became another blank, where JSON allows it
-                assert json.loads(flipped) == json.loads(content)
+                assert file.name == CHECKSUMS and json.loads(flipped) == json.loads(content)
         file.write_bytes(content)
     checkpoint_files.check(path)
 
@@ -292,6 +302,12 @@ def test_a_step_does_not_wait_for_the_disk_nor_change_what_is_written(
         shutil.rmtree(folder / f"step-{step}")
 
 
+def steps_in(folder: Path) -> int:
+    """Of the newest checkpoint; 0 without one."""
+    path = resuming.newest(folder)
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
 @forks
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, seed):
@@ -301,25 +317,39 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
     """
     workload = tiny_workload("--seq-len", "8", "--steps", "200")
     straight = trained(workload)
-    choose, folder, found = random.Random(seed), tmp_path / "kept", set()
-    folder.mkdir()
-    (folder / LOCK).touch()
+    choose, folder, taken = random.Random(seed), tmp_path / "kept", [0]
     for _ in range(12):
-        resume = str(folder) if resuming.newest(folder) else None
+        resume = str(folder) if taken[-1] else None
         asked = Checkpoints(str(folder), 1, resume, keep=2)
-        before = folder.stat().st_mtime_ns
+        more, late = choose.randrange(3), choose.uniform(0, 0.1)
         child = started(partial(kernel_training.train, workload, checkpoints=asked))
-        while folder.stat().st_mtime_ns == before and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.001)  # until the first save begins
-        time.sleep(choose.uniform(0, 0.3))
+        while steps_in(folder) < taken[-1] + more or not list(folder.glob(".unfinished-*")):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.001)
+        time.sleep(late)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0) == (child, signal.SIGKILL)
         assert len(names_in(folder)) <= 4
-        if path := resuming.newest(folder):
-            checkpoint_files.check(path)
-            found.add(path.name)
-    assert len(found) > 3
+        taken.append(steps_in(folder))
+        if taken[-1]:
+            checkpoint_files.check(resuming.newest(folder))
+    assert taken == sorted(taken) and taken[-1] > 5
     assert equal(trained(workload, Checkpoints(resume=str(folder))), straight)
+
+
+def share_in(rank, device) -> tuple[list[str], list[str]]:
+    """Names of the weights and of the states that this process copies and writes."""
+    model, optimizer = small_training()
+    one_step(model, optimizer)
+    share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
+    return list(share["model"]), list(share["optimizer"])
+
+
+@pytest.mark.exhaustive
+def test_of_what_all_processes_have_each_copies_a_part(tmp_path):
+    """Else eight of them would need the host's memory eight times."""
+    for one, other in zip(*in_two_processes(share_in, tmp_path), strict=True):
+        assert sorted(one + other) == ["0.bias", "0.weight", "1.weight"] and len(one) == 2
 
 
 def test_the_record_says_how_long_training_waited(run_script, tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import command_line, dataset, loader, parallel, processes
+from harness import checkpoint_files, command_line, dataset, loader, parallel, processes
 from harness.architecture import tiny_config
 from harness.device import HAS_GPU
 from harness.workload import Workload
@@ -277,6 +277,17 @@ def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
     assert f"Checkpoint written to {path}" in said and path.name.startswith("step-")
     steps = json.loads((path / "run.json").read_text())["step"]
     assert f"Ended after step {steps}: --resume {tmp_path / 'kept'}" in said
+
+
+@pytest.mark.exhaustive
+def test_all_processes_learn_that_another_run_writes_there(tmp_path):
+    """The first one asks for the folder; none waits for it, or loads a model."""
+    folder = str(tmp_path / "kept")
+    with checkpoint_files.alone_in(folder):
+        outcome = torchrun(2, "finetune_baseline.py", *SIX, "1", "--checkpoint", folder)
+    assert outcome.returncode != 0 and outcome.stdout == ""
+    said = f"error: another run writes its checkpoints to --checkpoint {folder}, expected none"
+    assert outcome.stderr.count(said) == 2
 
 
 # ---------------------------------------------------------------- in this process
