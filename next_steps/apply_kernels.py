@@ -70,12 +70,17 @@ def apply_kernels(
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
-        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts
-        of it about.
+        ValueError: a name is unknown, the model's activation is not SiLU, accelerate moves parts of
+        it about, or a kernel finds nothing to replace (of all kernels: none of them does).
     """
-    if not isinstance(model, modeling_llama.LlamaForCausalLM):
-        given = f"model is a {type(model).__name__}"
-        raise TypeError(f"{given}, expected a LlamaForCausalLM: unwrap it first.")
+    llama = modeling_llama.LlamaForCausalLM
+    if not isinstance(model, llama):
+        given, advice = f"model is a {type(model).__name__}", "unwrap it first"
+        if not any(isinstance(module, llama) for module in model.modules()):
+            model_type = getattr(getattr(model, "config", None), "model_type", None)
+            given += f" of type {model_type}" if model_type else ""
+            advice = "the kernels stand for LLaMA's code alone"
+        raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
     unknown = [name for name in names if name not in MODEL_KERNELS]
     if unknown:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
@@ -105,6 +110,12 @@ def apply_kernels(
         change_class(model.lm_head, Linear)
     if type(model) is LlamaForCausalLM:
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
+    idle = [name for name in names if not has_kernel(model, name)]
+    # of all kernels, those that find something are what is wanted
+    if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
+        given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
+        expected = "expected what transformers wrote, unchanged and without hooks"
+        raise ValueError(f"{given}, {expected}: leave that kernel out.")
     return model
 
 
@@ -146,6 +157,13 @@ def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
     """The kernel's module for a LlamaMLP; the MLP itself where it or its activation was changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
+
+
+def has_kernel(model: torch.nn.Module, name: str) -> bool:
+    """Has any part of the model become what this kernel is in?"""
+    if name == "linear_cross_entropy" and type(model.lm_head) is not Linear:
+        return False
+    return any(isinstance(module, KERNEL_CLASSES[name]) for module in model.modules())
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
@@ -382,6 +400,13 @@ MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
 NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
 SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
 MODELS = modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaForCausalLM
+KERNEL_CLASSES = {
+    "rmsnorm": TritonRMSNorm,
+    "swiglu": TritonLlamaMLP,
+    "rope": LlamaAttention,
+    "fused_layer": LlamaDecoderLayer,
+    **dict.fromkeys(LOSS_KERNELS, LlamaForCausalLM),
+}
 
 
 def is_from_the_same_package(function: Callable, cls: type) -> bool:
