@@ -66,7 +66,8 @@ def apply_kernels(
     - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
     - a projection that is more than a matrix product with or without an adapter: with a bias, with
-      another LoRA than lora_linear's.
+      another LoRA than lora_linear's;
+    - all of a model in float64, which no kernel computes in, as long as it is.
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
@@ -219,7 +220,8 @@ def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_val
     """
     heads = *q.shape[:-1], -1, attention.head_dim
     q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    q, k = triton_apply_rotary_pos_emb(q, k, *position_embeddings)
+    rotate = ROTARY if q.dtype == torch.float64 else triton_apply_rotary_pos_emb
+    q, k = rotate(q, k, *position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     interface = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -259,7 +261,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
         """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
 
-        Not so with parts of other classes, changed or with hooks; a projection that is no
+        Not so with parts of other classes, changed or with hooks; float64; a projection that is no
         `is_product`; attention weights that are asked for; autocast; and gradient checkpointing,
         which is part of the layer's own forward.
         """
@@ -276,7 +278,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         if output_attentions is None:
             output_attentions = getattr(attention.config, "output_attentions", False)
         return (
-            all(is_product(projection, hidden_states.dtype) for projection in projections)
+            hidden_states.dtype != torch.float64
+            and all(is_product(projection, hidden_states.dtype) for projection in projections)
             and all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
             and not output_attentions
             and not torch.is_autocast_enabled(hidden_states.device.type)
@@ -355,6 +358,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         }
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
+        replaceable = replaceable and self.dtype != torch.float64
         kernels = self.loss_kernels if replaceable else ()
         without_logits = self.training and is_plain_head(self.lm_head)
         linear = (

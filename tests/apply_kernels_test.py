@@ -510,6 +510,37 @@ def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
     assert all(map(is_freed, models[1].parameters()))
 
 
+def with_wide_head(model):
+    model.bfloat16().model.norm.float()
+    model.lm_head.float()
+    return model
+
+
+def with_wide_weights_in_norms(model):
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.bfloat16()
+    return model
+
+
+CASTS = [torch.nn.Module.double, with_wide_head, with_wide_weights_in_norms]
+
+
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.__name__)
+def test_a_model_that_is_cast_later_runs_as_without_the_kernels(cast, names):
+    """In float64 the kernels refused it, where the unpatched model runs."""
+    batch = make_batch()
+    models = cast(make_model()), cast(make_model(names))
+    expected, found = (loss_and_gradients(model, batch) for model in models)
+    assert_equal(found, expected, allowed=2e-2 if cast is with_wide_head else 1e-5)
+    ids = batch["input_ids"]
+    logits = [model.eval()(ids).logits for model in models]
+    assert logits[0].dtype == logits[1].dtype
+    of = [{name: value.dtype for name, value in values.items()} for values in (expected, found)]
+    assert of[0] == of[1]
+
+
 def rows_of_products(monkeypatch) -> list[int]:
     """As many rows as each product with the head has that the kernel takes."""
     rows, original = [], torch.mm
