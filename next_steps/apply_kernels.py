@@ -66,16 +66,22 @@ def apply_kernels(
     - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
     - a projection that is more than a matrix product with or without an adapter: with a bias, with
-      another LoRA than lora_linear's.
+      another LoRA than lora_linear's;
+    - all of a model in float64, which no kernel computes in, as long as it is.
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
-        ValueError: a name is unknown, the model's activation is not SiLU, or accelerate moves parts
-        of it about.
+        ValueError: a name is unknown, the model's activation is not SiLU, accelerate moves parts of
+        it about, or a kernel finds nothing to replace (of all kernels: none of them does).
     """
-    if not isinstance(model, modeling_llama.LlamaForCausalLM):
-        given = f"model is a {type(model).__name__}"
-        raise TypeError(f"{given}, expected a LlamaForCausalLM: unwrap it first.")
+    llama = modeling_llama.LlamaForCausalLM
+    if not isinstance(model, llama):
+        given, advice = f"model is a {type(model).__name__}", "unwrap it first"
+        if not any(isinstance(module, llama) for module in model.modules()):
+            model_type = getattr(getattr(model, "config", None), "model_type", None)
+            given += f" of type {model_type}" if model_type else ""
+            advice = "the kernels stand for LLaMA's code alone"
+        raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
     unknown = [name for name in names if name not in MODEL_KERNELS]
     if unknown:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
@@ -105,6 +111,12 @@ def apply_kernels(
         change_class(model.lm_head, Linear)
     if type(model) is LlamaForCausalLM:
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
+    idle = [name for name in names if not has_kernel(model, name)]
+    # of all kernels, those that find something are what is wanted
+    if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
+        given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
+        expected = "expected what transformers wrote, unchanged and without hooks"
+        raise ValueError(f"{given}, {expected}: leave that kernel out.")
     return model
 
 
@@ -146,6 +158,13 @@ def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
     """The kernel's module for a LlamaMLP; the MLP itself where it or its activation was changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
+
+
+def has_kernel(model: torch.nn.Module, name: str) -> bool:
+    """Has any part of the model become what this kernel is in?"""
+    if name == "linear_cross_entropy" and type(model.lm_head) is not Linear:
+        return False
+    return any(isinstance(module, KERNEL_CLASSES[name]) for module in model.modules())
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
@@ -208,7 +227,8 @@ def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_val
     """
     heads = *q.shape[:-1], -1, attention.head_dim
     q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    q, k = triton_apply_rotary_pos_emb(q, k, *position_embeddings)
+    rotate = ROTARY if q.dtype == torch.float64 else triton_apply_rotary_pos_emb
+    q, k = rotate(q, k, *position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     interface = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -248,7 +268,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
         """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
 
-        Not so with parts of other classes, changed or with hooks; a projection that is no
+        Not so with parts of other classes, changed or with hooks; float64; a projection that is no
         `is_product`; attention weights that are asked for; autocast; and gradient checkpointing,
         which is part of the layer's own forward.
         """
@@ -265,7 +285,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         if output_attentions is None:
             output_attentions = getattr(attention.config, "output_attentions", False)
         return (
-            all(is_product(projection, hidden_states.dtype) for projection in projections)
+            hidden_states.dtype != torch.float64
+            and all(is_product(projection, hidden_states.dtype) for projection in projections)
             and all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
             and not output_attentions
             and not torch.is_autocast_enabled(hidden_states.device.type)
@@ -344,6 +365,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         }
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
+        replaceable = replaceable and self.dtype != torch.float64
         kernels = self.loss_kernels if replaceable else ()
         without_logits = self.training and is_plain_head(self.lm_head)
         linear = (
@@ -389,6 +411,13 @@ MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
 NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
 SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
 MODELS = modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaForCausalLM
+KERNEL_CLASSES = {
+    "rmsnorm": TritonRMSNorm,
+    "swiglu": TritonLlamaMLP,
+    "rope": LlamaAttention,
+    "fused_layer": LlamaDecoderLayer,
+    **dict.fromkeys(LOSS_KERNELS, LlamaForCausalLM),
+}
 
 
 def is_from_the_same_package(function: Callable, cls: type) -> bool:

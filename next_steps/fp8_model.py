@@ -5,15 +5,16 @@ computes with the Functions of fp8_layer.py.  In each call it asks whether these
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
 
 from harness.command_line import UserError
-from harness.fp8_flags import ALL
+from harness.fp8_flags import ALL, MODES
 from harness.workload import Workload
 from next_steps import apply_kernels
-from next_steps.fp8_kernel import fp8_support, takes_fp8
+from next_steps.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
 from next_steps.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
 from next_steps.lora_linear import is_base
 
@@ -71,7 +72,7 @@ def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """Let the layers of a model with the fused layer compute in FP8; returns the model.
 
-    Those whose shapes or projections FP8 does not take stay as they are: `layers_in_fp8` counts.
+    Those whose shapes or projections FP8 does not take stay as they are, and a warning counts them.
     To be called after `apply_kernels`, before `fully_shard`.
 
     Args:
@@ -79,13 +80,24 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
         mode: of fp8_flags.MODES.
 
     Raises:
-        UserError: this GPU has no FP8.
+        UserError: this GPU has no FP8, or it takes none of the layers.
+        ValueError: there is no such mode.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}.")
     require_fp8()
-    for layer in model.model.layers:
-        fused = type(layer) is apply_kernels.LlamaDecoderLayer
+    layers, n_fp8 = model.model.layers, 0
+    for layer in layers:
+        fused = isinstance(layer, apply_kernels.LlamaDecoderLayer)
         if fused and takes_layer(layer, layer.mlp.down_proj.weight.dtype):
             layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
+            n_fp8 += 1
+    given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
+    expected = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
+    if not n_fp8:
+        raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
+    if n_fp8 < len(layers):
+        warnings.warn(f"{given}, those that are {expected}.", stacklevel=2)
     return model
 
 

@@ -31,6 +31,7 @@ from next_steps.swiglu_kernel import (
     may_overwrite_saved,
     swiglu_backward,
     swiglu_forward,
+    swiglu_reference,
 )
 
 
@@ -109,9 +110,13 @@ class TritonLlamaMLP(torch.nn.Module):
         projections = self.gate_proj, self.up_proj, self.down_proj
         hooked = torch.nn.modules.module._has_any_global_hook()
         autocast = torch.is_autocast_enabled(x.device.type)
-        if all(map(_is_plain, projections)) and not hooked and not autocast:
+        wide = x.dtype == torch.float64
+        if all(map(_is_plain, projections)) and not (hooked or autocast or wide):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
-        return self.down_proj(self.act_fn(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        # a model that was cast to float64 runs as it does without the kernel, which refuses that
+        act = swiglu_reference if gate.dtype == torch.float64 else self.act_fn
+        return self.down_proj(act(gate, up))
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

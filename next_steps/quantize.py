@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from harness.adapter_flags import TARGETS
 from harness.architecture import TORCH_DTYPES, build_model, for_training
 from harness.command_line import UserError
 from harness.device import DEVICE
@@ -32,6 +33,9 @@ from next_steps.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_qu
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
+
+
+PROJECTIONS = TARGETS["all"]
 
 
 class NF4Linear(torch.nn.Linear):
@@ -90,7 +94,7 @@ def quantize_model(model: torch.nn.Module) -> torch.nn.Module:
     To be called before adapters and kernels.
 
     Raises:
-        UserError: a projection cannot be quantized.
+        UserError: a projection cannot be quantized, or is none any more.
     """
     for layer in model.model.layers:
         quantize_layer(layer)
@@ -99,7 +103,13 @@ def quantize_model(model: torch.nn.Module) -> torch.nn.Module:
 
 def quantize_layer(layer: torch.nn.Module) -> None:
     """The same for one decoder layer."""
-    for parent, name, linear in children_of(layer, torch.nn.Linear):
+    found = list(children_of(layer, torch.nn.Linear))
+    names = {name for _, name, _ in found}
+    if names != set(PROJECTIONS):
+        given = f"a layer's plain matrices are {', '.join(sorted(names)) or 'none'}"
+        expected = f"expected {', '.join(PROJECTIONS)}"
+        raise UserError(f"{given}, {expected}: quantize once, before adapters")
+    for parent, name, linear in found:
         try:
             setattr(parent, name, NF4Linear(linear))
         except ValueError as error:

@@ -32,6 +32,8 @@ a number of attention's output saves more than one of those, and it is kept: `at
 
 What a layer keeps can also wait in the host's memory, at any of the levels: offload.py.
 
+Dropout in a layer draws the same masks both times; with it no CUDA graph can be made of `layer`.
+
 Limits: no torch.compile, no second derivative of what is computed again.
 """
 
@@ -74,7 +76,12 @@ def set_recompute(
         model: after `apply_kernels`, if that is called.
         level: of RECOMPUTE; None: as the model was before any such call.
         offload: what they keep waits in the host's memory.
+
+    Raises:
+        ValueError: there is no such level.
     """
+    if level not in (None, *RECOMPUTE):
+        raise ValueError(f"level is {level!r}, expected None or one of {', '.join(RECOMPUTE)}.")
     offloader = Offloader(model) if offload else None
     for number, layer in enumerate(model.model.layers):
         norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -90,7 +97,7 @@ def set_recompute(
             forget(layer, norms, level == MLP, notes)
             noted = True
         if level == LAYER:
-            layer.forward = Instead(checkpointed, model.config, layer.forward)
+            layer.forward = Instead(checkpointed, model.config, layer, layer.forward)
         if noted:
             layer.forward = Instead(notes.around, layer.forward)
     return model
@@ -233,16 +240,26 @@ def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def has_dropout(layer: torch.nn.Module) -> bool:
+    """Has any module in it a dropout of its own, as peft's adapters may?"""
+    kind = torch.nn.modules.dropout._DropoutNd
+    return any(isinstance(module, kind) and module.p > 0 for module in layer.modules())
+
+
 def checkpointed(
     config: LlamaConfig,
+    layer: torch.nn.Module,
     forward: Callable,
     hidden_states: torch.Tensor,
     *args,
     **kwargs,
 ) -> torch.Tensor:
     """A layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
+    in_attention, in_modules = config.attention_dropout > 0, has_dropout(layer)
     contexts = noop_context_fn
-    if attention_pays(config, hidden_states.shape[1]):
+    # attention that is kept draws nothing again, and modules behind it would draw other masks
+    redraws = in_attention and in_modules
+    if not redraws and attention_pays(config, hidden_states.shape[1]):
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
     return checkpoint(
         forward,
@@ -250,7 +267,8 @@ def checkpointed(
         *args,
         use_reentrant=False,
         context_fn=contexts,
-        # a random state is read from the GPU, which a CUDA graph does not allow
-        preserve_rng_state=config.attention_dropout > 0,
+        # what is drawn again must be the same; a random state is read from the GPU, which a CUDA
+        # graph does not allow
+        preserve_rng_state=in_attention or in_modules,
         **kwargs,
     )

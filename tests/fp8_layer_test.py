@@ -15,7 +15,7 @@ from harness.command_line import UserError
 from harness.loading import load_model
 from harness.workload import RECOMPUTE
 from next_steps import fp8_layer, fp8_model
-from next_steps.apply_kernels import apply_kernels
+from next_steps.apply_kernels import MODEL_KERNELS, apply_kernels, modeling_llama
 from next_steps.fp8_casts import (
     rmsnorm_fp8_reference,
     swiglu_fp8_backward_reference,
@@ -505,7 +505,8 @@ def test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted():
     for model in models:
         widen(model, 0), widen(model, 1)
     expected = loss_and_gradients(models[0], batch())
-    fp8_layers(models[1], "all")
+    with pytest.raises(UserError, match="--fp8: FP8 takes none of the model's 2 layers"):
+        fp8_layers(models[1], "all")
     assert counted(models[1]) == [0, 2]
     found = loss_and_gradients(models[1], batch())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -515,13 +516,33 @@ def test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted():
 def test_the_layers_that_fit_do_not_wait_for_the_others():
     model = apply_kernels(load_model(tiny_workload()))
     widen(model, 1)
-    assert counted(fp8_layers(model, "all")) == [1, 2]
+    with pytest.warns(UserWarning, match="FP8 takes 1 of the model's 2 layers"):
+        fp8_layers(model, "all")
+    assert counted(model) == [1, 2]
     assert loss_and_gradients(model, batch())["loss"].isfinite()
 
 
-def test_without_the_fused_layer_no_layer_is_counted():
-    model = apply_kernels(load_model(tiny_workload()), ["rmsnorm", "swiglu", "rope"])
-    assert counted(fp8_layers(model, "all")) == [0, 2]
+@pytest.mark.parametrize("rotary_replaced", [False, True])
+def test_a_model_without_the_fused_layer_is_refused(rotary_replaced, monkeypatch):
+    """It was returned as it was, without a word."""
+    names = ["rmsnorm", "swiglu", "rope"]
+    if rotary_replaced:
+        names = MODEL_KERNELS
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: None)
+    model = apply_kernels(load_model(tiny_workload()), names)
+    with pytest.raises(UserError, match="--fp8: FP8 takes none of the model's 2 layers, expected"):
+        fp8_layers(model, "all")
+    assert counted(model) == [0, 2]
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode is 'input', expected one of all, inputs"):
+        fp8_layers(make_model(), "input")
+
+
+def test_another_mode_for_a_model_in_fp8_is_taken():
+    model = fp8_layers(make_model("all"), "inputs")
+    assert counted(model) == [2, 2] and {layer.fp8 for layer in model.model.layers} == {"inputs"}
 
 
 def biased(layer):

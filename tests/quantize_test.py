@@ -245,6 +245,14 @@ def test_what_cannot_be_quantized_is_refused_with_a_sentence():
 # ---- With adapters -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("change", [with_adapters, quantize_model], ids=["adapters", "twice"])
+def test_a_model_whose_projections_are_no_longer_plain_is_refused(change):
+    """The adapters were quantized too, or nothing was, without a word."""
+    model = change(loading.load_model(tiny_workload()))
+    with pytest.raises(UserError, match=r"a layer's plain matrices are .*quantize once, before"):
+        quantize_model(model)
+
+
 def test_peft_takes_it_for_a_linear_layer():
     model = with_adapters(make_model())
     adapted = model.model.layers[0].self_attn.k_proj

@@ -60,10 +60,10 @@ def test_every_level_has_the_loss_and_gradients_of_none(kernels, dtype):
         assert error <= ALLOWED[dtype], f"{level}: {name} is off by {error:.1e}"
 
 
-def with_adapters(kernels) -> torch.nn.Module:
+def with_adapters(kernels, **options) -> torch.nn.Module:
     """peft's, with random B; nothing else is trained, and so a layer's input needs no gradient."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
     return peft.inject_adapter_in_model(config, make_model(kernels)).train()
 
 
@@ -84,6 +84,29 @@ def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
     for level in RECOMPUTE:
         error, name = largest_error(loss_and_trained(set_recompute(model, level)), expected)
         # six, not three, gradients of one tensor where the products are peft's
+        assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("attention_pays", [False, True])
+@pytest.mark.parametrize("attention", [0.0, 0.5])
+@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
+def test_what_runs_twice_drops_the_same_both_times(kernels, attention, attention_pays, monkeypatch):
+    """LoRA's dropout drew its masks anew: gradients were wrong by up to twice their size."""
+    monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
+    model = with_adapters(kernels, lora_dropout=0.5)
+    model.config.attention_dropout = attention
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = attention
+
+    def seeded(model):
+        torch.manual_seed(5)
+        return loss_and_trained(model)
+
+    expected = seeded(model)
+    again = loss_and_trained(model)
+    assert largest_error(again, expected)[0] > 0.1, "nothing is dropped: cannot fail"
+    for level in RECOMPUTE:
+        error, name = largest_error(seeded(set_recompute(model, level)), expected)
         assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
 
 
@@ -139,6 +162,11 @@ def test_frozen_parameters(level):
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
         else:
             assert parameter.grad is None
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="level is 'layers', expected None or one of none, norm"):
+        set_recompute(make_model([]), "layers")
 
 
 @SETS

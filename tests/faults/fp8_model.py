@@ -23,6 +23,9 @@ FAULTS = {
             "        if not (self.training and fits and takes_layer(self, hidden_states.dtype)):",
         ),
     ],
+    "test_a_model_without_the_fused_layer_is_refused[False]": [
+        ("no layer is no error", "    if not n_fp8:\n", "    if False:\n"),
+    ],
     "test_the_layers_that_fit_do_not_wait_for_the_others": [
         (
             "all layers or none",
