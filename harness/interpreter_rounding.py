@@ -14,14 +14,14 @@ Three of the interpreter's operations (Triton 3.6 and 3.7) give other numbers th
 - `tl.fma(x, y, z)` rounds x * y, and then the sum; hardware rounds once.  For a logit of 10,000
   the first rounding is already 5e-4, and exp turns it into a relative error.
 
-Besides, with NumPy 2.5 the interpreter of Triton 3.5 and 3.6 runs no loop whose bound is a number
+Besides, with NumPy 2.4 the interpreter of Triton 3.5 and 3.6 runs no loop whose bound is a number
 of the kernel: it converts an array of one number to int, which NumPy now refuses.
 
 `device` and every kernel file import this, so scripts, tests and whoever uses a kernel of this
 folder have it.  Not covered:
 
 - a kernel file that was carried away without this one: on a CPU it runs with the interpreter's
-  own rounding, and with Triton 3.5 or 3.6 it needs a NumPy before 2.5;
+  own rounding, and with Triton 3.5 or 3.6 it needs a NumPy before 2.4;
 - `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first (no kernel here uses fp64);
 - arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
   integers.  Convert to fp32 first, as all kernels here do;
