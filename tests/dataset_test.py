@@ -71,19 +71,6 @@ def test_no_batch_is_repeated_within_a_run(source):
     )
 
 
-@pytest.mark.parametrize("source", ["stdlib", "synthetic"])
-def test_micro_batches_read_and_hold_out_the_sequences_of_a_large_batch(source):
-    """Else a validation loss before and after a resume in another layout is of other texts."""
-    layouts = ["--batch-size", "6"], ["--batch-size", "2", "--accumulate", "3"]
-    digests = {
-        dataset.load_data(
-            tiny_workload("--data", source, *layout), architecture.tiny_config(), 5
-        ).digest()
-        for layout in layouts
-    }
-    assert len(digests) == 1
-
-
 def test_data_depends_on_the_seed_and_on_nothing_else():
     def tokens(seed: str) -> list[list]:
         data = dataset.load_data(
