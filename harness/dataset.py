@@ -146,7 +146,7 @@ class Data:
 
     def digest(self) -> str:
         """The same of equal samples, to train on and held out, and of no others."""
-        return f"{self.train.samples.digest()}-{self.validation.digest()}"
+        return "-".join(part.samples.digest() for part in (self.train, self.validation))
 
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
