@@ -41,7 +41,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+# not staging.DefaultStager around it, which in PyTorch 2.11 forgets its memory after each copy
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from harness import checkpoint_files
@@ -408,8 +410,7 @@ class Keeper(contextlib.AbstractContextManager):
             if n_bytes > OF_THE_HOST * room:
                 needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
                 self.do_without_copies(f"{needed} and the host has {room / 1e9:,.3g}")
-            # neither shared with other processes, nor made by a thread while training goes on
-            self.stager = DefaultStager(StagingOptions(HAS_GPU, False, False, False))
+            self.stager = StateDictStager(pin_memory=HAS_GPU)
         if self.copies:
             try:
                 return self.stager.stage(tensors)
