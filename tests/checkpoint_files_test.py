@@ -304,7 +304,7 @@ def test_a_step_does_not_wait_for_the_disk_nor_change_what_is_written(
 
 
 def test_every_copy_lies_in_the_memory_of_the_first(trained, tmp_path, monkeypatch):
-    """To pin memory takes longer than to fill it: 20 s for 48 GB, on the host of an H200."""
+    """The first one, which takes and pins the memory, took 20 s for 48 GB, on an H200's host."""
     write, written = checkpoint.write, []
 
     def remember(folder, tensors, *more):

@@ -18,6 +18,10 @@ from harness.checking import HAS_GPU, Check
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
 
+# isort: split
+# after the tools, which decide how triton will run
+from triton.backends.compiler import GPUTarget
+
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)", "Access"]
 GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16)
@@ -44,6 +48,22 @@ def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
     for text in [*COLUMNS, "sm_103", *(f"_{kernel}_kernel" for kernel in kernels)]:
         assert text in result.stdout
     assert "none spills: PASSED" in result.stdout
+
+
+@pytest.mark.parametrize("said", ["nvdisasm fatal : Cannot decode architecture 'SM103a'", "other"])
+def test_code_that_an_older_disassembler_cannot_read_has_no_width(monkeypatch, said):
+    """Triton 3.6 compiles for GB300, and its disassembler does not know GB300."""
+
+    def refuse(binary, flag):
+        raise subprocess.CalledProcessError(1, [flag], stderr=said)
+
+    monkeypatch.setattr(pretended_gpu, "cuobjdump", refuse)
+    gpu = GPUTarget("cuda", 103, 32)
+    if said == "other":
+        with pytest.raises(subprocess.CalledProcessError):
+            pretended_gpu.widest_access(b"", gpu)
+    else:
+        assert pretended_gpu.widest_access(b"", gpu) is None
 
 
 def test_unknown_target_is_one_sentence_and_exit_code_2(run_script):

@@ -41,5 +41,5 @@ class Row:
     registers: int | None = None  # per thread
     spills: int | None = None  # 32-bit registers per thread that live in memory
     shared: int | None = None  # bytes per program
-    widest: int | None = None  # bytes of a thread's widest access to memory; None: not NVIDIA's
+    widest: int | None = None  # bytes of a thread's widest access to memory; None: not read
     error: str | None = None

@@ -151,11 +151,20 @@ def cuobjdump(binary: bytes, flag: str) -> str:
 
 
 def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
-    """Bytes that a thread loads or stores at once, at most; None on AMD's, which is not read."""
+    """Bytes that a thread loads or stores at once, at most; None where the code cannot be read.
+
+    That is AMD's code, and GB300's with Triton 3.6, which brings the tools of CUDA 12.8.
+    """
     if gpu.backend == "hip":
         return None
+    try:
+        code = cuobjdump(binary, "-sass")
+    except subprocess.CalledProcessError as error:
+        if "Cannot decode architecture" not in error.stderr:
+            raise
+        return None
     # LDG: load from the GPU's memory; STG: store; LDGSTS: load into a program's shared memory.
-    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E([.\w]*)", cuobjdump(binary, "-sass"))
+    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E([.\w]*)", code)
     widths = (re.search(r"\.[US]?(\d+)\b", words) for words in accesses)
     bits = (int(width[1]) if width else 32 for width in widths)  # 32 bits are not written
     return max(bits, default=0) // 8
