@@ -28,7 +28,7 @@ from harness.architecture import (
 from harness.command_line import UserError
 from harness.config_file import reading
 from harness.frozen_digest import frozen_digest
-from harness.workload import Workload, draws_weights
+from harness.workload import Workload, draws_weights, same_place
 
 BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
 NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
@@ -177,16 +177,11 @@ def compare_base(model: torch.nn.Module, workload: Workload) -> None:
             given = f"--adapter {folder} was trained beside other weights than {model_name} has"
             advice = "give the --model that it was trained with, and the --seed of random weights"
             raise UserError(f"{given}, those of {named}: {advice}")
-    elif draws_weights(model_name, workload) or not is_same_path(str(named), model_name):
+    elif draws_weights(model_name, workload) or not same_place(str(named), model_name):
         print(
             f"Note: --adapter {folder} was trained beside the weights of {named}, and nothing "
             f"tells whether {model_name} has the same"
         )
-
-
-def is_same_path(one: str, other: str) -> bool:
-    """Do they name one model, as an id or as a directory?"""
-    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
 
 
 # ---------------------------------------------------------------- what is saved
