@@ -2082,10 +2082,9 @@ def test_a_whole_step_under_torch_compile(tensor_lr):
 
 
 @needs_gpu
-def test_offsets_beyond_int32():
+def test_offsets_beyond_int32(gpu_memory):
     n, tail = 2**31 + 4096, 3000
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    gpu_memory(24)
     p, g, m, v = (torch.zeros(n, dtype=BF16, device=DEVICE) for _ in range(4))
     p[-tail:], g[-tail:] = randn(tail, dtype=BF16), randn(tail, dtype=BF16, seed=1)
     small = [t[-tail:].clone() for t in (p, g, m, v)]

@@ -50,6 +50,7 @@ from next_steps.fp8_casts import swiglu_fp8_backward_reference, swiglu_fp8_refer
 from next_steps.fp8_kernel import quantize_rows_reference
 from next_steps.rope_kernel import rope_backward, rope_forward
 from next_steps.swiglu_kernel import TritonSwiGLU
+from tests.two_processes import made_once
 
 SCRIPT = Path(bench.__file__)
 PLAYBOOK_RMSNORM = [
@@ -82,15 +83,21 @@ def run(*flags: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """(stdout, record, path of the plot) of a small run of everything."""
-    folder = tmp_path_factory.mktemp("benchmark")
+def run_small(folder: Path) -> None:
+    """A small run of everything; a GPU's compilers take minutes for it."""
     sizes = ["--tokens", "2,4", "--hidden", "64", "--vocab", "100"]
     outputs = ["--json", str(folder / "run.json"), "--plot", str(folder / "run.png")]
     result = run(*sizes, *outputs)
     assert result.returncode == 0, result.stderr
-    return result.stdout, json.loads((folder / "run.json").read_text()), folder / "run.png"
+    (folder / "stdout").write_text(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(stdout, record, path of the plot) of the small run."""
+    folder = made_once(run_small, tmp_path_factory)
+    record = json.loads((folder / "run.json").read_text())
+    return (folder / "stdout").read_text(), record, folder / "run.png"
 
 
 def columns(line: str) -> list[str]:

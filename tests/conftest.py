@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     # make test-gpu: a worker, gw3, sees one of several GPUs; CUDA reads the variable once, later
-    gpus = os.environ["ONE_GPU_OF"].split(",")
+    gpus = os.environ.pop("ONE_GPU_OF").split(",")
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
@@ -24,6 +24,7 @@ from tests.fixtures import (  # noqa: F401
     compiled_kernels,
     compiler_pads_rows,
     far_apart,
+    gpu_memory,
     poison_new_tensors,
     same_random_numbers,
     unused_memory_returned,

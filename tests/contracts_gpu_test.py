@@ -2,8 +2,6 @@
 second GPU.
 """
 
-import gc
-
 import pytest
 import torch
 
@@ -34,7 +32,7 @@ def test_sizes_of_real_models(subject, dtype, monkeypatch):
 
 
 @contract()
-def test_rows_beyond_int32_in_memory(subject, monkeypatch):
+def test_rows_beyond_int32_in_memory(subject, monkeypatch, gpu_memory):
     """The last rows begin beyond 2**31 elements; all others are zeros, which have nothing to
     say.
     """
@@ -48,11 +46,7 @@ def test_rows_beyond_int32_in_memory(subject, monkeypatch):
         for name, t in (inputs | {f"d{name}": t for name, t in douts.items()}).items()
         if name in subject.row_inputs or name[1:] in douts
     }
-    gc.collect()
-    torch.cuda.empty_cache()
-    needed = 3 * sum(n_rows * t.numel() // tail * t.element_size() for t in rows.values())
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+    gpu_memory(3 * sum(n_rows * t.nbytes // tail for t in rows.values()) / 2**30)
 
     def placed(t):
         whole = t.new_zeros((n_rows, *t.shape[1:]))
@@ -141,8 +135,9 @@ def test_new_row_counts_compile_no_new_kernels(subject, compiled_kernels, monkey
 
 
 @contract()
-def test_memory_is_bounded(subject, monkeypatch):
+def test_memory_is_bounded(subject, monkeypatch, gpu_memory):
     """Outputs, gradients, what the record says, and nothing else."""
+    gpu_memory(16)
     tiles.shipped_tiles(monkeypatch)
     inputs, douts = subject.make((8192,), subject.gpu_size, BF16)
     outputs = run(subject, subject.function, inputs, douts)

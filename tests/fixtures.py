@@ -6,11 +6,14 @@ tests/conftest.py hands the fixtures to all tests; tests/mutation_test.py loads 
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock  # PyTorch needs it too
 
 from harness.checking import DEVICE, HAS_GPU
 
@@ -26,13 +29,46 @@ def same_random_numbers():
     torch.manual_seed(0)
 
 
+def return_unused_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True)
 def unused_memory_returned():
     """Several processes test on one GPU: none keeps what its largest test took."""
     yield
     if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
-        gc.collect()
-        torch.cuda.empty_cache()
+        return_unused_memory()
+
+
+def shared_folder(tmp_path_factory) -> Path:
+    """The temporary folder that all workers of pytest-xdist have in common."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture
+def gpu_memory(tmp_path_factory):
+    """gpu_memory(gib) before a test takes so much: one test of a GPU has it at a time.
+
+    The test is skipped if less is free even so.  Without a GPU nothing happens.
+    """
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    lock = FileLock(shared_folder(tmp_path_factory) / f"memory_of_gpu_{gpu}.lock")
+
+    def take(gib: float) -> None:
+        if not HAS_GPU:
+            return
+        lock.acquire()
+        return_unused_memory()
+        if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            pytest.skip(f"needs {gib:.0f} GiB of free GPU memory")
+
+    yield take
+    if lock.is_locked:
+        return_unused_memory()
+        lock.release()
 
 
 def is_freed(p: torch.Tensor) -> bool:

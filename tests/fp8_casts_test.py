@@ -277,10 +277,9 @@ def test_rows_beyond_int32(far_apart):
 
 
 @needs_gpu
-def test_more_than_2_to_the_31_numbers():
+def test_more_than_2_to_the_31_numbers(gpu_memory):
     """Results too: the last rows are those of a few."""
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free GPU memory")
+    gpu_memory(20)
     n = 2**14
     wide = torch.zeros(2**17 + 3, n, dtype=torch.bfloat16, device=DEVICE)
     wide[-3:] = make(3, n, dtype=torch.bfloat16)

@@ -179,10 +179,9 @@ def test_rows_beyond_int32(far_apart):
 
 
 @needs_gpu
-def test_more_than_2_to_the_31_numbers():
+def test_more_than_2_to_the_31_numbers(gpu_memory):
     """Also of codes."""
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free GPU memory")
+    gpu_memory(16)
     n_cols = 2**14
     x = torch.zeros(2**17 + 3, n_cols, dtype=torch.bfloat16, device=DEVICE)
     x[-3:] = make(3, n_cols, dtype=torch.bfloat16)

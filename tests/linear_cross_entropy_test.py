@@ -144,7 +144,8 @@ def test_both_kinds_of_sum_give_the_reference(fp32_dweight, dtype):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_table_shape(dtype):
+def test_table_shape(dtype, gpu_memory):
+    gpu_memory(32)
     assert_all_passed(run_checks(*make_inputs((N_ROWS,), H, V, dtype)))
 
 
@@ -665,10 +666,9 @@ def test_torch_compile_takes_any_number_of_targets():
 
 
 @needs_gpu
-def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits():
+def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits(gpu_memory):
     n_rows, n_cols = 530_000, 4096  # 2**31 elements end in row 524,287
-    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GiB of free GPU memory")
+    gpu_memory(6)
     torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
     gradient = torch.ones((n_rows, n_cols), dtype=torch.bfloat16, device=DEVICE)
     scale_gradient(gradient, torch.tensor(2.0, device=DEVICE))

@@ -258,10 +258,9 @@ def test_the_product_is_that_with_the_dense_weight():
 
 
 @needs_gpu
-def test_a_weight_of_more_than_2_to_the_31_numbers():
+def test_a_weight_of_more_than_2_to_the_31_numbers(gpu_memory):
     """Its last blocks lie beyond int32; all others are of one byte."""
-    if torch.cuda.mem_get_info()[0] < 8 * 2**30:
-        pytest.skip("needs 8 GiB of free GPU memory")
+    gpu_memory(8)
     tail = nf4_quantize(make_weight(GROUP, BLOCK))
     n_blocks = 2**31 // BLOCK + GROUP
     nf4 = NF4(

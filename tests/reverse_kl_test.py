@@ -160,7 +160,8 @@ def test_one_tile_and_many_give_the_reference(dtype, tile, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])  # the two remedies
-def test_table_shape_with_the_shipped_tiles(dtype, reduction, monkeypatch):
+def test_table_shape_with_the_shipped_tiles(dtype, reduction, monkeypatch, gpu_memory):
+    gpu_memory(12)
     tiles.shipped_tiles(monkeypatch)
     inputs = make_inputs((N_ROWS, V), dtype)
     grad_output = torch.rand(N_ROWS if reduction == "none" else (), device=DEVICE)
@@ -806,11 +807,9 @@ def test_operators_promise_torch_compile_what_they_return(layout, reduction, mas
 
 
 @needs_gpu
-def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch):
+def test_row_offsets_do_not_wrap_at_32_bits(monkeypatch, gpu_memory):
     n_rows, vocab = 16_500, 131_072  # 2**31 elements end with row 16,383
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 15 * 2**30:
-        pytest.skip("needs 15 GiB of free GPU memory")
+    gpu_memory(15)
     torch.use_deterministic_algorithms(False)  # no need to fill so much memory with NaN
     tiles.shipped_tiles(monkeypatch)
     student, teacher = (

@@ -557,12 +557,10 @@ def test_bf16_is_closer_to_float64_than_eager():
 
 
 @needs_gpu
-def test_offsets_beyond_int32():
+def test_offsets_beyond_int32(gpu_memory):
     n_heads, D, tail = 8, 128, 3
     T = 2**31 // (n_heads * D) + 8  # the last tokens start beyond 2**31 elements
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free GPU memory")
+    gpu_memory(30)
     q, k, cos, sin, *_ = make_inputs((1, tail, n_heads, 1, D), torch.bfloat16)
     expected = rope_forward(q, k, cos, sin)
     for shape in ((1, T, n_heads, D), (1, n_heads, T, D)):

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from harness.checking import HAS_GPU, compare
+from harness.checking import DEVICE, HAS_GPU, compare
 
 Parts = dict[str, torch.Tensor | None]
 # The compiler leaves gaps only between long rows whose length it knows: those of a graph's first
@@ -131,6 +131,12 @@ class Subject:
         if self.eager is not None:
             changed["eager"] = change(self.eager)
         return replace(self, **changed, eagers=None)
+
+
+def generator_of(seed: int, numbers: int) -> torch.Generator:
+    """A source of so many random numbers: the GPU where a CPU core would draw them for seconds."""
+    device = DEVICE if numbers > 2**24 else "cpu"
+    return torch.Generator(device).manual_seed(seed)
 
 
 def as_tuple(outputs) -> tuple[torch.Tensor, ...]:

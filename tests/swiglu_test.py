@@ -448,13 +448,11 @@ def test_operators_promise_torch_compile_what_they_return(shape, need_y):
 
 @needs_gpu
 @pytest.mark.parametrize("halves", [False, True])
-def test_offsets_beyond_int32(halves, monkeypatch):
+def test_offsets_beyond_int32(halves, monkeypatch, gpu_memory):
     tiles.shipped_tiles(monkeypatch)
     n_cols, tail = 14_336, 3
     n_rows = 2**31 // n_cols + 8
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free GPU memory")
+    gpu_memory(30)
     last = make_inputs((tail, n_cols), torch.bfloat16)
     if halves:
         gate, up = torch.zeros(n_rows, 2 * n_cols, device=DEVICE, dtype=torch.bfloat16).chunk(2, -1)
@@ -553,9 +551,8 @@ def memory_is_as_promised(gate_bytes, extra, saved) -> bool:
 
 
 @needs_gpu
-def test_memory_is_the_output_and_nothing_else():
-    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GiB of free GPU memory")
+def test_memory_is_the_output_and_nothing_else(gpu_memory):
+    gpu_memory(6)
     (gate_bytes, extra), saved = measure_extra_memory(), measure_saved_memory()
     assert memory_is_as_promised(gate_bytes, extra, saved), (gate_bytes, extra, saved)
 

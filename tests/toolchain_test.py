@@ -309,14 +309,15 @@ def test_each_test_runs_in_one_call(gpus, everything):
 
 
 @pytest.mark.parametrize("worker, gpu", [("gw0", "4"), ("gw1", "7"), ("gw5", "7"), (None, "4,7")])
-def test_a_worker_sees_one_of_several_gpus(worker, gpu):
+def test_a_worker_and_its_children_see_one_of_several_gpus(worker, gpu):
     environment = os.environ | {"ONE_GPU_OF": "4,7", "CUDA_VISIBLE_DEVICES": "4,7"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment |= {"PYTEST_XDIST_WORKER": worker} if worker else {}
-    code = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    code = "import os, tests.conftest; e = os.environ; "
+    code += "print(e['CUDA_VISIBLE_DEVICES'], 'ONE_GPU_OF' in e)"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=environment)
-    assert found.stdout.strip() == gpu, found.stderr
+    assert found.stdout.split() == [gpu, str(worker is None)], found.stderr
 
 
 def test_check_of_a_new_machine_ends_on_the_count():

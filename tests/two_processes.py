@@ -4,16 +4,16 @@ A process that waits for another forever fails the test, and does not hold it up
 """
 
 import datetime
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock  # PyTorch needs it too
+from filelock import FileLock
 
 from harness.checking import HAS_GPU
+from tests.fixtures import shared_folder
 
 LONGEST = 500  # seconds, on a busy machine
 LONGEST_WAIT = datetime.timedelta(seconds=60)  # of one process for the other: a hang ends here
@@ -23,10 +23,7 @@ one_gpu_is_too_few = pytest.mark.several_gpus(2, or_none=True)
 
 def made_once(make: Callable, tmp_path_factory) -> Path:
     """The folder that make(folder) has filled: once for all workers of pytest-xdist."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= f"{make.__module__}.{make.__name__}"
+    folder = shared_folder(tmp_path_factory) / f"{make.__module__}.{make.__name__}"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             folder.mkdir()

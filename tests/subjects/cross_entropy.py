@@ -2,6 +2,7 @@
 logits.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,22 +11,23 @@ import torch.nn.functional as F
 import cross_entropy_kernel
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.checking import DEVICE, HAS_GPU
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import PADDED_WIDTHS, BadInput, Subject, generator_of
 
 
 def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
     """Logits with a mean in each row; every third row is sure of its target, every fifth is
     ignored.
     """
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn((*rows, V), generator=generator)
-    logits += torch.randn((*rows, 1), generator=generator) + offset
-    targets = torch.randint(V, rows, generator=generator)
+    generator = generator_of(seed, math.prod(rows) * V)
+    options = {"generator": generator, "device": generator.device}
+    logits = 3 * torch.randn((*rows, V), **options)
+    logits += torch.randn((*rows, 1), **options) + offset
+    targets = torch.randint(V, rows, **options)
     each, row_targets = logits.view(-1, V), targets.view(-1)
     confident = torch.arange(len(each))[2::3]
     each[confident, row_targets[confident]] += 20
     row_targets[1::5] = ignore_index
-    upstream = 0.5 + torch.rand((), generator=generator)
+    upstream = 0.5 + torch.rand((), **options)
     return {"logits": logits.to(DEVICE, dtype), "targets": targets.to(DEVICE)}, {
         "loss": upstream.to(DEVICE)
     }

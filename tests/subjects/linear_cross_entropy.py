@@ -16,7 +16,7 @@ from next_steps.linear_cross_entropy_kernel import (
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
-from tests.subject import BadInput, Subject
+from tests.subject import BadInput, Subject, generator_of
 
 CHUNK = 4  # rows: most tests have several chunks
 
@@ -27,14 +27,15 @@ def make(rows, size, dtype, seed=0, ignore_index=-100):
     size: (H, V).
     """
     H, V = size
-    generator = torch.Generator().manual_seed(seed)
-    hidden = 0.2 + torch.randn((*rows, H), generator=generator)
-    weight = 3 * torch.randn((V, H), generator=generator) / H**0.5
-    targets = torch.randint(V, rows, generator=generator)
+    generator = generator_of(seed, V * H)
+    options = {"generator": generator, "device": generator.device}
+    hidden = 0.2 + torch.randn((*rows, H), **options)
+    weight = 3 * torch.randn((V, H), **options) / H**0.5
+    targets = torch.randint(V, rows, **options)
     each, row_targets = hidden.view(-1, H), targets.view(-1)
     each[2::3] += 2 * weight[row_targets[2::3]]
     row_targets[1::4] = ignore_index
-    upstream = 0.5 + torch.rand((), generator=generator)
+    upstream = 0.5 + torch.rand((), **options)
     inputs = {
         "hidden": hidden.to(DEVICE, dtype),
         "weight": weight.to(DEVICE, dtype),
