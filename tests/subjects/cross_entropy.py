@@ -24,7 +24,7 @@ def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
     logits += torch.randn((*rows, 1), **options) + offset
     targets = torch.randint(V, rows, **options)
     each, row_targets = logits.view(-1, V), targets.view(-1)
-    confident = torch.arange(len(each))[2::3]
+    confident = torch.arange(len(each), device=each.device)[2::3]
     each[confident, row_targets[confident]] += 20
     row_targets[1::5] = ignore_index
     upstream = 0.5 + torch.rand((), **options)
