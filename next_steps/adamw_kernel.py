@@ -455,7 +455,7 @@ def _launch_compiled(p, grad, m, v, steps_done, scalars, seed, index, maximize, 
 # ---- A gradient that is no more
 #
 # clip_grad_norm_ passes over parameters without a gradient.  After a backward that has used them
-# all, it would clip nothing and return 0.  So in one parameter's .grad lies what refuses that.
+# all, it would clip nothing and return 0.  So in each parameter's .grad lies what refuses that.
 
 
 SECOND_GRADIENT = (
@@ -477,9 +477,9 @@ class UsedGradient(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, shape=()):
-        options = {"dtype": like.dtype, "device": like.device}
-        return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    @functools.cache  # parameters of one shape share it: to make one takes longer than to step
+    def __new__(cls, dtype: torch.dtype, device: torch.device, shape: torch.Size):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __rtruediv__(self, max_norm):
         """Return clip_grad_norm_'s factor, 1 for an infinite max_norm."""
@@ -488,13 +488,16 @@ class UsedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket.__name__
+        if name in ("add", "add_") and isinstance(args[1], torch.Tensor):  # autograd does
+            raise RuntimeError(SECOND_GRADIENT)
         if name in ("linalg_vector_norm", "stack", "add", "clamp", "_to_copy"):  # of the norm
-            return cls(args[0][0] if name == "stack" else args[0])
+            like = args[0][0] if name == "stack" else args[0]
+            return cls(like.dtype, like.device, torch.Size())
         if name == "_local_scalar_dense":  # .item()
             return math.nan
         if name in ("mul_", "_foreach_mul_") and isinstance(args[1], cls):  # by the factor 1
             return args[0] if name == "mul_" else None
-        raise RuntimeError(SECOND_GRADIENT if name == "add_" else CLIPPED)
+        raise RuntimeError(CLIPPED)
 
 
 # ---- The optimizer
@@ -523,8 +526,8 @@ class TritonAdamW(torch.optim.Optimizer):
         gradient that is left after it, step() uses: of a parameter that the last backward did not
         reach, and of every one that is whole on each of several processes, because DDP averages
         gradients only after autograd has made them.  Not for gradients that are to be clipped or
-        unscaled: between the backward and step() one parameter's .grad is a UsedGradient, which
-        refuses that.  A copy of the optimizer (copy.deepcopy, pickle) steps in step() alone.
+        unscaled: between the backward and step() a stepped parameter's .grad is a UsedGradient,
+        which refuses that.  A copy of the optimizer (copy.deepcopy, pickle) steps in step() alone.
     seed: of the random bits.  They also depend on the step, on the parameter's place among all
         parameters and on the element's in it, but not on how many processes share it.
 
@@ -635,11 +638,7 @@ class TritonAdamW(torch.optim.Optimizer):
     def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
         if (self._accumulating and p not in self._stepped) or _averaged_later(p):
             return  # the next backward adds to it, or DDP has yet to average it
-        grad, p.grad = p.grad, None
-        if p in self._stepped:
-            raise RuntimeError(SECOND_GRADIENT)
-        if not self._stepped:
-            p.grad = UsedGradient(p, p.shape)
+        grad, p.grad = p.grad, UsedGradient(p.dtype, p.device, p.shape)
         group = self.param_groups[group_number]  # now: load_state_dict makes new groups
         self._step_parameter(group, index, p, grad)
 
@@ -659,7 +658,6 @@ class TritonAdamW(torch.optim.Optimizer):
         for p in self._stepped:
             if isinstance(p.grad, UsedGradient):
                 p.grad = None
-            break  # it lies in the first
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -145,15 +145,20 @@ FAULTS = {
         ("first group's settings in the backward", "group = self.param_groups[group_number]", "group = self.param_groups[0]"),
         ("parameters counted from 0 in each group", "start=before", "start=0"),
     ],
-    "test_gradients_never_exist_all_at_once": [("gradients kept", "grad, p.grad = p.grad, None", "grad = p.grad")],
+    "test_gradients_never_exist_all_at_once": [
+        ("gradients kept", "grad, p.grad = p.grad, UsedGradient(p.dtype, p.device, p.shape)", "grad = p.grad"),
+    ],
     "test_clipping_what_the_backward_has_used_is_refused_and_a_step_recovers[by norm]": [
-        ("nothing to be clipped", "            p.grad = UsedGradient(p, p.shape)\n", "            pass\n"),
+        ("nothing to be clipped", "p.grad, UsedGradient(p.dtype, p.device, p.shape)", "p.grad, None"),
+        ("some may be clipped", "p.grad, UsedGradient(p.dtype, p.device, p.shape)", "p.grad, None if self._stepped else UsedGradient(p.dtype, p.device, p.shape)"),
         ("clipping by nothing", "return self if max_norm == math.inf else super().__rtruediv__(max_norm)", "return self"),
     ],
     "test_a_norm_without_clipping_is_unknown_and_leaves_other_gradients_alone": [
         ("a norm of nothing is 0", "            return math.nan\n", "            return 0.0\n"),
     ],
-    "test_gradient_accumulation_is_refused_and_a_step_recovers": [("accumulation steps twice", "if p in self._stepped:", "if False:")],
+    "test_gradient_accumulation_is_refused_and_a_step_recovers": [
+        ("accumulation is told as clipping", "raise RuntimeError(SECOND_GRADIENT)", "raise RuntimeError(CLIPPED)"),
+    ],
     "test_backwards_in_accumulating_add_up_and_the_next_one_steps[True]": [
         ("steps while it accumulates", "if (self._accumulating and p not in self._stepped) or", "if"),
         ("accumulates for ever", "            self._accumulating = False\n", "            pass\n"),
