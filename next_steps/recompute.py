@@ -255,20 +255,20 @@ def checkpointed(
     **kwargs,
 ) -> torch.Tensor:
     """A layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
-    in_attention, in_modules = config.attention_dropout > 0, has_dropout(layer)
+    in_attention = config.attention_dropout > 0
     contexts = noop_context_fn
     # attention that is kept draws nothing again, and modules behind it would draw other masks
-    redraws = in_attention and in_modules
-    if not redraws and attention_pays(config, hidden_states.shape[1]):
+    if not in_attention and attention_pays(config, hidden_states.shape[1]):
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
+    recorded = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
     return checkpoint(
         forward,
         hidden_states,
         *args,
         use_reentrant=False,
         context_fn=contexts,
-        # what is drawn again must be the same; a random state is read from the GPU, which a CUDA
-        # graph does not allow
-        preserve_rng_state=in_attention or in_modules,
+        # What is drawn again must be the same, and modules may draw without a Dropout.  A CUDA
+        # graph does not allow the state to be read: PyTorch raises where a Dropout needs it.
+        preserve_rng_state=not recorded or in_attention or has_dropout(layer),
         **kwargs,
     )
