@@ -82,6 +82,7 @@ def apply_kernels(
             given += f" of type {model_type}" if model_type else ""
             advice = "the kernels stand for LLaMA's code alone"
         raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
+    names = tuple(names)
     unknown = [name for name in names if name not in MODEL_KERNELS]
     if unknown:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
@@ -161,10 +162,13 @@ def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
 
 
 def has_kernel(model: torch.nn.Module, name: str) -> bool:
-    """Has any part of the model become what this kernel is in?"""
+    """Return True if any part of the model has become what this kernel is in."""
     if name == "linear_cross_entropy" and type(model.lm_head) is not Linear:
         return False
-    return any(isinstance(module, KERNEL_CLASSES[name]) for module in model.modules())
+    found = [module for module in model.modules() if isinstance(module, KERNEL_CLASSES[name])]
+    if name == "fused_layer":
+        return any(layer.has_known_parts() for layer in found)
+    return bool(found)
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
@@ -265,19 +269,26 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
 
     keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
 
-    def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Do norm_linear and swiglu_linear stand for the parts, and are these all that is wanted?
-
-        Not so with parts of other classes, changed or with hooks; float64; a projection that is no
-        `is_product`; attention weights that are asked for; autocast; and gradient checkpointing,
-        which is part of the layer's own forward.
-        """
+    def has_known_parts(self) -> bool:
+        """Return True if no part but a projection is of another class, changed, or has hooks."""
         attention, mlp = self.self_attn, self.mlp
         norms = self.input_layernorm, self.post_attention_layernorm
         if type(attention) not in ATTENTION or type(mlp) not in MLP:
             return False
         if any(type(norm) not in NORM for norm in norms) or type(mlp.act_fn) not in SILU:
             return False
+        return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
+
+    def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
+        """Return True if norm_linear and swiglu_linear do all that this call wants.
+
+        They do not with unknown parts, with a projection that is no `is_product`, in float64, where
+        attention weights are asked for, under autocast, and with gradient checkpointing, which is
+        part of the layer's own forward.
+        """
+        if not self.has_known_parts():
+            return False
+        attention, mlp = self.self_attn, self.mlp
         projections = (
             attention.q_proj, attention.k_proj, attention.v_proj,
             mlp.gate_proj, mlp.up_proj, mlp.down_proj,
@@ -287,7 +298,6 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return (
             hidden_states.dtype != torch.float64
             and all(is_product(projection, hidden_states.dtype) for projection in projections)
-            and all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
             and not output_attentions
             and not torch.is_autocast_enabled(hidden_states.device.type)
             and not (self.gradient_checkpointing and self.training)

@@ -72,8 +72,9 @@ def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """Let the layers of a model with the fused layer compute in FP8; returns the model.
 
-    Those whose shapes or projections FP8 does not take stay as they are, and a warning counts them.
-    To be called after `apply_kernels`, before `fully_shard`.
+    A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
+    does not stand for it; a warning counts those.  To be called after `apply_kernels`, before
+    `fully_shard`.
 
     Args:
         model: a LlamaForCausalLM.
@@ -88,12 +89,14 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     require_fp8()
     layers, n_fp8 = model.model.layers, 0
     for layer in layers:
-        fused = isinstance(layer, apply_kernels.LlamaDecoderLayer)
-        if fused and takes_layer(layer, layer.mlp.down_proj.weight.dtype):
-            layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
-            n_fp8 += 1
+        if isinstance(layer, apply_kernels.LlamaDecoderLayer):
+            like = next(layer.parameters())  # of the dtype and device that a call's input has
+            if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
+                layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
+                n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     expected = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
+    expected += ", without hooks or gradient checkpointing"
     if not n_fp8:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):

@@ -1476,21 +1476,22 @@ def hook_all(model, cls):
             module.register_forward_hook(lambda *args: None)
 
 
-IDLE = {  # kernel: what somebody did, after which it finds nothing
-    "rmsnorm": lambda model, _: hook_all(model, modeling_llama.LlamaRMSNorm),
-    "swiglu": lambda model, _: hook_all(model, modeling_llama.LlamaMLP),
-    "rope": lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None),
-    "fused_layer": lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None),
-    "cross_entropy": lambda model, _: of_class(model, "", subclass(LlamaForCausalLM)),
-    "linear_cross_entropy": lambda model, _: of_class(model, "lm_head", subclass(torch.nn.Linear)),
-}
+IDLE = [  # a kernel, and what somebody did, after which it finds nothing
+    ("rmsnorm", lambda model, _: hook_all(model, modeling_llama.LlamaRMSNorm)),
+    ("swiglu", lambda model, _: hook_all(model, modeling_llama.LlamaMLP)),
+    ("rope", lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None)),
+    ("fused_layer", lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None)),
+    ("fused_layer", lambda model, _: hook_all(model, modeling_llama.LlamaMLP)),
+    ("cross_entropy", lambda model, _: of_class(model, "", subclass(LlamaForCausalLM))),
+    ("linear_cross_entropy", lambda m, _: of_class(m, "lm_head", subclass(torch.nn.Linear))),
+]
 
 
-@pytest.mark.parametrize("name", IDLE)
-def test_a_kernel_that_finds_nothing_to_replace_is_refused(name, monkeypatch):
+@pytest.mark.parametrize("name, make_idle", IDLE)
+def test_a_kernel_that_finds_nothing_to_replace_is_refused(name, make_idle, monkeypatch):
     """The model was returned as it was, without a word."""
     model = make_model()
-    IDLE[name](model, monkeypatch)
+    make_idle(model, monkeypatch)
     with pytest.raises(ValueError, match=f"{name} finds nothing in the model to replace, expected"):
         apply_kernels.apply_kernels(model, [name])
     apply_kernels.apply_kernels(model)  # of all kernels, those that find something are put in
@@ -1500,6 +1501,11 @@ def test_kernels_that_are_there_already_are_no_error():
     model = make_model(MODEL_KERNELS)
     for name in MODEL_KERNELS:
         apply_kernels.apply_kernels(model, [name])
+
+
+def test_names_may_come_from_a_generator():
+    model = apply_kernels.apply_kernels(make_model(), (name for name in ["rmsnorm"]))
+    assert apply_kernels.has_kernel(model, "rmsnorm")
 
 
 def test_a_model_with_nothing_to_replace_is_refused_with_all_kernels(monkeypatch):

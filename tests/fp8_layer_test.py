@@ -35,7 +35,7 @@ from next_steps.fp8_layer import (
 from next_steps.fp8_model import fp8_layers, layers_in_fp8
 from next_steps.recompute import set_recompute
 from next_steps.swiglu_kernel import swiglu_reference
-from rmsnorm_kernel import rmsnorm_reference
+from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
 from tests.calls import Calls
 from tests.small_workloads import (
     loss_and_gradients,
@@ -533,6 +533,30 @@ def test_a_model_without_the_fused_layer_is_refused(rotary_replaced, monkeypatch
     with pytest.raises(UserError, match="--fp8: FP8 takes none of the model's 2 layers, expected"):
         fp8_layers(model, "all")
     assert counted(model) == [0, 2]
+
+
+HINDRANCES = {  # what keeps the fused layer, and so FP8, from standing for a layer
+    "gradient checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: None),
+    "another norm": lambda model: setattr(
+        model.model.layers[0].input_layernorm, "__class__", type("Norm", (TritonRMSNorm,), {})
+    ),
+}
+
+
+@pytest.mark.parametrize("hinder", HINDRANCES.values(), ids=HINDRANCES)
+def test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted(hinder):
+    """A record said "2 of 2" where no call computed in FP8."""
+    model = apply_kernels(load_model(tiny_workload())).train()
+    hinder(model)
+    n_left = sum(layer.fits(layer.mlp.down_proj.weight, None) for layer in model.model.layers)
+    if not n_left:
+        with pytest.raises(UserError, match=r"FP8 takes none of .* without hooks or gradient"):
+            fp8_layers(model, "all")
+    else:
+        with pytest.warns(UserWarning, match="FP8 takes 1 of the model's 2 layers"):
+            fp8_layers(model, "all")
+    assert counted(model) == [n_left, 2] and n_left < 2
 
 
 def test_an_unknown_mode_is_refused():
