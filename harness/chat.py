@@ -21,7 +21,7 @@ from harness.tables import describe
 
 ROLES = "system", "user", "assistant", "tool"
 MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
 
 
 def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -193,8 +193,11 @@ class Encoder:
         return ids if np.array_equal(ids[: len(begin)], begin) else np.append(begin, ids)
 
     def whole(self, text: str) -> np.ndarray:
-        """Its ids between `begin` and `end`."""
-        return np.append(self.with_begin(text), np.array(self.end, dtype=np.int32))
+        """Its ids between `begin` and `end`, which a text may hold itself."""
+        ids, end = self.with_begin(text), np.array(self.end, dtype=np.int32)
+        n_own = len(ids) - len(self.begin)  # `begin` and `end` may be the same token
+        has_end = 0 < len(end) <= n_own and np.array_equal(ids[-len(end) :], end)
+        return ids if has_end else np.append(ids, end)
 
 
 def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:

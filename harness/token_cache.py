@@ -22,7 +22,7 @@ import numpy as np
 from harness.output_files import write_whole
 from harness.samples import Encoder, Samples
 
-FORMAT = 2  # to be counted up where samples are made in another way
+FORMAT = 3  # to be counted up where samples are made in another way
 
 
 def folder() -> Path:
@@ -95,6 +95,7 @@ def fit(samples: Samples) -> bool:
         and samples.ends.size > 0
         and bool((samples.starts >= 0).all() and (samples.starts <= samples.ends).all())
         and bool((samples.ends <= samples.tokens.size).all())
+        and bool((samples.tokens >= 0).all())
     )
 
 

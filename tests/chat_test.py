@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 
 import finetune_baseline
-from harness import architecture, samples
+from harness import architecture, chat, samples
 from harness.command_line import UserError
 from tests.cli_test import assert_refused
 from tests.small_workloads import TINY
@@ -180,6 +180,16 @@ def test_a_text_that_begins_with_the_special_token_has_it_once(tokenizer):
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
 
 
+def test_a_completion_that_ends_with_the_special_token_has_it_once(tokenizer):
+    """Also where one token begins and ends a text, as GPT-2's does."""
+    line = {"prompt": "hello", "completion": " there</s>"}
+    ids, masked = encoded(tokenizer, line)
+    assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
+    assert len(masked) < len(ids) - 1
+    same = samples.Encoder(tokenizer, [1], (1,))
+    assert [len(same.whole(text)) - len(same(text)) for text in ("", "hello")] == [2, 2]
+
+
 def test_each_text_begins_as_the_tokenizer_begins_it(tokenizer):
     encode = samples.Encoder.of(tokenizer, architecture.tiny_config())
     texts = ["hello there", "", "fine"]
@@ -253,6 +263,8 @@ def test_a_template_with_the_date_writes_that_of_the_run(quote):
     for i, day in enumerate(days.split()):
         ids, _ = encoded(tokenizer, {"messages": TALK[:2]}, day=date(2026, 2, 2 + i))
         assert tokenizer.decode(ids).startswith(f"{day} <user>")
+    with_two_strings = DATED.replace("strftime_now('%A')", "strftime_now('%' ~ 'A')")
+    assert chat.dated(with_two_strings, date(2026, 2, 2)) == with_two_strings
     given = {"messages": TALK[:2], "chat_template_kwargs": {"day": "Friday"}}
     ids, _ = encoded(tokenizer, given, day=date(2026, 2, 2))
     assert tokenizer.decode(ids).startswith("Friday <user>")

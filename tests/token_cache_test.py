@@ -160,6 +160,7 @@ MISFITS = {
     "a start before the first token": {"starts": np.array([-1, 2, 4])},
     "fractions": {"starts": np.array([0.0, 2.0, 4.0])},
     "two dimensions": {"lines": np.zeros((3, 2), np.int64)},
+    "a token below 0": {"tokens": np.full(6, -1, np.int32), "trained": np.ones(6, bool)},
     "no samples": {name: np.zeros(0, np.int64) for name in ("starts", "ends", "lines")},
     "no object": {"made_of": "7"},
 }
