@@ -99,7 +99,12 @@ def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
         return False
     except OSError:
         pass  # a file system without locks
-    remove_unfinished(folder)
+    try:
+        remove_unfinished(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot remove from {folder} what an interrupted run left: {error.strerror or error}"
+        ) from error
     return True
 
 
@@ -163,7 +168,8 @@ def listed_files(path: Path) -> dict[str, list]:
 def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
     """Make a folder with a checkpoint's tensors the checkpoint `path`; remove all but the newest.
 
-    When it gets its name, all files, their checksums and their names are on the disk.
+    When it gets its name, all files, their checksums and their names are on the disk.  An older
+    checkpoint that cannot be removed stays, and a line says so.
     """
     write_through(unfinished / FACTS, facts)
     sums = {file.name: [file.stat().st_size, digest(file)] for file in unfinished.iterdir()}
@@ -174,7 +180,10 @@ def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
     kept = all_in(path.parent)[-keep:]
     for other in numbered(path.parent):
         if other not in kept:
-            remove(other)
+            try:
+                remove(other)
+            except OSError as error:
+                print(f"{other} cannot be removed: {error.strerror}")
 
 
 def remove(path: Path) -> None:

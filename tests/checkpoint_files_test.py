@@ -143,6 +143,29 @@ def test_a_users_files_stay(tmp_path):
     assert resuming.newest(tmp_path).name == "step-3"
 
 
+def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
+    run_script, tmp_path, monkeypatch
+):
+    """The run ended, and said that its new checkpoint could not be written."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(checkpoint_files, "remove", refuse)
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path, "--checkpoint-every", "2"))
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path / 'step-2'} cannot be removed: Permission denied\n" in outcome.out
+    assert names_in(tmp_path) == ["step-2", "step-4"]
+
+
+def test_what_cannot_be_removed_of_an_interrupted_run_is_one_sentence(run_script, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".unfinished-step-2").symlink_to(tmp_path / "elsewhere")
+    outcome = run_script(finetune_baseline, *flags_of(tmp_path, *EVERY_STEP))
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert f"cannot remove from {tmp_path} what an interrupted run left: " in outcome.err
+
+
 def test_a_users_folder_that_would_be_in_the_way_is_refused_before_the_run(run_script, tmp_path):
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4" / "notes.txt").write_text("mine")
