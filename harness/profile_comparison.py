@@ -55,8 +55,15 @@ KEYS = {
 }
 # and where it has ceilings, as all but the oldest do
 KEYS_WITH_CEILINGS = {
-    "ceilings": has_numbers("copy_gbs", "matmul_tflops"),
-    "categories": is_table_of(has_numbers("us", "launches", "bytes", "flops")),
+    "ceilings": lambda rates: (
+        has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
+    ),
+    "categories": is_table_of(
+        lambda row: (
+            has_numbers("us", "launches", "bytes", "flops")(row)
+            and is_number(row.get("fp8_flops", 0.0))
+        )
+    ),
     "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
     "timeline": lambda times: times is None or of_timeline(times),
 }

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -137,11 +138,14 @@ def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], boo
     """Refuse a record without what is read of it.
 
     Args:
-        keys: a key -> does its value fit?
+        keys: a key -> does its value fit?  The keys of MAY_BE_MISSING are checked where present.
 
     Raises:
         UserError: a value is missing or does not fit.
     """
+    present = {key: fits for key, fits in MAY_BE_MISSING.items() if key in record}
+    with_lora = ("lora_alpha", "lora_targets") if "lora_rank" in record else ()
+    keys = keys | present | {key: MAY_BE_MISSING[key] for key in with_lora}
     damaged = [key for key, fits in keys.items() if key not in record or not fits(record[key])]
     if damaged:
         missing = f"without a usable {', '.join(damaged)}"
@@ -152,7 +156,8 @@ def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], boo
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Return True if it is finite, as a float too: JSON may hold an integer of 400 digits."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def is_positive(value: object) -> bool:
@@ -182,6 +187,19 @@ def has_numbers(*names: str) -> Callable[[object], bool]:
 
 def is_environment(value: object) -> bool:
     return isinstance(value, dict) and value.keys() >= ENVIRONMENT
+
+
+# what only some records say, or only newer ones
+MAY_BE_MISSING = {
+    "lora_rank": is_count,
+    "lora_alpha": is_number,
+    "lora_targets": is_text,
+    "trained_parameters": is_count,
+    "padding": is_number,
+    "data_seconds": is_list_of(is_number),
+    "fp8_layers": lambda counts: is_list_of(is_count)(counts) and len(counts) == 2,
+    "teacher": is_text,
+}
 
 
 def relative_difference(a: float, b: float) -> float:

@@ -257,6 +257,12 @@ def test_bad_input_is_one_sentence(script, records, sentence):
         {"environment": {"gpu": "Some GPU"}},
         {"kernels": "rmsnorm"},
         {"title": 7},
+        {"peak_memory_bytes": 10**400},
+        {"data_seconds": None},
+        {"padding": "x"},
+        {"fp8_layers": [2]},
+        {"teacher": 7},
+        {"trained_parameters": "x"},
     ],
     ids=str,
 )
@@ -273,6 +279,18 @@ def test_a_record_without_a_key_is_one_sentence(script):
     del without["losses"], without["environment"]
     code, _, err = script(run(), without)
     assert code == 2 and "1.json is a damaged record, without a usable losses, environment" in err
+
+
+@pytest.mark.parametrize("key", ["lora_alpha", "lora_targets"])
+@pytest.mark.parametrize("value", ["removed", None])
+def test_a_record_with_a_part_of_lora_is_one_sentence(script, key, value):
+    lora = {"lora_rank": 8, "lora_alpha": 8, "lora_targets": "all"}
+    if value == "removed":
+        del lora[key]
+    else:
+        lora[key] = value
+    code, _, err = script(run(), run("Optimized") | lora)
+    assert code == 2 and f"1.json is a damaged record, without a usable {key};" in err
 
 
 def test_a_record_that_lost_steps_is_one_sentence(script):

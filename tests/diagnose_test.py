@@ -536,6 +536,7 @@ def test_a_profile_without_bytes_is_not_drawn(run_script, tmp_path):
     )
 
 
+ROW = {"us": 1, "launches": 1, "bytes": 1, "flops": 1}
 DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
 
 
@@ -559,6 +560,33 @@ def test_a_profile_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_pa
         else:
             assert outcome.code == 0 or "not of one workload" in outcome.err
     assert {"operations", "categories", "median_step_ms", "sizes", "timeline"} <= refused
+
+
+@pytest.mark.parametrize(
+    ("key", "within", "value"),
+    [
+        ("ceilings", "copy_gbs", 0),
+        ("ceilings", "matmul_tflops", 0),
+        ("ceilings", "fp8_tflops", "x"),
+        (
+            "categories",
+            "matmul",
+            {"us": 1, "launches": 1, "bytes": 1, "flops": 1, "fp8_flops": None},
+        ),
+        ("categories", "matmul", {"us": 10**400, "launches": 1, "bytes": 1, "flops": 1}),
+    ],
+    ids=str,
+)
+def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(
+    run_script, tmp_path, key, within, value
+):
+    record = json.loads((RESULTS / "profile_1x512.json").read_text())
+    record[key][within] = value
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(record))
+    outcome = run_script(profile_baseline, "--compare", str(path), str(path))
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert f"is a damaged record, without a usable {key}" in outcome.err
 
 
 @pytest.mark.parametrize(
