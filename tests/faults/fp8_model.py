@@ -29,9 +29,12 @@ FAULTS = {
     "test_the_layers_that_fit_do_not_wait_for_the_others": [
         (
             "all layers or none",
-            "        if fused and takes_layer(layer, layer.mlp.down_proj.weight.dtype):",
-            "        if fused and all(takes_layer(e, e.mlp.down_proj.weight.dtype) for e in model.model.layers):",
+            "and takes_layer(layer, like.dtype):",
+            "and all(takes_layer(each, like.dtype) for each in layers):",
         ),
+    ],
+    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[a hook]": [
+        ("counted, whether it fits or not", "layer.fits(like, output_attentions=False) and ", ""),
     ],
     "test_a_gpu_without_fp8_is_refused_in_a_sentence": [
         ("not asked", "    require_fp8()\n", ""),
