@@ -156,9 +156,8 @@ def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
     checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
     monkeypatch.setattr(checkpoint_files, "remove", refuse)
     checkpoint.save(str(tmp_path), model, optimizer, {"step": 4})
-    assert (
-        capsys.readouterr().out == f"{tmp_path / 'step-2'} cannot be removed: Permission denied\n"
-    )
+    said = f"{tmp_path / 'step-2'} cannot be removed: Permission denied\n"
+    assert capsys.readouterr().out == said
     assert names_in(tmp_path) == ["step-2", "step-4"]
 
 

@@ -5,9 +5,6 @@ TESTS = "tests.checkpoint_files_test"  # where a test is looked for whose file i
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said": [
-        ("nothing is said", 'print(f"{other} cannot be removed: {error.strerror}")', "pass"),
-    ],
     "test_a_flipped_bit_is_found_in_every_file": [
         ("sizes alone are compared", "return [file.stat().st_size, digest(file)] == listed[name]", "return file.stat().st_size == listed[name][0]"),
         ("the first file alone is read", "range(rank(), len(names), world_size())", "range(1)"),
