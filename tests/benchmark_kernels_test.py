@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,21 +85,39 @@ def run(*flags: str) -> subprocess.CompletedProcess:
     )
 
 
+SMALL = {"hidden": "64", "vocab": "100"}
+
+
 def run_small(folder: Path) -> None:
-    """A small run of everything; a GPU's compilers take minutes for it."""
-    sizes = ["--tokens", "2,4", "--hidden", "64", "--vocab", "100"]
-    outputs = ["--json", str(folder / "run.json"), "--plot", str(folder / "run.png")]
-    result = run(*sizes, *outputs)
-    assert result.returncode == 0, result.stderr
-    (folder / "stdout").write_text(result.stdout)
+    """A small run of each kernel, some side by side: a GPU's compilers take minutes for all."""
+
+    def run_one(kernel: str) -> None:
+        spec = SPECS[kernel]
+        sizes = {"--tokens": "2,4"} if spec.rows == "Tokens" else {}
+        sizes |= {f"--{each.flag}": SMALL[each.flag] for each in spec.dimensions if each.flag}
+        json_file, picture = (str(folder / f"{kernel}.{end}") for end in ("json", "png"))
+        result = run(
+            "--kernel", kernel, *chain(*sizes.items()), "--json", json_file, "--plot", picture
+        )
+        assert result.returncode == 0, result.stderr
+        (folder / f"{kernel}.txt").write_text(result.stdout)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run_one, SPECS))
+
+
+def record_of(folder: Path, kernel: str) -> dict:
+    return json.loads((folder / f"{kernel}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(stdout, record, path of the plot) of the small run."""
+    """(what the small runs printed, a record of all that they measured, the folder of both)."""
     folder = made_once(run_small, tmp_path_factory)
-    record = json.loads((folder / "run.json").read_text())
-    return (folder / "stdout").read_text(), record, folder / "run.png"
+    printed = "\n".join((folder / f"{kernel}.txt").read_text() for kernel in SPECS)
+    records = [record_of(folder, kernel) for kernel in SPECS]
+    sections = [section for record in records for section in record["sections"]]
+    return printed, records[0] | {"sections": sections}, folder
 
 
 def columns(line: str) -> list[str]:
@@ -160,8 +180,10 @@ def test_vocabulary_is_called_llamas_only_if_it_is(finished):
 
 
 def test_printed_text_is_the_rendered_record(finished):
-    stdout, record, _ = finished
-    assert stdout.startswith(render(record) + "\nRecord written to ")
+    folder = finished[2]
+    for kernel in SPECS:
+        printed = (folder / f"{kernel}.txt").read_text()
+        assert printed.startswith(render(record_of(folder, kernel)) + "\nRecord written to ")
 
 
 def test_host_time_is_measured_for_every_implementation(finished):
@@ -409,8 +431,11 @@ def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, mon
 # ---------------------------------------------------------------- what is printed besides
 
 
-def test_plot_is_a_picture(finished):
-    assert finished[2].read_bytes().startswith(b"\x89PNG")
+def test_plot_is_a_picture(finished, tmp_path):
+    _, record, folder = finished
+    benchmark_picture.plot(record, str(tmp_path / "all.png"))
+    for picture in (tmp_path / "all.png", folder / "rmsnorm.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_absent_opponents_are_named(finished):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,21 @@ def write_data(folder: Path) -> None:
     jsonl(folder / "data.jsonl", *(("ab", "answer"[: 1 + i % 6]) for i in range(100)))
 
 
+def train_by_each(folder: Path, sequences: int, cases: dict[int, list[str]]) -> None:
+    """Train the cases of each number of processes, which share so many sequences; side by side."""
+    write_data(folder)
+
+    def train(n: int) -> None:
+        (folder / str(n)).mkdir()
+        trained(folder / str(n), n, sequences // n, cases[n])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(train, cases))
+
+
 def train_by_one_and_two(folder: Path) -> None:
     """By one process, with two sequences a micro-batch, and by two with one each."""
-    write_data(folder)
-    for n, cases in ((1, [f"one-{way}" for way in (*WAYS, *MORE)]), (2, EQUAL)):
-        (folder / str(n)).mkdir()
-        trained(folder / str(n), n, 2 // n, cases)
+    train_by_each(folder, 2, {1: [f"one-{way}" for way in (*WAYS, *MORE)], 2: EQUAL})
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +131,7 @@ def test_two_processes_with_half_the_batch_equal_one_with_the_whole(by_one_and_t
 
 def train_in_fp8_by_one_and_two(folder: Path) -> None:
     """Sixteen tokens in each process: fewer have weights' gradients in no FP8."""
-    write_data(folder)
-    for n, cases in ((1, ["one-fp8-1"]), (2, ["fsdp-fp8-1", "ddp-fp8-1"])):
-        (folder / str(n)).mkdir()
-        trained(folder / str(n), n, 4 // n, cases)
+    train_by_each(folder, 4, {1: ["one-fp8-1"], 2: ["fsdp-fp8-1", "ddp-fp8-1"]})
 
 
 @pytest.fixture(scope="module")

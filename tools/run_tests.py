@@ -25,7 +25,7 @@ from pathlib import Path
 SHORT = "not exhaustive"  # a mark: see pyproject.toml
 NOTHING_SELECTED = 5  # pytest's exit code: one of the calls may have nothing to do
 MOST_ON_A_GPU = 15  # workers: 15 shared the 139 GiB of an H200
-SEVERAL_AT_A_TIME = 8  # tests of several processes, each of which starts one process a GPU
+SEVERAL_AT_A_TIME = 12  # tests of several processes, each of which starts one process a GPU
 
 
 @dataclass(frozen=True)
