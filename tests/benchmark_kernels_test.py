@@ -85,7 +85,7 @@ def run(*flags: str) -> subprocess.CompletedProcess:
     )
 
 
-SMALL = {"hidden": "64", "vocab": "100"}
+SMALL = {"--tokens": "2,4", "--hidden": "64", "--vocab": "100"}
 
 
 def run_small(folder: Path) -> None:
@@ -93,8 +93,9 @@ def run_small(folder: Path) -> None:
 
     def run_one(kernel: str) -> None:
         spec = SPECS[kernel]
-        sizes = {"--tokens": "2,4"} if spec.rows == "Tokens" else {}
-        sizes |= {f"--{each.flag}": SMALL[each.flag] for each in spec.dimensions if each.flag}
+        takes = {f"--{each.flag}" for each in spec.dimensions}
+        takes |= {"--tokens"} if spec.rows == "Tokens" else set()
+        sizes = {flag: size for flag, size in SMALL.items() if flag in takes}
         json_file, picture = (str(folder / f"{kernel}.{end}") for end in ("json", "png"))
         result = run(
             "--kernel", kernel, *chain(*sizes.items()), "--json", json_file, "--plot", picture
@@ -184,6 +185,17 @@ def test_printed_text_is_the_rendered_record(finished):
     for kernel in SPECS:
         printed = (folder / f"{kernel}.txt").read_text()
         assert printed.startswith(render(record_of(folder, kernel)) + "\nRecord written to ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(HAS_GPU, reason="takes minutes on a GPU, where each kernel has a small run")
+def test_all_kernels_in_one_run_are_one_record(tmp_path):
+    file = tmp_path / "run.json"
+    result = run(*chain(*SMALL.items()), "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    record = json.loads(file.read_text())
+    assert [section["kernel"] for section in record["sections"]] == list(SPECS)
+    assert result.stdout.startswith(render(record) + "\nRecord written to ")
 
 
 def test_host_time_is_measured_for_every_implementation(finished):
