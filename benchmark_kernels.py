@@ -9,11 +9,11 @@ Against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile,
 and QuACK where they are installed.  All get the same inputs in the same dtype in the same run and
 are timed in the same way, and every result is compared with float64 before anything is timed.
 
-    harness/benchmark_specs.py           sizes, and from what work each kernel's limit follows
-    next_steps/benchmark_problems.py     inputs, and what is exact of the results
-    next_steps/benchmark_contenders.py   PyTorch's implementations and ours
-    next_steps/benchmark_peers.py        other libraries'
-    harness/benchmarking.py              how one is called, judged and timed
+    harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
+    next_steps/comparisons/benchmark_problems.py     inputs, and what is exact of the results
+    next_steps/comparisons/benchmark_contenders.py   PyTorch's implementations and ours
+    next_steps/comparisons/benchmark_peers.py        other libraries'
+    harness/benchmark/benchmarking.py              how one is called, judged and timed
 """
 
 import argparse
@@ -26,12 +26,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import command_line
-from harness.benchmark_specs import BANDWIDTH, DTYPES, HOST_FLOOR, OURS, SPECS, Size, numbers
-from harness.benchmark_tables import render
-from harness.command_line import RunError, UserError, positive_int
-from harness.output_files import check_outputs
-from harness.run_records import environment, write_record
+from harness.benchmark.benchmark_specs import (
+    BANDWIDTH,
+    DTYPES,
+    HOST_FLOOR,
+    OURS,
+    SPECS,
+    Size,
+    numbers,
+)
+from harness.benchmark.benchmark_tables import render
+from harness.cli import command_line
+from harness.cli.command_line import RunError, UserError, positive_int
+from harness.cli.output_files import check_outputs
+from harness.records.run_records import environment, write_record
 
 SWEPT = [name for name, spec in SPECS.items() if spec.swept_tokens]
 
@@ -41,10 +49,10 @@ SWEPT = [name for name, spec in SPECS.items() if spec.swept_tokens]
 
 def first_call(kernel: str, size: Size, dtype_name: str) -> float:
     """Seconds from our first call, of forward + backward, to its result; in a new process only."""
-    from harness.benchmarking import prepare
-    from harness.device import HAS_GPU, synchronize
-    from next_steps.benchmark_contenders import implementations
-    from next_steps.benchmark_problems import PROBLEMS, TORCH_DTYPES
+    from harness.benchmark.benchmarking import prepare
+    from harness.cli.device import HAS_GPU, synchronize
+    from next_steps.comparisons.benchmark_contenders import implementations
+    from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     tokens = SPECS[kernel].tokens(HAS_GPU)[0]
     problem = PROBLEMS[kernel](tokens, size, TORCH_DTYPES[dtype_name])
@@ -80,11 +88,16 @@ def benchmark(
     kernel: str, tokens: list[int], size: Size, dtype_name: str
 ) -> tuple[dict, list[str]]:
     """(the kernel's section of the record, sentences about what is absent from it)."""
-    from harness.benchmarking import check_ours, gradient_errors, measure_times, others_may_fail
-    from harness.device import HAS_GPU
-    from next_steps.benchmark_contenders import implementations
-    from next_steps.benchmark_peers import find_peers
-    from next_steps.benchmark_problems import PROBLEMS, TORCH_DTYPES
+    from harness.benchmark.benchmarking import (
+        check_ours,
+        gradient_errors,
+        measure_times,
+        others_may_fail,
+    )
+    from harness.cli.device import HAS_GPU
+    from next_steps.comparisons.benchmark_contenders import implementations
+    from next_steps.comparisons.benchmark_peers import find_peers
+    from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = SPECS[kernel], TORCH_DTYPES[dtype_name]
     per_element = spec.work * (dtype.itemsize if spec.rate is BANDWIDTH else 1) + spec.beside
@@ -235,9 +248,9 @@ def measure_all(args: argparse.Namespace) -> dict:
     """The record of what the flags ask for."""
     import torch
 
-    from harness import timing
-    from harness.device import HAS_GPU
-    from tools import sweep_kernels
+    from harness.cli.device import HAS_GPU
+    from harness.steps import timing
+    from next_steps.comparisons import sweep_kernels
 
     record = {
         "kind": "sweep" if args.sweep else "benchmark",
@@ -278,14 +291,14 @@ def main() -> None:
     refuse_width(args)
     record = measure_all(args)
     if args.sweep:
-        from tools.sweep_tables import render_sweep
+        from next_steps.comparisons.sweep_tables import render_sweep
 
         print(render_sweep(record))
     else:
         print(render(record))
     write_record(args.json, record)
     if args.plot:
-        from harness.benchmark_picture import plot
+        from harness.benchmark.benchmark_picture import plot
 
         plot(record, args.plot)
 

@@ -9,8 +9,9 @@ do about it.
 
 from collections.abc import Callable, Sequence
 
-from harness import command_line, run_records, tables
-from harness.command_line import RunError
+from harness.cli import command_line, tables
+from harness.cli.command_line import RunError
+from harness.records import run_records
 
 EPS = 1e-5
 # (what a failed launch says, what to do about it); the first match wins
@@ -33,7 +34,7 @@ def gpu_remedy() -> str | None:
     """Why no GPU was found and what to do; None if there is one."""
     import torch
 
-    from harness.device import HAS_GPU
+    from harness.cli.device import HAS_GPU
 
     if HAS_GPU:
         return None
@@ -63,7 +64,7 @@ def check_kernels() -> list:
     import torch
 
     from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-    from harness.checking import DEVICE, DTYPE_NAME, compare
+    from harness.benchmark.checking import DEVICE, DTYPE_NAME, compare
     from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
     torch.manual_seed(0)

@@ -12,10 +12,12 @@ faster and trains something else is wrong.
 import math
 import os
 
-from harness import command_line, output_files, pictures, run_records, tables
-from harness.adapter_flags import lora_in_words
-from harness.command_line import UserError
-from harness.run_records import (
+from harness.cli import command_line, output_files, pictures, tables
+from harness.cli.adapter_flags import lora_in_words
+from harness.cli.command_line import UserError
+from harness.cli.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
+from harness.records import run_records
+from harness.records.run_records import (
     is_count,
     is_environment,
     is_list_of,
@@ -23,8 +25,7 @@ from harness.run_records import (
     is_positive,
     is_text,
 )
-from harness.spread import spread, timed, unless_same, waited
-from harness.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
+from harness.records.spread import spread, timed, unless_same, waited
 
 # largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}

@@ -3,18 +3,18 @@
     python cross_entropy_test.py    # the loss, its gradient, and the memory that four ways take
     pytest cross_entropy_test.py    # the same checks, and those below
 
-All is judged against float64 and allowed twice the error of eager PyTorch: harness/checking.py says
-why.  Eager is written here as Hugging Face writes it, logits.float() first: its most exact form,
-the hardest to match.  Without a GPU the kernels run on the CPU, in Triton's interpreter.  The tests
-that every function of this project has to pass are in tests/contracts_*_test.py, those of this
-kernel alone in tests/cross_entropy_more_test.py.
+All is judged against float64 and allowed twice the error of eager PyTorch.  Why:
+harness/benchmark/checking.py.  Eager is written here as Hugging Face writes it, logits.float()
+first: its most exact form, the hardest to match.  Without a GPU the kernels run on the CPU, in
+Triton's interpreter.  The tests that every function of this project has to pass are in
+tests/contracts_*_test.py, those of this kernel alone in tests/cross_entropy_more_test.py.
 
 A gradient is compared in two parts, the entry of each row's target and all the others.  In a norm
 over both, the target entries (softmax - 1) drown the others, and a gradient that is 0 at the others
 would look fine.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness import timing
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -39,6 +38,7 @@ from harness.checking import (
     print_title,
     print_verdict,
 )
+from harness.steps import timing
 
 N_ROWS, V = (512, 128_256) if HAS_GPU else (24, 1_000)  # LLaMA 3.1's vocabulary
 DTYPES = {

@@ -7,16 +7,16 @@ What the kernels change, `diff finetune_baseline.py finetune_optimized.py` shows
 compare_runs.py lays two runs side by side.
 """
 
-from harness import command_line
-from harness.output_files import check_outputs
-from harness.workload import Workload, finetune_parser
+from harness.cli import command_line
+from harness.cli.output_files import check_outputs
+from harness.cli.workload import Workload, finetune_parser
 from next_steps import finetune_options
 
 
 def main() -> None:
     args = finetune_parser(__doc__).parse_args()
     check_outputs(args)
-    from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
     if finetune_options.takes_steps(args, workload, "Baseline"):  # beyond this page
@@ -24,8 +24,8 @@ def main() -> None:
 
     import torch
 
-    from harness.loading import load_model
-    from harness.training_run import Run
+    from harness.model.loading import load_model
+    from harness.training.training_run import Run
 
     model = load_model(workload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)

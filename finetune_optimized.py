@@ -7,16 +7,16 @@ What the kernels change, `diff finetune_baseline.py finetune_optimized.py` shows
 compare_runs.py lays two runs side by side.
 """
 
-from harness import command_line
-from harness.output_files import check_outputs
-from harness.workload import Workload
+from harness.cli import command_line
+from harness.cli.output_files import check_outputs
+from harness.cli.workload import Workload
 from next_steps import finetune_options
 
 
 def main() -> None:
     args = finetune_options.parse_args(__doc__)
     check_outputs(args)
-    from harness.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
     if finetune_options.takes_over(args, workload):  # anything but the playbook's two kernels
@@ -26,10 +26,10 @@ def main() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     from cross_entropy_kernel import TritonCrossEntropyLoss
-    from harness.loading import load_model
-    from harness.patching import causal_lm_loss, replace_modules
-    from harness.training_run import Run
-    from next_steps.memory_estimate import step_tryer
+    from harness.model.loading import load_model
+    from harness.model.patching import causal_lm_loss, replace_modules
+    from harness.training.training_run import Run
+    from next_steps.memory.memory_estimate import step_tryer
     from rmsnorm_kernel import TritonRMSNorm
 
     def cross_entropy(logits, targets, ignore_index):

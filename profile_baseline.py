@@ -13,10 +13,11 @@
 The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
 that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
 norm, the loss or AdamW.  To tell them apart the script opens named ranges around parts of the
-model, and finds for each kernel the range that it was launched for: harness/attribution.py.
+model, and finds for each kernel the range that it was launched for
+(harness/profiling/attribution.py).
 
 Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean,
-harness/diagnose.py tells.
+harness/profiling/diagnose.py tells.
 """
 
 import argparse
@@ -26,14 +27,16 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import command_line, diagnosis_tables, fp8_flags, parallel
-from harness.command_line import UserError, positive_int
-from harness.kernel_facts import KERNELS
-from harness.output_files import check_outputs
-from harness.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
-from harness.run_records import environment, environment_line, write_record
-from harness.tables import NO_GPU_NOTE, title
-from harness.workload import Workload, add_workload_flags, workload_line
+from harness.cli import command_line, fp8_flags
+from harness.cli.command_line import UserError, positive_int
+from harness.cli.output_files import check_outputs
+from harness.cli.tables import NO_GPU_NOTE, title
+from harness.cli.workload import Workload, add_workload_flags, workload_line
+from harness.profiling import diagnosis_tables
+from harness.profiling.kernel_facts import KERNELS
+from harness.profiling.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
+from harness.records.run_records import environment, environment_line, write_record
+from harness.steps import parallel
 
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
@@ -52,22 +55,15 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness import (
-        attribution,
-        communication,
-        costs,
-        power,
-        profiler,
-        stepping,
-        timing,
-        waiting,
-    )
-    from harness.adapters import counts
-    from harness.architecture import TORCH_DTYPES
-    from harness.dataset import load_data
-    from harness.device import HAS_GPU
-    from harness.loader import Loader
-    from next_steps import apply_kernels, fp8_model, lora, memory_estimate, patch
+    from harness.cli.device import HAS_GPU
+    from harness.data.dataset import load_data
+    from harness.data.loader import Loader
+    from harness.model.adapters import counts
+    from harness.model.architecture import TORCH_DTYPES
+    from harness.profiling import attribution, costs, profiler
+    from harness.steps import communication, power, stepping, timing, waiting
+    from next_steps.memory import memory_estimate
+    from next_steps.patches import apply_kernels, fp8_model, lora, patch
 
     kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
@@ -142,9 +138,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
 
 def category_ranges(model) -> contextlib.AbstractContextManager:
-    """The ranges of `harness.profiler`, for a model with or without kernels."""
-    from harness import profiler
-    from next_steps import apply_kernels
+    """The ranges of `harness.profiling.profiler`, for a model with or without kernels."""
+    from harness.profiling import profiler
+    from next_steps.patches import apply_kernels
 
     # a loss_function of our own would take the place of the model's kernel
     has_loss_kernels = isinstance(model, apply_kernels.LlamaForCausalLM)
@@ -248,12 +244,12 @@ def default_trace(workload: Workload) -> str:
 def main() -> None:
     args = parse_args()
     if args.compare:
-        from harness.profile_comparison import compare
+        from harness.profiling.profile_comparison import compare
 
         check_outputs(args)
         return compare(*args.compare, args.plot)
 
-    from harness.device import HAS_GPU
+    from harness.cli.device import HAS_GPU
 
     # an estimate is of a run with a GPU
     workload = Workload.from_flags(args, on_gpu=HAS_GPU or args.estimate)
@@ -261,15 +257,15 @@ def main() -> None:
         args.trace = default_trace(workload)
     check_outputs(args)
     if args.estimate:
-        from next_steps import memory_estimate
+        from next_steps.memory import memory_estimate
 
         return memory_estimate.report(workload, args.json)
     if workload.fp8:
-        from next_steps.fp8_model import require_fp8
+        from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
     if args.memory:
-        from next_steps import memory_profile
+        from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
     parallel.start(workload)
@@ -279,7 +275,7 @@ def main() -> None:
     print(render(record))
     write_record(args.json, record)
     if args.plot:
-        from harness.roofline import plot
+        from harness.profiling.roofline import plot
 
         plot([record], args.plot)
 

@@ -3,13 +3,14 @@
     python rmsnorm_test.py      # three checks for each dtype
     pytest rmsnorm_test.py      # the same checks, and those below
 
-A kernel is judged against float64 and allowed twice the error of eager PyTorch: harness/checking.py
-says why. Without a GPU the kernels run on the CPU, in Triton's interpreter.  The tests that every
-function of this project has to pass are in tests/contracts_*_test.py, those of this kernel alone in
+A kernel is judged against float64 and allowed twice the error of eager PyTorch.  Why:
+harness/benchmark/checking.py.  Without a GPU the kernels run on the CPU, in Triton's interpreter.
+The tests that every function of this project has to pass are in tests/contracts_*_test.py, those
+of this kernel alone in
 tests/rmsnorm_more_test.py.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -17,7 +18,7 @@ if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
 import pytest
 import torch
 
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,

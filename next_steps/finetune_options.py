@@ -13,7 +13,7 @@ Imports no PyTorch before a flag asks for it.
 
 import argparse
 
-from harness.command_line import (
+from harness.cli.command_line import (
     UserError,
     add_kernels_flag,
     flag_name,
@@ -22,10 +22,10 @@ from harness.command_line import (
     refuse_ignored,
     world_size,
 )
-from harness.fp8_flags import add_fp8_flag
-from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS
-from harness.resuming import Checkpoints
-from harness.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune_parser
+from harness.cli.fp8_flags import add_fp8_flag
+from harness.cli.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune_parser
+from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS
+from harness.training.resuming import Checkpoints
 
 CHECKPOINTS = "checkpoint", "checkpoint_every", "keep", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
@@ -152,23 +152,23 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
         raise UserError(f"{given}: add --dtype bf16")
 
     if workload.fp8:
-        from next_steps.fp8_model import require_fp8
+        from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
     if args.ladder:
-        from next_steps import ladder
+        from next_steps.studies import ladder
 
         ladder.climb(workload, record_to=args.json, plot_to=args.plot)
     elif args.longest:
-        from next_steps import longest
+        from next_steps.studies import longest
 
         longest.find(workload, record_to=args.json)
     elif args.opponent:
-        from next_steps import opponents
+        from next_steps.finetuning import opponents
 
         opponents.train(workload, record_to=args.json, save_to=args.save)
     elif args.teacher is not None:
-        from next_steps import distill
+        from next_steps.finetuning import distill
 
         distill.train(workload, record_to=args.json, save_to=args.save)
     else:
@@ -186,7 +186,7 @@ def takes_steps(
     on_the_page = workload.kernels == page_kernels and workload.is_on_the_page
     if on_the_page and not checkpoints.is_asked:
         return False
-    from next_steps import kernel_training
+    from next_steps.finetuning import kernel_training
 
     kernel_training.train(workload, args.json, args.save, name, checkpoints)
     return True

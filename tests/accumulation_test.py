@@ -12,16 +12,20 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, costs, loading, stepping
-from harness.checking import DEVICE, relative_error
-from harness.dataset import IGNORE_INDEX, Batch
-from harness.device import HAS_GPU
-from harness.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
-from harness.workload import Workload
-from next_steps import distill, longest, memory_estimate
-from next_steps.adamw_kernel import TritonAdamW
-from next_steps.apply_kernels import apply_kernels, make_optimizer, model_kernels
-from next_steps.memory_ledger import BATCH, GRADIENTS
+from harness.benchmark.checking import DEVICE, relative_error
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload
+from harness.data.dataset import IGNORE_INDEX, Batch
+from harness.model import architecture, loading
+from harness.profiling import costs
+from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
+from harness.steps import stepping
+from next_steps.finetuning import distill
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.memory import memory_estimate
+from next_steps.memory.memory_ledger import BATCH, GRADIENTS
+from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.studies import longest
 from tests.fixtures import needs_gpu, waiting_forbidden
 from tests.small_workloads import (
     REAL_TINY_CONFIG,

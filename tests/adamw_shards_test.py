@@ -22,9 +22,9 @@ from torch.distributed.tensor import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.checking import DEVICE
-from next_steps import adamw_kernel
-from next_steps.adamw_kernel import TritonAdamW, adamw_step
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import adamw_kernel
+from next_steps.lessons.adamw_kernel import TritonAdamW, adamw_step
 from tests.fixtures import is_freed
 from tests.two_processes import (
     in_two_processes,

@@ -30,8 +30,7 @@ from torch.distributed.tensor import (
 )
 from torch.optim import lr_scheduler
 
-from harness import command_line
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     HAS_GPU,
     Check,
@@ -41,8 +40,9 @@ from harness.checking import (
     print_title,
     print_verdict,
 )
-from next_steps import adamw_kernel
-from next_steps.adamw_kernel import (
+from harness.cli import command_line
+from next_steps.lessons import adamw_kernel
+from next_steps.lessons.adamw_kernel import (
     TritonAdamW,
     _one_minus_power,
     _store,

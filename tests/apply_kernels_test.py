@@ -24,22 +24,25 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import architecture, dataset, stepping
-from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare, relative_error
-from harness.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
-from harness.patching import called_function
-from next_steps import (
-    adamw_kernel,
-    apply_kernels,
-    fused_layer,
-    linear_cross_entropy_kernel,
-    llama_losses,
-    opponents,
-    rope_kernel,
-    swiglu_kernel,
+from harness.benchmark.checking import (
+    DEVICE,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+    relative_error,
 )
-from next_steps.adamw_kernel import TritonAdamW
-from next_steps.apply_kernels import modeling_llama, triton_adamw
+from harness.data import dataset
+from harness.model import architecture
+from harness.model.patching import called_function
+from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
+from harness.steps import stepping
+from next_steps.finetuning import opponents
+from next_steps.layers import fused_layer
+from next_steps.lessons import adamw_kernel, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.patches import apply_kernels, llama_losses
+from next_steps.patches.apply_kernels import modeling_llama, triton_adamw
 from tests.fixtures import is_freed, needs_gpu, waiting_forbidden
 from tests.small_workloads import as_kernels_module, imported_anew
 

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import (
-    architecture,
-    loading,
-)
-from next_steps import frontier, scaling
+from harness.model import architecture, loading
+from next_steps.studies import frontier, scaling
 from tests.small_workloads import tiny_workload
 
 # isort: split

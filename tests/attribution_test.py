@@ -12,7 +12,7 @@ import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from harness.attribution import (
+from harness.profiling.attribution import (
     WITH_ADAPTER,
     WITHOUT_ADAPTER,
     attribute,
@@ -22,8 +22,8 @@ from harness.attribution import (
     host_waits,
     idle_times,
 )
-from harness.costs import Cost
-from harness.kernel_facts import ADAPTERS, COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
+from harness.profiling.costs import Cost
+from harness.profiling.kernel_facts import ADAPTERS, COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 MAIN, AUTOGRAD = 1, 2  # threads

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, config_file, loading
-from harness.device import DEVICE, HAS_GPU
-from harness.workload import Workload
-from next_steps import memory_estimate
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.workload import Workload
+from harness.model import architecture, config_file, loading
+from next_steps.memory import memory_estimate
 from tests.cli_test import assert_refused, change_config, hub_error, hub_errors
 
 # isort: split

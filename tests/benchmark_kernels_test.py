@@ -19,16 +19,8 @@ import torch.nn.functional as F
 
 import benchmark_kernels as bench
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from harness import (
-    benchmark_picture,
-    benchmark_specs,
-    benchmark_tables,
-    benchmarking,
-    command_line,
-    tables,
-    timing,
-)
-from harness.benchmark_specs import (
+from harness.benchmark import benchmark_picture, benchmark_specs, benchmark_tables, benchmarking
+from harness.benchmark.benchmark_specs import (
     COMPILED,
     EAGER,
     HOST_FLOOR,
@@ -39,19 +31,26 @@ from harness.benchmark_specs import (
     SPECS,
     TWO_KERNELS,
 )
-from harness.benchmark_tables import render, sections_of
-from harness.benchmarking import Implementation, check_ours, gradient_errors, measure_times
-from harness.checking import DEVICE, HAS_GPU
-from harness.kernel_facts import PLAYBOOK_KERNELS
-from next_steps import benchmark_contenders as contenders
-from next_steps import benchmark_peers
-from next_steps import benchmark_problems as problems
-from next_steps.benchmark_contenders import CONTENDERS, implementations
-from next_steps.benchmark_problems import PROBLEMS
-from next_steps.fp8_casts import swiglu_fp8_backward_reference, swiglu_fp8_reference
-from next_steps.fp8_kernel import quantize_rows_reference
-from next_steps.rope_kernel import rope_backward, rope_forward
-from next_steps.swiglu_kernel import TritonSwiGLU
+from harness.benchmark.benchmark_tables import render, sections_of
+from harness.benchmark.benchmarking import (
+    Implementation,
+    check_ours,
+    gradient_errors,
+    measure_times,
+)
+from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli import command_line, tables
+from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
+from harness.steps import timing
+from next_steps.comparisons import benchmark_contenders as contenders
+from next_steps.comparisons import benchmark_peers
+from next_steps.comparisons import benchmark_problems as problems
+from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
+from next_steps.comparisons.benchmark_problems import PROBLEMS
+from next_steps.lessons.fp8_casts import swiglu_fp8_backward_reference, swiglu_fp8_reference
+from next_steps.lessons.fp8_kernel import quantize_rows_reference
+from next_steps.lessons.rope_kernel import rope_backward, rope_forward
+from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from tests.two_processes import made_once
 
 SCRIPT = Path(bench.__file__)
@@ -716,7 +715,7 @@ def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tm
     code = """
 from tools.compile_cases import CASES, Case
 from tools.pretended_gpu import compile_all
-from next_steps.reverse_kl_kernel import ObviousReverseKLFunction
+from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction
 names = ["reverse KL, batchmean, V = 131,072", "reverse KL, none, V = 131,072"]
 remedies = [
     Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES["reverse_kl"] if c.name in

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 import finetune_baseline
-from harness import architecture, checkpoint_files, resuming, training_run
-from harness.checkpoint_files import CHECKSUMS, FACTS, LOCK
-from harness.command_line import RunError, UserError
-from harness.device import HAS_GPU
-from harness.resuming import Checkpoints
-from next_steps import checkpoint, kernel_training
+from harness.cli.command_line import RunError, UserError
+from harness.cli.device import HAS_GPU
+from harness.model import architecture
+from harness.training import checkpoint_files, resuming, training_run
+from harness.training.checkpoint_files import CHECKSUMS, FACTS, LOCK
+from harness.training.resuming import Checkpoints
+from next_steps.finetuning import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
 from tests.resume_test import STEPS, flags_of, names_in, one_step, small_training
@@ -39,7 +40,7 @@ EVERY_STEP = ["--checkpoint-every", "1"]
 def small_model(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
     cache = tmp_path_factory.mktemp("token_cache")
-    monkeypatch.setattr("harness.token_cache.folder", lambda: cache)
+    monkeypatch.setattr("harness.data.token_cache.folder", lambda: cache)
 
 
 @pytest.fixture

@@ -22,9 +22,12 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, command_line, config_file, run_records, tables, training_run
-from harness.device import HAS_GPU
-from harness.workload import DEFAULT_MODEL, WARMUP_STEPS
+from harness.cli import command_line, tables
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import DEFAULT_MODEL, WARMUP_STEPS
+from harness.model import architecture, config_file
+from harness.records import run_records
+from harness.training import training_run
 from tests.conftest import Outcome
 
 # isort: split

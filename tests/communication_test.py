@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import architecture, communication, parallel, stepping
-from harness.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from harness.dataset import random_batch
-from harness.diagnosis_tables import communication_lines
-from harness.workload import Workload
+from harness.cli.workload import Workload
+from harness.data.dataset import random_batch
+from harness.model import architecture
+from harness.profiling.diagnosis_tables import communication_lines
+from harness.steps import communication, parallel, stepping
+from harness.steps.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 from transformers import AutoModelForCausalLM  # isort: skip

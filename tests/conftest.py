@@ -12,13 +12,13 @@ if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
 # isort: split
-import harness.device  # noqa: F401  decides how triton will run, before a test imports it by peft
+import harness.cli.device  # noqa: F401  decides how triton will run, before peft imports it
 
 # isort: split
 import pytest
 import torch
 
-from harness import command_line
+from harness.cli import command_line
 from tests.fixtures import (  # noqa: F401
     as_dtensor,
     compiled_kernels,
@@ -50,7 +50,7 @@ class Outcome:
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
     """Tokens are not kept where those of the user's own runs are."""
-    monkeypatch.setattr("harness.token_cache.folder", lambda: tmp_path / "token_cache")
+    monkeypatch.setattr("harness.data.token_cache.folder", lambda: tmp_path / "token_cache")
 
 
 @pytest.fixture

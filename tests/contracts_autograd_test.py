@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.checking import FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
 from tests import tiles
 from tests.contracts import contract
 from tests.subject import (

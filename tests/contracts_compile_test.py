@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.checking import DEVICE, FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed, relative_error
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import COMPILED_DTYPE, compiled_once

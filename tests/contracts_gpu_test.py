@@ -5,7 +5,7 @@ second GPU.
 import pytest
 import torch
 
-from harness.checking import FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
 from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
 from tests.contracts import contract

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
+from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
 from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
 from tests import tiles
 from tests.contracts import contract

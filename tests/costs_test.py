@@ -9,11 +9,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import profile_baseline
-from harness import architecture, costs
-from harness.attribution import category_by_name
-from harness.costs import NOTHING, Cost
-from harness.kernel_facts import OTHER, ROWS, RUNGS, Sizes
-from harness.workload import Workload
+from harness.cli.workload import Workload
+from harness.model import architecture
+from harness.profiling import costs
+from harness.profiling.attribution import category_by_name
+from harness.profiling.costs import NOTHING, Cost
+from harness.profiling.kernel_facts import OTHER, ROWS, RUNGS, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 RESULTS = Path(__file__).parents[1] / "results"

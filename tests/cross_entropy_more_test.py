@@ -15,7 +15,14 @@ from cross_entropy_kernel import (
     cross_entropy_forward,
     cross_entropy_reference,
 )
-from harness.checking import DEVICE, DTYPE_NAME, HAS_GPU, Check, assert_all_passed, compare
+from harness.benchmark.checking import (
+    DEVICE,
+    DTYPE_NAME,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    compare,
+)
 from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
 from tests.subjects.cross_entropy import bad_input, make

@@ -5,15 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import (
-    architecture,
-    dataset,
-    loading,
-    samples,
-    training_run,
-)
-from harness.command_line import UserError
-from harness.dataset import IGNORE_INDEX as IGNORE
+from harness.cli.command_line import UserError
+from harness.cli.workload import read_file
+from harness.data import dataset, samples
+from harness.data.dataset import IGNORE_INDEX as IGNORE
+from harness.model import architecture, loading
+from harness.training import training_run
 from tests.small_workloads import (
     jsonl,
     tiny_workload,
@@ -24,7 +21,7 @@ BYTES = samples.Encoder(None, [END])
 
 
 def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, int]:
-    examples = samples.tokenize_jsonl(str(path), samples.read_file(str(path)), BYTES)
+    examples = samples.tokenize_jsonl(str(path), read_file(str(path)), BYTES)
     return samples.of_examples(str(path), examples, seq_len)
 
 

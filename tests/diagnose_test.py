@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 
 import profile_baseline
-from harness import (
-    architecture,
+from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE
+from harness.cli.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
+from harness.cli.workload import Workload, finetune_parser
+from harness.data import dataset
+from harness.model import architecture
+from harness.model import loading as loading_module
+from harness.profiling import (
     costs,
-    dataset,
     diagnose,
     diagnosis_tables,
     profile_comparison,
     profiler,
     roofline,
-    stepping,
 )
-from harness import loading as loading_module
-from harness import waiting as waiting_module
-from harness.command_line import UserError
-from harness.device import DEVICE
-from harness.diagnose import RUNG_OF_CATEGORY
-from harness.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
-from harness.run_records import read_record
-from harness.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
-from harness.workload import Workload, finetune_parser
+from harness.profiling.diagnose import RUNG_OF_CATEGORY
+from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
+from harness.records.run_records import read_record
+from harness.steps import stepping
+from harness.steps import waiting as waiting_module
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
 

@@ -15,20 +15,19 @@ import torch
 import compare_runs
 import finetune_baseline
 import finetune_optimized
-from harness import (
-    architecture,
-    dataset,
-    loading,
-    run_records,
-    stepping,
-    tables,
-    timing,
-    training_run,
-)
-from harness.checking import HAS_GPU, relative_error
-from harness.kernel_facts import KERNELS, LOSS_KERNELS
-from harness.workload import DEFAULT_MODEL, Workload, teacher_line
-from next_steps import apply_kernels, distill, finetune_options, reverse_kl_kernel
+from harness.benchmark.checking import HAS_GPU, relative_error
+from harness.cli import tables
+from harness.cli.workload import DEFAULT_MODEL, Workload, teacher_line
+from harness.data import dataset
+from harness.model import architecture, loading
+from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
+from harness.records import run_records
+from harness.steps import stepping, timing
+from harness.training import training_run
+from next_steps import finetune_options
+from next_steps.finetuning import distill
+from next_steps.lessons import reverse_kl_kernel
+from next_steps.patches import apply_kernels
 from tests.apply_kernels_test import (
     CountedKernel,
     assert_equal,

@@ -30,22 +30,17 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import (
-    command_line,
-    config_file,
-    dataset,
-    loading,
-    output_files,
-    pictures,
-    run_records,
-    samples,
-    saving,
-)
-from harness.device import HAS_GPU
-from harness.kernel_facts import KERNELS
-from harness.profiler import read_trace, write_trace
-from harness.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
-from next_steps import finetune_options, ladder, make_samples
+from harness.cli import command_line, output_files, pictures
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
+from harness.data import dataset, samples
+from harness.model import config_file, loading
+from harness.profiling.kernel_facts import KERNELS
+from harness.profiling.profiler import read_trace, write_trace
+from harness.records import run_records
+from harness.training import saving
+from next_steps import finetune_options
+from next_steps.studies import ladder, make_samples
 from tests import make_samples_test
 from tests.compare_runs_test import run as made_up_run
 from tests.token_cache_test import tokenizer_of

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from harness import architecture, dataset, packaged_model
-from harness.checking import HAS_GPU
-from next_steps import fp8_accuracy, fp8_layer
-from next_steps.fp8_accuracy import more_steps, reached, row_of
+from harness.benchmark.checking import HAS_GPU
+from harness.data import dataset
+from harness.model import architecture, packaged_model
+from next_steps.layers import fp8_layer
+from next_steps.studies import fp8_accuracy
+from next_steps.studies.fp8_accuracy import more_steps, reached, row_of
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import smaller_config, tiny_workload
 

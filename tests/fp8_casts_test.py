@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from harness.checking import DEVICE, HAS_GPU, relative_error
-from next_steps import fp8_casts
-from next_steps.fp8_casts import (
+from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from next_steps.lessons import fp8_casts
+from next_steps.lessons.fp8_casts import (
     rmsnorm_fp8,
     rmsnorm_fp8_reference,
     swiglu_fp8,
@@ -20,8 +20,8 @@ from next_steps.fp8_casts import (
     swiglu_fp8_backward_reference,
     swiglu_fp8_reference,
 )
-from next_steps.fp8_kernel import Rows, dequantize, quantize_rows, quantize_rows_reference
-from next_steps.swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
+from next_steps.lessons.fp8_kernel import Rows, dequantize, quantize_rows, quantize_rows_reference
+from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
 from rmsnorm_kernel import rmsnorm_forward, rmsnorm_reference
 from tests.fixtures import captured, needs_gpu, pads_rows, waiting_forbidden
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from harness.command_line import RunError
-from next_steps import fp8_contenders, fp8_costs, fp8_kernel
-from next_steps.fp8_kernel import quantize_rows
+from harness.cli.command_line import RunError
+from next_steps.lessons import fp8_kernel
+from next_steps.lessons.fp8_kernel import quantize_rows
+from next_steps.studies import fp8_contenders, fp8_costs
 
 
 @pytest.mark.exhaustive

@@ -6,11 +6,15 @@ import pytest
 
 import finetune_optimized
 import profile_baseline
-from harness import architecture, loading, resuming
-from harness.checking import HAS_GPU
-from harness.command_line import UserError
-from harness.workload import Workload, finetune_parser
-from next_steps import finetune_options, fp8_layer, fp8_model, kernel_training
+from harness.benchmark.checking import HAS_GPU
+from harness.cli.command_line import UserError
+from harness.cli.workload import Workload, finetune_parser
+from harness.model import architecture, loading
+from harness.training import resuming
+from next_steps import finetune_options
+from next_steps.finetuning import kernel_training
+from next_steps.layers import fp8_layer
+from next_steps.patches import fp8_model
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, smaller_config
 

@@ -11,9 +11,9 @@ import math
 import pytest
 import torch
 
-from harness.checking import DEVICE, HAS_GPU, relative_error
-from next_steps import fp8_kernel
-from next_steps.fp8_kernel import (
+from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from next_steps.lessons import fp8_kernel
+from next_steps.lessons.fp8_kernel import (
     FP8,
     Rows,
     dequantize,

@@ -9,32 +9,34 @@ import math
 import pytest
 import torch
 
-from harness import architecture, fp8_flags
-from harness.checking import DEVICE, HAS_GPU, relative_error
-from harness.command_line import UserError
-from harness.loading import load_model
-from harness.workload import RECOMPUTE
-from next_steps import fp8_layer, fp8_model
-from next_steps.apply_kernels import MODEL_KERNELS, apply_kernels, modeling_llama
-from next_steps.fp8_casts import (
+from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from harness.cli import fp8_flags
+from harness.cli.command_line import UserError
+from harness.cli.workload import RECOMPUTE
+from harness.model import architecture
+from harness.model.loading import load_model
+from next_steps.layers import fp8_layer
+from next_steps.layers.fp8_layer import (
+    FP8LinearFunction,
+    FP8MLPFunction,
+    NormFP8LinearFunction,
+)
+from next_steps.lessons.fp8_casts import (
     rmsnorm_fp8_reference,
     swiglu_fp8_backward_reference,
     swiglu_fp8_reference,
 )
-from next_steps.fp8_kernel import (
+from next_steps.lessons.fp8_kernel import (
     dequantize,
     quantize_rows_reference,
     quantize_transposed_reference,
     transpose_rows_reference,
 )
-from next_steps.fp8_layer import (
-    FP8LinearFunction,
-    FP8MLPFunction,
-    NormFP8LinearFunction,
-)
-from next_steps.fp8_model import fp8_layers, layers_in_fp8
-from next_steps.recompute import set_recompute
-from next_steps.swiglu_kernel import swiglu_reference
+from next_steps.lessons.swiglu_kernel import swiglu_reference
+from next_steps.patches import fp8_model
+from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, modeling_llama
+from next_steps.patches.fp8_model import fp8_layers, layers_in_fp8
+from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
 from tests.calls import Calls
 from tests.small_workloads import (

@@ -2,8 +2,8 @@
 
 import json
 
-from harness.workload import Workload
-from next_steps import frontier
+from harness.cli.workload import Workload
+from next_steps.studies import frontier
 from tests.longest_test import GPU
 
 

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
-from harness import architecture, parallel, saving
-from harness.checking import relative_error
-from harness.kernel_facts import MODEL_KERNELS
-from harness.workload import Workload
-from next_steps import apply_kernels, llama_losses
+from harness.benchmark.checking import relative_error
+from harness.cli.workload import Workload
+from harness.model import architecture
+from harness.profiling.kernel_facts import MODEL_KERNELS
+from harness.steps import parallel
+from harness.training import saving
+from next_steps.patches import apply_kernels, llama_losses
 from tests.two_processes import (
     in_two_processes,
     made_once,

@@ -7,7 +7,7 @@ What every function has to do is asked in tests/contracts_*_test.py, of norm_lin
 and both together.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import rmsnorm_kernel
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -32,14 +32,15 @@ from harness.checking import (
     print_verdict,
     relative_error,
 )
-from next_steps import fused_layer, swiglu_kernel
-from next_steps.fused_layer import (
+from next_steps.layers import fused_layer
+from next_steps.layers.fused_layer import (
     NormLinearFunction,
     norm_linear,
     norm_linear_reference,
     swiglu_linear,
     swiglu_linear_reference,
 )
+from next_steps.lessons import swiglu_kernel
 from tests.calls import Calls
 from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.subjects import fused_layer as subjects

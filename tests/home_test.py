@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import architecture
+from harness.model import architecture
 from tests.small_workloads import jsonl
 
 # isort: split

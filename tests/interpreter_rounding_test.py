@@ -15,7 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from harness.checking import DEVICE, FLOOR, HAS_GPU
+from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU
 from rmsnorm_kernel import tl, triton
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -253,7 +253,7 @@ def test_users_gradient_at_logits_near_10_000_is_fp32s():
 
 OPTIMIZER_STEPS = """
 import torch
-from next_steps.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_kernel import TritonAdamW
 start = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 for optimizer_class in (TritonAdamW, torch.optim.AdamW):
     weight = torch.nn.Parameter(start.bfloat16())
@@ -308,7 +308,7 @@ def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "first", ["harness.interpreter_rounding", "harness.device", "rmsnorm_kernel"]
+    "first", ["harness.interpreter_rounding", "harness.cli.device", "rmsnorm_kernel"]
 )
 def test_import_order_does_not_matter(first):
     code = f"""
@@ -323,7 +323,7 @@ print(int(rmsnorm_kernel.INTERPRETED), int(patched))
 
 @pytest.mark.exhaustive
 def test_nothing_is_changed_where_kernels_are_compiled():
-    code = "import sys, harness.device, rmsnorm_kernel; "
+    code = "import sys, harness.cli.device, rmsnorm_kernel; "
     code += "print(int('triton.runtime.interpreter' in sys.modules))"
     assert run(code, TRITON_INTERPRET="0") == [0]
 

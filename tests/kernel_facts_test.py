@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.kernel_facts import CATEGORIES, KERNELS, ROWS, RUNGS, Facts, Sizes, launch_of
+from harness.profiling.kernel_facts import CATEGORIES, KERNELS, ROWS, RUNGS, Facts, Sizes, launch_of
 
 HERE = Path(__file__).parents[1]  # the project's folder
 WITH_KERNELS = [row for row in ROWS if row.launches]
@@ -67,7 +67,7 @@ def test_a_row_has_faults_for_the_mutation_check(row: Facts):
 def test_each_kernel_that_a_lesson_launches_is_covered_by_one_prefix(row: Facts):
     names = launched_kernels(row.lesson)
     if row.name == "swiglu":  # its twins with adapters
-        names |= launched_kernels("next_steps.lora_swiglu")
+        names |= launched_kernels("next_steps.lessons.lora_swiglu")
     assert bool(names) == bool(row.launches)
     found = {name: launch_of(name) for name in names}
     assert not [name for name, known in found.items() if known is None or known[0] is not row]
@@ -84,8 +84,8 @@ def test_a_kernel_that_is_not_ours_is_known_to_no_row():
 
 @of_every_row_with_kernels
 def test_a_kernel_has_a_benchmark_problem(row: Facts):
-    from harness.benchmark_specs import SPECS
-    from next_steps import benchmark_contenders, benchmark_problems
+    from harness.benchmark.benchmark_specs import SPECS
+    from next_steps.comparisons import benchmark_contenders, benchmark_problems
 
     assert row.name in SPECS
     assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_contenders.CONTENDERS
@@ -99,8 +99,8 @@ def test_a_kernel_has_a_compile_case(row: Facts):
 
 
 def test_no_other_place_knows_a_kernel_that_has_no_row():
-    from harness.benchmark_specs import SPECS
-    from next_steps import benchmark_contenders, benchmark_problems
+    from harness.benchmark.benchmark_specs import SPECS
+    from next_steps.comparisons import benchmark_contenders, benchmark_problems
     from tools.compile_cases import CASES
 
     names = [row.name for row in WITH_KERNELS]
@@ -111,7 +111,7 @@ def test_no_other_place_knows_a_kernel_that_has_no_row():
 
 @of_every_row
 def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
-    from next_steps import memory_ledger
+    from next_steps.memory import memory_ledger
 
     sizes = set(Sizes.__annotations__)
     assert row.replaces <= set(CATEGORIES) and set(row.advice) <= set(CATEGORIES)
@@ -136,15 +136,15 @@ def test_a_rows_functions_and_module_are_the_lessons(row: Facts):
     if row.module:
         modules = importlib.import_module("transformers.models.llama.modeling_llama")
         assert hasattr(modules, row.module[1])
-        files = file_of(row.lesson), *file_of("next_steps.ladder").parent.glob("*.py")
+        files = file_of(row.lesson), *file_of("next_steps").with_suffix("").glob("*/*.py")
         assert any(f"class {row.module[0]}(" in each.read_text() for each in files)
 
 
 def test_what_kernels_knows_is_what_is_patched_in():
     """apply_kernels.py has a patch for each, and for nothing else."""
-    from next_steps import apply_kernels
+    from next_steps.patches import apply_kernels
 
-    source = file_of("next_steps.apply_kernels").read_text()
+    source = file_of("next_steps.patches.apply_kernels").read_text()
     for row in ROWS:
         assert (row.name in KERNELS) == (row.patches is not None)
         assert row.patches in (None, "model", "loss", "optimizer")

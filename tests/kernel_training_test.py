@@ -10,14 +10,18 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, command_line, device, loading, run_records, stepping
-from harness.checking import DEVICE
-from harness.command_line import UserError
-from harness.dataset import Batch
-from harness.device import HAS_GPU
-from harness.kernel_facts import PLAYBOOK_KERNELS
-from harness.workload import OPPONENTS, WARMUP_STEPS, Workload, finetune_parser
-from next_steps import apply_kernels, kernel_training, opponents
+from harness.benchmark.checking import DEVICE
+from harness.cli import command_line, device
+from harness.cli.command_line import UserError
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import OPPONENTS, WARMUP_STEPS, Workload, finetune_parser
+from harness.data.dataset import Batch
+from harness.model import architecture, loading
+from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
+from harness.records import run_records
+from harness.steps import stepping
+from next_steps.finetuning import kernel_training, opponents
+from next_steps.patches import apply_kernels
 from tests.fixtures import needs_gpu
 from tests.small_workloads import smaller_config
 

@@ -11,12 +11,16 @@ import pytest
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, command_line, run_records, tables
-from harness.costs import sizes_of
-from harness.device import HAS_GPU
-from harness.kernel_facts import CATEGORIES, KERNELS
-from harness.workload import OPPONENTS, Workload, finetune_parser
-from next_steps import fp8_model, ladder, opponents
+from harness.cli import command_line, tables
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import OPPONENTS, Workload, finetune_parser
+from harness.model import architecture
+from harness.profiling.costs import sizes_of
+from harness.profiling.kernel_facts import CATEGORIES, KERNELS
+from harness.records import run_records
+from next_steps.finetuning import opponents
+from next_steps.patches import fp8_model
+from next_steps.studies import ladder
 from tests.small_workloads import smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second

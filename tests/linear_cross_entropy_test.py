@@ -8,7 +8,7 @@ compared in two parts, the rows of words that are some token's target and those 
 see the subject's record.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -21,7 +21,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -34,8 +34,8 @@ from harness.checking import (
     print_verdict,
     relative_error,
 )
-from next_steps import linear_cross_entropy_kernel
-from next_steps.linear_cross_entropy_kernel import (
+from next_steps.lessons import linear_cross_entropy_kernel
+from next_steps.lessons.linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
-from next_steps.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
+from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
+from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
 from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
 from tests.subjects.fused_layer import mlp_reference

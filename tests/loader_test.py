@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import architecture, dataset, loader, loading, spread, training_run
-from harness.device import DEVICE
-from next_steps import kernel_training
+from harness.cli.device import DEVICE
+from harness.data import dataset, loader
+from harness.model import architecture, loading
+from harness.records import spread
+from harness.training import training_run
+from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import tiny_workload
 

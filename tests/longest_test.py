@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import finetune_optimized
-from harness import architecture, run_records, stepping
-from harness.workload import Workload
-from next_steps import longest
+from harness.cli.workload import Workload
+from harness.model import architecture
+from harness.records import run_records
+from harness.steps import stepping
+from next_steps.studies import longest
 from tests.small_workloads import smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from harness.checking import DEVICE, assert_all_passed, compare, relative_error
-from next_steps import lora_linear as lesson
-from next_steps.fused_layer import norm_linear, swiglu_linear
-from next_steps.lora_linear import (
+from harness.benchmark.checking import DEVICE, assert_all_passed, compare, relative_error
+from next_steps.layers import lora_linear as lesson
+from next_steps.layers.fused_layer import norm_linear, swiglu_linear
+from next_steps.layers.lora_linear import (
     LoRALinearFunction,
     is_adapted,
     is_product,
@@ -404,7 +404,7 @@ def test_h_is_all_that_is_kept_beside_what_is_there_anyway():
 
 
 def test_what_is_known_by_its_name_is_named_so():
-    from harness.attribution import CATEGORY_OF_FUNCTION
+    from harness.profiling.attribution import CATEGORY_OF_FUNCTION
 
     assert any(name in LoRALinearFunction.__name__ for name in CATEGORY_OF_FUNCTION)
     theirs = peft.tuners.lora.Linear

@@ -15,17 +15,22 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import adapter_flags, adapters, architecture, loading, saving, stepping
-from harness.adapter_flags import ATTENTION, MLP, TARGETS
-from harness.checking import DEVICE, assert_all_passed, compare
-from harness.command_line import UserError
-from harness.device import HAS_GPU
-from harness.frozen_digest import checksum, frozen_digest
-from harness.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
-from harness.workload import RECOMPUTE, Workload, finetune_parser
-from next_steps import finetune_options, lora, memory_estimate
-from next_steps.apply_kernels import apply_kernels, make_optimizer
-from next_steps.recompute import set_recompute
+from harness.benchmark.checking import DEVICE, assert_all_passed, compare
+from harness.cli import adapter_flags
+from harness.cli.adapter_flags import ATTENTION, MLP, TARGETS
+from harness.cli.command_line import UserError
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import RECOMPUTE, Workload, finetune_parser
+from harness.model import adapters, architecture, loading
+from harness.model.frozen_digest import checksum, frozen_digest
+from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
+from harness.steps import stepping
+from harness.training import saving
+from next_steps import finetune_options
+from next_steps.memory import memory_estimate
+from next_steps.patches import lora
+from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
+from next_steps.patches.recompute import set_recompute
 from tests.files_test import assert_one_sentence, killed_before_change
 from tests.parallel_test import torchrun
 from tests.small_workloads import TINY, smaller_config, tiny_batch, tiny_workload, uneven_norms

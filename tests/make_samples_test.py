@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from harness import architecture, dataset
-from next_steps import make_samples
+from harness.data import dataset
+from harness.model import architecture
+from next_steps.studies import make_samples
 from tests.cli_test import assert_refused
 from tests.small_workloads import tiny_workload
 

@@ -16,14 +16,16 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import profile_baseline
-from harness import architecture, config_file, device, run_records, stepping
-from harness.device import DEVICE, HAS_GPU
-from harness.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
-from harness.patching import called_function
-from harness.workload import DEFAULT_MODEL, Workload
-from next_steps import memory_estimate, memory_ledger
-from next_steps.apply_kernels import apply_kernels
-from next_steps.memory_ledger import (
+from harness.cli import device
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.model import architecture, config_file
+from harness.model.patching import called_function
+from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
+from harness.records import run_records
+from harness.steps import stepping
+from next_steps.memory import memory_estimate, memory_ledger
+from next_steps.memory.memory_ledger import (
     GRADIENTS,
     KEPT,
     LOSS,
@@ -32,6 +34,7 @@ from next_steps.memory_ledger import (
     WORKSPACES,
     modeling_llama,
 )
+from next_steps.patches.apply_kernels import apply_kernels
 from tests.small_workloads import as_kernels_module, imported_anew
 
 # isort: split

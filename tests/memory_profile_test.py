@@ -21,14 +21,17 @@ import pytest
 import torch
 
 import profile_baseline
-from harness import architecture, dataset, run_records, stepping, tables
-from harness.checking import HAS_GPU
-from harness.device import DEVICE
-from harness.kernel_facts import KERNELS, MODEL_KERNELS
-from harness.workload import Workload
-from next_steps import memory_estimate, memory_ledger, memory_profile, memory_tables
-from next_steps.apply_kernels import apply_kernels, make_optimizer
-from next_steps.memory_ledger import (
+from harness.benchmark.checking import HAS_GPU
+from harness.cli import tables
+from harness.cli.device import DEVICE
+from harness.cli.workload import Workload
+from harness.data import dataset
+from harness.model import architecture
+from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS
+from harness.records import run_records
+from harness.steps import stepping
+from next_steps.memory import memory_estimate, memory_ledger, memory_profile, memory_tables
+from next_steps.memory.memory_ledger import (
     BATCH,
     GRADIENTS,
     KEPT,
@@ -41,7 +44,8 @@ from next_steps.memory_ledger import (
     WORKSPACES,
     Ledger,
 )
-from next_steps.memory_profile import Observer
+from next_steps.memory.memory_profile import Observer
+from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from harness.checking import HAS_GPU
+from harness.benchmark.checking import HAS_GPU
 from tests import faults
 
 # so that every kernel is imported before the first mutant, which no other one may find

@@ -11,9 +11,9 @@ import importlib.util
 import pytest
 import torch
 
-from harness.checking import DEVICE, HAS_GPU
-from next_steps import nf4_kernel
-from next_steps.nf4_kernel import (
+from harness.benchmark.checking import DEVICE, HAS_GPU
+from next_steps.lessons import nf4_kernel
+from next_steps.lessons.nf4_kernel import (
     BLOCK,
     GROUP,
     N_VALUES,

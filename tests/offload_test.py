@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 
-from harness.command_line import UserError
-from harness.device import HAS_GPU
-from harness.kernel_facts import MODEL_KERNELS
-from harness.workload import RECOMPUTE, Workload
-from next_steps import memory_estimate, offload
-from next_steps.memory_ledger import KEPT
-from next_steps.recompute import set_recompute
+from harness.cli.command_line import UserError
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import RECOMPUTE, Workload
+from harness.profiling.kernel_facts import MODEL_KERNELS
+from next_steps.memory import memory_estimate
+from next_steps.memory.memory_ledger import KEPT
+from next_steps.patches import offload
+from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import architecture
 from tests.recompute_test import LEVELS, make_model

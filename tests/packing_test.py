@@ -10,11 +10,14 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import architecture, dataset, loading, packed_attention, packing, stepping
-from harness.checking import DEVICE
-from harness.dataset import IGNORE_INDEX as IGNORE
-from harness.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
-from next_steps import apply_kernels, distill
+from harness.benchmark.checking import DEVICE
+from harness.data import dataset, packing
+from harness.data.dataset import IGNORE_INDEX as IGNORE
+from harness.model import architecture, loading, packed_attention
+from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
+from harness.steps import stepping
+from next_steps.finetuning import distill
+from next_steps.patches import apply_kernels
 from tests.cli_test import assert_refused
 from tests.fixtures import needs_gpu, waiting_forbidden
 from tests.small_workloads import TINY, jsonl, largest_error, tiny_workload, uneven_norms
@@ -281,7 +284,7 @@ def test_what_cannot_be_packed_is_refused(run_script, script, flags, words):
 
 
 def test_packed_steps_are_no_cuda_graph(run_script, monkeypatch):
-    monkeypatch.setattr("harness.device.HAS_GPU", True)
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", True)
     flags = "--model", "tiny", "--pack", "--cuda-graph"
     assert_refused(run_script(finetune_baseline, *flags), "--cuda-graph", "--pack", "leave one")
 

@@ -15,15 +15,17 @@ import torch.nn.functional as F
 
 import harness
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness import architecture, config_file, spread, timing
-from harness.checking import DEVICE, FLOOR, HAS_GPU
-from harness.command_line import UserError
-from harness.samples import IGNORE_INDEX
-from harness.workload import DEFAULT_MODEL, Workload
-from next_steps.adamw_kernel import TritonAdamW
-from next_steps.apply_kernels import apply_kernels
-from next_steps.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
-from next_steps.swiglu_kernel import TritonSwiGLUFunction
+from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU
+from harness.cli.command_line import UserError
+from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.data.samples import IGNORE_INDEX
+from harness.model import architecture, config_file
+from harness.records import spread
+from harness.steps import timing
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
+from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
+from next_steps.patches.apply_kernels import apply_kernels
 from rmsnorm_kernel import TritonRMSNorm, TritonRMSNormFunction, rmsnorm_reference
 from tools.page_records import HERE, RESULTS
 

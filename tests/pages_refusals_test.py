@@ -10,7 +10,7 @@ import pytest
 
 import finetune_baseline
 import finetune_optimized
-from harness import command_line
+from harness.cli import command_line
 from next_steps.finetune_options import COMPILED
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -16,10 +16,13 @@ from safetensors.torch import load_file
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness import checkpoint_files, command_line, dataset, loader, parallel, processes
-from harness.architecture import tiny_config
-from harness.device import HAS_GPU
-from harness.workload import Workload
+from harness.cli import command_line, processes
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload
+from harness.data import dataset, loader
+from harness.model.architecture import tiny_config
+from harness.steps import parallel
+from harness.training import checkpoint_files
 from tests.small_workloads import TINY, jsonl, tiny_workload
 from tests.two_processes import made_once, one_gpu_is_too_few
 

@@ -5,15 +5,11 @@ import math
 import pytest
 import torch
 
-from harness import (
-    architecture,
-    dataset,
-    loading,
-    patching,
-)
-from harness.checking import DEVICE, relative_error
-from harness.dataset import IGNORE_INDEX as IGNORE
-from next_steps.apply_kernels import apply_kernels
+from harness.benchmark.checking import DEVICE, relative_error
+from harness.data import dataset
+from harness.data.dataset import IGNORE_INDEX as IGNORE
+from harness.model import architecture, loading, patching
+from next_steps.patches.apply_kernels import apply_kernels
 from rmsnorm_kernel import TritonRMSNorm
 from tests.small_workloads import (
     largest_error,

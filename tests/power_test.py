@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from harness import device, power
-from harness.power import PowerMeter, power_in_words
+from harness.cli import device
+from harness.steps import power
+from harness.steps.power import PowerMeter, power_in_words
 
 
 @pytest.fixture

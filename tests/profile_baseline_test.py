@@ -13,9 +13,14 @@ import pytest
 import torch
 
 import profile_baseline
-from harness import attribution, dataset, device, loading, profiler, stepping
-from harness.device import DEVICE, HAS_GPU
-from harness.kernel_facts import (
+from harness.cli import device
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.tables import NO_GPU_NOTE
+from harness.cli.workload import Workload
+from harness.data import dataset
+from harness.model import loading
+from harness.profiling import attribution, profiler
+from harness.profiling.kernel_facts import (
     ADAPTERS,
     COMMUNICATION,
     DEQUANTIZATION,
@@ -23,11 +28,10 @@ from harness.kernel_facts import (
     KERNELS,
     UNATTRIBUTED,
 )
-from harness.profile_tables import OF_A_GRAPH
-from harness.run_records import read_record
-from harness.tables import NO_GPU_NOTE
-from harness.workload import Workload
-from next_steps import apply_kernels
+from harness.profiling.profile_tables import OF_A_GRAPH
+from harness.records.run_records import read_record
+from harness.steps import stepping
+from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
 from tests.fixtures import needs_gpu
 

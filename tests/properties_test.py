@@ -23,7 +23,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness.checking import DEVICE, FLOOR, assert_all_passed
+from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed
 from tests import tiles
 from tests.layouts import Layout
 from tests.subject import Subject, checks, compare_parts, references, run

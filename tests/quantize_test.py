@@ -8,21 +8,21 @@ import peft
 import pytest
 import torch
 
-from harness import architecture, loading
-from harness.adapters import merged_weights
-from harness.checking import DEVICE
-from harness.command_line import UserError
-from harness.kernel_facts import MODEL_KERNELS
-from next_steps import quantize
-from next_steps.apply_kernels import apply_kernels
-from next_steps.quantize import (
+from harness.benchmark.checking import DEVICE
+from harness.cli.command_line import UserError
+from harness.model import architecture, loading
+from harness.model.adapters import merged_weights
+from harness.profiling.kernel_facts import MODEL_KERNELS
+from next_steps.patches import quantize
+from next_steps.patches.apply_kernels import apply_kernels
+from next_steps.patches.quantize import (
     NF4Linear,
     children_of,
     draw_quantized,
     load_quantized,
     quantize_model,
 )
-from next_steps.recompute import set_recompute
+from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
 from tests.small_workloads import largest_error, tiny_batch, tiny_workload, uneven_norms
 from tests.two_processes import in_two_processes, one_gpu_is_too_few

@@ -15,15 +15,9 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from next_steps import fp8_accuracy, fp8_costs, frontier, make_samples, scaling
-from tools import (
-    compile_check,
-    fill_pages,
-    make_records,
-    page_outputs,
-    sweep_kernels,
-    trace_picture,
-)
+from next_steps.comparisons import sweep_kernels
+from next_steps.studies import fp8_accuracy, fp8_costs, frontier, make_samples, scaling
+from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
 from tools.page_records import HERE, RESULTS, load
@@ -55,13 +49,13 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
-    "next_steps.fp8_accuracy": fp8_accuracy,
-    "next_steps.fp8_costs": fp8_costs,
-    "next_steps.frontier": frontier,
-    "next_steps.make_samples": make_samples,
-    "next_steps.scaling": scaling,
+    "next_steps.studies.fp8_accuracy": fp8_accuracy,
+    "next_steps.studies.fp8_costs": fp8_costs,
+    "next_steps.studies.frontier": frontier,
+    "next_steps.studies.make_samples": make_samples,
+    "next_steps.studies.scaling": scaling,
     "tools.compile_check": compile_check,
-    "tools.sweep_kernels": sweep_kernels,
+    "next_steps.comparisons.sweep_kernels": sweep_kernels,
     "tools.fill_pages": fill_pages,
     "tools.make_records": make_records,
     "tools.trace_picture": trace_picture,

@@ -6,14 +6,15 @@ import peft
 import pytest
 import torch
 
-from harness import architecture
-from harness.device import HAS_GPU
-from harness.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
-from harness.loading import load_model
-from harness.workload import RECOMPUTE, Workload
-from next_steps import memory_estimate, recompute
-from next_steps.apply_kernels import apply_kernels
-from next_steps.recompute import set_recompute
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import RECOMPUTE, Workload
+from harness.model import architecture
+from harness.model.loading import load_model
+from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
+from next_steps.memory import memory_estimate
+from next_steps.patches import recompute
+from next_steps.patches.apply_kernels import apply_kernels
+from next_steps.patches.recompute import set_recompute
 from tests.calls import Calls
 from tests.small_workloads import (
     largest_error,

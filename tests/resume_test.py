@@ -16,25 +16,21 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import (
-    architecture,
-    dataset,
-    fp8_flags,
-    loading,
-    resuming,
-    token_cache,
-    training_run,
-)
-from harness.checking import DEVICE
-from harness.checkpoint_files import LOCK
-from harness.command_line import Ended, RunError, UserError
-from harness.device import HAS_GPU
-from harness.kernel_facts import KERNELS
-from harness.loader import Loader
-from harness.resuming import Checkpoints
-from harness.workload import Workload
-from next_steps import checkpoint, fp8_layer, kernel_training
-from next_steps.adamw_kernel import TritonAdamW
+from harness.benchmark.checking import DEVICE
+from harness.cli import fp8_flags
+from harness.cli.command_line import Ended, RunError, UserError
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload
+from harness.data import dataset, token_cache
+from harness.data.loader import Loader
+from harness.model import architecture, loading
+from harness.profiling.kernel_facts import KERNELS
+from harness.training import resuming, training_run
+from harness.training.checkpoint_files import LOCK
+from harness.training.resuming import Checkpoints
+from next_steps.finetuning import checkpoint, kernel_training
+from next_steps.layers import fp8_layer
+from next_steps.lessons.adamw_kernel import TritonAdamW
 from tests.chat_test import TALK, TURNS, WORDS
 from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu

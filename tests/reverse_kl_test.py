@@ -9,7 +9,7 @@ former what is left of eager's digits is luck, and so its worst error of eight c
 subject's record.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -33,8 +33,8 @@ from harness.checking import (
     print_title,
     print_verdict,
 )
-from next_steps import reverse_kl_kernel
-from next_steps.reverse_kl_kernel import (
+from next_steps.lessons import reverse_kl_kernel
+from next_steps.lessons.reverse_kl_kernel import (
     SHRINK,
     TritonReverseKLLoss,
     combine_statistics,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rmsnorm_kernel
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     FLOOR,
     HAS_GPU,

@@ -6,7 +6,7 @@ launchers in place.
 What every function has to do, RoPE too, is asked in tests/contracts_*_test.py.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     FLOOR,
@@ -32,9 +32,9 @@ from harness.checking import (
     print_verdict,
     relative_error,
 )
-from harness.patching import called_function
-from next_steps import rope_kernel
-from next_steps.rope_kernel import (
+from harness.model.patching import called_function
+from next_steps.lessons import rope_kernel
+from next_steps.lessons.rope_kernel import (
     TritonRoPEFunction,
     rope_backward,
     rope_forward,

@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 
-from harness import architecture, parallel
-from harness.device import HAS_GPU
-from harness.workload import Workload
-from next_steps import kernel_training, scaling, scaling_tables
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload
+from harness.model import architecture
+from harness.steps import parallel
+from next_steps.finetuning import kernel_training
+from next_steps.studies import scaling, scaling_tables
 from tests.longest_test import GPU
 from tests.parallel_test import torchrun
 from tests.small_workloads import smaller_config
@@ -167,7 +169,7 @@ def measured_as(monkeypatch, outcomes) -> list:
         return outcomes(len(seen))
 
     monkeypatch.setattr(scaling, "measure", measure)
-    monkeypatch.setattr("harness.profiler.measure_ceilings", lambda dtype: {})
+    monkeypatch.setattr("harness.profiling.profiler.measure_ceilings", lambda dtype: {})
     return seen
 
 
@@ -217,7 +219,7 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
 def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, way):
     one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
     for n, path, more in ((1, one, []), (2, two, ["--parallel", way])):
-        command = ["-m", "next_steps.scaling", "--model", "tiny", "--json", path, *more]
+        command = ["-m", "next_steps.studies.scaling", "--model", "tiny", "--json", path, *more]
         outcome = torchrun(n, *command)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         assert outcome.stdout.count("Record written") == 1

@@ -11,8 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from harness import command_line, parallel
-from harness.command_line import RunError
+from harness.cli import command_line
+from harness.cli.command_line import RunError
+from harness.steps import parallel
 from next_steps import finetune_options
 from tests.small_workloads import TINY, smaller_config
 
@@ -36,10 +37,10 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
     reads no fsdp or ddp.
     """
-    from harness import architecture
-    from harness.device import HAS_GPU
-    from harness.workload import Workload, finetune_parser
-    from next_steps import kernel_training
+    from harness.cli.device import HAS_GPU
+    from harness.cli.workload import Workload, finetune_parser
+    from harness.model import architecture
+    from next_steps.finetuning import kernel_training
 
     way, kernels, accumulate, *more = case.split("-")
     parser = finetune_parser("")
@@ -61,7 +62,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
     architecture.tiny_config = two_layers
     if kernels == "fp8" and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
-        from next_steps import fp8_layer
+        from next_steps.layers import fp8_layer
         from tests.fp8_layer_test import REFERENCES
 
         vars(fp8_layer).update(REFERENCES)
@@ -71,7 +72,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
 
 def fail(how: str) -> None:
     """Rank 1 fails in its second step, while the others wait for it."""
-    from harness import stepping
+    from harness.steps import stepping
 
     real, calls = stepping.training_step, []
 

@@ -8,11 +8,11 @@ from types import ModuleType
 
 import torch
 
-from harness import architecture
-from harness.checking import DEVICE, relative_error
-from harness.dataset import IGNORE_INDEX, Batch
-from harness.device import HAS_GPU
-from harness.workload import Workload, finetune_parser
+from harness.benchmark.checking import DEVICE, relative_error
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload, finetune_parser
+from harness.data.dataset import IGNORE_INDEX, Batch
+from harness.model import architecture
 
 # isort: split
 # after the harness, which decides how triton (imported by transformers) will run

@@ -1,7 +1,7 @@
 """A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model
 DIR.
 
-A package carries it, so that this needs no access to Hugging Face: harness/packaged_model.py.
+A package carries it, so that this needs no access to Hugging Face: tests/packaged_model.py.
 """
 
 import json
@@ -13,12 +13,15 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import config_file, dataset, fp8_flags, loading, packaged_model, patching
-from harness.checking import assert_all_passed, compare
-from harness.device import DEVICE, HAS_GPU
-from harness.workload import Workload, finetune_parser
-from next_steps import apply_kernels, fp8_layer, fp8_model, lora
-from tests import fp8_layer_test
+from harness.benchmark.checking import assert_all_passed, compare
+from harness.cli import fp8_flags
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.workload import Workload, finetune_parser
+from harness.data import dataset
+from harness.model import config_file, loading, patching
+from next_steps.layers import fp8_layer
+from next_steps.patches import apply_kernels, fp8_model, lora
+from tests import fp8_layer_test, packaged_model
 from tests.small_workloads import loss_and_gradients
 
 # isort: split

@@ -5,8 +5,8 @@ function is asked of it in contracts_*_test.py.
 import pytest
 import torch
 
-from harness.checking import DEVICE, assert_all_passed, compare
-from next_steps.split_cross_entropy import TritonSplitCrossEntropyLoss
+from harness.benchmark.checking import DEVICE, assert_all_passed, compare
+from next_steps.lessons.split_cross_entropy import TritonSplitCrossEntropyLoss
 from tests.subjects.cross_entropy import eager, make_of_rows, reference, target_and_other_entries
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.spread import NO_DIFFERENCE, overlap, spread, timed, unless_same
+from harness.records.spread import NO_DIFFERENCE, overlap, spread, timed, unless_same
 
 
 def test_percentiles_are_pytorchs():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from harness import architecture
-from harness.kernel_facts import KERNELS
-from harness.workload import RECOMPUTE, Workload
-from next_steps import step_time
+from harness.cli.workload import RECOMPUTE, Workload
+from harness.model import architecture
+from harness.profiling.kernel_facts import KERNELS
+from next_steps.memory import step_time
 
 B, T = 2, 256
 RATES = {

@@ -21,6 +21,22 @@ BELOW = {
     "lessons": set(),
 }
 
+# Within a floor the same: each room may import those before it.  What lies in no room, the scripts
+# of the floor, may import all of them.
+ROOMS = {
+    "harness": ["cli", "model", "data", "steps", "records", "profiling", "training", "benchmark"],
+    "next_steps": [
+        "lessons",
+        "layers",
+        "patches",
+        "memory",
+        "finetuning",
+        "studies",
+        "comparisons",
+    ],
+}
+MOST_FILES = 13  # of a room, with its __init__.py
+
 
 def tracked(pattern: str) -> list[Path]:
     """Files that git knows, and new ones that it does not ignore."""
@@ -73,6 +89,29 @@ def test_arrows_only_go_down(module):
         if IS_LESSON[module] and other == INTERPRETER:
             continue
         assert floor_of(other) in BELOW[floor], f"{module} ({floor}) imports {other}"
+
+
+def room_of(module: str) -> tuple[str, int] | None:
+    """Return a module's floor and the number of its room; None for what lies in no room."""
+    floor, room, *_ = *module.split("."), ""
+    return (floor, ROOMS[floor].index(room)) if room in ROOMS.get(floor, ()) else None
+
+
+def test_a_room_imports_only_rooms_before_it():
+    """Neither does it import what lies in no room of its floor, except the floor's __init__."""
+    for module in MODULES:
+        for other in imports(module) - {floor_of(module), INTERPRETER} if room_of(module) else ():
+            if floor_of(other) == floor_of(module):
+                assert room_of(other) and room_of(other) <= room_of(module), f"{module}: {other}"
+
+
+def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
+    for floor, rooms in ROOMS.items():
+        folders = {path.parent.name for path in (HERE / floor).glob("*/*.py")}
+        assert folders == set(rooms)
+        for room in rooms:
+            assert len(list((HERE / floor / room).glob("*.py"))) <= MOST_FILES
+            assert ast.get_docstring(ast.parse((HERE / floor / room / "__init__.py").read_text()))
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if IS_LESSON[module]])

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from harness.checking import DEVICE, HAS_GPU, compare
+from harness.benchmark.checking import DEVICE, HAS_GPU, compare
 
 Parts = dict[str, torch.Tensor | None]
 # The compiler leaves gaps only between long rows whose length it knows: those of a graph's first

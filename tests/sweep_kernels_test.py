@@ -16,10 +16,19 @@ import torch
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel
-from harness import command_line, run_records, tables, timing
-from harness.checking import HAS_GPU
-from tools import sweep_kernels, sweep_launches, sweep_tables
-from tools.sweep_kernels import StandIn, carried, carrying, settings_to_try, sweep, try_setting
+from harness.benchmark.checking import HAS_GPU
+from harness.cli import command_line, tables
+from harness.records import run_records
+from harness.steps import timing
+from next_steps.comparisons import sweep_kernels, sweep_launches, sweep_tables
+from next_steps.comparisons.sweep_kernels import (
+    StandIn,
+    carried,
+    carrying,
+    settings_to_try,
+    sweep,
+    try_setting,
+)
 
 # after the kernels, which decide how Triton will run
 from triton.errors import TritonError  # isort: skip

@@ -7,7 +7,7 @@ What every function has to do, SwiGLU too, is asked in tests/contracts_*_test.py
 tests/llama_mlp_test.py's.
 """
 
-from harness import command_line
+from harness.cli import command_line
 
 if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
     command_line.answer_flags(__doc__)
@@ -20,8 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness import timing
-from harness.checking import (
+from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
     HAS_GPU,
@@ -33,8 +32,9 @@ from harness.checking import (
     print_verdict,
     relative_error,
 )
-from next_steps import swiglu_kernel
-from next_steps.swiglu_kernel import (
+from harness.steps import timing
+from next_steps.lessons import swiglu_kernel
+from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
     TritonSwiGLUFunction,
     swiglu_backward,

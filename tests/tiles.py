@@ -4,7 +4,7 @@ What these functions replace is private to the kernels' files; no other test fil
 """
 
 import cross_entropy_kernel
-from next_steps import fp8_kernel, nf4_kernel, reverse_kl_kernel, swiglu_kernel
+from next_steps.lessons import fp8_kernel, nf4_kernel, reverse_kl_kernel, swiglu_kernel
 
 SHIPPED_OPTIONS = cross_entropy_kernel._options
 SHIPPED_LAUNCH = reverse_kl_kernel._launch

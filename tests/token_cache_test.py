@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import architecture, dataset, samples, token_cache
+from harness.data import dataset, samples, token_cache
+from harness.model import architecture
 from tests.small_workloads import jsonl, tiny_workload
 
 # isort: split

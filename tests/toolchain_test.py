@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import check_toolchain
-from harness import device
-from harness.checking import HAS_GPU, Check
+from harness.benchmark.checking import HAS_GPU, Check
+from harness.cli import device
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
 

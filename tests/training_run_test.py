@@ -13,21 +13,16 @@ from torch.autograd.profiler_util import FunctionEvent
 
 import finetune_baseline
 import finetune_optimized
-from harness import (
-    architecture,
-    costs,
-    dataset,
-    loading,
-    run_records,
-    samples,
-    saving,
-    stepping,
-    training_run,
-)
-from harness.checking import DEVICE, relative_error
-from harness.kernel_facts import KERNELS
-from harness.spread import spread
-from next_steps import kernel_training
+from harness.benchmark.checking import DEVICE, relative_error
+from harness.data import dataset, samples
+from harness.model import architecture, loading
+from harness.profiling import costs
+from harness.profiling.kernel_facts import KERNELS
+from harness.records import run_records
+from harness.records.spread import spread
+from harness.steps import stepping
+from harness.training import saving, training_run
+from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
     TINY,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from harness.checking import HAS_GPU
+from harness.benchmark.checking import HAS_GPU
 from tests.fixtures import shared_folder
 
 LONGEST = 500  # seconds, on a busy machine

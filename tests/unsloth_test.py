@@ -18,11 +18,13 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness import architecture, loading, run_records
-from harness.checking import DEVICE
-from harness.device import HAS_GPU
-from harness.workload import Workload
-from next_steps import lora, unsloth_model
+from harness.benchmark.checking import DEVICE
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import Workload
+from harness.model import architecture, loading
+from harness.records import run_records
+from next_steps.finetuning import unsloth_model
+from next_steps.patches import lora
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 

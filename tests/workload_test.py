@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import profile_baseline
-from harness import workload as module
-from harness.workload import PRETRAINED, RANDOM, Workload, finetune_parser
+from harness.cli import workload as module
+from harness.cli.workload import PRETRAINED, RANDOM, Workload, finetune_parser
 from next_steps import finetune_options
 
 RESULTS = Path(__file__).parents[1] / "results"

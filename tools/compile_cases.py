@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
-from next_steps.adamw_kernel import TritonAdamW
-from next_steps.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
-from next_steps.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
-from next_steps.fused_layer import LoRASwiGLUFunction
-from next_steps.linear_cross_entropy_kernel import LinearCrossEntropyFunction
-from next_steps.llama_mlp import SwiGLUMLPFunction
-from next_steps.nf4_kernel import BLOCK, GROUP, N_VALUES, NF4LinearFunction
-from next_steps.reverse_kl_kernel import TritonReverseKLFunction
-from next_steps.rope_kernel import TritonRoPEFunction
-from next_steps.swiglu_kernel import TritonSwiGLUFunction
+from next_steps.layers.fused_layer import LoRASwiGLUFunction
+from next_steps.layers.llama_mlp import SwiGLUMLPFunction
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
+from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
+from next_steps.lessons.linear_cross_entropy_kernel import LinearCrossEntropyFunction
+from next_steps.lessons.nf4_kernel import BLOCK, GROUP, N_VALUES, NF4LinearFunction
+from next_steps.lessons.reverse_kl_kernel import TritonReverseKLFunction
+from next_steps.lessons.rope_kernel import TritonRoPEFunction
+from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from rmsnorm_kernel import TritonRMSNormFunction
 from tools.compile_targets import UNALIGNED
 

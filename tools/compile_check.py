@@ -20,7 +20,7 @@ divides are exempt.)
 import argparse
 import os
 
-from harness import command_line, tables
+from harness.cli import command_line, tables
 from tools.compile_targets import TARGETS, UNALIGNED, Row
 
 NARROW = 8  # bytes; a kernel without any access of as many is not what was written

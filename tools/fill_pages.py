@@ -26,7 +26,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness import command_line, output_files, run_records
+from harness.cli import command_line, output_files
+from harness.records import run_records
 from tools.page_records import HERE, RESULTS, load
 
 MARKED = re.compile(
@@ -63,10 +64,12 @@ def fill(text: str) -> str:
 def pictures() -> Iterator[tuple[str, Callable, list]]:
     """Each picture of results/: its name, the function that draws it, what that is called with."""
     import compare_runs
-    from harness import benchmark_picture, roofline
-    from harness.benchmark_specs import SPECS
-    from harness.processes import PARALLEL
-    from next_steps import frontier, ladder, memory_tables, scaling_tables
+    from harness.benchmark import benchmark_picture
+    from harness.benchmark.benchmark_specs import SPECS
+    from harness.cli.processes import PARALLEL
+    from harness.profiling import roofline
+    from next_steps.memory import memory_tables
+    from next_steps.studies import frontier, ladder, scaling_tables
     from tools import trace_picture
     from tools.page_step_tables import scaling_records
 

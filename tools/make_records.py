@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness import command_line
-from harness.command_line import UserError, positive_int
+from harness.cli import command_line
+from harness.cli.command_line import UserError, positive_int
 
 HERE = Path(__file__).parents[1]
 SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
@@ -38,7 +38,7 @@ KERNELS = (
 AHEAD = 3  # processes that are started: the one that runs and those that wait
 WAIT = """
 import contextlib, json, runpy, sys
-import harness.profiler, next_steps.kernel_training
+import harness.profiling.profiler, next_steps.finetuning.kernel_training
 with contextlib.suppress(ImportError):
     import peft
 command = sys.stdin.readline()
@@ -103,10 +103,10 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
-        "fp8_costs": "next_steps.fp8_costs",
+        "fp8_costs": "next_steps.studies.fp8_costs",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
-        "fp8_accuracy": "next_steps.fp8_accuracy --jobs 15",
+        "fp8_accuracy": "next_steps.studies.fp8_accuracy --jobs 15",
     },
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from harness.benchmark_specs import (
+from harness.benchmark.benchmark_specs import (
     COMPILED,
     EAGER,
     HOST_FLOOR,
@@ -12,8 +12,8 @@ from harness.benchmark_specs import (
     SPECS,
     TWO_KERNELS,
 )
-from harness.benchmark_tables import megabytes, microseconds
-from harness.tables import number
+from harness.benchmark.benchmark_tables import megabytes, microseconds
+from harness.cli.tables import number
 from tools.page_records import is_ours, load, markdown, per_cent, rows_at, times, us_of
 
 

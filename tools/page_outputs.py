@@ -5,18 +5,12 @@ import textwrap
 
 import compare_runs
 import profile_baseline
-from harness import benchmark_tables, profile_comparison, training_run
-from next_steps import (
-    fp8_accuracy,
-    fp8_costs,
-    frontier,
-    ladder,
-    longest,
-    memory_estimate,
-    memory_tables,
-    scaling_tables,
-)
-from tools import sweep_tables
+from harness.benchmark import benchmark_tables
+from harness.profiling import profile_comparison
+from harness.training import training_run
+from next_steps.comparisons import sweep_tables
+from next_steps.memory import memory_estimate, memory_tables
+from next_steps.studies import fp8_accuracy, fp8_costs, frontier, ladder, longest, scaling_tables
 from tools.page_records import load
 
 COLUMNS = 120

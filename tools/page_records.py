@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from harness.benchmark_picture import rate_at
-from harness.benchmark_specs import OURS, SPECS
+from harness.benchmark.benchmark_picture import rate_at
+from harness.benchmark.benchmark_specs import OURS, SPECS
 
 HERE = Path(__file__).parents[1]  # the project's folder
 RESULTS = HERE / "results"

@@ -5,8 +5,8 @@ The records of a table are of one run of a GPU, one after the other.
 
 from collections.abc import Callable
 
-from harness.fp8_flags import ALL
-from harness.workload import OPPONENTS
+from harness.cli.fp8_flags import ALL
+from harness.cli.workload import OPPONENTS
 from tools.page_records import load, markdown, size_label
 from tools.page_step_tables import SHORT_NAMES, Step
 

@@ -6,13 +6,13 @@ Beside each time of a step stands how far the steps lie apart; a ratio that is l
 from collections.abc import Callable
 from typing import NamedTuple
 
-from harness import profile_comparison
-from harness.kernel_facts import PLAYBOOK_KERNELS
-from harness.processes import PARALLEL
-from harness.run_records import relative_differences
-from harness.spread import Range, spread, timed, unless_same
-from harness.workload import OPPONENTS
-from next_steps import frontier, ladder, scaling_tables
+from harness.cli.processes import PARALLEL
+from harness.cli.workload import OPPONENTS
+from harness.profiling import profile_comparison
+from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
+from harness.records.run_records import relative_differences
+from harness.records.spread import Range, spread, timed, unless_same
+from next_steps.studies import frontier, ladder, scaling_tables
 from tools.page_outputs import column_spans, position
 from tools.page_records import RESULTS, in_words, load, markdown, size_label, times
 

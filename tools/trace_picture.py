@@ -15,8 +15,8 @@ import json
 import re
 import zlib
 
-from harness import command_line
-from harness.command_line import UserError
+from harness.cli import command_line
+from harness.cli.command_line import UserError
 
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -57,7 +57,7 @@ def read(path: str) -> dict:
 
 def kind_of(name: str) -> str:
     """Of COLOURS, by a kernel's name."""
-    from harness.attribution import category_by_name, category_of_kernel
+    from harness.profiling.attribution import category_by_name, category_of_kernel
 
     for kind, pattern in SENT.items():
         if pattern.match(name):
@@ -137,7 +137,7 @@ def plot(record: dict, path: str) -> None:
     """A lane for each stream, over time."""
     from matplotlib.patches import Patch
 
-    from harness.pictures import pyplot, save_plot
+    from harness.cli.pictures import pyplot, save_plot
 
     panels = record["panels"]
     figure, axes = pyplot().subplots(len(panels), 1, figsize=(12, 5), layout="constrained")
@@ -170,8 +170,8 @@ def main() -> None:
     add("--layers", type=command_line.positive_int, default=2, help="in a panel (default: 2)")
     add("--json", metavar="FILE", help="write what is drawn as a JSON record")
     args: argparse.Namespace = parser.parse_args()
-    from harness.output_files import check_outputs
-    from harness.run_records import write_record
+    from harness.cli.output_files import check_outputs
+    from harness.records.run_records import write_record
 
     check_outputs(args)
     record = picture_of(read(args.records), args.layers)

@@ -1,6 +1,6 @@
 """Faults in adamw_kernel.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.adamw_kernel"
+SOURCE = "next_steps.lessons.adamw_kernel"
 TESTS = "tests.adamw_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in apply_kernels.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.apply_kernels"
+SOURCE = "next_steps.patches.apply_kernels"
 TESTS = "tests.apply_kernels_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

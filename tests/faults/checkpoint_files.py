@@ -1,6 +1,6 @@
 """Faults in checkpoint_files.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "harness.checkpoint_files"
+SOURCE = "harness.training.checkpoint_files"
 TESTS = "tests.checkpoint_files_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in dataset.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "harness.dataset"
+SOURCE = "harness.data.dataset"
 TESTS = "tests.dataset_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

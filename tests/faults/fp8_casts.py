@@ -1,6 +1,6 @@
 """Faults in fp8_casts.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.fp8_casts"
+SOURCE = "next_steps.lessons.fp8_casts"
 TESTS = "tests.fp8_casts_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

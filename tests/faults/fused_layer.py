@@ -1,6 +1,6 @@
 """Faults in fused_layer.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.fused_layer"
+SOURCE = "next_steps.layers.fused_layer"
 TESTS = "tests.fused_layer_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

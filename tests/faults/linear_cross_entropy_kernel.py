@@ -1,6 +1,6 @@
 """Faults in linear_cross_entropy_kernel.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.linear_cross_entropy_kernel"
+SOURCE = "next_steps.lessons.linear_cross_entropy_kernel"
 TESTS = "tests.linear_cross_entropy_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in llama_losses.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.llama_losses"
+SOURCE = "next_steps.patches.llama_losses"
 TESTS = "tests.llama_losses_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

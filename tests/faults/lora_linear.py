@@ -1,6 +1,6 @@
 """Faults in lora_linear.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.lora_linear"
+SOURCE = "next_steps.layers.lora_linear"
 TESTS = "tests.lora_linear_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in nf4_kernel.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.nf4_kernel"
+SOURCE = "next_steps.lessons.nf4_kernel"
 TESTS = "tests.nf4_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in output_files.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "harness.output_files"
+SOURCE = "harness.cli.output_files"
 TESTS = "tests.files_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,6 +1,6 @@
 """Faults in reverse_kl_kernel.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.reverse_kl_kernel"
+SOURCE = "next_steps.lessons.reverse_kl_kernel"
 TESTS = "tests.reverse_kl_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

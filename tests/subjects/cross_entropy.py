@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import cross_entropy_kernel
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness.checking import DEVICE, HAS_GPU
+from harness.benchmark.checking import DEVICE, HAS_GPU
 from tests.subject import PADDED_WIDTHS, BadInput, Subject, generator_of
 
 

@@ -4,16 +4,16 @@ import torch
 import torch.nn.functional as F
 
 import rmsnorm_kernel
-from harness.checking import DEVICE
-from next_steps import swiglu_kernel
-from next_steps.fused_layer import (
+from harness.benchmark.checking import DEVICE
+from next_steps.layers.fused_layer import (
     NormLinearFunction,
     SwiGLULinearFunction,
     norm_linear_reference,
     swiglu_linear_reference,
 )
-from next_steps.llama_mlp import SwiGLUMLPFunction
-from next_steps.swiglu_kernel import swiglu_reference
+from next_steps.layers.llama_mlp import SwiGLUMLPFunction
+from next_steps.lessons import swiglu_kernel
+from next_steps.lessons.swiglu_kernel import swiglu_reference
 from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 EPS = 1e-5

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 import cross_entropy_kernel
 from cross_entropy_kernel import cross_entropy_reference
-from harness.checking import DEVICE
-from next_steps import linear_cross_entropy_kernel
-from next_steps.linear_cross_entropy_kernel import (
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import linear_cross_entropy_kernel
+from next_steps.lessons.linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,

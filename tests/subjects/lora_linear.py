@@ -5,13 +5,17 @@ import math
 import torch
 
 import rmsnorm_kernel
-from harness.checking import DEVICE, HAS_GPU
-from next_steps import lora_swiglu as kernels_of_both
-from next_steps import swiglu_kernel
-from next_steps.fused_layer import LoRASwiGLUFunction, NormLinearFunction, SwiGLULinearFunction
-from next_steps.lora_linear import LoRALinearFunction, lora_linear_reference
-from next_steps.lora_swiglu import lora_swiglu_reference
-from next_steps.swiglu_kernel import swiglu_reference
+from harness.benchmark.checking import DEVICE, HAS_GPU
+from next_steps.layers.fused_layer import (
+    LoRASwiGLUFunction,
+    NormLinearFunction,
+    SwiGLULinearFunction,
+)
+from next_steps.layers.lora_linear import LoRALinearFunction, lora_linear_reference
+from next_steps.lessons import lora_swiglu as kernels_of_both
+from next_steps.lessons import swiglu_kernel
+from next_steps.lessons.lora_swiglu import lora_swiglu_reference
+from next_steps.lessons.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
 from tests.subject import BadInput, Subject
 from tests.subjects.fused_layer import COMMON, COMPILER, EPS, EXEMPT, OVERWRITES, SIZE

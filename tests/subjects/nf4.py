@@ -2,9 +2,9 @@
 
 import torch
 
-from harness.checking import DEVICE, HAS_GPU
-from next_steps import nf4_kernel
-from next_steps.nf4_kernel import (
+from harness.benchmark.checking import DEVICE, HAS_GPU
+from next_steps.lessons import nf4_kernel
+from next_steps.lessons.nf4_kernel import (
     NF4,
     NF4LinearFunction,
     nf4_dequantize_reference,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.checking import DEVICE
-from next_steps import reverse_kl_kernel
-from next_steps.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import reverse_kl_kernel
+from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 INF = float("inf")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 import rmsnorm_kernel
-from harness.checking import DEVICE
+from harness.benchmark.checking import DEVICE
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 from tests.subject import PADDED_WIDTHS, BadInput, Subject
 

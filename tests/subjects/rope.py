@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.checking import DEVICE, HAS_GPU
-from next_steps import rope_kernel
-from next_steps.rope_kernel import TritonRoPEFunction, rope_reference
+from harness.benchmark.checking import DEVICE, HAS_GPU
+from next_steps.lessons import rope_kernel
+from next_steps.lessons.rope_kernel import TritonRoPEFunction, rope_reference
 from tests.subject import BadInput, Subject, as_tuple
 
 SIZE = 4, 2, 16  # query heads, key heads, D

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.checking import DEVICE
-from next_steps import swiglu_kernel
-from next_steps.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import swiglu_kernel
+from next_steps.lessons.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
 from tests.subject import PADDED_WIDTHS, BadInput, Subject
 
 

@@ -1,0 +1,1 @@
+"""How one kernel is measured and judged.  May import every room of the harness."""

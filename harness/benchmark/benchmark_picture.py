@@ -1,0 +1,226 @@
+"""The benchmark as a picture: time and rate over the size, by both clocks."""
+
+from collections.abc import Iterator
+
+from harness.benchmark.benchmark_specs import (
+    BANDWIDTH,
+    COMPILED,
+    EAGER,
+    FORMULA,
+    HOST_FLOOR,
+    ONE_TILE,
+    OURS,
+    PLAIN,
+    SEPARATE,
+    SPECS,
+    TWO_KERNELS,
+    Rate,
+    numbers,
+)
+from harness.benchmark.benchmark_tables import gpu_line, sections_of
+from harness.cli.pictures import pyplot, save_plot
+from harness.cli.tables import NOT_MEANINGFUL
+
+FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
+HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}
+# One colour per library; apart for colour-blind readers too (Okabe and Ito, 2008).
+COLOURS = {
+    OURS: "#D55E00",
+    EAGER: "#999999",
+    FORMULA: "#999999",
+    "F.linear_": "#F0E442",
+    "F.kl_div in fp32": "#999999",
+    "F.": "#56B4E9",
+    ONE_TILE: "#E69F00",
+    COMPILED: "#0072B2",
+    "torch.optim.AdamW,": "#56B4E9",
+    "torch.optim": "#999999",
+    "Liger": "#CC79A7",
+    "QuACK": "#009E73",
+    "bitsandbytes": "#009E73",
+    HOST_FLOOR: "#000000",
+}
+
+
+def digits():
+    """A formatter of an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: f"{value:,.10g}")
+
+
+def line_style(name: str) -> dict:
+    """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
+    colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
+    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, SEPARATE
+    marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
+    if name == PLAIN:
+        marker = "v"
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": 6,
+        "linewidth": 2.5 if name.startswith(OURS) else 1.5,
+    }
+
+
+def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]]]:
+    """The rows of the picture: kernel, what its title adds, what is along x, (x, measurement)s.
+
+    A row for each size over the tokens; of a kernel measured at one number of tokens, one over the
+    sizes.
+    """
+    for kernel in dict.fromkeys(section["kernel"] for section in record["sections"]):
+        spec, sections = SPECS[kernel], sections_of(record, kernel)
+        tokens = {row["tokens"] for section in sections for row in section["rows"]}
+        if len(tokens) == 1 and len(sections) > 1 and len(spec.dimensions) == 1:
+            points = [(section["size"], row) for section in sections for row in section["rows"]]
+            title = f", {tokens.pop():,} {spec.rows.lower()}: "
+            yield kernel, title, spec.dimensions[0].name, points
+            continue
+        for section in sections:
+            sizes = numbers(section["size"])
+            title = "".join(f", {each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))
+            title += ":\n" if len(sizes) > 1 else ": "
+            yield (
+                kernel,
+                title,
+                spec.rows.lower(),
+                [(row["tokens"], row) for row in section["rows"]],
+            )
+
+
+def clocks(row: dict) -> dict[str, float]:
+    """Microseconds by clock: the kernels alone, where that could be measured, and with the host."""
+    found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
+    return {clock: us for clock, us in found.items() if us is not None}
+
+
+def rate_at(rate: Rate, row: dict, us: float) -> float:
+    """GB/s or TFLOP/s if the row's work took `us`; the record has it for the call with the host."""
+    return row[rate.key] * row["total_us"][1] / us
+
+
+def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
+    """A line at the measured ceiling, and its name in the room that is left beyond it."""
+    (panel.axvline if vertical else panel.axhline)(ceiling, color="black", linewidth=1)
+    if vertical:
+        place = {"xy": (ceiling, 1), "xycoords": ("data", "axes fraction"), "xytext": (14, -5)}
+        turned = {"va": "top", "rotation": 90}
+    else:
+        place = {"xy": (0, ceiling), "xycoords": ("axes fraction", "data"), "xytext": (5, 3)}
+        turned = {"va": "bottom", "rotation": 0}
+    panel.annotate(f"measured {rate.ceiling} rate", **place, textcoords="offset points", **turned)
+
+
+def draw_bars(panel, rate: Rate, rows: list[dict], ceiling: float) -> None:
+    """The rates at one size: kernels alone as full bars, host included as frames."""
+    rows = [row for row in reversed(rows) if row[rate.key] is not None]
+    for place, row in enumerate(rows):
+        times, colour = clocks(row), line_style(row["implementation"])["color"]
+        for clock, us in times.items():
+            filled = clock == "kernels alone"
+            height = place + (0 if len(times) == 1 else 0.19 if filled else -0.19)
+            face = {"facecolor": colour} if filled else {"facecolor": "none", "linestyle": "--"}
+            panel.barh(height, rate_at(rate, row, us), 0.36, edgecolor=colour, **face)
+            panel.annotate(
+                f"{us:,.0f} us", (0.015 * ceiling, height), va="center", fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+            )  # fmt: skip
+    panel.set_yticks(range(len(rows)), [row["implementation"] for row in rows])
+    panel.set(xlim=(0, 1.12 * ceiling), xlabel=f"{rate.name}, higher is better")
+    draw_ceiling(panel, ceiling, rate, vertical=True)
+    panel.grid(axis="x", alpha=0.3)
+
+
+def draw_bars_at_each_size(
+    panels, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
+) -> None:
+    """A panel of bars for each of a few places along x; panels that are left over go."""
+    places = sorted({x for x, _ in points})
+    for panel, x in zip(panels, places):
+        draw_bars(panel, rate, [row for place, row in points if place == x], ceiling)
+        panel.xaxis.set_major_formatter(digits())
+        panel.set_title(f"{name}{x:,} {along}", fontsize="medium")
+    for panel in panels[len(places) :]:
+        panel.remove()
+
+
+def draw_lines(
+    latency, bandwidth, rate: Rate, points: list[tuple[int, dict]], ceiling: float
+) -> None:
+    """Times and rates over the size: kernels alone solid, host included dashed."""
+    highest = ceiling
+    for implementation in dict.fromkeys(row["implementation"] for _, row in points):
+        style = line_style(implementation)
+        rows = [(x, row) for x, row in points if row["implementation"] == implementation]
+        for clock in ("host included", "kernels alone"):
+            measured = [(x, row, clocks(row)[clock]) for x, row in rows if clock in clocks(row)]
+            if not measured:
+                continue
+            places, times = [x for x, _, _ in measured], [us for _, _, us in measured]
+            drawn = style | (HOST_STYLE if clock == "host included" else {})
+            latency.plot(places, times, **drawn)
+            if implementation != HOST_FLOOR:
+                rates = [rate_at(rate, row, us) for _, row, us in measured]
+                bandwidth.plot(places, rates, **drawn)
+                highest = max(highest, *rates)
+    draw_ceiling(bandwidth, ceiling, rate, vertical=False)
+    bandwidth.set(ylim=(0, 1.1 * highest))
+
+
+def draw_over_sizes(
+    pair, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
+) -> None:
+    """Time in one panel and the rate in the other, over the places along x."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    latency, bandwidth = pair
+    work, speed = ("traffic", "bandwidth") if rate is BANDWIDTH else ("work", "rate")
+    draw_lines(latency, bandwidth, rate, points, ceiling)
+    latency.set(yscale="log", ylabel="forward + backward, median (us)")
+    latency.set_title(f"{name}time, lower is better")
+    bandwidth.set(ylabel=f"{rate.name} (minimum {work} / median)")
+    bandwidth.set_title(f"{name}{speed}, higher is better")
+    latency.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    latency.yaxis.set_minor_formatter(NullFormatter())
+    for panel in pair:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sorted({x for x, _ in points}))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(digits())
+        panel.yaxis.set_major_formatter(digits())
+        panel.set_xlabel(along)
+        panel.grid(alpha=0.3)
+    names = dict.fromkeys(row["implementation"] for _, row in points)
+    handles = [Line2D([], [], **line_style(each), label=each) for each in names]
+    clocks = [("solid: the kernels alone", {}), ("dashed: one call, host included", HOST_STYLE)]
+    handles += [Line2D([], [], color="black", **style, label=label) for label, style in clocks]
+    bandwidth.legend(handles=handles, loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+def plot(record: dict, path: str) -> None:
+    """Per kernel, by both clocks: time over tokens or sizes, and the rate beside its ceiling."""
+    plt = pyplot()
+    parts = list(panels(record))
+    columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
+    size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
+    figure, axes = plt.subplots(
+        len(parts), columns, figsize=size, squeeze=False, layout="constrained"
+    )
+    for (kernel, added, along, points), pair in zip(parts, axes):
+        spec = SPECS[kernel]
+        ceiling, name = record[spec.rate.ceiling_key], spec.title + added
+        if len({x for x, _ in points}) <= FEW:
+            draw_bars_at_each_size(pair, name, along, spec.rate, points, ceiling)
+        else:
+            draw_over_sizes(pair, name, along, spec.rate, points, ceiling)
+    env = record["environment"]
+    mark = "" if env["gpu"] else NOT_MEANINGFUL
+    bars = any(len({x for x, _ in points}) <= FEW for *_, points in parts)
+    figure.suptitle(
+        f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}"
+        + ("\nfull bars: the kernels alone; frames: one call, host included" if bars else "")
+    )
+    save_plot(figure, path)

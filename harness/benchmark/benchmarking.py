@@ -1,0 +1,217 @@
+"""How an implementation is called, judged and timed, whichever kernel it is of."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, OURS
+from harness.benchmark.checking import FLOOR, relative_error
+from harness.cli import device
+from harness.cli.command_line import RunError
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.tables import describe
+from harness.steps import timing
+
+STEPS_DONE = 9.0  # before an optimizer's step that is judged, so that corrections of moments matter
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`function` is called with a problem's inputs: (x, weight) -> y or (logits, targets) -> loss.
+
+    It may destroy them.  It is then timed on what it left of them, which is as much work.
+    For AdamW it makes an optimizer: (list of parameters) -> torch.optim.Optimizer.
+    """
+
+    name: str
+    function: Callable
+    backward_again: bool = True  # may the backward of one forward run more than once?
+    # Does a call wait for the GPU?  A CUDA graph cannot record that, and is not tried.
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One kernel at one size: inputs, upstream gradient, and what the results should be."""
+
+    inputs: list[torch.Tensor]
+    # gradients are wanted of so many inputs, the first ones; None: it is an optimizer's step
+    wrt: int | None
+    dy: tuple[torch.Tensor, ...] | None  # of each output; None: 1, what loss.backward() starts with
+    parts: Callable[..., dict[str, torch.Tensor]]  # (output, gradients) -> what of them is checked
+    exact: dict[str, torch.Tensor]  # the same parts in float64
+
+
+# ---------------------------------------------------------------- calling
+
+
+class Activations(torch.autograd.Function):
+    """Turns tensors into activations: computed from something (`anchor`) that requires grad.
+
+    A leaf will not do, because implementations that work in place refuse to destroy one.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, *tensors):
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise AssertionError("only gradients of the activations are asked for")
+
+
+class Call:
+    """An implementation on its own copy of a problem's inputs, which it may destroy."""
+
+    def __init__(self, problem: Problem, implementation: Implementation):
+        free_memory()
+        self.problem, self.function = problem, implementation.function
+        self.copies = [t.clone() for t in problem.inputs]
+        self.dy = problem.dy and tuple(t.clone() for t in problem.dy)
+        self.anchor = torch.zeros((), device=DEVICE, requires_grad=True)
+        self.activate()
+
+    def activate(self) -> None:
+        """Begin a new graph: a CUDA graph captures a backward only from where the capture began."""
+        self.wrt = Activations.apply(self.anchor, *self.copies[: self.problem.wrt])
+        self.inputs = [*self.wrt, *self.copies[self.problem.wrt :]]
+
+    def forward(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return self.function(*self.inputs)
+
+    def backward(self, output, retain_graph: bool = False) -> tuple[torch.Tensor, ...]:
+        # autograd.grad hands gradients out; .backward() would add them to .grad
+        return torch.autograd.grad(output, self.wrt, self.dy, retain_graph=retain_graph)
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        return self.backward(self.forward())
+
+    def from_new_graph(self) -> tuple[torch.Tensor, ...]:
+        self.activate()
+        return self.both()
+
+    def results(self) -> tuple:
+        """(output, gradients) of the first call."""
+        output = self.forward()
+        return output, self.backward(output)
+
+
+class Step:
+    """The same of an optimizer, on its own parameter: a call is one step."""
+
+    def __init__(self, problem: Problem, implementation: Implementation):
+        free_memory()
+        self.p, gradient, m, v = (t.clone() for t in problem.inputs)
+        self.p.grad = gradient
+        self.optimizer = implementation.function([self.p])
+        state = {"step": torch.tensor(STEPS_DONE), "exp_avg": m, "exp_avg_sq": v}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: state}})
+
+    def both(self) -> tuple[()]:
+        self.optimizer.step()
+        return ()
+
+    from_new_graph = both  # there is none
+
+    def results(self) -> tuple:
+        return self.p, self.both()
+
+
+class Evaluation:
+    """The same of a function that has no gradient: a call is one of it."""
+
+    def __init__(self, problem: Problem, implementation: Implementation):
+        free_memory()
+        self.copies, self.function = [t.clone() for t in problem.inputs], implementation.function
+
+    def both(self) -> torch.Tensor:
+        return self.function(*self.copies)
+
+    from_new_graph = both  # there is none
+
+    def results(self) -> tuple:
+        return self.both(), ()
+
+
+def free_memory() -> None:
+    """Let go of what the implementation before this one held; on the CPU that is little."""
+    if HAS_GPU:
+        device.free_memory()
+
+
+def prepare(problem: Problem, implementation: Implementation) -> Call | Step | Evaluation:
+    if problem.wrt is None:
+        return Step(problem, implementation)
+    return (Call if problem.wrt else Evaluation)(problem, implementation)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:
+    """Relative error of each part of the results against float64."""
+    found = problem.parts(*prepare(problem, implementation).results())
+    return {name: relative_error(found[name], exact) for name, exact in problem.exact.items()}
+
+
+def check_ours(
+    errors: dict[str, dict[str, float]], dtype: torch.dtype, tokens: int, judge: str = EAGER
+) -> None:
+    """Ours may be twice as wrong as eager PyTorch (`judge`) in the same dtype, plus a floor.
+
+    Raises:
+        RunError: it is worse, or there is no eager result to judge it by.
+    """
+    if judge not in errors:
+        raise RunError(
+            f"PyTorch itself fails at {tokens:,} tokens, so nothing is there to compare with; "
+            "lower --tokens"
+        )
+    for name in (name for name in errors if name.startswith(OURS)):
+        for part, error in errors[name].items():
+            allowed = 2 * errors[judge][part] + FLOOR[dtype]
+            if not error <= allowed:  # NaN fails too
+                raise RunError(
+                    f"{name}: {part!r} at {tokens:,} tokens has an error of {error:.1e}, but only "
+                    f"{allowed:.1e} is allowed; a wrong kernel is not timed"
+                )
+
+
+def measure_times(problem: Problem, implementation: Implementation) -> dict:
+    """A row's times in microseconds, by every clock that can be read, and its memory in bytes."""
+    call = prepare(problem, implementation)
+    launches = implementation.name != HOST_FLOOR
+    capturable = launches and not implementation.waits
+    extra = timing.peak_extra_bytes(call.both) if launches else None
+    total = timing.time_us(call.both)
+    forward = backward = None
+    if isinstance(call, Call):
+        forward = timing.time_us(call.forward).p50
+    if isinstance(call, Call) and implementation.backward_again:
+        output = call.forward()
+        backward = timing.time_us(lambda: call.backward(output, retain_graph=True)).p50
+        del output
+    return {
+        "forward_us": forward,
+        "backward_us": backward,
+        "total_us": [total.p20, total.p50, total.p80],
+        # The host matters where calls are short; of long ones a batch would take seconds.
+        "host_us": timing.queued_time_us(call.both, calls=max(2, min(20, int(3e5 / total.p50)))),
+        "kernels_us": timing.graph_time_us(call.from_new_graph) if capturable else None,
+        "extra_bytes": extra,
+    }
+
+
+@contextlib.contextmanager
+def others_may_fail(
+    implementation: Implementation, shape: str, absent: list[str]
+) -> Iterator[None]:
+    """Another's failure (out of memory, a GPU it does not know) is a result; ours is an error."""
+    try:
+        yield
+    except Exception as error:
+        if implementation.name.startswith(OURS):
+            raise
+        absent.append(f"{implementation.name}: failed at {shape} ({describe(error)})")

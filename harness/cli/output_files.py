@@ -1,0 +1,235 @@
+"""Files that a script writes: refused before the work, or written whole or not at all."""
+
+import argparse
+import contextlib
+import errno
+import fnmatch
+import gzip
+import os
+import re
+import secrets
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterator
+
+from harness.cli.command_line import RunError, UserError, flag_name
+from harness.cli.processes import is_first
+
+OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # the flags of files that a script writes
+INPUT_FILES = "data", "records", "compare"  # and of those that it reads
+OUTPUT_FOLDERS = "save", "checkpoint"
+MODEL_FOLDERS = "save", "model", "teacher", "adapter"
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+)
+MARK = "kernel-dev-ft"  # is in each picture, so that the next one may replace it
+KINDS = (  # what a record says first that it is
+    *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
+    *("ladder", "longest", "memory", "profile", "scaling", "sweep", "text", "trace_picture"),
+)
+# how the files of OUTPUT_FILES begin: what they are in words, and a pattern
+BEGINNINGS = {
+    "json": ("record", rf'\{{\s*"kind": "({"|".join(KINDS)})"'),
+    "plot": ("picture", rf"\x89PNG.{{,400}}{MARK}"),
+    "trace": ("trace", r'\s*\{\s*"schemaVersion": \d+,\s*"deviceProperties"'),  # of PyTorch
+    "memory_snapshot": ("memory snapshot", r"\x80.{,40}segments"),  # a pickle of PyTorch
+}
+UNFINISHED = ".unfinished-"  # how names begin that exist only while something is written
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing.
+
+    Raises:
+        UserError: of the flags in OUTPUT_FILES and OUTPUT_FOLDERS, as far as the script has them,
+            one is empty, one cannot be written, --plot is no .png, or one would overwrite another,
+            what the script reads, or a file that no script wrote.
+    """
+    outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
+    outputs = {name: path for name, path in outputs.items() if path is not None}
+    for name, path in outputs.items():
+        if not path:
+            raise UserError(
+                f"{flag_name(name)} '' names nothing: give a path or leave the flag out"
+            )
+        if name == "plot" and not path.endswith(".png"):
+            raise UserError(f"--plot {path} must end in .png")
+        (require_folder if name in OUTPUT_FOLDERS else require_writable)(path)
+    for name in [name for name in OUTPUT_FILES if name in outputs]:
+        for what, other in others_files(args, name):
+            if not written_straight(outputs[name]) and in_the_way(outputs[name], other):
+                raise UserError(
+                    f"{flag_name(name)} {outputs[name]} collides with {what}: name another file"
+                )
+        require_ours(flag_name(name), outputs[name], *BEGINNINGS[name])
+
+
+def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
+    """(in words, path) of every file and folder that the flag `output` must not replace."""
+    for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS):
+        if name != output and getattr(args, name, None):
+            yield f"{flag_name(name)} {getattr(args, name)}", getattr(args, name)
+    for name in INPUT_FILES:
+        paths = getattr(args, name, None) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            if os.path.isfile(path):
+                yield f"{path}, which is read", path
+    file = os.path.realpath(getattr(args, output))
+    is_of_a_model = any(fnmatch.fnmatch(os.path.basename(file), pattern) for pattern in MODEL_FILES)
+    for name in MODEL_FOLDERS:
+        folder = getattr(args, name, None)
+        if folder and is_of_a_model and os.path.dirname(file) == os.path.realpath(folder):
+            yield f"a file of the model in {flag_name(name)} {folder}", file
+
+
+def in_the_way(file: str, other: str) -> bool:
+    """Whether `other` is the same file, by whichever name, or would have to lie inside of it."""
+    if os.path.exists(file) and os.path.exists(other):
+        return os.path.samefile(file, other)
+    file, other = os.path.realpath(file), os.path.realpath(other)
+    return other == file or other.startswith(file + os.sep)
+
+
+def require_writable(path: str) -> None:
+    """Refuse a file that could not be written.
+
+    Raises:
+        UserError: with what the system says.
+    """
+    try:
+        straight = written_straight(path)
+        if path.endswith(os.sep) or os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        require_unprotected(path)
+        if not straight:
+            try_creating_in(os.path.dirname(os.path.realpath(path)))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
+    """Refuse to replace a file that is not empty and does not begin as the scripts' own do.
+
+    Raises:
+        UserError: that is so, or the file cannot be read.
+    """
+    if not os.path.exists(path) or written_straight(path):
+        return
+    try:
+        start = first_bytes(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}, which {flag} replaces") from error
+    if start and not re.match(beginning.encode("latin-1"), start, re.DOTALL):
+        given = f"{flag} {path} would replace a file that is no {what} of these scripts"
+        raise UserError(f"{given}: name another file, or remove that one")
+
+
+def first_bytes(path: str, size: int = 1000) -> bytes:
+    """How a file begins, decompressed if it is a gzip file and is whole so far."""
+    with open(path, "rb") as file:
+        start = file.read(size)
+    with contextlib.suppress(gzip.BadGzipFile, EOFError, zlib.error), gzip.open(path) as file:
+        return file.read(size)
+    return start
+
+
+def require_folder(path: str) -> None:
+    """Refuse a folder, which need not exist yet, in which nothing could be written.
+
+    Raises:
+        UserError: with what the system says.
+    """
+    try:
+        try_creating_in(os.path.realpath(path))
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def require_unprotected(path: str) -> None:
+    """PermissionError where a file may not be written.
+
+    To replace it, its folder's permission would be enough.
+    """
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def try_creating_in(folder: str) -> None:
+    """OSError where nothing can be created in a folder, or the nearest above it that exists."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    with tempfile.TemporaryFile(dir=folder):  # it never has a name, and is gone again
+        pass
+
+
+def written_straight(path: str) -> bool:
+    """Whether nothing may take this file's place: a device, a pipe, what this process prints into.
+
+    Raises:
+        OSError: the path cannot be followed, for another reason than that there is no such file.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    printed_into = []
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            printed_into.append(os.fstat(stream))
+    return not stat.S_ISREG(found.st_mode) or any(
+        os.path.samestat(found, each) for each in printed_into
+    )
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Write a file so that, whenever this is interrupted, it is the old one or the whole new one.
+
+    The content is written beside it, under a name of its own, and renamed.  So of several processes
+    that write one path the last to finish wins.  Links are followed, permissions stay, and missing
+    folders are created.  What `written_straight` is written into.
+
+    Raises:
+        OSError: it cannot be written; what was there is as before.
+    """
+    if written_straight(path):
+        print(end="", flush=True)  # what was printed before comes first
+        with open(path, "ab") as file:
+            file.write(content)
+        return
+    target = os.path.realpath(path)
+    require_unprotected(target)
+    folder = os.path.dirname(target)
+    os.makedirs(folder, exist_ok=True)
+    unfinished = os.path.join(folder, UNFINISHED + secrets.token_hex(8))
+    try:
+        with open(unfinished, "xb") as file:
+            if os.path.exists(target):
+                before = os.stat(target)
+                with contextlib.suppress(PermissionError):  # only root may give a file away
+                    os.chown(unfinished, before.st_uid, before.st_gid)
+                os.chmod(unfinished, stat.S_IMODE(before.st_mode))
+            file.write(content)
+        os.replace(unfinished, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        raise
+
+
+def write_output(path: str, content: bytes, what: str) -> None:
+    """`write_whole`, with one sentence where it fails; of several processes the first one does it.
+
+    Args:
+        what: is written, in words.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    if not is_first():
+        return
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise RunError(f"{what} could not be written to {path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""The tokens that a model is trained on, in batches.  May import cli and model."""

@@ -1,0 +1,130 @@
+"""Conversations to train on: {"messages": [{"role": ..., "content": ...}, ...]} as tokens.
+
+The tokenizer's chat template turns messages into text.  Trained on are the assistant's turns, if
+the template marks them with {% generation %}.  Few do; else it is the last of them: what the
+template adds to the prompt before it, which is rendered with the heading of the turn to come
+(add_generation_prompt).  "tools" and "chat_template_kwargs" beside "messages" reach the template.
+
+Prompt and answer are tokenized together.  The answer alone would become other tokens: SentencePiece
+puts a space before each text.
+"""
+
+import contextlib
+import json
+import re
+from datetime import date
+
+import numpy as np
+
+from harness.cli.command_line import UserError
+from harness.cli.tables import describe
+
+ROLES = "system", "user", "assistant", "tool"
+MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
+
+
+def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, which of them are trained on) of a prompt together with its answer.
+
+    Not trained on are the first tokens, as far as the prompt alone has the same.  A token across
+    the border is the answer's.
+
+    Args:
+        prompt: ids of the prompt alone.
+        whole: ids of both.
+    """
+    n = min(len(prompt), len(whole))
+    differing = np.flatnonzero(prompt[:n] != whole[:n])
+    return whole, np.arange(len(whole)) >= (differing[0] if len(differing) else n)
+
+
+def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, which of them are trained on) of one conversation.
+
+    What comes after the last of the assistant's turns is left out.
+
+    Args:
+        where: the file and line, in words.
+        example: the line, with "messages".
+        encode: the samples' Encoder.
+
+    Raises:
+        UserError: the tokenizer has no template, or the messages are none that it can render.
+    """
+    tokenizer = encode.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        has = "UTF-8 bytes for tokens" if tokenizer is None else "a tokenizer without chat template"
+        raise UserError(
+            f'{where}: "messages" need a chat template and this model has {has}: take an instruct '
+            'model, or give "prompt" and "completion"'
+        )
+    messages = example["messages"]
+    messages = messages[: last_answer(where, messages) + 1]
+    tools, more = template_arguments(where, example)
+    try:
+        template = dated(tokenizer.get_chat_template(tools=tools), encode.day)
+
+        def apply(messages: list[dict], **options):
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, **options, **more
+            )
+
+        if MARKS_TURNS.search(template):
+            encoded = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
+        prompt = apply(messages[:-1], tokenize=False, add_generation_prompt=True)
+        whole = apply(messages, tokenize=False, add_generation_prompt=False)
+    except Exception as error:  # a template is a program of its author
+        raise UserError(f"{where}: the chat template refuses it ({describe(error)})") from error
+    if not whole.startswith(prompt):
+        raise UserError(
+            f"{where}: with its last answer the chat template writes another beginning than without"
+            ', so where that answer begins is unknown: give "prompt" and "completion"'
+        )
+    return of_parts(encode(prompt), encode(whole))
+
+
+def dated(template: str, day: date) -> str:
+    """A chat template that writes this day in place of today's, so that a run can be repeated."""
+    return TODAY.sub(lambda call: json.dumps(day.strftime(call[2])), template)
+
+
+def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, dict]:
+    """What an example has for the template beside its messages: (tools, keyword arguments).
+
+    As in TRL, tools may also be JSON in a string.
+
+    Raises:
+        UserError: they are no list of objects, or no object.
+    """
+    tools, more = example.get("tools"), example.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
+    are_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not are_objects:
+        raise UserError(f'{where}: "tools" is no list of JSON objects, expected one')
+    if not isinstance(more, dict):
+        raise UserError(f'{where}: "chat_template_kwargs" is no JSON object, expected one')
+    return tools, more
+
+
+def last_answer(where: str, messages: object) -> int:
+    """The index of the last of the assistant's turns, in messages that are well-formed."""
+    if not isinstance(messages, list):
+        raise UserError(f'{where}: "messages" is no list, expected one of roles and contents')
+    answers = []
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            given = f"role {role!r}" if isinstance(message, dict) else "no JSON object"
+            raise UserError(f"{where}: message {i + 1} has {given}, expected {', '.join(ROLES)}")
+        is_call = message.get("content") is None and message.get("tool_calls")
+        if not (isinstance(message.get("content"), str) or is_call):
+            raise UserError(f'{where}: message {i + 1} has no text as "content"')
+        if role == "assistant":
+            answers.append(i)
+    if not answers or answers[-1] == 0:
+        raise UserError(f"{where}: no answer of the assistant to a message, so nothing to train on")
+    return answers[-1]

@@ -1,0 +1,267 @@
+"""Batches to train on: of a file or of Python's standard library, with a part of it held out."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import date, datetime, timezone
+from pathlib import Path
+
+import torch
+
+from harness.cli.command_line import UserError
+from harness.cli.workload import DEFAULT_MODEL, TINY, Workload, read_file
+from harness.data import packing, samples, token_cache
+from harness.data.samples import Samples
+from harness.model.architecture import IGNORE_INDEX
+from harness.model.config_file import reading
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import AutoTokenizer, LlamaConfig
+
+VALIDATION_BATCHES = 4  # each of the sequences of a whole step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input; labels equal input_ids with IGNORE_INDEX where nothing is to be learned.
+
+    The rows of a packed batch lie end to end in one, B = 1, and the last three fields tell where
+    its samples begin and end.
+    """
+
+    input_ids: torch.Tensor  # (B, T) int64
+    labels: torch.Tensor  # (B, T) int64, not shifted
+    n_tokens: int  # without padding
+    n_targets: int  # tokens that are predicted: with a label, and not the first of a sequence
+    position_ids: torch.Tensor | None = None  # (1, T) int64, from 0 in each sample
+    cu_seq_lens: torch.Tensor | None = None  # (n + 1,) int32: 0, and where each sample ends
+    sample_lengths: tuple[int, ...] = ()  # (n,), in sum T
+
+    def inputs(self) -> dict:
+        """What a Hugging Face model is called with."""
+        inputs = {"input_ids": self.input_ids, "labels": self.labels}
+        if self.position_ids is not None:  # under the names that transformers' attention has
+            inputs |= {
+                "position_ids": self.position_ids,
+                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seq_lens),
+                **dict.fromkeys(("max_length_q", "max_length_k"), max(self.sample_lengths)),
+                "sample_lengths": self.sample_lengths,
+            }
+        return inputs
+
+    def to(self, device: str, non_blocking: bool = False) -> "Batch":
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """In memory that a GPU can read while the host does something else."""
+        return self.with_tensors(torch.Tensor.pin_memory)
+
+    def with_tensors(self, change: Callable) -> "Batch":
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+
+def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
+    """Sequences of random tokens, of which all are trained on; shape is (B, T)."""
+    ids = torch.randint(vocabulary, shape, device=device)
+    return Batch(ids, ids.clone(), n_tokens=ids.numel(), n_targets=shape[0] * (shape[1] - 1))
+
+
+@dataclass(frozen=True)
+class Batches(Sequence):
+    """Batches of up to batch_size sequences; each is made when it is asked for."""
+
+    samples: Samples
+    sequences: list[list[int]]  # of each the samples that it is made of
+    batch_size: int
+    packed_to: int | None = None  # tokens of a packed sequence; None: padded, one sample in each
+
+    def __len__(self) -> int:
+        return -(-len(self.sequences) // self.batch_size)
+
+    def of(self, i: int) -> list[list[int]]:
+        """The i-th batch's sequences."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"batch {i} of {len(self)}")  # which ends a loop over them
+        return self.sequences[i * self.batch_size : (i + 1) * self.batch_size]
+
+    def __getitem__(self, i: int) -> Batch:
+        sequences, samples = self.of(i), self.samples
+        if self.packed_to is None:
+            rows = padded([samples[sample] for (sample,) in sequences])
+        else:
+            rows = packing.lay_out(samples, sequences, self.packed_to)
+        which = [sample for sequence in sequences for sample in sequence]
+        return Batch(
+            **rows,
+            n_tokens=int((samples.ends[which] - samples.starts[which]).sum()),
+            n_targets=int((rows["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        )
+
+    def digest(self) -> str:
+        """The same of equal samples in an equal order, and of no others."""
+        which = [i for sequence in self.sequences for i in sequence]
+        return self.samples.select(which).alone().digest()
+
+    def padding(self) -> float:
+        """The share of the places in all batches that hold no token of a sample."""
+        lengths = self.samples.lengths
+        n_tokens = n_places = 0
+        for i in range(len(self)):
+            filled = [int(lengths[samples].sum()) for samples in self.of(i)]
+            n_tokens += sum(filled)
+            n_places += len(filled) * (self.packed_to or max(filled))
+        return 1 - n_tokens / n_places
+
+    def keys_of_a_token(self) -> float:
+        """As many tokens has a token's own sample on average, which attention's work grows with."""
+        lengths = self.samples.lengths
+        of_all = lengths[[i for samples in self.sequences for i in samples]]
+        return float((of_all**2).sum() / of_all.sum())
+
+
+def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
+    """The fields of a Batch of these (input_ids, labels), padded at the right to the longest.
+
+    Padding has no label.  It needs no attention mask: with causal attention no real token ever
+    looks at what comes after it.
+    """
+    ids, labels = zip(*rows)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, batch_first=True, padding_value=0),
+        "labels": pad(labels, batch_first=True, padding_value=IGNORE_INDEX),
+    }
+
+
+@dataclass(frozen=True)
+class Data:
+    train: Batches
+    validation: Batches
+    source: str  # one line about where it comes from
+    span: (
+        float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
+    )
+
+    def digest(self) -> str:
+        """The same of equal samples, to train on and held out, and of no others."""
+        return "-".join(part.samples.digest() for part in (self.train, self.validation))
+
+
+def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
+    """The micro-batches of `steps` steps in a row, and what is held out.
+
+    Equal workloads get equal data.  How a step's sequences are spread over micro-batches and
+    processes does not decide which sequences are trained on in a step, or held out.  N processes
+    take N batches in a row, of batch_size sequences each, as a micro-batch.
+
+    Args:
+        steps: how many a run has, also those that it has taken before it is resumed.
+        day: the run's first, "2026-01-31", which chat templates may write; None: today.
+
+    Raises:
+        UserError: the file cannot be read or is too short, a jsonl line is
+            malformed, or the tokenizer's ids do not fit the model.
+    """
+    n_train = steps * workload.micro_batches * workload.sequences
+    n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
+    today = date.fromisoformat(day) if day else datetime.now(timezone.utc).date()
+    train, validation, source = load_samples(workload, config, n_train, n_validation, today)
+    largest = max(int(part.tokens.max()) for part in (train, validation))
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"the data holds token id {largest}, outside the model's vocabulary of "
+            f"{config.vocab_size}; "
+            "the tokenizer does not belong to this model"
+        )
+    packed_to = workload.seq_len if workload.pack else None
+    if packed_to:
+        # no sequence holds more samples than tokens
+        order = epochs(len(train), n_train * packed_to, workload.seed)
+        sequences = packing.first_fit(train.lengths, order, packed_to, n_train)
+        held_out = range(len(validation))
+        held_out = packing.first_fit(validation.lengths, held_out, packed_to, n_validation)
+    else:
+        sequences = [[i] for i in epochs(len(train), n_train, workload.seed)]
+        held_out = [[i] for i in range(min(n_validation, len(validation)))]
+    batches = Batches(train, sequences, workload.batch_size, packed_to)
+    n_drawn = sum(map(len, sequences))
+    if n_drawn > len(train):
+        source += f" (each seen about {n_drawn / len(train):.1f} times)"
+    if packed_to:
+        source += f"; packed: {n_drawn / len(sequences):.1f} samples in a sequence"
+    if padding := batches.padding():
+        source += f"; padding: {100 * padding:.1f} %"
+    validation = Batches(validation, held_out, workload.batch_size, packed_to)
+    span = batches.keys_of_a_token() if packed_to else workload.seq_len
+    return Data(train=batches, validation=validation, source=source, span=span)
+
+
+def load_samples(
+    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int, today: date
+) -> tuple[Samples, Samples, str]:
+    """(to train on, held out, one line about them), each of at most seq_len tokens."""
+    name, seq_len = workload.data, workload.seq_len
+    if name == "synthetic":
+        generator = torch.Generator().manual_seed(workload.seed)
+        shape = n_train + n_validation, seq_len
+        tokens = torch.randint(config.vocab_size, shape, generator=generator).numpy()
+        drawn = Samples.of((i, row, row >= 0) for i, row in enumerate(tokens))
+        train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
+        return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
+    tokenizer = load_tokenizer(workload)
+    encode = samples.Encoder.of(tokenizer, config, today)
+    if name.endswith(".jsonl"):
+        text = read_file(name)
+        examples = token_cache.cached(
+            name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
+        )
+        examples, n_skipped = samples.of_examples(name, examples, seq_len)
+        n_held_out = max(1, len(examples) // 10)
+        train = examples.select(slice(-n_held_out))
+        validation = examples.select(slice(-n_held_out, None))
+        source = f"{name}: {len(train):,} examples to train on, {n_held_out:,} held out"
+        if n_skipped:
+            why = f"no completion token within --seq-len {seq_len}"
+            source += f", {n_skipped:,} skipped: {why}"
+    else:
+        texts = samples.read_texts(name)
+        all_texts = [text for part in texts for text in part]
+        both = token_cache.cached(
+            name, all_texts, encode, lambda: samples.tokenize_texts(all_texts, encode)
+        )
+        parts = both.split(len(texts[0]))
+        if workload.pack:
+            train, validation = (part.in_pieces(seq_len) for part in parts)
+            what = f"pieces of up to {seq_len:,} tokens"
+        else:
+            wanted = n_train, n_validation
+            train, validation = (
+                samples.of_text(part, seq_len).select(slice(n)) for part, n in zip(parts, wanted)
+            )
+            what = "sequences"
+        source = f"{name}: {len(train):,} {what} to train on, {len(validation):,} held out"
+    return train, validation, f"{source}, tokens: {encode.in_words()}"
+
+
+def load_tokenizer(workload: Workload):
+    """The model's tokenizer; None where it has none, and then UTF-8 bytes are the tokens."""
+    model = workload.model
+    if model == TINY or (workload.random_init and model == DEFAULT_MODEL):
+        return None
+    if Path(model).is_dir() and not any(Path(model).glob("token*")):
+        return None
+    with reading(f"the tokenizer of {model}"):
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+
+
+def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:
+    """n_wanted indices: every sequence once in random order, then all again in another order."""
+    shuffle = random.Random(seed)
+    while n_wanted > 0:
+        order = list(range(n_sequences))
+        shuffle.shuffle(order)
+        yield from order[:n_wanted]
+        n_wanted -= n_sequences

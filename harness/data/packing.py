@@ -1,0 +1,84 @@
+"""Packing: several samples in one sequence, each trained on as if it were alone.
+
+    sequence   | sample 7 | sample 2          | sample 9     | padding |
+    positions  | 0 1 2 .. | 0 1 2 ..          | 0 1 2 ..     | 0 1 2 ..|
+    attention  within a sample; padding is a sample of its own, which nobody learns
+
+Without it every sample fills a row of its own, up to the batch's longest, and what is missing is
+computed for nothing.
+
+First-fit: a sample goes into the first of the open sequences that has room for it, in the order in
+which samples are drawn.  A new sequence is opened where none has.  To sort the samples first would
+leave less padding, but samples of like lengths would meet in each sequence, and the order would not
+be random; to fill one sequence only, until a sample does not fit, leaves several times as much.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from harness.data.samples import Samples
+from harness.model.architecture import IGNORE_INDEX
+
+OPEN = 64  # sequences that are looked at for room; the oldest, which are the fullest, are closed
+
+
+def first_fit(lengths: np.ndarray, order: Iterable[int], size: int, n: int) -> list[list[int]]:
+    """Up to n sequences of at most `size` tokens, each the indices of its samples.
+
+    It ends at the first sample for which there is no room any more.
+
+    Args:
+        lengths: of the samples, (N,), each at most `size`.
+        order: in which they come, as indices; one may come again.
+    """
+    sequences, room, first_open = [], [], 0
+    for i in order:
+        length = int(lengths[i])
+        for k in range(first_open, len(sequences)):
+            if length <= room[k]:
+                break
+        else:
+            k = len(sequences)
+            if k == n:
+                break
+            sequences.append([])
+            room.append(size)
+            first_open = max(first_open, len(sequences) - OPEN)
+        sequences[k].append(i)
+        room[k] -= length
+    return sequences
+
+
+def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
+    """The fields of a Batch of these sequences, one after the other in one row.
+
+    Args:
+        sequences: of each the indices of its samples, of at most `size` tokens together.
+    """
+    n = len(sequences) * size
+    ids, positions = np.zeros((2, n), dtype=np.int64)
+    labels = np.full(n, IGNORE_INDEX)
+    lengths, counted = [], np.arange(size)
+    for first, indices in zip(range(0, n, size), sequences):
+        at = first
+        for i in indices:
+            part = slice(samples.starts[i], samples.ends[i])
+            tokens, trained = samples.tokens[part], samples.trained[part]
+            end = at + len(tokens)
+            ids[at:end], positions[at:end] = tokens, counted[: len(tokens)]
+            # nothing is before the first one, so it is no target
+            labels[at + 1 : end] = np.where(trained, tokens, IGNORE_INDEX)[1:]
+            lengths.append(len(tokens))
+            at = end
+        if padding := first + size - at:
+            positions[at : at + padding] = counted[:padding]
+            lengths.append(padding)
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {
+        **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+        "cu_seq_lens": torch.from_numpy(ends),
+        "sample_lengths": tuple(lengths),
+    }

@@ -1,0 +1,264 @@
+"""Samples to train on: read from files, tokenized, and laid end to end."""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.cli.command_line import UserError
+from harness.cli.workload import read_file
+from harness.data import chat
+from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
+
+# isort: split
+# after the harness, which decides how triton (imported by transformers) will run
+from transformers import LlamaConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Token ids of n samples in one array, and which of them are trained on."""
+
+    tokens: np.ndarray  # (N,) int32
+    trained: np.ndarray  # (N,) bool
+    starts: np.ndarray  # (n,) int64, where each sample begins in them
+    ends: np.ndarray  # (n,) int64, and where it ends
+    lines: np.ndarray  # (n,) int64, which line of its file each is, from 1; of which text
+
+    @classmethod
+    def of(cls, encoded: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> "Samples":
+        """Of (line, token ids, which of them are trained on); at least one."""
+        lines, ids, trained = zip(*encoded)
+        lengths = np.array([len(each) for each in ids], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        return cls(
+            tokens=np.concatenate(ids).astype(np.int32),
+            trained=np.concatenate(trained).astype(bool),
+            starts=ends - lengths,
+            ends=ends,
+            lines=np.array(lines, dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input_ids, labels), int64; the labels are not shifted."""
+        part = slice(self.starts[i], self.ends[i])
+        ids = torch.from_numpy(self.tokens[part].astype(np.int64))
+        return ids, ids.masked_fill(torch.from_numpy(~self.trained[part]), IGNORE_INDEX)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self[i] for i in range(len(self)))
+
+    def digest(self) -> str:
+        """The same of equal samples, and of no others."""
+        found = hashlib.blake2b(digest_size=16)
+        for part in (self.tokens, self.trained, self.starts, self.ends):
+            found.update(np.ascontiguousarray(part))
+        return found.hexdigest()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.ends - self.starts
+
+    def select(self, which: np.ndarray | slice) -> "Samples":
+        kept = {name: getattr(self, name)[which] for name in ("starts", "ends", "lines")}
+        return replace(self, **kept)
+
+    def split(self, n: int) -> tuple["Samples", "Samples"]:
+        """The first n and the others, each with its own tokens alone; no sample was left out."""
+        cut = self.ends[n - 1]
+        first = replace(self.select(slice(n)), tokens=self.tokens[:cut], trained=self.trained[:cut])
+        rest = self.select(slice(n, None))
+        rest = replace(rest, starts=rest.starts - cut, ends=rest.ends - cut)
+        return first, replace(rest, tokens=self.tokens[cut:], trained=self.trained[cut:])
+
+    def n_targets(self) -> np.ndarray:
+        """(n,): of each sample's tokens all but the first are predicted, if they are trained on."""
+        before = np.concatenate([[0], np.cumsum(self.trained)])
+        return before[self.ends] - before[np.minimum(self.starts + 1, self.ends)]
+
+    def alone(self) -> "Samples":
+        """The same samples, with their own tokens and no others."""
+        parts = [slice(*ends) for ends in zip(self.starts, self.ends)]
+        return Samples.of(
+            (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
+        )
+
+    def cut_at_the_end(self, length: int) -> "Samples":
+        """Each at most so long, the rest left out."""
+        return replace(self, ends=np.minimum(self.ends, self.starts + length))
+
+    def end_to_end(self, length: int) -> "Samples":
+        """Samples of exactly so many tokens, across the boundaries between these."""
+        starts = np.arange(0, len(self.tokens) - length + 1, length)
+        return replace(self, starts=starts, ends=starts + length, lines=starts)
+
+    def in_pieces(self, length: int) -> "Samples":
+        """Each cut into pieces of at most so many tokens; a piece of a single token is left out."""
+        pieces = [
+            (start, min(start + length, end), line)
+            for first, end, line in zip(self.starts, self.ends, self.lines)
+            for start in range(first, end - 1, length)
+        ]
+        starts, ends, lines = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+        return replace(self, starts=starts, ends=ends, lines=lines)
+
+
+# ---------------------------------------------------------------- files
+
+
+def stdlib_texts() -> list[str]:
+    """The source of Python's standard library, a text for each file that is in no package."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+
+
+def read_texts(data: str) -> tuple[list[str], list[str]]:
+    """(training texts, held-out texts): every tenth stdlib file, or a text file's last tenth."""
+    if data == "stdlib":
+        texts = stdlib_texts()
+        return [t for i, t in enumerate(texts) if i % 10], texts[::10]
+    text = read_file(data)
+    cut = len(text) * 9 // 10
+    return [text[:cut]], [text[cut:]]
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Text -> token ids (n,) int32, without special tokens."""
+
+    tokenizer: PreTrainedTokenizerBase | None  # None: UTF-8 bytes are the tokens
+    end: list[int]  # the ids that end a text
+    begin: tuple[int, ...] = ()  # what the tokenizer itself puts before a text
+    day: date = date.min  # the one that a chat template takes for today
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: LlamaConfig,
+        day: date = date.min,
+    ) -> "Encoder":
+        if tokenizer is None:
+            return cls(None, [256] if config.vocab_size == BYTE_VOCABULARY else [])
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = tokenizer("a")["input_ids"]
+        begin = (whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return cls(tokenizer, end, tuple(next(begin, ())), day)
+
+    def __call__(self, text: str) -> np.ndarray:
+        if self.tokenizer is None:
+            return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int32)
+
+    def in_words(self) -> str:
+        if self.tokenizer is None:
+            return "UTF-8 bytes"
+        name, begin = type(self.tokenizer).__name__, self.tokenizer.decode(self.begin)
+        return f"{name}, each text or prompt begins with {begin}" if begin else name
+
+    def with_begin(self, text: str) -> np.ndarray:
+        """Its ids after `begin`, which a text may hold itself."""
+        ids, begin = self(text), np.array(self.begin, dtype=np.int32)
+        return ids if np.array_equal(ids[: len(begin)], begin) else np.append(begin, ids)
+
+    def whole(self, text: str) -> np.ndarray:
+        """Its ids between `begin` and `end`, which a text may hold itself."""
+        ids, end = self.with_begin(text), np.array(self.end, dtype=np.int32)
+        n_own = len(ids) - len(self.begin)  # `begin` and `end` may be the same token
+        has_end = 0 < len(end) <= n_own and np.array_equal(ids[-len(end) :], end)
+        return ids if has_end else np.append(ids, end)
+
+
+def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
+    """Each text with its begin and end, all of it trained on; `lines` says which text it is."""
+    encoded = map(encode.whole, texts)
+    return Samples.of((i, ids, np.ones(len(ids), bool)) for i, ids in enumerate(encoded))
+
+
+def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
+    """The examples of a jsonl file, in which prompts are not trained on.
+
+    A line is {"prompt": ..., "completion": ...} or {"messages": [...]}, for which see `chat`.
+
+    Raises:
+        UserError: a line is malformed.
+    """
+    return Samples.of(
+        (number, *encode_line(f"{path}, line {number}", line, encode))
+        # not splitlines(): it also cuts at characters that a JSON string may hold, such as U+2028
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    )
+
+
+def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, which of them are trained on) of one example."""
+    try:
+        example = json.loads(line)
+        # JSON can spell half of a surrogate pair, which is no text
+        json.dumps(example, ensure_ascii=False).encode("utf-8")
+        is_chat = isinstance(example, dict) and "messages" in example
+        if not is_chat:
+            prompt, completion = example["prompt"], example["completion"]
+            if not (isinstance(prompt, str) and isinstance(completion, str)):
+                raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
+        expected = 'expected a JSON object with strings "prompt" and "completion", or "messages"'
+        raise UserError(f"{where}: {expected}") from None
+    if is_chat:
+        return chat.encode_messages(where, example, encode)
+    return chat.of_parts(encode.with_begin(prompt), encode.whole(prompt + completion))
+
+
+def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int]:
+    """A jsonl file's examples of at most seq_len tokens; how many were skipped.
+
+    A longer one is cut at its end; one of which no trained token is left then is skipped.
+
+    Raises:
+        UserError: fewer than two are left.
+    """
+    samples = samples.cut_at_the_end(seq_len)
+    # the first token of a sequence is never predicted, so it alone teaches nothing
+    teaches = samples.n_targets() > 0
+    skipped, left = samples.lines[~teaches], samples.select(teaches)
+    if len(skipped) and not len(left):
+        raise UserError(
+            f"{path}, line {skipped[0]}: no completion token is left to train on within "
+            f"--seq-len {seq_len}, nor in any other line"
+        )
+    if len(left) < 2:
+        within = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if len(skipped) else ""
+        found = f"{path} holds {len(left)} example{within}"
+        raise UserError(f"{found}; at least 2 are needed (one is held out)")
+    return left, len(skipped)
+
+
+def of_text(samples: Samples, seq_len: int) -> Samples:
+    """Sequences of seq_len tokens, cut from the texts laid end to end.
+
+    Raises:
+        UserError: there are fewer tokens.
+    """
+    sequences = samples.end_to_end(seq_len)
+    if not len(sequences):
+        raise UserError(
+            f"the data has a part of only {len(samples.tokens)} tokens, too short for one sequence "
+            f"of --seq-len {seq_len} (a tenth of a text file is held out); "
+            "give more text or a smaller --seq-len"
+        )
+    return sequences

@@ -1,0 +1,276 @@
+"""LoRA: the weights are frozen, and beside a projection two thin matrices are trained.
+
+    y = x @ W.t() + (x @ A.t() @ B.t()) * scaling      W (O, I), A (R, I), B (O, R)
+
+W gets no gradient, and so no moments: A and B have R (I + O) numbers where W has I O.  scaling is
+alpha / R.  B begins as 0, so that the first step starts from the model as it was.
+
+The layers are peft's, so that whoever has peft can load what is saved here, and the other way.
+What they cost: docs/lora.md.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from harness.cli.adapter_flags import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
+from harness.cli.command_line import UserError
+from harness.cli.workload import Workload, draws_weights, same_place
+from harness.model import architecture
+from harness.model.architecture import (
+    TORCH_DTYPES,
+    computing_differences,
+    computing_fields,
+    parameter_count,
+    projection_shapes,
+)
+from harness.model.config_file import reading
+from harness.model.frozen_digest import frozen_digest
+
+BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
+NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
+FILE_PREFIX = "base_model.model."  # in peft's files, before the model's own names
+# projections whose inputs come before the first adapter, so that they need no gradient: the first
+# layer's, as the embedding is frozen
+WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*ATTENTION, *MLP[:2])}
+
+
+def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
+    """Freeze a LlamaForCausalLM and give it the workload's adapters, if it has any; returns it.
+
+    They are drawn from the seed alone, so the same in every process and beside quantized weights;
+    or, with `adapter`, read from its folder.  They have the workload's dtype.  On the meta device
+    nothing is drawn or read.
+
+    Args:
+        model: before or after kernels are applied.  A projection is a nn.Linear; one that is
+            quantized derives from it and has, in place of a weight, `dequantized()`, and for peft
+            `qweight`, whatever lies where the weight would.
+
+    Raises:
+        UserError: the saved adapters are damaged, or not of this model and its weights.
+    """
+    if workload.lora_rank is None:
+        return model
+    from peft import inject_adapter_in_model
+
+    dtype, on_meta = TORCH_DTYPES[workload.dtype], model.device.type == "meta"
+    torch.manual_seed(workload.seed)
+    inject_adapter_in_model(peft_config(workload), model, NAME, low_cpu_mem_usage=on_meta)
+    for module in filter(has_adapter, model.modules()):
+        module.lora_A.to(dtype=dtype)
+        module.lora_B.to(dtype=dtype)
+    if workload.adapter is not None and not on_meta:
+        use_saved(model, workload, read_adapters(workload, model.config))
+    return model
+
+
+def peft_config(workload: Workload):
+    """The workload's adapters in peft's words: what adapter_config.json says."""
+    from peft import LoraConfig
+
+    alpha = workload.lora_alpha
+    return LoraConfig(
+        r=workload.lora_rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=list(TARGETS[workload.lora_targets]),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=workload.model,
+    )
+
+
+def has_adapter(module: torch.nn.Module) -> bool:
+    """Is it one of peft's projections?"""
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
+    """The tensors in the workload's adapter folder, by their names there.
+
+    Raises:
+        UserError: the file is damaged, or is not of adapters of a model of this configuration.
+    """
+    folder, rank = workload.adapter, workload.lora_rank
+    with reading(f"the weights of --adapter {folder}"):
+        found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
+    shapes = {}
+    for name, (rows, columns) in projection_shapes(config).items():
+        part = "self_attn" if name in ATTENTION else "mlp"
+        if name in TARGETS[workload.lora_targets]:
+            for layer in range(config.num_hidden_layers):
+                prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
+                shapes[f"{prefix}.lora_A.weight"] = rank, columns
+                shapes[f"{prefix}.lora_B.weight"] = rows, rank
+    there = shapes.keys() & found.keys()
+    misfits = {
+        "missing": sorted(shapes.keys() - found.keys()),
+        "not part of that model": sorted(found.keys() - shapes.keys()),
+        "of another shape": sorted(name for name in there if shapes[name] != found[name].shape),
+    }
+    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    if said:
+        given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
+        raise UserError(f"{given}: give the --model that it was trained with")
+    if base and (different := computing_differences(base["config"], config)):
+        given = f"--adapter {folder} was trained with another config.json of its model"
+        raise UserError(f"{given}: {'; '.join(different)}: bring that back, or name another")
+    return found
+
+
+def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
+    """Give the model's adapters the numbers that `read_adapters` found for them.
+
+    Raises:
+        UserError: they were trained beside other weights.
+    """
+    compare_base(model, workload)
+    with torch.no_grad():
+        for name, t in adapter_weights(model, dict(model.named_parameters())).items():
+            t.copy_(saved[name])
+
+
+# ---------------------------------------------------------------- beside which weights
+
+
+def facts_of_base(model: torch.nn.Module, workload: Workload) -> dict[str, str]:
+    """The metadata that says beside which weights a model's adapters were trained.
+
+    None of a model that Unsloth has changed.  All processes call it.
+    """
+    if workload.opponent == "unsloth":
+        return {}
+    facts = {"kept_as": kept_as(workload), "digest": frozen_digest(model)}
+    return {BASE: json.dumps(facts | {"config": computing_fields(model.config)})}
+
+
+def said_of_base(folder: str) -> dict:
+    """What `facts_of_base` said of the adapters in a folder; nothing where others saved them."""
+    with safe_open(f"{folder}/{WEIGHTS}", "pt") as file:
+        return json.loads((file.metadata() or {}).get(BASE, "{}"))
+
+
+def kept_as(workload: Workload) -> str:
+    """How frozen weights are kept: digests of the same model are equal if this is."""
+    return f"{workload.quantize or 'plain'} {workload.dtype}"
+
+
+def compare_base(model: torch.nn.Module, workload: Workload) -> None:
+    """Refuse saved adapters of other weights than the model's; say it where nothing tells.
+
+    Their file has a digest of the weights.  If these are kept in another way now, or others saved
+    the adapters, the model's path has to do, where its weights come from files.
+
+    Raises:
+        UserError: the weights are others.
+    """
+    folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
+    said = json.loads(Path(folder, CONFIG).read_text())
+    named = said.get("base_model_name_or_path")
+    named = f"{named}, revision {said['revision']}" if said.get("revision") else named
+    if base.get("kept_as") == kept_as(workload) and workload.opponent != "unsloth":
+        if base["digest"] != frozen_digest(model):
+            given = f"--adapter {folder} was trained beside other weights than {model_name} has"
+            advice = "give the --model that it was trained with, and the --seed of random weights"
+            raise UserError(f"{given}, those of {named}: {advice}")
+    elif draws_weights(model_name, workload) or not same_place(str(named), model_name):
+        print(
+            f"Note: --adapter {folder} was trained beside the weights of {named}, and nothing "
+            f"tells whether {model_name} has the same"
+        )
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
+    """Those of a state_dict that are adapters', by the names that peft's files have."""
+    names = {
+        f"{name}.lora_{matrix}.{NAME}.weight": f"{FILE_PREFIX}{name}.lora_{matrix}.weight"
+        for name, module in model.named_modules()
+        if has_adapter(module)
+        for matrix in "AB"
+    }
+    return {in_file: weights[name] for name, in_file in names.items()}
+
+
+def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
+    """A state_dict with the adapters, as that of the ordinary model in which they are part of W.
+
+    W + scaling * B @ A is computed in fp32, and rounded once.  The results are in the host's
+    memory: what was trained with quantized weights need not fit the GPU without.
+    """
+    merged = dict(weights)
+
+    def replace(name: str, weight: torch.Tensor) -> None:
+        for key in [key for key in merged if key.startswith(f"{name}.")]:
+            del merged[key]
+        merged[f"{name}.weight"] = weight
+
+    for name, module in model.named_modules():
+        if has_adapter(module):
+            base = module.base_layer
+            quantized = hasattr(base, "dequantized")
+            w = base.dequantized() if quantized else weights[f"{name}.base_layer.weight"]
+            a, b = (weights[f"{name}.lora_{matrix}.{NAME}.weight"].float() for matrix in "AB")
+            thin = b.to(w.device), a.to(w.device)
+            added = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME])
+            replace(name, added.to(w.dtype).cpu())
+        elif hasattr(module, "dequantized") and not name.endswith(".base_layer"):
+            replace(name, module.dequantized().cpu())
+    return merged
+
+
+# ---------------------------------------------------------------- how much there is
+
+
+def adapter_count(config, workload: Workload) -> int:
+    """How many numbers the adapters of a model of this configuration have."""
+    shapes = projection_shapes(config)
+    of_a_layer = sum(sum(shapes[name]) for name in TARGETS[workload.lora_targets])
+    return config.num_hidden_layers * workload.lora_rank * of_a_layer
+
+
+def trained_count(config, workload: Workload) -> int:
+    """How many parameters of a model of this configuration are trained."""
+    if workload.lora_rank is None:
+        return parameter_count(config)
+    return adapter_count(config, workload)
+
+
+def counts(model: torch.nn.Module, workload: Workload) -> dict:
+    """The part of a record that says how large the model is, adapters included."""
+    if workload.lora_rank is None:
+        return {"parameters": sum(p.numel() for p in model.parameters())}
+    return lora_counts(model.config, workload)
+
+
+def lora_counts(config, workload: Workload) -> dict:
+    """The same of a configuration, with LoRA: 4-bit weights do not tell their number."""
+    trained = adapter_count(config, workload)
+    return {"parameters": parameter_count(config) + trained, "trained_parameters": trained}
+
+
+def flops_per_token(config, workload: Workload, seq_len: float) -> float:
+    """`architecture.flops_per_token` of what the workload trains.
+
+    With LoRA a frozen weight has four of its six FLOPs: those of its own gradient go.  In the first
+    layer those go too that lead to inputs which no adapter comes before.  The adapters' own six are
+    added.
+    """
+    flops = architecture.flops_per_token(config, seq_len)
+    if workload.lora_rank is None:
+        return flops
+    shapes, adapted = projection_shapes(config), TARGETS[workload.lora_targets]
+    flops += 6.0 * adapter_count(config, workload) - 2.0 * architecture.matrix_weights(config)
+    for name in WITHOUT_GRADIENT[workload.lora_targets]:
+        rows, columns = shapes[name]
+        flops -= 2.0 * rows * columns
+        flops -= 2.0 * workload.lora_rank * columns if name in adapted else 0.0
+    if ATTENTION[0] not in adapted:  # nor has the first layer's attention a backward
+        flops -= 4.0 * config.num_attention_heads * config.head_dim * seq_len
+    return flops

@@ -1,0 +1,171 @@
+"""LLaMA's architecture: configurations known here, a model built from one, its size and work."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
+from harness.cli.adapter_flags import ATTENTION, MLP
+
+# isort: split
+from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
+
+IGNORE_INDEX = -100  # the label of a token that is not to be learned
+BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
+# fields of a config.json on which a step depends, besides the weights
+COMPUTING = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    *("rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias"),
+    *("tie_word_embeddings", "pad_token_id"),
+)
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
+
+
+def llama_3_1_8b_config() -> LlamaConfig:
+    """LLaMA 3.1 8B's architecture, so that --random-init needs no download."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        bos_token_id=128_000,
+        eos_token_id=128_001,
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_config() -> LlamaConfig:
+    """The same shape of network at a size that a CPU trains in seconds; bytes as tokens."""
+    return LlamaConfig(
+        vocab_size=BYTE_VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,  # a position for each token of the studies' longest step
+        rms_norm_eps=1e-5,
+        bos_token_id=256,
+        eos_token_id=256,
+        tie_word_embeddings=False,
+    )
+
+
+def with_one_layer(config: LlamaConfig) -> LlamaConfig:
+    """The configuration with one layer: they are all alike, and one is quickly built."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    return config
+
+
+def computing_fields(config: LlamaConfig) -> dict:
+    """What a configuration says in COMPUTING's fields, for a JSON file; the rope's one by one."""
+    said = {name: getattr(config, name) for name in COMPUTING}
+    rope = said.pop("rope_parameters")
+    return said | {f"rope_parameters.{name}": value for name, value in rope.items()}
+
+
+def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
+    """A phrase for each field in which a configuration is not the one that was saved."""
+    now = computing_fields(config)
+    return [
+        f"{name} {now.get(name)} (not {saved.get(name)})"
+        for name in dict.fromkeys([*now, *saved])
+        if now.get(name) != saved.get(name)
+    ]
+
+
+def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """A model with random weights, ready for training."""
+    with torch.device(device):
+        return for_training(AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def for_training(model: torch.nn.Module) -> torch.nn.Module:
+    model.config.use_cache = False  # a cache of keys and values serves generation, not training
+    rotary = model.model.rotary_emb
+    if "dynamic" in rotary.rope_type:
+        # Beyond the model's positions its frequencies would change.  No sequence is that long, and
+        # to look makes the host wait for the GPU: neither meta tensors nor a CUDA graph allow that.
+        rotary.rope_type = "default"
+    return model.train()
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Parameters of a LLaMA, counted from its configuration.
+
+    Of a model that nobody trains, so that an opponent may have changed transformers meanwhile.
+    """
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """(O, I) of each of a layer's projections, by name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
+
+
+def projection_weights(config: LlamaConfig) -> int:
+    """Parameters of one layer's projections, which are all but its norms'."""
+    return sum(rows * columns for rows, columns in projection_shapes(config).values())
+
+
+def matrix_weights(config: LlamaConfig) -> int:
+    """Parameters that tokens are multiplied with: not the input embedding, which is a look-up."""
+    in_layers = config.num_hidden_layers * projection_weights(config)
+    return in_layers + config.vocab_size * config.hidden_size
+
+
+def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
+    """Model FLOPs per trained token, forward + backward: 6 per matrix weight + causal attention.
+
+    Matrix weights are all but the input embedding, which is a look-up (Kaplan
+    et al. 2020).  Attention multiplies QK^T and PV over half of T keys on
+    average: 6 * layers * heads * head_dim * T (PaLM's 12, halved by causality).
+    """
+    attention_size = config.num_attention_heads * config.head_dim
+    in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
+    return 6.0 * matrix_weights(config) + in_attention
+
+
+# in masking_utils; one object each, so that what torch.compile made of them is found again
+UNPACKED = {
+    "find_packed_sequence_indices": lambda position_ids: None,
+    "is_tracing": lambda tensor=None: False,
+}
+
+
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Tell transformers that no row of a batch holds several sequences.
+
+    It looks at the positions for that.  In a capture, or under torch.compile, it cannot look, and
+    to be safe gives attention a mask of (T, T), with which the kernels for causal attention are out
+    of the question.
+    """
+    before = {name: getattr(masking_utils, name) for name in UNPACKED}
+    try:
+        vars(masking_utils).update(UNPACKED)
+        yield
+    finally:
+        vars(masking_utils).update(before)

@@ -1,0 +1,79 @@
+"""The model that a workload names, with its weights, ready to be trained."""
+
+from collections.abc import Callable
+
+import torch
+
+from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE, require_interpreter
+from harness.cli.workload import Workload, draws_weights, read_file
+from harness.model.architecture import TORCH_DTYPES, build_model, for_training
+from harness.model.config_file import load_config, reading
+from harness.model.packed_attention import use_packed_attention
+
+# isort: split
+# after `device`, which decides how triton (imported by transformers) will run
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+
+def load_model(
+    workload: Workload, try_step: Callable | None = None, make: Callable | None = None
+) -> torch.nn.Module:
+    """The model in training mode, on the GPU if there is one, in the workload's dtype.
+
+    With `pack` its attention is that of packed batches.
+
+    Random weights are drawn on the device itself from the seed, so that two runs
+    start from the same point and 8B parameters take seconds.
+
+    Args:
+        workload: which model, and what is trained with it.
+        try_step: see `load_config`.
+        make: (workload, config) -> the model, from the seed that is set; `make_model` unless told.
+
+    Raises:
+        UserError: what `load_config` refuses; weights that are damaged, or not those of the
+            configuration: every weight of the model is in the file and every one of the file in
+            the model, but for what transformers knows to be superfluous.
+    """
+    config = load_config(workload, try_step)
+    if workload.kernels:
+        require_interpreter()
+    if workload.data not in ("stdlib", "synthetic"):
+        read_file(workload.data)  # a wrong path is refused here, not after minutes of loading
+    torch.manual_seed(workload.seed)
+    model = (make or make_model)(workload, config)
+    if workload.pack:
+        use_packed_attention(model)
+    return model
+
+
+def make_model(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
+    """The model with drawn or with pretrained weights."""
+    if draws_weights(workload.model, workload):
+        return build_model(config, TORCH_DTYPES[workload.dtype], DEVICE)
+    return for_training(load_weights(workload))
+
+
+def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
+    """The pretrained model on a device, if all its weights are there, and no others."""
+    with reading(f"the weights of {workload.model}"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            workload.model,
+            dtype=TORCH_DTYPES[workload.dtype],
+            device_map={"": torch.empty(0, device=device).device},  # with its number
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # transformers fills what is missing with random numbers and drops what it has no place for;
+    # that would train, from the wrong start
+    misfits = {
+        "missing": sorted(report["missing_keys"]),
+        "of another shape": sorted(name for name, *_ in report["mismatched_keys"]),
+        "not part of that model": sorted(report["unexpected_keys"]),
+    }
+    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    if said:
+        given = f"the weights of {workload.model}"
+        raise UserError(f"{given} do not fit its config.json: {'; '.join(said)}")
+    return model

@@ -1,0 +1,77 @@
+"""Causal attention within each sample of a packed row, and none between them.
+
+transformers looks the function up by a name in the model's configuration, and hands it whatever
+the model is called with beyond its own arguments: `Batch.inputs()`.  It makes no mask for a name
+that it knows none for; so there is none of (T, T), and no look at the positions, for which the host
+would wait for the GPU.
+"""
+
+import inspect
+
+import torch
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # PyTorch 2.9
+    varlen_attn = None
+
+import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
+
+# isort: split
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "packed_samples"
+HALVES = torch.bfloat16, torch.float16
+PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+HAS_KERNEL = "window_size" in PARAMETERS  # since 2.11
+# 2.11 does not ask whether heads share keys: its kernel sees it by the shapes
+GROUPS = {"enable_gqa": True} if "enable_gqa" in PARAMETERS else {}
+
+
+def use_packed_attention(model: torch.nn.Module) -> None:
+    """From now on the model is called with the inputs of packed batches, and of no others."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+    model.config._attn_implementation = NAME
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    sample_lengths: tuple[int, ...],
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        query: (1, heads, T, D); key and value are (1, KV heads, T, D).
+        cu_seq_lens_q: (n + 1,) int32 on the device: 0, and where each sample ends.
+        max_length_q: the longest sample's tokens.
+        sample_lengths: of all samples, as numbers of the host, in sum T.
+
+    Returns:
+        (1, T, heads, D), and None for the weights.
+    """
+    if HAS_KERNEL and query.is_cuda and query.dtype in HALVES and not dropout:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+        ends, longest = cu_seq_lens_q, max_length_q
+        causal = -1, 0  # all keys before a query, none behind it
+        attended = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=causal, **GROUPS
+        )
+        return attended[None], None
+    parts = (x.split(sample_lengths, dim=2) for x in (query, key, value))
+    attended = [
+        torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        for q, k, v in zip(*parts)
+    ]
+    return torch.cat(attended, dim=2).transpose(1, 2), None

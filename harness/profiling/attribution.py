@@ -1,0 +1,400 @@
+"""Whose time is a kernel's?  A profile's events, attributed to operations, categories and phases.
+
+The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
+that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
+norm, the loss or AdamW.  To tell them apart, profile_baseline.py opens named ranges around parts of
+the model, and `category_of` finds for each kernel the range that it was launched for.
+
+Without a GPU the CPU time of each operation takes the kernels' place.
+"""
+
+import itertools
+import re
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+
+from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
+from harness.profiling.kernel_facts import (
+    ADAPTERS,
+    CATEGORIES,
+    COMMUNICATION,
+    OTHER,
+    ROWS,
+    UNATTRIBUTED,
+    Sizes,
+    launch_of,
+)
+
+PHASES = ["forward", "loss", "backward", "optimizer", "other"]
+# around a projection with an adapter, and inside of that around the projection itself
+WITH_ADAPTER, WITHOUT_ADAPTER = "adapters", "projection"
+CATEGORY_OF_RANGE = {
+    "normalization": "normalization",
+    "loss": "loss",
+    "rotary": "rotary",
+    "optimizer": "optimizer",
+    WITH_ADAPTER: ADAPTERS,
+    # what is not a matmul or SDPA there
+    "mlp": "activation",
+    "attention": OTHER,
+    "embedding": OTHER,
+    WITHOUT_ADAPTER: OTHER,
+}
+MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|linear)$")
+ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
+# our autograd.Functions, by a part of their names
+CATEGORY_OF_FUNCTION = {name: each for row in ROWS for name, each in row.functions.items()}
+CATEGORY_OF_KERNEL = {
+    "matmul": re.compile("gemm|cutlass|nvjet"),
+    "attention": re.compile("flash|fmha|sdpa"),
+}
+RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync
+LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
+WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits for the GPU
+READING_OPERATION = re.compile(r"aten::_local_scalar_dense$")  # .item(), for which it would wait
+# CUPTI's names for what the profiler and the driver do to the run
+PROFILER_OVERHEADS = {
+    "Command Buffer Full",
+    "Buffer Flush",
+    "Instrumentation",
+    "Resource",
+    "Activity Buffer Request",
+    "Driver Compiler",
+    "Lazy Function Loading",
+    "Runtime Triggered Module Loading",
+    "UVM Activity Init",
+    "Unknown",
+}
+EVALUATE = "autograd::engine::evaluate_function: "  # opened by autograd around each backward node
+BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itself
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One piece of time to explain: a GPU kernel, copy or fill, and the CPU event that launched it.
+
+    Without a GPU: an operation and the CPU time that it spent itself.
+    """
+
+    name: str
+    us: float
+    launcher: FunctionEvent | None  # None: the profiler recorded no launch for this kernel
+
+
+def is_operation(event: FunctionEvent) -> bool:
+    """An operator or autograd node on the CPU: no range, CUDA call, overhead, or Python frame."""
+    return (
+        event.device_type == DeviceType.CPU
+        and not event.is_user_annotation
+        and event.id != 0  # as Python frames have it
+        and not RUNTIME_CALL.match(event.name)
+        and event.name not in PROFILER_OVERHEADS
+    )
+
+
+def is_evaluation(event: FunctionEvent | None) -> bool:
+    """Autograd's wrapper around a backward node, in which it also adds and reduces gradients."""
+    return event is not None and event.name.startswith(EVALUATE)
+
+
+def gpu_events(events: list[FunctionEvent]) -> list[FunctionEvent]:
+    """Kernels, copies and fills.
+
+    Not the other two that appear on the GPU's timeline: ranges, which would
+    count twice, and the profiler's own overheads, in which the GPU does nothing.
+    """
+    on_gpu = (e for e in events if e.device_type == DeviceType.CUDA)
+    return [e for e in on_gpu if not e.is_user_annotation and e.name not in PROFILER_OVERHEADS]
+
+
+def work_of(events: list[FunctionEvent]) -> list[Work]:
+    """Everything that took time, each kernel exactly once; without a GPU, every operation.
+
+    The profiler copies each kernel's name and duration to the operation that
+    launched it.  A kernel launched straight from Python inside a range has no
+    such operation; then the CUDA call that carries the kernel's id leads to the range.
+    """
+    kernels = gpu_events(events)
+    if not kernels:
+        return [Work(e.name, e.self_cpu_time_total, e) for e in events if is_operation(e)]
+    launchers = defaultdict(deque)
+    for operation in filter(is_operation, events):
+        for kernel in operation.kernels:
+            launchers[kernel.name, kernel.duration].append(operation)
+    on_host = (e for e in events if e.device_type == DeviceType.CPU)
+    calls = {e.id: e for e in on_host if RUNTIME_CALL.match(e.name)}
+    work = []
+    for kernel in kernels:
+        us = kernel.time_range.elapsed_us()
+        launcher = None
+        if launchers[kernel.name, us]:
+            launcher = launchers[kernel.name, us].popleft()
+        elif kernel.id in calls:
+            launcher = calls[kernel.id].cpu_parent
+        work.append(Work(kernel.name, us, launcher))
+    return work
+
+
+def ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+    """The event, what called it, and so on outwards."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], FunctionEvent]:
+    """(thread, sequence number) -> the forward operation that created that backward node.
+
+    An operation carries the number that the next backward node will get, so of
+    several with one number the last to start is the one that created the node.
+    """
+    forward = [
+        e
+        for e in events
+        if is_operation(e)
+        and e.sequence_nr >= 0
+        and e.scope != BACKWARD_SCOPE
+        and not is_evaluation(e)
+    ]
+    forward.sort(key=lambda e: e.time_range.start)
+    return {(e.thread, e.sequence_nr): e for e in forward}
+
+
+def category_of(
+    launcher: FunctionEvent,
+    forward: dict[tuple[int, int], FunctionEvent],
+    rank: int | None = None,
+) -> str:
+    """Whose time is a kernel that `launcher` launched?  The heart of the profile.
+
+    1. Where two paths of the network meet (a residual; q, k and v of one input)
+       autograd adds their gradients, outside of any backward node.  No layer owns that add.
+    2. Fused attention or a matrix product among the launcher and its callers decides; but a product
+       with an adapter's matrix is the adapter's.
+    3. Otherwise walk outwards to the first thing that tells: a range, one of our
+       autograd.Functions by its name, or a backward node.  The backward pass runs
+       on a thread of its own, outside of all ranges, but its nodes carry the number
+       of the forward operation that created them, and what was true of that is true here.
+
+    rank: of the adapters, if there are any.
+    """
+    if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
+        return OTHER
+    callers = list(ancestors(launcher))
+    if any(ATTENTION_OPERATION.search(event.name) for event in callers):
+        return "attention"
+    if any(MATMUL_OPERATION.match(event.name) for event in callers):
+        return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
+    for event in callers:
+        if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
+            return CATEGORY_OF_RANGE[event.name]
+        for name, category in CATEGORY_OF_FUNCTION.items():
+            if name in event.name:
+                return category
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            origin = forward.get((event.fwd_thread, event.sequence_nr))
+            return category_of(origin, forward, rank) if origin is not None else OTHER
+    return OTHER
+
+
+def in_adapter(
+    product: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None
+) -> bool:
+    """Is it part of an adapter, and not of the projection beside it?
+
+    Around peft's modules there are ranges.  In a Function of ours there are none: a product is an
+    adapter's if its smallest side is the rank, or that of the two or three that share an input.
+    """
+    for event in ancestors(product):
+        if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
+            return event.name == WITH_ADAPTER
+        if rank is not None and any(name in event.name for name in CATEGORY_OF_FUNCTION):
+            sides = [side for shape in product.input_shapes for side in shape]
+            return bool(sides) and min(sides) in (rank, 2 * rank, 3 * rank)
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            origin = forward.get((event.fwd_thread, event.sequence_nr))
+            return origin is not None and in_adapter(origin, forward, rank)
+    return False
+
+
+def phase_of(launcher: FunctionEvent) -> str:
+    """forward, loss, backward or optimizer: the innermost range's, as loss lies inside forward."""
+    for event in ancestors(launcher):
+        if is_evaluation(event):
+            return "backward"
+        if event.is_user_annotation and event.name in PHASES:
+            return event.name
+    return "other"
+
+
+def category_by_name(name: str) -> str | None:
+    """That of NCCL's kernels and of our own, wherever launched: AdamW's may run in the backward."""
+    if name.startswith("nccl"):
+        return COMMUNICATION
+    row, _ = launch_of(name) or (None, None)
+    return None if row is None else row.category
+
+
+def category_of_kernel(name: str) -> str:
+    """What a kernel's name gives away when its launch was not recorded."""
+    known = (c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name))
+    return next(known, UNATTRIBUTED)
+
+
+def busy_us(events: list[FunctionEvent]) -> float:
+    """Time in which at least one kernel ran (without a GPU: one operation)."""
+    return covered_us(gpu_events(events) or [e for e in events if is_operation(e)])
+
+
+def covered_us(timed: list[FunctionEvent]) -> float:
+    """Time in which at least one of these ran."""
+    total, busy_until = 0.0, float("-inf")
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in timed):
+        total += max(0.0, end - max(start, busy_until))
+        busy_until = max(busy_until, end)
+    return total
+
+
+def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[int, Cost]:
+    """The costs without a GPU, where an operation that calls others is work, as they are.
+
+    Its own count or theirs, whichever is more.  On a GPU the operation that launched a kernel did
+    the work.
+    """
+
+    def visit(event: FunctionEvent) -> dict[int, Cost]:
+        own, inside = costs.get(event.id, NOTHING), visit_all(event.cpu_children)
+        larger = own.n_bytes > sum(cost.n_bytes for cost in inside.values())
+        return {event.id: own} if larger else inside
+
+    def visit_all(events: list[FunctionEvent]) -> dict[int, Cost]:
+        return {number: cost for event in events for number, cost in visit(event).items()}
+
+    return visit_all([event for event in events if event.cpu_parent is None])
+
+
+def attribute(
+    events: list[FunctionEvent],
+    costs: dict[int, Cost] | None = None,
+    sizes: Sizes | None = None,
+    rank: int | None = None,
+) -> dict:
+    """Operations, categories and phases in numbers; each of the three adds up to the same total.
+
+    Args:
+        costs: what each operation moves and computes, by its number; 0 unless given.
+        sizes: of the model, for the same of our kernels; 0 unless given.
+        rank: of the adapters, if there are any.
+    """
+    on_gpu = bool(gpu_events(events))
+    costs = (costs if on_gpu else counted_once(events, costs)) if costs else {}
+    forward = forward_operations(events)
+    time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0, "fp8_flops": 0.0}
+    operations = defaultdict(lambda: {"launchers": set(), **time, **work_done})
+    categories = {name: {**time, **work_done} for name in CATEGORIES}
+    phases = {name: {**time} for name in PHASES}
+    pieces = work_of(events)
+    launches = Counter(work.name for work in pieces)
+    for work in pieces:
+        # the operation nearest to the kernel; one launched straight from a range stands for itself
+        operation = next(filter(is_operation, ancestors(work.launcher)), None)
+        row = operations[operation.name if operation else work.name]
+        cost = cost_of_kernel(work.name, launches[work.name], sizes) if sizes else None
+        if cost is None:  # that of its operation, once
+            counts = operation is not None and operation not in row["launchers"]
+            cost = costs.get(operation.id, NOTHING) if counts else NOTHING
+        row["launchers"].add(operation or work)
+        category, phase = category_of_kernel(work.name), "other"
+        if work.launcher is not None:
+            category = category_of(work.launcher, forward, rank)
+            phase = phase_of(work.launcher)
+        category = category_by_name(work.name) or category
+        for part in (row, categories[category], phases[phase]):
+            part["us"] += work.us
+            part["launches"] += 1
+        for part in (row, categories[category]):
+            part["bytes"] += cost.n_bytes
+            part["flops"] += cost.flops
+            part["fp8_flops"] += cost.fp8_flops
+    rows = [
+        {"name": name, "calls": len(row.pop("launchers")), **row}
+        for name, row in operations.items()
+    ]
+    return {
+        "device": "CUDA" if on_gpu else "CPU",
+        "operations": sorted(rows, key=lambda row: -row["us"]),
+        "categories": categories,
+        "phases": phases,
+        "busy_us": busy_us(events),
+    }
+
+
+def host_waits(events: list[FunctionEvent]) -> list[dict]:
+    """In which operations the host waits for the GPU, how often, and in which phase.
+
+    Not the waiting that begins and ends the timing of a step.  Without a GPU nobody waits: those
+    that would, as far as they can be known, which are .item() and what calls it.  The optimizer's
+    are no sign there: it keeps its counts of steps in the host's memory, and reads them.
+    """
+    on_gpu = bool(gpu_events(events))
+    waiting = WAITING_CALL if on_gpu else READING_OPERATION
+    waits = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CPU and waiting.match(event.name):
+            phase = phase_of(event)
+            callers = [e.name for e in ancestors(event) if e.name.startswith("aten::")]
+            timing = phase == "other" and not callers
+            if not timing and (on_gpu or phase != "optimizer"):
+                waits[callers[-1] if callers else event.name, phase] += 1
+    return [{"name": name, "phase": phase, "calls": n} for (name, phase), n in waits.most_common()]
+
+
+def idle_times(events: list[FunctionEvent]) -> dict:
+    """Microseconds in which the GPU had nothing to do between its first kernel and last, and why.
+
+    Where a kernel had been launched before the one ahead of it ended, the time between the two is
+    the GPU's own.  Else it waited for the host.  If the host came back from waiting for the GPU in
+    that gap, that is why nothing had been queued; if not, it was too slow: `host_us` is its median
+    time from the launch before to such a launch.
+    """
+    on_host = [e for e in events if e.device_type == DeviceType.CPU]
+    on_host.sort(key=lambda e: e.time_range.start)
+    returns = [e.time_range.end for e in on_host if WAITING_CALL.match(e.name)]
+    calls = [e for e in on_host if LAUNCH_CALL.match(e.name)]
+    launched = {call.id: (call, before) for before, call in itertools.pairwise(calls)}
+    first, *others = sorted(gpu_events(events), key=lambda e: e.time_range.start)
+    idle, waited, paces, busy_until = 0.0, 0.0, [], first.time_range.end
+    for kernel in others:
+        start, (call, before) = kernel.time_range.start, launched.get(kernel.id, (None, None))
+        if call is not None and start > busy_until and call.time_range.end > busy_until:
+            idle += start - busy_until
+            if any(busy_until <= returned <= start for returned in returns):
+                waited += start - busy_until
+            else:
+                paces.append(call.time_range.start - before.time_range.start)
+        busy_until = max(busy_until, kernel.time_range.end)
+    return {
+        "idle_us": idle,
+        "synchronization_us": waited,
+        "host_us": statistics.median(paces or [0.0]),
+    }
+
+
+def communication_times(events: list[FunctionEvent]) -> dict:
+    """Microseconds in which NCCL's kernels ran, and in which no other did: theirs are exposed.
+
+    The others, on streams of their own, hide the rest.  A kernel of NCCL's also waits for the
+    processes that come later, and that time is in both numbers.
+    """
+    kernels = gpu_events(events)
+    nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]
+    others = [kernel for kernel in kernels if category_by_name(kernel.name) != COMMUNICATION]
+    return {
+        "communication_us": covered_us(nccl),
+        "exposed_us": covered_us(kernels) - covered_us(others),
+    }

@@ -1,0 +1,271 @@
+"""What the operations and kernels of a training step move and compute.
+
+Bytes and FLOPs of PyTorch's operations are counted from the shapes that the profiler recorded; of
+our own kernels, whose launches have no shapes for it, from the passes in kernel_facts.py.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from harness.cli import adapter_flags, fp8_flags
+from harness.cli.workload import Workload
+from harness.model import architecture
+from harness.model.adapters import trained_count
+from harness.profiling.diagnose import flops_at_ceilings_us
+from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
+
+
+class Cost(NamedTuple):
+    """Bytes read and written, and floating-point operations."""
+
+    n_bytes: float
+    flops: float
+    fp8_flops: float = 0.0  # those among them that multiply numbers of FP8
+
+
+NOTHING = Cost(0.0, 0.0)
+# bytes of a number, by the names under which the profiler writes dtypes
+WIDTHS = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "c10::Float8_e4m3fn": 1,
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "int": 4,
+    "bool": 1,
+}
+INTEGERS = {"long int", "long", "int"}
+# the position of their first factor
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
+    *("silu", "silu_backward", "_log_softmax", "_log_softmax_backward_data", "cumsum"),
+    *("lerp", "addcmul", "addcdiv"),
+}
+REDUCTIONS = {"sum", "mean", "all", "amax"}
+FILLS = {"fill", "zero"}
+ROW_PICKS = {"embedding_dense_backward", "index_select"}  # whole rows by their numbers
+PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
+
+
+def sizes_of(config, workload: Workload) -> Sizes:
+    """Of a model of this configuration, in the workload's dtype, on all micro-batches of a step."""
+    width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
+    n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
+    per_layer = width * n_tokens * config.num_hidden_layers
+    head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    n_projections = len(architecture.projection_shapes(config))
+    copies = width * workload.micro_batches * config.num_hidden_layers  # of a number of a layer
+    return Sizes(
+        weights=width * trained_count(config, workload),
+        stream=per_layer * config.hidden_size,
+        heads=per_layer * head_columns,
+        inner=per_layer * config.intermediate_size,
+        logits=width * n_tokens * config.vocab_size,
+        layers=config.num_hidden_layers,
+        width=width,
+        micro_batches=workload.micro_batches,
+        projection=copies * architecture.projection_weights(config) // n_projections,
+        **fp8_sizes(config, workload, per_layer, copies),
+    )
+
+
+def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
+    """`quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
+
+    Weights that are transposed come in as bf16: three bytes, not two.
+
+    Args:
+        per_layer: bytes of a number of each token in each layer.
+        copies: bytes of a number of each layer, for each micro-batch.
+    """
+    if workload.fp8 is None:
+        return {}
+    shapes = architecture.projection_shapes(config)
+    rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
+    weights = copies * architecture.projection_weights(config)
+    sharing = adapter_flags.ATTENTION[:3], adapter_flags.MLP[:2]  # that share an input
+    qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
+    results = qkv + rows["o_proj"] + rows["down_proj"]  # whose gradients come in bf16
+    if workload.fp8 == fp8_flags.INPUTS:
+        numbers = columns["o_proj"] + results + gate_up
+        return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
+    inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
+    return {
+        "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
+        "transposed": weights * 3 // 2 + per_layer * (results + gate_up + inputs),
+    }
+
+
+def least_ms(
+    config, workload: Workload, n_tokens: float, flops_per_token: float, ceilings: dict
+) -> float:
+    """The speed of light of a training step: the milliseconds that its necessary work takes.
+
+    That is first all FLOPs of matrix products and attention, at the matmul rate (with --fp8 those
+    that are FP8's at FP8's), and then, at the copy rate, the bytes that kernels which fuse all they
+    can still have to read and write: for norms, rotary embedding, activation, loss and the update
+    of the weights (the floors in kernel_facts.py).
+
+    Not in it: the bytes of matrix products and attention, which can pass while these compute, among
+    them the weights that each micro-batch reads and the gradients that it adds to, which a product
+    could do as it stores; the embedding and the additions of residuals; what a teacher reads and
+    writes; the host.  So several micro-batches take at least what one of all their tokens takes.
+
+    Args:
+        config: of the model.
+        workload: its dtype counts.
+        n_tokens: of the step, all micro-batches together, without padding.
+        flops_per_token: forward and backward, a teacher's too.
+        ceilings: matmul_tflops, in the workload's dtype, copy_gbs and, with FP8, fp8_tflops.
+    """
+    # bytes depend on the number of tokens, not on that of sequences
+    one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
+    sizes = sizes_of(config, one)
+    n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
+    per_token = flops_per_token, fp8_flops_per_token(config, workload)
+    flops_us = flops_at_ceilings_us(*(n_tokens * flops for flops in per_token), ceilings)
+    return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
+
+
+def fp8_flops_per_token(config, workload: Workload) -> float:
+    """FLOPs of the layers' projections that --fp8 takes: 2 a weight in each of three products."""
+    n_products = {None: 0, fp8_flags.INPUTS: 2, fp8_flags.ALL: 3}[workload.fp8]
+    n_weights = config.num_hidden_layers * architecture.projection_weights(config)
+    return 2.0 * n_products * n_weights
+
+
+class Operand(NamedTuple):
+    """A tensor, or a list of tensors, that an operation was called with."""
+
+    shape: tuple[int, ...] | None  # None: a list
+    numel: int
+    n_bytes: int  # of memory: what a view repeats (stride 0) counts once
+    dtype: str
+
+
+def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
+    """The tensors among an operation's inputs, as the profiler's trace has them.
+
+    Of a list it does not record the dtype, which is the model's here; and of more than 30 tensors
+    nothing at all: such a list is AdamW's, with one tensor for each parameter.
+    """
+    operands = []
+    columns = (inputs[f"Input {name}"] for name in ("Dims", "Strides", "type"))
+    for dims, strides, dtype in zip(*columns):
+        if dtype == "TensorList":
+            numel = sum(map(math.prod, dims)) if dims else sizes.weights // sizes.width
+            operands.append(Operand(None, numel, sizes.width * numel, dtype))
+        elif dtype in WIDTHS:
+            there = math.prod(size for size, stride in zip(dims, strides) if stride != 0)
+            operands.append(Operand(tuple(dims), math.prod(dims), WIDTHS[dtype] * there, dtype))
+    return operands
+
+
+def result_of(operands: list[Operand]) -> tuple[int, int]:
+    """(numel, bytes) of an elementwise result: the shapes broadcast, in the widest dtype of them.
+
+    A tensor of no dimensions is a number, and does not widen the others.
+    """
+    if operands[0].shape is None:
+        return operands[0].numel, operands[0].n_bytes
+    numel = math.prod(torch.broadcast_shapes(*(o.shape for o in operands if o.shape is not None)))
+    return numel, numel * max(WIDTHS[o.dtype] for o in operands if o.shape or numel == 1)
+
+
+def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
+    """What one call of a PyTorch operation moves and computes; NOTHING where a step spends no time.
+
+    Args:
+        name: as in "aten::mul".
+        inputs: the call's "Input Dims", "Input type", "Input Strides" and "Concrete Inputs" in a
+            Chrome trace.
+        sizes: of the model, for lists of tensors.
+        seq_len: keys of an attention; causal, so a query sees half of them.
+
+    Elementwise work is one FLOP per number of the result (of the input, where it is reduced); a
+    copy does none.
+    """
+    operands = operands_of(inputs, sizes)
+    kind = name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
+    in_place = name.endswith("_")
+    nothing_or_numbers = all(operand.shape == () for operand in operands)
+    if not name.startswith("aten::") or nothing_or_numbers:
+        return NOTHING
+    first, read = operands[0], sum(operand.n_bytes for operand in operands)
+    if kind in MATMULS:
+        a, b = operands[MATMULS[kind] : MATMULS[kind] + 2]
+        result = math.prod(a.shape[:-1]) * b.shape[-1]
+        added = first.n_bytes if MATMULS[kind] else 0
+        in_fp8 = kind == "_scaled_mm"
+        width = sizes.width if in_fp8 else WIDTHS[first.dtype]
+        moved = added + a.n_bytes + b.n_bytes + result * width
+        flops = 2.0 * result * a.shape[-1]
+        return Cost(moved, flops, flops if in_fp8 else 0.0)
+    if ATTENTION.match(name):
+        # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
+        gradients = name.endswith("_backward")
+        products, results = (5, operands[1:4]) if gradients else (2, operands[:1])
+        flops = products * 2.0 * first.numel * seq_len / 2
+        return Cost(read + sum(o.numel * WIDTHS[o.dtype] for o in results), flops)
+    if kind in ELEMENTWISE:
+        if kind == "addcmul":  # AdamW's: the gradient times itself
+            read -= operands[2].n_bytes
+        numel, written = (first.numel, first.n_bytes) if in_place else result_of(operands)
+        return Cost(read + written, float(numel))
+    if kind in REDUCTIONS:
+        named = re.findall(r"-?\d+", "".join(inputs["Concrete Inputs"][1:2]))
+        dims = map(int, named or range(len(first.shape)))
+        left = first.numel // math.prod(first.shape[dim] for dim in dims)
+        return Cost(first.n_bytes + left * WIDTHS[first.dtype], float(first.numel))
+    if kind in FILLS:
+        return Cost(first.n_bytes, 0.0)
+    if kind == "copy":
+        return Cost(read, 0.0)
+    if kind == "cat":
+        return Cost(2.0 * read, 0.0)
+    if kind in ROW_PICKS | PICKS:
+        (index,) = (o for o in operands if o.dtype in INTEGERS and o.shape)
+        source = next(o for o in operands if o.dtype not in INTEGERS and o.shape)
+        picked = index.numel * (source.shape[-1] if kind in ROW_PICKS else 1)
+        return Cost(index.n_bytes + 2.0 * picked * WIDTHS[source.dtype], 0.0)
+    return NOTHING
+
+
+def costs_of_trace(
+    trace: dict, sizes: Sizes, seq_len: float, kernels: Sequence[str] = ()
+) -> dict[int, Cost]:
+    """The profiler's number of an operation -> what it costs, if anything, from a Chrome trace.
+
+    With the adamw kernel a list holds no parameters: it is the counts of the steps made, one number
+    for each of them.
+    """
+    costs = {}
+    for event in trace["traceEvents"]:
+        step_counts = "adamw" in kernels and event["name"].startswith("aten::_foreach_")
+        if event.get("cat") == "cpu_op" and "Input Dims" in event["args"] and not step_counts:
+            cost = cost_of_call(event["name"], event["args"], sizes, seq_len)
+            if cost != NOTHING:
+                costs[event["args"]["External id"]] = cost
+    return costs
+
+
+def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
+    """One launch of a kernel of ours, of so many in the step.
+
+    None: it is not ours, or moves next to nothing.
+    """
+    _, launch = launch_of(name) or (None, None)
+    if launch is None or launch.tensor is None:
+        return None
+    shares = sizes.layers * sizes.micro_batches if launch.every_launch else launches
+    n_bytes = getattr(sizes, launch.tensor) / shares
+    return Cost(launch.passes * n_bytes, launch.flops * n_bytes / sizes.width)

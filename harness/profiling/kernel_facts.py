@@ -1,0 +1,335 @@
+"""What there is to know about each kernel, a row for each; PyTorch and kernels are not imported.
+
+The profile's attribution, the diagnosis, the ladder, the memory's tables, --kernels and the
+benchmark's list are all read from these rows.  What a new kernel costs:
+
+    a lesson             next_steps/NAME_kernel.py, and its page docs/NAME.md
+    a row                here
+    a patch              next_steps/patches/apply_kernels.py, if --kernels is to know it
+    a benchmark problem  its sizes in harness/benchmark/benchmark_specs.py, its inputs and
+                         exact results in next_steps/comparisons/benchmark_problems.py, its
+                         opponents in next_steps/comparisons/benchmark_contenders.py
+    a subject            in the tests, for the contracts that every kernel keeps; and a file of
+                         tests for what is its own
+    a compile case       tools/compile_cases.py
+    its faults           tests/faults/NAME_kernel.py, for tests/mutation_test.py
+
+tests/kernel_facts_test.py says which of them is missing.
+"""
+
+from dataclasses import dataclass, field
+
+ADAPTERS = "adapters"  # LoRA's thin products and what adds their results
+DEQUANTIZATION = "dequantization"  # of weights, with --quantize
+FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
+OTHER = "other elementwise and copies"
+COMMUNICATION = "communication"  # between processes, by NCCL
+UNATTRIBUTED = "unattributed"
+CATEGORIES = [  # of a profile, in the order of its table
+    "matmul",
+    "attention",
+    "normalization",
+    "loss",
+    "activation",
+    "rotary",
+    ADAPTERS,
+    DEQUANTIZATION,
+    FP8_CASTS,
+    OTHER,
+    "optimizer",
+    COMMUNICATION,
+    UNATTRIBUTED,
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one pass over the tensors of a step, from the model's configuration."""
+
+    weights: int  # all parameters that are trained
+    stream: int  # (B*T, H), once per layer
+    heads: int  # q and k, once per layer
+    inner: int  # (B*T, I), once per layer
+    logits: int  # (B*T, V)
+    layers: int
+    width: int  # of one number
+    micro_batches: int = 1  # of which B*T are the tokens together
+    projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
+    quantized: int = 0  # what passes of their own make FP8 of; as bytes of the model's dtype
+    transposed: int = 0  # what is transposed in FP8, in the same bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a Triton kernel of ours moves and computes; the profiler records neither its shapes."""
+
+    prefix: str  # how its name begins
+    # Of Sizes; None: it moves next to nothing in a step, or tensors of so many sizes that its name
+    # does not tell which.
+    tensor: str | None = None
+    passes: float = 0  # over it
+    flops: int = 0  # per number, counted in the kernel's source; an exponential is one
+    every_launch: bool = True  # one is for one layer's tensor; else those of a step share the whole
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A row."""
+
+    name: str  # as --kernels and benchmark_kernels.py --kernel have it
+    lesson: str  # its module
+    test: str  # the module of its own tests
+    patches: str | None  # "model", "loss" or "optimizer"; None: --kernels does not know it
+    # Of the profile: where its kernels' time is counted, and what it takes over.  None: it has no
+    # kernels of its own.
+    category: str | None
+    also_replaces: tuple[str, ...] = ()  # categories
+    # Part of the name of an autograd Function -> the category of its time, where neither the range
+    # around it nor a kernel's own name tells.
+    functions: dict[str, str] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+    # Its module: (ours, that of transformers in whose place it stands).
+    module: tuple[str, str] | None = None
+    rung: int | None = None  # its place on the ladder, the largest cost of the baseline first
+    # What it still has to read and write: (a tensor of Sizes, passes over it).
+    floor: tuple[str, int] | None = None
+    # A category that it makes smaller without taking it over -> what the diagnosis says of it.
+    advice: dict[str, str] = field(default_factory=dict)
+    # A function, "module:name" -> what the tables of memory call the tensors that it asks for.
+    allocates: dict[str, str] = field(default_factory=dict)
+    # A part of the memory (in one phase: part, phase) -> how the kernel makes it smaller.
+    memory: dict[str | tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def replaces(self) -> set[str]:
+        """The categories that it takes over."""
+        return {*self.also_replaces, *([self.category] if self.category else [])}
+
+    def floor_bytes(self, sizes: Sizes) -> int:
+        """What it still has to read and write in a step."""
+        tensor, passes = self.floor
+        return passes * getattr(sizes, tensor)
+
+
+ROWS = [
+    Facts(
+        name="rmsnorm",
+        lesson="rmsnorm_kernel",
+        test="rmsnorm_test",
+        patches="model",
+        category="normalization",
+        functions={"RMSNorm": "normalization"},
+        launches=(
+            Launch("_rmsnorm_fwd", "stream", passes=2, flops=4),  # x in, y out
+            Launch("_rmsnorm_bwd", "stream", passes=3, flops=9),  # dy, x in, dx out
+            Launch("_rmsnorm_dw"),  # sums the programs' parts of dW
+        ),
+        module=("TritonRMSNorm", "LlamaRMSNorm"),
+        rung=2,
+        floor=("stream", 2 * 5),  # two norms: x, y; dy, x, dx
+        allocates={"rmsnorm_kernel:rmsnorm_forward": "normalization"},
+    ),
+    Facts(
+        name="cross_entropy",
+        lesson="cross_entropy_kernel",
+        test="cross_entropy_test",
+        patches="loss",
+        category="loss",
+        functions={"CrossEntropy": "loss"},
+        launches=(
+            # logits in, their gradient out
+            Launch("_cross_entropy_inplace", "logits", passes=2, flops=9, every_launch=False),
+            Launch("_cross_entropy_fwd", "logits", passes=1, flops=5, every_launch=False),
+            # logits in, their gradient out
+            Launch("_cross_entropy_bwd", "logits", passes=2, flops=4, every_launch=False),
+            Launch("_cross_entropy_scale"),  # by 1, and then it does nothing
+            Launch("_plain_fwd"),  # the lesson's first form: no step of training launches it
+            Launch("_plain_bwd"),
+        ),
+    ),
+    Facts(
+        name="swiglu",
+        lesson="next_steps.lessons.swiglu_kernel",
+        test="tests.swiglu_test",
+        patches="model",
+        category="activation",
+        functions={"SwiGLU": "activation"},
+        launches=(
+            Launch("_swiglu_fwd", "inner", passes=3, flops=6),  # gate, up in, y out
+            Launch(
+                "_swiglu_bwd", "inner", passes=6, flops=13
+            ),  # dy, gate, up in; dgate, dup, y out
+            # the same, with two and three thin products, which are not counted here
+            Launch("_swiglu_lora_fwd", "inner", passes=3, flops=10),
+            Launch("_swiglu_lora_bwd", "inner", passes=6, flops=19),
+        ),
+        module=("TritonLlamaMLP", "LlamaMLP"),
+        rung=4,
+        floor=("inner", 9),  # gate, up, y; dy, gate, up, dgate, dup, y
+        allocates={"next_steps.layers.llama_mlp:SwiGLUMLPFunction.forward": "MLP"},
+    ),
+    Facts(
+        name="rope",
+        lesson="next_steps.lessons.rope_kernel",
+        test="tests.rope_test",
+        patches="model",
+        category="rotary",
+        functions={"RoPE": "rotary"},
+        # q, k (or their gradients) in and out
+        launches=(Launch("_rope", "heads", passes=2, flops=3),),
+        rung=3,
+        floor=("heads", 4),  # q, k in and out; their gradients
+        allocates={"next_steps.lessons.rope_kernel:rope_forward": "q and k, rotated"},
+    ),
+    Facts(
+        name="adamw",
+        lesson="next_steps.lessons.adamw_kernel",
+        test="tests.adamw_test",
+        patches="optimizer",
+        category="optimizer",
+        # p, g, m, v in; p, m, v out
+        launches=(Launch("_adamw", "weights", passes=7, flops=14, every_launch=False),),
+        rung=1,
+        floor=("weights", 7),
+        memory={
+            "gradients": (
+                "updates a weight as soon as its gradient is complete, which is then freed"
+            ),
+            ("temporaries", "optimizer"): (
+                "updates in one pass: no intermediate result as large as the weights"
+            ),
+        },
+    ),
+    Facts(
+        name="linear_cross_entropy",
+        lesson="next_steps.lessons.linear_cross_entropy_kernel",
+        test="tests.linear_cross_entropy_test",
+        patches="loss",
+        category="loss",
+        functions={"LinearCrossEntropy": "loss"},
+        launches=(
+            Launch("_scale"),
+        ),  # by 1, and then it does nothing; the others are cross_entropy's
+        rung=5,
+        floor=("logits", 2),  # logits in, their gradient out
+        memory={
+            "logits and loss": (
+                "takes the loss from the hidden states, a chunk of the logits at a time"
+            ),
+        },
+    ),
+    Facts(
+        name="fused_layer",
+        lesson="next_steps.layers.fused_layer",
+        test="tests.fused_layer_test",
+        patches="model",
+        category=None,  # its kernels are those of rmsnorm, swiglu and rope
+        also_replaces=("normalization", "activation", "rotary"),
+        # a norm, or SwiGLU, and matrix products, and these are told apart before
+        functions={"NormLinear": "normalization", "SwiGLULinear": "activation"},
+        rung=6,
+        # Two additions of three passes less (q, k, v share an input), two norms of two passes
+        # more: for the memory.
+        floor=("stream", 2 * 2 - 2 * 3),
+        advice={OTHER: "--kernels all: its fused layer needs fewer of them"},
+        allocates={
+            "next_steps.layers.fused_layer:norm_linear": "v, gate, up (norm_linear)",
+            "next_steps.layers.fused_layer:swiglu_linear": "MLP",
+            "next_steps.layers.fused_layer:norm_mlp": "v, gate, up (norm_linear)",
+            "next_steps.layers.fused_layer:LoRASwiGLUFunction.forward": "MLP",
+        },
+        memory={
+            "activations": "computes the outputs of norms and SwiGLU again in the backward",
+            "temporaries": "writes gradients over activations, and sums as the products store",
+        },
+    ),
+    Facts(
+        name="lora_linear",
+        lesson="next_steps.layers.lora_linear",
+        test="tests.lora_linear_test",
+        patches=None,  # the fused layer takes it where there are adapters
+        category=None,  # no kernels of its own
+        # what is not a matrix product there: adapters that are laid one below the other
+        functions={"LoRALinear": ADAPTERS},
+    ),
+    Facts(
+        name="reverse_kl",
+        lesson="next_steps.lessons.reverse_kl_kernel",
+        test="tests.reverse_kl_test",
+        patches=None,  # the loss of a model that has a teacher
+        category="loss",
+        functions={"ReverseKL": "loss"},
+        launches=(
+            # student and teacher in, the student's gradient out
+            Launch("_reverse_kl_fwd", "logits", passes=3, flops=25, every_launch=False),
+            Launch("_obvious"),  # the lesson's first form: no step of training launches it
+            Launch("_reverse_kl_bwd"),  # for a grad_output of 1 it does nothing
+        ),
+    ),
+    Facts(
+        name="nf4",
+        lesson="next_steps.lessons.nf4_kernel",
+        test="tests.nf4_test",
+        patches=None,  # --quantize nf4 puts it in, when a model is loaded
+        category=DEQUANTIZATION,
+        functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
+        # the weight out, in bf16, and the codes in, of which four are as long as one number
+        launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
+    ),
+    Facts(
+        name="fp8",
+        lesson="next_steps.lessons.fp8_kernel",
+        test="tests.fp8_kernel_test",
+        patches=None,
+        category=FP8_CASTS,
+        # of weights, activations and gradients, all sizes together
+        launches=(
+            # bf16 in, codes out; a code in, a code out
+            Launch("_fp8_quantize", "quantized", passes=1.5, flops=3, every_launch=False),
+            Launch("_fp8_transpose", "transposed", passes=1, flops=1, every_launch=False),
+        ),
+    ),
+    Facts(
+        name="fp8_casts",
+        lesson="next_steps.lessons.fp8_casts",
+        test="tests.fp8_casts_test",
+        patches=None,
+        category=FP8_CASTS,
+        launches=(
+            # x in, half as many bytes of codes out
+            Launch("_rmsnorm_fp8", "stream", passes=1.5, flops=7),
+            # gate, up in, the codes of y out
+            Launch("_swiglu_fp8_fwd", "inner", passes=2.5, flops=9),
+            # dy, gate, up in, the codes of dgate, dup and y out; each computed twice
+            Launch("_swiglu_fp8_bwd", "inner", passes=4.5, flops=35),
+        ),
+    ),
+    Facts(
+        name="fp8_layer",
+        lesson="next_steps.layers.fp8_layer",
+        test="tests.fp8_layer_test",
+        patches=None,  # --fp8 puts it in the place of the fused layer
+        category=None,  # its kernels are those of fp8 and fp8_casts
+        # and matrix products, told apart before; what is left looks for the largest scales
+        functions={"NormFP8Linear": FP8_CASTS, "FP8Linear": FP8_CASTS, "FP8MLP": FP8_CASTS},
+        allocates={
+            "next_steps.layers.fp8_layer:qkv_fp8": "v, gate, up (fp8)",
+            "next_steps.layers.fp8_layer:mlp_fp8": "v, gate, up (fp8)",
+            "next_steps.patches.fp8_model:LlamaDecoderLayer.forward": "residual stream",
+        },
+    ),
+]
+FACTS = {row.name: row for row in ROWS}
+
+LOSS_KERNELS = [row.name for row in ROWS if row.patches == "loss"]
+MODEL_KERNELS = [row.name for row in ROWS if row.patches in ("model", "loss")]
+OPTIMIZER_KERNELS = [row.name for row in ROWS if row.patches == "optimizer"]
+KERNELS = [*MODEL_KERNELS, *OPTIMIZER_KERNELS]  # what --kernels knows
+PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"  # which the playbook has: step 11's
+RUNGS = sorted((row for row in ROWS if row.rung), key=lambda row: row.rung)
+
+
+def launch_of(name: str) -> tuple[Facts, Launch] | None:
+    """The row and what it knows of a Triton kernel of this name; None: it is not ours."""
+    known = ((row, launch) for row in ROWS for launch in row.launches)
+    return next((found for found in known if name.startswith(found[1].prefix)), None)

@@ -1,0 +1,192 @@
+"""What the kernels changed: two profiles of one workload, and what the first one predicted."""
+
+from harness.cli.command_line import UserError
+from harness.cli.tables import (
+    NOT_MEANINGFUL,
+    OF_KERNELS,
+    OF_STEPS,
+    decimal_unit,
+    number,
+    table,
+    title,
+)
+from harness.cli.workload import kernels_in_words, model_line, size_in_words
+from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
+from harness.profiling.diagnosis_tables import short
+from harness.profiling.kernel_facts import FACTS
+from harness.profiling.roofline import plot
+from harness.records.run_records import (
+    environment_line,
+    has_numbers,
+    is_environment,
+    is_list_of,
+    is_number,
+    is_positive,
+    is_table_of,
+    is_text,
+    read_record,
+    require_keys,
+)
+from harness.records.spread import NO_DIFFERENCE, overlap, spread
+
+NAMED = 6  # operations that came or went
+SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate"]
+SAME_WORKLOAD += ["device"]
+
+of_timeline = has_numbers("step_ms", "idle_us", "host_us")
+
+# what is read of a profile: a key -> does its value fit?
+KEYS = {
+    "environment": is_environment,
+    "kernels": is_list_of(lambda name: name in [*FACTS]),
+    "model": is_text,
+    "weights": is_text,
+    "parameters": is_positive,
+    "dtype": is_text,
+    "data": is_text,
+    "batch_size": is_positive,
+    "seq_len": is_positive,
+    "device": is_text,
+    "operations": is_list_of(lambda row: has_numbers("us")(row) and is_text(row.get("name"))),
+    "categories": is_table_of(has_numbers("us", "launches")),
+    "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
+    "median_step_ms": is_positive,
+    "busy_us": is_number,
+}
+# and where it has ceilings, as all but the oldest do
+KEYS_WITH_CEILINGS = {
+    "ceilings": lambda rates: (
+        has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
+    ),
+    "categories": is_table_of(
+        lambda row: (
+            has_numbers("us", "launches", "bytes", "flops")(row)
+            and is_number(row.get("fp8_flops", 0.0))
+        )
+    ),
+    "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
+    "timeline": lambda times: times is None or of_timeline(times),
+}
+
+
+def predicted_gains(before: dict, after: dict) -> dict[str, float]:
+    """By the diagnosis of `before`: what the kernels that only `after` has should gain.
+
+    Returns:
+        Category -> microseconds.
+    """
+    if "ceilings" not in before:
+        return {}
+    findings = judge_categories(before)
+    replaced = replaced_by([name for name in after["kernels"] if name not in before["kernels"]])
+    return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
+
+
+def refuse_other_workload(before: dict, after: dict) -> None:
+    """UserError if the two profiles are not of the same workload."""
+    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
+    if differ:
+        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
+        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
+
+
+def categories_table(before: dict, after: dict) -> str:
+    """Each category before and after, the gain beside what was predicted; idle time and step."""
+    predicted, rows = predicted_gains(before, after), []
+    moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
+    n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
+    unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
+    for name, old in before["categories"].items():
+        new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # older: not this one
+        if not old["launches"] and not new["launches"]:
+            continue
+        row = comparison_row(name, old["us"], new["us"], predicted.get(name))
+        row += [f"{part['launches']:,}" for part in (old, new)]
+        for parts in moved:
+            row.append(short(parts[name]["bytes"] / size) if name in parts else "n/a")
+        rows.append(row)
+    if before.get("timeline") and after.get("timeline"):
+        rows.append(comparison_row("GPU idle", idle_us(before), idle_us(after), None))
+    steps = (1e3 * record["median_step_ms"] for record in (before, after))
+    rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
+    ranges = [spread(record["step_ms"]) for record in (before, after)]
+    if overlap(*ranges):
+        rows[-1][3] = NO_DIFFERENCE
+    rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
+    headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
+    headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
+    rows = [row + [""] * (len(headers) - len(row)) for row in rows]
+    return table(headers, rows)
+
+
+def comparison_row(
+    name: str, before_us: float, after_us: float, predicted_us: float | None
+) -> list[str]:
+    gain = f"{(before_us - after_us) / 1e3:,.3f}"
+    predicted = number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
+
+
+def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) -> str:
+    """The longest operations that the others do not have."""
+    rows = [row for name, row in operations.items() if name not in others]
+    rows.sort(key=lambda row: -row["us"])
+    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:NAMED]]
+    said += [f"{len(rows) - NAMED} more"] if len(rows) > NAMED else []
+    return f"{label} {', '.join(said) or 'nothing'}"
+
+
+def run_line(label: str, record: dict) -> str:
+    kernels = kernels_in_words(record)
+    return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
+
+
+def render_comparison(before: dict, after: dict) -> str:
+    """What went away and what came from one profile to another, from their records.
+
+    Raises:
+        UserError: they are not of the same workload.
+    """
+    refuse_other_workload(before, after)
+    old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
+    on_gpu = before["device"] == "CUDA"
+    lines = [
+        run_line("Before:", before),
+        run_line("After: ", after),
+        f"{model_line(before)}; {size_in_words(before)}",
+        "",
+        title(f"What the kernels changed{'' if on_gpu else NOT_MEANINGFUL}"),
+        *([OF_KERNELS, OF_STEPS, ""] if on_gpu else []),
+        categories_table(before, after),
+        "",
+        only_in("Went away:", old, new),
+        only_in("Came:     ", new, old),
+    ]
+    return "\n".join(lines)
+
+
+def read_profile(path: str) -> dict:
+    """Read a profile.
+
+    Raises:
+        UserError: the file is no profile, or something in it is missing or damaged.
+    """
+    record = read_record(path, "profile")
+    require_keys(path, record, KEYS | (KEYS_WITH_CEILINGS if "ceilings" in record else {}))
+    return record
+
+
+def compare(before_path: str, after_path: str, picture: str | None) -> None:
+    """Print the comparison of two recorded profiles, and draw both into one picture.
+
+    Raises:
+        UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
+    """
+    records = [read_profile(path) for path in (before_path, after_path)]
+    print(render_comparison(*records))
+    if picture:
+        for path, record in zip((before_path, after_path), records):
+            if "ceilings" not in record:
+                missing = "it has no bytes and no ceilings"
+                raise UserError(f"{path} is too old to be drawn: {missing}; profile again")
+        plot(records, picture)

@@ -1,0 +1,245 @@
+"""A training step under PyTorch's profiler: named parts of the model, two recordings, the trace."""
+
+import contextlib
+import gzip
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from harness.cli.command_line import RunError
+from harness.cli.device import HAS_GPU
+from harness.cli.output_files import write_output
+from harness.data import dataset
+from harness.model.adapters import has_adapter
+from harness.profiling.attribution import (
+    WITH_ADAPTER,
+    WITHOUT_ADAPTER,
+    busy_us,
+    communication_times,
+    gpu_events,
+    idle_times,
+)
+from harness.profiling.kernel_facts import ROWS
+from harness.steps import stepping, timing
+
+# after `device`, which decides how triton (imported by transformers) will run
+from transformers.models.llama import modeling_llama  # isort: skip
+
+RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
+# "forward", "backward" and "optimizer" are opened by the training step, the others here
+RANGE_OF_CLASS = {
+    "LlamaRMSNorm": "normalization",
+    "LlamaMLP": "mlp",
+    "LlamaAttention": "attention",
+    "LlamaRotaryEmbedding": "rotary",
+    "Embedding": "embedding",
+}
+for ours, theirs in (row.module for row in ROWS if row.module):
+    RANGE_OF_CLASS[ours] = RANGE_OF_CLASS[theirs]
+
+
+# ---------------------------------------------------------------- ranges
+
+
+def in_range(name: str, function: Callable) -> Callable:
+    """`function`, run inside a profiler range."""
+
+    def ranged(*args, **kwargs):
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return ranged
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """As it was before FSDP made the module a unit."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def range_hooks(module: torch.nn.Module, name: str) -> list:
+    """Forward hooks that open and close a range around `module`; returns their handles."""
+    opened = []
+
+    def open_range(module, inputs):
+        opened.append(record_function(name))
+        opened[-1].__enter__()
+
+    def close_range(module, inputs, output):
+        opened.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(open_range),
+        module.register_forward_hook(close_range),
+    ]
+
+
+@contextlib.contextmanager
+def category_ranges(
+    model: torch.nn.Module, loss: str = "loss_function", whole: tuple[type, ...] = ()
+) -> Iterator[None]:
+    """Name the parts of the model for the profiler; everything is as before afterwards.
+
+    Rotary embedding and loss are functions, not modules.  LlamaAttention.forward looks
+    `apply_rotary_pos_emb` up in its module each time, so it can be replaced there.
+
+    Args:
+        loss: the attribute of the model that is its loss's function.
+        whole: classes of modules that do not call their parts.  Where these are hooked they would,
+            to honour the hooks.
+    """
+    fused = {part for each in model.modules() if isinstance(each, whole) for part in each.modules()}
+    handles = [
+        handle
+        for module in model.modules()
+        if class_name(module) in RANGE_OF_CLASS and module not in fused
+        for handle in range_hooks(module, RANGE_OF_CLASS[class_name(module)])
+    ]
+    for module in model.modules():
+        if has_adapter(module) and module not in fused:
+            handles += range_hooks(module, WITH_ADAPTER)
+            handles += range_hooks(module.base_layer, WITHOUT_ADAPTER)
+    loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
+    setattr(model, loss, in_range("loss", loss_function))
+    modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
+    try:
+        yield
+    finally:
+        setattr(model, loss, loss_function)
+        modeling_llama.apply_rotary_pos_emb = rotary
+        for handle in handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------- steps
+
+
+def timed_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dataset.Batch],
+    take_step: Callable = stepping.training_step,
+) -> float:
+    """One step, as `stepping.timed_step` takes it; milliseconds."""
+    with record_function("step"):
+        _, seconds = stepping.timed_step(model, optimizer, batches, take_step)
+    return 1e3 * seconds
+
+
+def last_of(
+    profiler: profile,
+    model,
+    optimizer,
+    steps: list[list[dataset.Batch]],
+    take_step: Callable = stepping.training_step,
+) -> float:
+    """Two steps, from the micro-batches of each; the second one's milliseconds.
+
+    The first is thrown away: it pays for attaching the profiler to the GPU.
+
+    Raises:
+        RunError: no kernel was recorded.
+    """
+    with profiler:
+        for batches in steps:
+            step_ms = timed_step(model, optimizer, batches, take_step)
+            profiler.step()
+    if HAS_GPU and not gpu_events(profiler.events()):
+        raise RunError(
+            "no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)"
+        )
+    return step_ms
+
+
+def profiled_step(
+    model, optimizer, steps: list[list[dataset.Batch]], stacks: bool
+) -> tuple[profile, float]:
+    """Which kernel was launched for what, with the shapes of all operations; and milliseconds.
+
+    At the host's expense: see `timeline`.
+    """
+    profiler = profile(
+        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else []),
+        schedule=RECORD_SECOND,
+        record_shapes=True,
+        with_stack=stacks,
+    )
+    return profiler, last_of(profiler, model, optimizer, steps)
+
+
+def timeline(
+    model,
+    optimizer,
+    steps: list[list[dataset.Batch]],
+    take_step: Callable = stepping.training_step,
+) -> tuple[profile, dict]:
+    """When the GPU is idle or only communicates, while kernels and CUDA calls alone are recorded.
+
+    Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a
+    kernel takes as long as ever, but the time between kernels would be the profiler's.
+    """
+    profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
+    step_ms = last_of(profiler, model, optimizer, steps, take_step)
+    events = profiler.events()
+    times = {**idle_times(events), **communication_times(events)}
+    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **times}
+
+
+def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
+    """What this GPU can do at most; before training, which needs the memory (twice 2 GiB).
+
+    fp8: a workload's; without it, and without a GPU, FP8 has no ceiling.
+    """
+    ceilings = {
+        "copy_gbs": timing.copy_bandwidth(),
+        "matmul_tflops": timing.matmul_rate(dtype=dtype),
+    }
+    if fp8 and HAS_GPU:
+        ceilings["fp8_tflops"] = timing.fp8_rate()
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+    return ceilings
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def read_trace(profiler: profile) -> tuple[dict, bytes]:
+    """A profile as a Chrome trace, and as the bytes of its file.
+
+    The profiler replaces what it is pointed at, be it a link or a device, and does not say where it
+    fails.  So it gets a file of our own.
+
+    Raises:
+        RunError: there is no room for that file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        try:
+            content = file.read_bytes()
+            return json.loads(content), content
+        except (FileNotFoundError, ValueError) as error:  # nothing was written, or a part
+            raise RunError(
+                f"the profiler could not write its trace in {tempfile.gettempdir()}: "
+                "make room there, or set TMPDIR to a folder with room"
+            ) from error
+
+
+def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
+    """Write a profile as a Chrome trace, compressed if `path` ends in .gz.
+
+    Returns:
+        The trace's content and the file's bytes.
+
+    Raises:
+        RunError: there is no room for the trace, or `path` cannot be written.
+    """
+    trace, content = read_trace(profiler)
+    if path.endswith(".gz"):
+        content = gzip.compress(content)
+    write_output(path, content, "the trace")
+    return trace, len(content)

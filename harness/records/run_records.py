@@ -1,0 +1,214 @@
+"""What a run writes down, as JSON: the machine and versions it ran on, and what it measured."""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.cli.command_line import UserError
+from harness.cli.output_files import write_output
+
+# what a run may use, or be compared with, besides PyTorch, Triton and transformers
+OTHERS = "peft", "bitsandbytes", "liger-kernel", "quack-kernels", "torchao", "unsloth"
+
+# what `environment_line` prints of where a record was made
+ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
+
+
+def commit() -> str:
+    """This checkout's commit, '+' where files differ from it; 'unknown' without git.
+
+    GIT_COMMIT overrides it.
+    """
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"]
+    here = Path(__file__).parents[2]
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + (
+            "+" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def environment() -> dict:
+    """What a record must say about where it was made."""
+    from harness.cli.device import HAS_GPU  # decides how Triton will run
+
+    # isort: split
+    import torch
+    import transformers
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
+        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability())
+        if HAS_GPU
+        else None,
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "others": versions_of_others(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def versions_of_others() -> dict[str, str]:
+    """{package: version} of OTHERS, as far as they are installed."""
+    found = {}
+    for package in OTHERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def environment_line(env: dict) -> str:
+    """One line: GPU, versions, date, commit."""
+    device = env["gpu"] or f"none (CPU {env['cpu']})"
+    return (
+        f"GPU: {device} | PyTorch {env['torch']} | Triton {env['triton']} | "
+        f"transformers {env['transformers']} | {env['date']} | commit {env['commit']}"
+    )
+
+
+def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
+    """The speed of light of this machine, measured in this run."""
+    return "\n".join(
+        [
+            environment_line(env),
+            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
+        ]
+    )
+
+
+def write_record(path: str | None, record: dict) -> None:
+    """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
+
+    Raises:
+        RunError: the file cannot be written (any more).
+    """
+    if path is None:
+        return
+    keep_record(path, record)
+    print(f"Record written to {path}")
+
+
+def keep_record(path: str, record: dict) -> None:
+    """`write_record` without a word, for one that is still growing."""
+    write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
+
+
+def read_record(path: str, kind: str) -> dict:
+    """Read a record of the given kind.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or is a record of another kind.
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # the last: thousands of brackets
+        raise UserError(f"{path} is not a JSON record: {error}") from error
+    if not isinstance(record, dict) or record.get("kind") != kind:
+        found = record.get("kind") if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
+    return record
+
+
+def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], bool]]) -> None:
+    """Refuse a record without what is read of it.
+
+    Args:
+        keys: a key -> does its value fit?  The keys of MAY_BE_MISSING are checked where present.
+
+    Raises:
+        UserError: a value is missing or does not fit.
+    """
+    present = {key: fits for key, fits in MAY_BE_MISSING.items() if key in record}
+    with_lora = ("lora_alpha", "lora_targets") if "lora_rank" in record else ()
+    keys = keys | present | {key: MAY_BE_MISSING[key] for key in with_lora}
+    damaged = [key for key, fits in keys.items() if key not in record or not fits(record[key])]
+    if damaged:
+        missing = f"without a usable {', '.join(damaged)}"
+        raise UserError(f"{path} is a damaged record, {missing}; run its script again")
+
+
+# ---------------------------------------------------------------- does a value of a record fit?
+
+
+def is_number(value: object) -> bool:
+    """Return True if it is finite, as a float too: JSON may hold an integer of 400 digits."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def is_positive(value: object) -> bool:
+    return is_number(value) and value > 0
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, list) and all(map(is_item, values))
+
+
+def is_table_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, dict) and all(map(is_item, values.values()))
+
+
+def has_numbers(*names: str) -> Callable[[object], bool]:
+    """Return a test for objects in which these names have numbers."""
+    return lambda value: isinstance(value, dict) and all(is_number(value.get(n)) for n in names)
+
+
+def is_environment(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() >= ENVIRONMENT
+
+
+# what only some records say, or only newer ones
+MAY_BE_MISSING = {
+    "lora_rank": is_count,
+    "lora_alpha": is_number,
+    "lora_targets": is_text,
+    "trained_parameters": is_count,
+    "padding": is_number,
+    "data_seconds": is_list_of(is_number),
+    "fp8_layers": lambda counts: is_list_of(is_count)(counts) and len(counts) == 2,
+    "teacher": is_text,
+}
+
+
+def relative_difference(a: float, b: float) -> float:
+    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    if a == b:
+        return 0.0
+    return abs(b - a) / abs(a) if a else math.inf
+
+
+def relative_differences(first: dict, other: dict) -> list[float]:
+    """|loss - loss of the first run| / loss of the first run, for each step."""
+    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]

@@ -1,0 +1,179 @@
+"""One training step, of one micro-batch or several: plain, timed, and as a CUDA graph."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from harness.cli.command_line import RunError, UserError, ran_out_of_memory
+from harness.cli.device import synchronize
+from harness.cli.tables import describe
+from harness.data.dataset import Batch
+from harness.model.architecture import unpacked_sequences
+from harness.steps import parallel
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.Optimizer:
+    """AdamW as PyTorch gives it, by default without further options."""
+    return torch.optim.AdamW(trained(model), lr=lr, **options)
+
+
+def in_steps(batches: list[Batch], micro_batches: int) -> list[list[Batch]]:
+    """The micro-batches of each step, from those of all steps in a row."""
+    return [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
+
+
+def inputs_of(batch: Batch, model: Callable) -> dict:
+    """What the model is called with for a batch; one that asks for it is told the targets' number.
+
+    So it need not wait for the GPU to count them.
+    """
+    inner = getattr(model, "module", model)  # of DistributedDataParallel
+    counted = {"max_targets": batch.n_targets} if getattr(inner, "takes_max_targets", False) else {}
+    return batch.inputs() | counted
+
+
+def count_targets(batches: list[Batch]) -> torch.Tensor:
+    """How many tokens a step is trained on: () int64, on the batches' device.
+
+    Of several processes the mean of theirs: `parallel.mean_over_processes`.
+
+    Filled there: a copy from the host would wait for the device.
+    """
+    count = sum(batch.n_targets for batch in batches)
+    on_device = torch.full((), count, dtype=torch.int64, device=batches[0].input_ids.device)
+    return parallel.mean_over_processes(on_device)
+
+
+def training_step(
+    model: Callable,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    n_targets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
+
+    With one micro-batch it is the step of finetune_baseline.py's page.  Of several the gradients
+    are added up, and the loss is the mean over the targets of them all: each micro-batch adds its
+    sum of losses divided by their number.  With several processes the targets are those of all, and
+    the loss is the mean of what the processes return.  The ranges give the profiler its phases;
+    outside a profile they cost nothing worth measuring.
+
+    Args:
+        model: a Hugging Face model, or what is called as one.
+        optimizer: one that steps during a backward has a context `accumulating()` for all but the
+            last, in which it does not.
+        batches: the micro-batches of the step.
+        n_targets: where `count_targets` of several is already on the device.
+    """
+    *earlier, last = batches
+    shared = {}
+    if earlier or parallel.world_size() > 1:
+        shared["num_items_in_batch"] = count_targets(batches) if n_targets is None else n_targets
+
+    def add_gradients(batch: Batch) -> torch.Tensor:
+        with torch.profiler.record_function("forward"):
+            loss = model(**inputs_of(batch, model), **shared).loss
+        with torch.profiler.record_function("backward"):
+            loss.backward()
+        return loss.detach()
+
+    accumulating = getattr(optimizer, "accumulating", contextlib.nullcontext)
+    with accumulating(), parallel.unreduced(model):
+        # one by one: a compiled model writes over the loss that it returned before
+        loss_before = sum(add_gradients(batch) for batch in earlier)
+    loss = add_gradients(last)
+    with torch.profiler.record_function("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss_before + loss if earlier else loss
+
+
+def timed_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    take_step: Callable = training_step,
+) -> tuple[torch.Tensor, float]:
+    """(loss, seconds) of one step, from an idle device to an idle device.
+
+    Args:
+        take_step: `training_step`, or the replay that `captured_step` makes of it.
+    """
+    synchronize()
+    start = time.perf_counter()
+    loss = take_step(model, optimizer, batches)
+    synchronize()
+    return loss, time.perf_counter() - start
+
+
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Its tensors, by the names of its fields."""
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def captured_step(
+    model: Callable,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    stream: torch.cuda.Stream,
+) -> Callable:
+    """`training_step` recorded as one CUDA graph, and replayed: thousands of launches become one.
+
+    A graph repeats kernels with the addresses and numbers that it has seen.  So each micro-batch is
+    copied to where the recorded one was, all steps must have the recorded shapes, the number of
+    targets and the optimizer's count of steps lie on the GPU.  Steps must have been taken before,
+    on the same stream: kernels are compiled and optimizer states made outside of a graph.
+
+    Returns:
+        A function to be called as `training_step` is.
+
+    Raises:
+        RunError: the step cannot be recorded: something in it waits for the GPU.
+        UserError: a batch has another shape than the recorded one.
+    """
+    clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
+    # the batches to come may have more targets than these: each token may be one
+    recorded = [
+        replace(batch, **tensors, n_targets=batch.labels.numel())
+        for batch, tensors in zip(batches, clones)
+    ]
+    n_targets = count_targets(batches) if len(batches) > 1 else None  # the mean's own, of one
+    # a graph has memory of its own and cannot use what the steps before it left
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with unpacked_sequences(), torch.cuda.graph(graph, stream=stream):
+            loss = training_step(model, optimizer, recorded, n_targets)
+    except RuntimeError as error:
+        first = error.__context__ or error  # what fails in a recording makes its end fail too
+        if not isinstance(first, RuntimeError) or ran_out_of_memory(first):
+            raise first from None
+        raise RunError(
+            f"this step cannot be recorded as a CUDA graph ({describe(first)}): "
+            "leave --cuda-graph out"
+        ) from error
+
+    def replay(model, optimizer, batches):
+        for batch, tensors in zip(batches, clones):
+            for name, tensor in tensors_of(batch).items():
+                if tensor.shape != tensors[name].shape:
+                    raise UserError(
+                        f"a batch has the shape {tuple(tensor.shape)}, but the CUDA graph was "
+                        f"recorded with {tuple(tensors[name].shape)}; --cuda-graph needs batches "
+                        "of one shape"
+                    )
+                tensors[name].copy_(tensor)
+        if n_targets is not None:
+            n_targets.fill_(sum(batch.n_targets for batch in batches))
+        graph.replay()
+        return loss
+
+    return replay

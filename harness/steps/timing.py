@@ -1,0 +1,174 @@
+"""Clocks and ceilings: how long a call takes, what memory it needs, what this machine can do.
+
+Units: times in microseconds (us) or seconds, bandwidth in GB/s and memory in bytes, all decimal
+(1 GB = 1e9 bytes), as the playbook's tables print them.
+"""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
+
+# after `device`, which decides how Triton will run
+import triton  # isort: skip
+
+# Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs
+# utilization.  First matching name wins; a GPU that is not listed gives n/a.
+DATASHEET_BF16_TFLOPS = {
+    "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250,
+    "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: 20th percentile, median, 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
+    """Wall time of fn(), launches included.
+
+    On a GPU: triton's do_bench (warm-up first, so that compilation stays out;
+    the L2 cache is flushed before every call, so that inputs come from memory).
+    """
+    if HAS_GPU:
+        return Timing(
+            *(
+                1e3 * t
+                for t in triton.testing.do_bench(
+                    fn, warmup=25, rep=rep_ms, quantiles=[0.2, 0.5, 0.8]
+                )
+            )
+        )
+    samples = []
+    for _ in range(3):
+        start = time.perf_counter()
+        fn()
+        samples.append(1e6 * (time.perf_counter() - start))
+    low, middle, high = sorted(samples)
+    return Timing(low, middle, high)
+
+
+def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
+    """Wall time of one fn() among `calls` that are queued back to back, median of several batches.
+
+    That is what a training loop pays: the host's time or the GPU's, whichever is longer.
+    """
+    calls, batches = (calls, 5) if HAS_GPU else (1, 3)
+    fn()
+    samples = []
+    for _ in range(batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        synchronize()
+        samples.append(1e6 * (time.perf_counter() - start) / calls)
+    return statistics.median(samples)
+
+
+def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
+    """Kernel time of fn() alone: median us of its replays from one CUDA graph, no Python between.
+
+    Without a GPU, or where fn cannot be captured because it synchronizes with
+    the host, None.  Replays run back to back, so data that fits in L2 stays there.
+    """
+    if not HAS_GPU:
+        return None
+    try:
+        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
+    except RuntimeError:  # "operation not permitted when stream is capturing"
+        torch.cuda.synchronize()
+        return None
+
+
+# ---------------------------------------------------------------- ceilings
+
+
+def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
+    """Measured device copy rate, GB/s, reads plus writes counted."""
+    if not HAS_GPU:
+        n_bytes = 64 << 20
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
+
+
+def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Measured matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
+    n = n if HAS_GPU else 512
+    a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
+    return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
+
+
+def fp8_rate(n: int = 8192) -> float:
+    """The same of e4m3 numbers with a scale for each row, added up fast; needs a GPU."""
+    a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.ones(n, 1, device=DEVICE)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=scales,
+            scale_b=scales.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    return 2 * n**3 / time_us(product, rep_ms=400).p50 / 1e6
+
+
+def datasheet_tflops(gpu: str | None) -> float | None:
+    """Dense bf16 TFLOP/s by the data sheet, None where the GPU is not listed."""
+    return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_zeros(()), None
+
+
+def as_a_result(values: torch.Tensor) -> torch.Tensor:
+    """A copy that requires a gradient and, as logits are, is an operation's result; the operation
+    keeps nothing for its backward, and its own gradient is one number.
+    """
+    anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
+    return _Result.apply(anchor, values)
+
+
+def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
+    """Peak GPU memory that fn() allocates beyond what was allocated before it; None on the CPU."""
+    if not HAS_GPU:
+        return None
+    fn()  # workspaces that are allocated once do not count
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory allocated on the GPU so far; on the CPU, this process's peak resident size."""
+    if HAS_GPU:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,4 @@
+"""A fine-tuning run: steps, validation, checkpoints, saving.
+
+May import the rooms up to profiling.
+"""

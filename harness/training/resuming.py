@@ -1,0 +1,172 @@
+"""From which checkpoint a run goes on, and whether it may: flags, facts, refusals.
+
+The files themselves are those of checkpoint_files.py.  What does not fit is refused before a model
+is loaded; the flags alone import no PyTorch.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.cli.command_line import UserError, flag_name
+from harness.cli.workload import Workload
+from harness.training import checkpoint_files
+from harness.training.checkpoint_files import FACTS, newest
+
+# lists of a run with an entry for each step
+COLUMNS = "losses", "seconds", "tokens", "peaks", "data_seconds"
+# on what bits depend besides the workload
+MACHINE = "gpu", "cpu", "torch", "cuda", "triton", "transformers"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a run's flags say about them; by default there are none."""
+
+    folder: str | None = None  # to write them to
+    every: int | None = None  # steps; None: only when a signal ends the run
+    resume: str | None = None  # to go on from its newest
+    keep: int = 1  # how many stay, the newest ones
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
+        """What the flags say.
+
+        Raises:
+            UserError: there is no folder to write to, or the checkpoint of another run is in it.
+        """
+        asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
+        for name in ("checkpoint_every", "keep"):
+            if (value := getattr(args, name)) and not asked.folder:
+                given = f"{flag_name(name)} {value} has no place to write to"
+                raise UserError(f"{given}: add --checkpoint DIR")
+        asked.refuse_another_runs()
+        return asked
+
+    def refuse_another_runs(self) -> None:
+        """Refuse to write beside a checkpoint that this run does not go on from.
+
+        Raises:
+            UserError: there is one, or a folder that is none has the name of a later one.
+        """
+        if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
+            given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
+            raise UserError(f"{given}, expected none of this name: move it, or name another folder")
+        if self.folder and (there := newest(self.folder)):
+            resumed = self.resume and newest(self.resume)
+            if not (resumed and os.path.samefile(there, resumed)):
+                given = f"--checkpoint {self.folder} holds {there.name} of another run"
+                advice = f"add --resume {self.folder} to go on from there, or name another folder"
+                raise UserError(f"{given}, expected none: {advice}")
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the folder, so that no other run writes there meanwhile.
+
+        Raises:
+            UserError: another run does, or has done since the flags were read.
+        """
+        with checkpoint_files.alone_in(self.folder):
+            self.refuse_another_runs()
+            yield
+
+    @property
+    def is_asked(self) -> bool:
+        """Is there anything to write or to go on from?"""
+        return self.folder is not None or self.resume is not None
+
+
+def read(folder: str, workload: Workload) -> tuple[Path, dict]:
+    """The newest checkpoint, and its facts, if the workload may go on from it.
+
+    Prints from where, and what is done in another way than before.
+
+    Raises:
+        UserError: there is none, it is damaged, is of another training, or has no step left; what
+            `load_config` refuses.
+    """
+    from harness.model.architecture import computing_differences
+    from harness.model.config_file import load_config
+
+    path = newest(folder) if folder else None
+    if path is None:
+        expected = "a folder that --checkpoint DIR has written to"
+        raise UserError(
+            f"--resume {folder!r} holds no checkpoint, expected {expected}: name another"
+        )
+    try:
+        facts = json.loads((path / FACTS).read_text())
+        saved, step = Workload.from_record(facts), facts["step"]
+        if {len(facts[column]) for column in COLUMNS} != {step}:
+            raise ValueError(f"it does not list {step} steps")
+        machine = {name: facts["environment"][name] for name in MACHINE}
+        facts["data_digest"]
+    except checkpoint_files.UNREADABLE as error:
+        given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
+        raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
+    if workload.steps <= step:
+        given = f"{path} is of step {step}, and --steps {workload.steps} leaves none to take"
+        raise UserError(f"{given}: give the --steps of the whole run, {saved.steps}")
+    if "config" not in facts:
+        given = f"{path} does not say how its model computes, as older versions wrote it"
+        raise UserError(f"{given}: go on with the version that wrote it, or start anew")
+    different = refused_differences(saved, workload)
+    if different := different or computing_differences(facts["config"], load_config(workload)):
+        given = f"{path} is of another training: {'; '.join(different)}"
+        advice = "give the flags and the model's config.json that it was started with"
+        raise UserError(f"{given}: {advice}, or name another")
+    checkpoint_files.check(path)  # last: it reads all of a large checkpoint
+    print(f"Resuming from {path}: steps {step + 1} to {workload.steps}")
+    for note in notes(saved, machine, workload):
+        print(note)
+    print()
+    return path, facts
+
+
+def refused_differences(saved: Workload, workload: Workload) -> list[str]:
+    """What makes it another training than the saved one.
+
+    A step's sequences may be laid out in another way: 8 at once, in two micro-batches of 4, or 4 on
+    each of two GPUs.  The number of steps decides which samples are read, and so their order.
+    """
+    without_layout = {"batch_size": 1, "accumulate": None, "world_size": None}
+    before, now = replace(saved, **without_layout), replace(workload, **without_layout)
+    different = before.differences(now)
+    if saved.fp8 != workload.fp8:  # it rounds otherwise
+        different.append(f"fp8 {workload.fp8} (not {saved.fp8})")
+    expected, given = (each.sequences * each.micro_batches for each in (saved, workload))
+    if given != expected:
+        different.append(f"sequences in a step {given} (not {expected})")
+    return different
+
+
+def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
+    """A line for all that is done in another way, and whether that may change the last bits."""
+    from harness.records.run_records import environment
+
+    here = environment()
+    changed = [
+        f"{name} {here[name]} (not {before})"
+        for name, before in machine.items()
+        if here[name] != before
+    ]
+    for name in ("batch_size", "accumulate"):
+        before, now = getattr(saved, name), getattr(workload, name)
+        if before != now:
+            changed.append(f"{name} {now} (not {before})")
+    exact = []
+    for difference in saved.differences(workload, how=True):
+        name = difference.split()[0]
+        # PyTorch's AdamW computes in another order where a graph may record it; ours does not
+        stays = name == "offload" or (name == "cuda_graph" and "adamw" in workload.kernels)
+        (exact if stays else changed).append(difference)
+    lines = []
+    if exact:
+        lines.append(f"In another way, with the same result to the bit: {'; '.join(exact)}")
+    if changed:
+        lines.append(f"In another way, so that last bits may differ: {'; '.join(changed)}")
+    return lines

@@ -1,0 +1,370 @@
+"""A fine-tuning run around its steps: what is printed and recorded of each, validation, saving.
+
+    run = Run("Baseline", workload, model, record_to=args.json, save_to=args.save)
+    for batch in run.batches():                 # the clock starts
+        ...                                     # forward, backward, update
+        run.end_step(loss)                      # the clock stops
+    run.finish()
+
+So the scripts differ in what they do to the model and in their step, and in nothing else.
+
+On a GPU the last step trains as the others do, under PyTorch's profiler, which records the kernels
+and nothing else: how long the GPU computes.  Recording slows the host down, so that step does not
+count in the run's times.
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from harness.cli.command_line import RunError
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, number, title
+from harness.cli.workload import (
+    WARMUP_STEPS,
+    Workload,
+    kernels_in_words,
+    model_line,
+    size_in_words,
+    teacher_line,
+)
+from harness.data.dataset import Batch, load_data, load_tokenizer
+from harness.data.loader import Loader
+from harness.model.adapters import counts, flops_per_token
+from harness.model.architecture import TORCH_DTYPES
+from harness.profiling.attribution import busy_us, gpu_events
+from harness.profiling.costs import least_ms
+from harness.profiling.diagnosis_tables import ceilings_line
+from harness.profiling.profiler import measure_ceilings
+from harness.records.run_records import environment, environment_line, write_record
+from harness.records.spread import spread, timed, waited
+from harness.steps import parallel
+from harness.steps.power import PowerMeter, power_in_words
+from harness.steps.timing import datasheet_tflops, peak_memory_bytes
+from harness.training.resuming import COLUMNS
+from harness.training.saving import save_model
+
+NOT_SAVED = "nothing was saved. Try a lower --lr"
+
+
+class Run:
+    """One run of a workload's steps; once made, it has printed what will run, and validated.
+
+    Args:
+        name: heads the result block, as in "Baseline Results".
+        workload: with steps and lr.
+        model: from `load_model`, patched or not.
+        record_to: the file for the record, if there is to be one.
+        save_to: the folder for the trained model, if there is to be one.
+        more: what else the record is to say, such as the size of a teacher.
+        resumed: what `progress` said of the steps before, which the model has taken, if any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        workload: Workload,
+        model: torch.nn.Module,
+        record_to: str | None = None,
+        save_to: str | None = None,
+        more: dict | None = None,
+        resumed: dict | None = None,
+    ):
+        self.name, self.workload, self.model = name, workload, model
+        self.record_to, self.save_to = record_to, save_to
+        self.environment = environment()
+        # of the run's first process; older checkpoints do not say the day
+        started = {"environment": self.environment} | (resumed or {})
+        self.day = started.get("day", started["environment"]["date"])
+        self.data = load_data(workload, model.config, workload.steps, self.day)
+        self.described = workload.as_record() | counts(model, workload) | (more or {})
+        # one of each per step; data_seconds: of its seconds, those that the device waited for data
+        before = resumed or dict.fromkeys(COLUMNS, ())
+        self.losses, self.seconds, self.tokens = (
+            list(before[column]) for column in ("losses", "seconds", "tokens")
+        )
+        self.peaks, self.data_seconds = list(before["peaks"]), list(before["data_seconds"])
+        self.steps_before = len(self.losses)
+        left = workload.steps - self.steps_before
+        # steps of another process are not timed either
+        self.warmup_steps = self.steps_before + (WARMUP_STEPS if left > WARMUP_STEPS else 0)
+        # the last one, if that leaves some to be timed
+        self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
+        self.busy_ms = None
+        if save_to:
+            # saved with the model: if it cannot be had, say so before training
+            load_tokenizer(workload)
+        self.print_heading()
+        self.ceilings = None
+        if HAS_GPU:
+            self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
+        if resumed:
+            self.described["resumed_from"] = self.steps_before
+            self.validation_before = resumed["validation_loss_before"]
+        else:
+            self.validation_before = validation_loss(model, self.data.validation)
+
+    def print_heading(self) -> None:
+        if not HAS_GPU:
+            print(NO_GPU_NOTE + "\n")
+        print(environment_line(self.environment))
+        print(model_line(self.described))
+        if self.workload.teacher is not None:
+            print(teacher_line(self.described))
+        print(f"Data: {self.data.source}")
+        if self.workload.parallel:
+            print(f"Step: {size_in_words(self.described)}")
+        kernels = kernels_in_words(self.described)
+        print(f"Custom kernels: {kernels}; AdamW, learning rate {self.workload.lr:g}\n")
+
+    def batches(self) -> Iterator[Batch]:
+        """The batch of each step, where a step takes one; as `steps` hands them out."""
+        for (batch,) in self.steps():
+            yield batch
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """Each step's micro-batches, on the device; when they are handed out, the clock starts."""
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        last_timed = self.workload.steps - self.profiled_steps
+        self.loader = Loader(self.data.train, self.workload.micro_batches, self.steps_before)
+        with PowerMeter() as self.power:
+            for step in range(self.steps_before + 1, self.workload.steps + 1):
+                batches = self.loader.take()
+                self.step_tokens = sum(batch.n_tokens for batch in batches)
+                with self.recording() if step > last_timed else contextlib.nullcontext():
+                    self.start_clock()
+                    if step == self.warmup_steps + 1:
+                        self.power.restart()
+                    yield batches
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Find out how long the GPU computes meanwhile, be it for one launch or for thousands.
+
+        That is unknown where no kernel was recorded, as under another profiler.
+        """
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            yield
+        kernels = gpu_events(profiler.events())
+        self.busy_ms = busy_us(kernels) / 1e3 if kernels else None
+
+    def start_clock(self) -> None:
+        """From an idle device.  To be called again after work that is no part of a step."""
+        synchronize()
+        self.started = time.perf_counter()
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        """Stop the clock once the device is idle, record the step and print its line.
+
+        Of several processes: the mean of their losses, all tokens, and the largest memory.
+
+        While the device is busy the next step's batches are fetched.
+
+        Raises:
+            RunError: the loss is not finite.
+        """
+        self.data_seconds.append(self.loader.fetch())
+        synchronize()
+        self.seconds.append(time.perf_counter() - self.started)
+        of_each = parallel.gather(loss.item(), self.step_tokens, peak_memory_bytes())
+        losses, tokens, peaks = zip(*of_each)
+        self.losses.append(sum(losses) / len(losses))
+        step = len(self.losses)
+        if not math.isfinite(self.losses[-1]):
+            raise RunError(f"the loss became {self.losses[-1]} at step {step}; {NOT_SAVED}")
+        self.tokens.append(int(sum(tokens)))
+        self.peaks.append(int(max(peaks)))
+        columns = self.losses, self.seconds, self.tokens, self.peaks
+        print(step_line(step, self.workload.steps, *columns), flush=True)
+
+    def progress(self) -> dict:
+        """What a run that goes on after the steps so far has to know of them, as `resumed`."""
+        columns = {column: getattr(self, column) for column in COLUMNS}
+        return columns | {"validation_loss_before": self.validation_before, "day": self.day}
+
+    def finish(self) -> dict:
+        """Validate, print the result block, save the model, write the record and return it.
+
+        Raises:
+            RunError: the validation loss is not finite, and nothing is saved then; or a file cannot
+                be written.
+        """
+        workload = self.workload
+        validation_after = validation_loss(self.model, self.data.validation)
+        if not math.isfinite(validation_after):  # the last step's loss was from before its update
+            after = f"validation loss became {validation_after} after step {workload.steps}"
+            raise RunError(f"the {after}; {NOT_SAVED}")
+
+        record = {
+            "kind": "finetune",
+            "title": self.name,
+            "environment": self.environment,
+            **self.described,
+            "losses": self.losses,
+            "peaks": self.peaks,
+            **self.times(),
+            "padding": self.data.train.padding(),
+            "peak_memory_bytes": self.peaks[-1],
+            "validation_loss_before": self.validation_before,
+            "validation_loss_after": validation_after,
+            "held_out": self.data.validation.digest(),
+        }
+        print("\n" + result_block(record))
+        try:
+            if self.save_to:
+                save_model(self.model, workload, self.save_to)
+        finally:  # a full disk must not cost the record too
+            write_record(self.record_to, record)
+        return record
+
+    def times(self) -> dict:
+        """What a record says of the timed steps, and of the one that was profiled."""
+        steps = {"warmup_steps": self.warmup_steps, "profiled_steps": self.profiled_steps}
+        steps |= {"seconds": self.seconds, "tokens": self.tokens}
+        steps |= {"data_seconds": self.data_seconds}
+        seconds, tokens = timed(steps), timed(steps, "tokens")
+        low, high = spread(seconds)
+        throughput = sum(tokens) / sum(seconds)
+        n = parallel.world_size()
+        of_each = {"tokens_per_second_per_gpu": throughput / n} if n > 1 else {}
+        flops = flops_per_token(self.model.config, self.workload, self.data.span)
+        flops += self.described.get("teacher_flops_per_token", 0)
+        return {
+            **steps,
+            "average_seconds": statistics.mean(seconds),
+            "median_seconds": statistics.median(seconds),
+            "p20_seconds": low,
+            "p80_seconds": high,
+            "tokens_per_second": throughput,
+            **of_each,
+            "model_flops_utilization": self.utilization(flops * throughput / n),
+            "busy_ms": self.busy_ms,
+            **({"power": self.power.reading()} if HAS_GPU else {}),
+            "ceilings": self.ceilings,
+            "least_ms": self.least_ms(flops, statistics.mean(tokens) / n),
+        }
+
+    def utilization(self, flops_per_second: float) -> float | None:
+        """The share of the data sheet's bf16 rate that these are; None if that is unknown."""
+        gpu = self.environment["gpu"]
+        rate = datasheet_tflops(gpu) if self.workload.dtype == "bf16" else None
+        return None if rate is None else flops_per_second / (rate * 1e12)
+
+    def least_ms(self, flops: float, n_tokens: float) -> float | None:
+        """The speed of light of a step with that many FLOPs per token; None without a GPU."""
+        if self.ceilings is None:
+            return None
+        return least_ms(self.model.config, self.workload, n_tokens, flops, self.ceilings)
+
+
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
+    """Mean loss per trained token over the held-out batches, dropout off.
+
+    Several processes share the batches.  They gather sharded weights together, so each calls the
+    model equally often; what a round has too many is computed again and does not count.
+    """
+    model.eval()
+    total, count = 0.0, 0
+    n = parallel.world_size()
+    for first in range(0, len(batches), n):
+        i = first + parallel.rank()
+        batch = batches[i % len(batches)].to(DEVICE)
+        loss = model(**batch.inputs()).loss.item()
+        if i < len(batches):
+            total += loss * batch.n_targets
+            count += batch.n_targets
+    model.train()
+    totals, counts = zip(*parallel.gather(total, count))
+    return sum(totals) / sum(counts)
+
+
+# ---------------------------------------------------------------- output
+
+
+def step_line(
+    step: int,
+    n_steps: int,
+    losses: list[float],
+    seconds: list[float],
+    tokens: list[int],
+    peaks: list[int],
+) -> str:
+    """What is printed after a step, counted from 1; the lists hold at least that many steps."""
+    i = step - 1
+    left = statistics.median(seconds[:step]) * (n_steps - step)
+    rate = f"{tokens[i] / seconds[i]:>9,.0f} tokens/sec"
+    return (
+        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {losses[i]:8.4f}  {seconds[i]:7.3f} s  "
+        f"{rate}  peak {peaks[i] / 1e9:6.1f} GB  ETA {left:4.0f} s"
+    )
+
+
+def share_of_step(record: dict, key: str, of_what: str) -> str:
+    """Some milliseconds of a record, and their share of its median step; older ones have none."""
+    ms = record.get(key)
+    if ms is None:
+        return "n/a"
+    share = ms / (1e3 * record["median_seconds"])
+    if key == "busy_ms":  # of the profiled step, which may be a little longer than the median one
+        share = min(1.0, share)
+    return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
+
+
+def result_block(record: dict) -> str:
+    """The playbook's result block, from a record."""
+    on_gpu = record["environment"]["gpu"] is not None
+    mfu = record["model_flops_utilization"]
+    utilization = number(mfu and 100 * mfu, ".1f")
+    if mfu is not None:
+        utilization += " % of the data sheet's dense bf16 rate"
+    memory = "Peak GPU memory:" if on_gpu else "Peak process memory:"
+    first, last = record["warmup_steps"] + 1, record["steps"] - record.get("profiled_steps", 0)
+    low, high = spread(timed(record))
+    around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
+    profiled = f"of kernels in step {record['steps']}, which was profiled"
+    busy = share_of_step(record, "busy_ms", profiled)
+    light = share_of_step(record, "least_ms", "at the measured ceilings, without the host")
+    before, after = record["validation_loss_before"], record["validation_loss_after"]
+    throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
+    if "tokens_per_second_per_gpu" in record:
+        throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
+    if padding := record.get("padding"):  # older records do not say it
+        throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
+    rows = [
+        ("Average time per step:", f"{record['average_seconds']:.3f} s (steps {first} to {last})"),
+        ("Median time per step:", f"{record['median_seconds']:.3f} s ({around})"),
+        ("Average throughput:", throughput),
+        (memory, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
+        ("GPU busy:", busy),
+    ]
+    if "power" in record:
+        rows.append(("Power and clock:", power_in_words(record["power"])))
+    rows.append(("Speed of light:", light))
+    if "data_seconds" in record:
+        share = f"at most {100 * waited(record):.2f} % of the steps' time"
+        rows.append(("Waiting for data:", share))
+    if waits := record.get("checkpoint_seconds"):
+        rows.append(("Waiting for checkpoints:", f"{sum(waits):.1f} s in all, for {len(waits)}"))
+    rows += [
+        ("Model FLOPs utilization:", utilization),
+        ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
+    ]
+    if "teacher" in record:
+        first, last = record["losses"][0], record["losses"][-1]
+        change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"
+        rows.append(("Distillation loss:", change))
+    lines = [title(f"{record['title']} Results"), *(f"{name:<25} {text}" for name, text in rows)]
+    if on_gpu:
+        lines.append(OF_STEPS)
+    if record.get("ceilings"):
+        lines.append(ceilings_line(record))
+    if "teacher" in record:
+        lines.append(teacher_line(record))
+    return "\n".join(lines)

@@ -1,0 +1,296 @@
+"""Who is timed: PyTorch in its several forms, our kernels, and the time of the host alone.
+
+Other libraries are in benchmark_peers.py.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from cross_entropy_kernel import (
+    PlainCrossEntropyFunction,
+    TritonCrossEntropyLoss,
+    cross_entropy_reference,
+)
+from harness.benchmark.benchmark_specs import (
+    COMPILED,
+    EAGER,
+    FORMULA,
+    HOST_FLOOR,
+    IN_PLACE,
+    ONE_TILE,
+    OURS,
+    PLAIN,
+    SEPARATE,
+    TWO_KERNELS,
+)
+from harness.benchmark.benchmarking import Implementation
+from harness.cli.device import HAS_GPU
+from next_steps.comparisons.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.fp8_casts import (
+    swiglu_fp8,
+    swiglu_fp8_backward,
+    swiglu_fp8_backward_reference,
+    swiglu_fp8_reference,
+)
+from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
+from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.lessons.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
+from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
+from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
+from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
+from next_steps.studies.fp8_contenders import separate_swiglu, separate_swiglu_backward
+from rmsnorm_kernel import TritonRMSNormFunction
+
+
+@dataclass(frozen=True)
+class Contenders:
+    """Of one kernel: everything but the other libraries."""
+
+    # The first is what ours is judged by, and what torch.compile compiles.
+    pytorch: list[Implementation]
+    ours: list[Implementation]
+    # The time of the host alone, where it can be longer than the GPU's.
+    nothing: Callable | None = None
+    compile_pytorch: bool = True
+    compile_ours: bool = False  # the first one of ours
+    donate: bool = False  # see compile_function
+
+
+class Nothing(torch.autograd.Function):
+    """Allocates what RMSNorm or SwiGLU return and launches no kernel: Python and autograd alone."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class NothingLoss(torch.autograd.Function):
+    """The same for a loss."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits)
+        return torch.empty((), dtype=torch.float32, device=logits.device)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (logits,) = ctx.saved_tensors
+        return torch.empty_like(logits), None
+
+
+class NothingRotated(torch.autograd.Function):
+    """The same for RoPE, which needs neither q nor k in the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return torch.empty_like(q), torch.empty_like(k)
+
+    @staticmethod
+    def backward(ctx, dq_rot, dk_rot):
+        return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
+
+
+def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's loss: the logits are converted to fp32 first."""
+    return cross_entropy_reference(logits.float(), targets)
+
+
+def eager_linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    return eager_cross_entropy(F.linear(hidden, weight), targets)
+
+
+def rmsnorm_contenders(dtype: str) -> Contenders:
+    return Contenders(
+        [
+            Implementation(EAGER, eager_rmsnorm),
+            Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
+        ],
+        [Implementation(OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))],
+        Nothing.apply,
+        compile_ours=True,
+    )
+
+
+def cross_entropy_contenders(dtype: str) -> Contenders:
+    return Contenders(
+        [
+            Implementation(EAGER, eager_cross_entropy),
+            Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
+        ],
+        [
+            Implementation(OURS, TritonCrossEntropyLoss()),
+            Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
+            Implementation(PLAIN, PlainCrossEntropyFunction.apply),
+        ],
+        NothingLoss.apply,
+        compile_ours=True,
+    )
+
+
+def swiglu_contenders(dtype: str) -> Contenders:
+    return Contenders(
+        [Implementation(EAGER, swiglu_reference)],
+        [
+            Implementation(OURS, TritonSwiGLU()),
+            Implementation(IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
+        ],
+        Nothing.apply,
+    )
+
+
+def rope_contenders(dtype: str) -> Contenders:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return Contenders(
+        [Implementation(EAGER, apply_rotary_pos_emb)],
+        [Implementation(OURS, triton_apply_rotary_pos_emb)],
+        NothingRotated.apply,
+    )
+
+
+def adamw_contenders(dtype: str) -> Contenders:
+    torch_adamw = functools.partial(torch.optim.AdamW, **ADAMW)
+    ours = [Implementation(OURS, functools.partial(TritonAdamW, **ADAMW))]
+    if dtype == "bf16":
+        rounded = functools.partial(TritonAdamW, **ADAMW, stochastic_rounding=True)
+        ours.append(Implementation(f"{OURS}, stochastic rounding", rounded))
+    # On a GPU the default is foreach=True.  waits: without capturable=True they refuse to be
+    # recorded, even the fused one, which does not wait.
+    fused = functools.partial(torch_adamw, fused=True)
+    pytorch = [
+        Implementation("torch.optim.AdamW", torch_adamw, waits=True),
+        Implementation("torch.optim.AdamW, fused=True", fused, waits=True),
+    ]
+    return Contenders(pytorch, ours, compile_pytorch=False)
+
+
+def linear_cross_entropy_contenders(dtype: str) -> Contenders:
+    pytorch = [
+        Implementation(EAGER, eager_linear_cross_entropy),
+        Implementation(
+            f"F.linear + F.cross_entropy, {dtype} logits",
+            lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets),
+        ),
+    ]
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        chunked = functools.partial(F.linear_cross_entropy, options=options)
+        name = "F.linear_cross_entropy, chunked"
+        pytorch.append(Implementation(name, chunked, backward_again=False))
+    # The second backward of one forward would be another one, which computes the logits anew.
+    ours = Implementation(OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
+    return Contenders(pytorch, [ours], donate=True)
+
+
+def eager_reverse_kl(
+    student: torch.Tensor, teacher: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    log_p, log_q = (F.log_softmax(logits.to(dtype), -1) for logits in (student, teacher))
+    return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+
+
+def reverse_kl_contenders(dtype: str) -> Contenders:
+    eager = [Implementation("F.kl_div in fp32", eager_reverse_kl)]
+    if dtype != "fp32":
+        in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
+        eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
+    one_tile = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
+    # each row may have a grad_output of its own
+    two_kernels = TritonReverseKLLoss(reduction="none")
+    ours = [
+        # a second backward would compute the gradient anew
+        Implementation(OURS, TritonReverseKLLoss(), backward_again=False),
+        Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
+    ]
+    return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
+
+
+def nf4_contenders(dtype: str) -> Contenders:
+    def of_tensors(dequantize: Callable) -> Callable:
+        """What takes the problem's inputs: those of NF4, and the weight that they are of."""
+        return lambda *inputs: dequantize(NF4(*inputs[:-1]), inputs[-1].shape, inputs[-1].dtype)
+
+    return Contenders(
+        [Implementation(FORMULA, of_tensors(nf4_dequantize_reference))],
+        [Implementation(OURS, of_tensors(nf4_dequantize))],
+    )
+
+
+def fp8_contenders(dtype: str) -> Contenders:
+    return Contenders(
+        [Implementation(FORMULA, quantize_rows_reference)], [Implementation(OURS, quantize_rows)]
+    )
+
+
+def fp8_casts_contenders(dtype: str) -> Contenders:
+    def both(forward: Callable, backward: Callable) -> Callable:
+        """What takes the problem's inputs: dy, and gate and up in one matrix."""
+
+        def call(dy: torch.Tensor, gate_up: torch.Tensor) -> tuple[Rows, ...]:
+            gate, up = gate_up.chunk(2, 1)
+            return forward(gate, up), *backward(dy, gate, up)
+
+        return call
+
+    formulas = both(swiglu_fp8_reference, swiglu_fp8_backward_reference)
+    return Contenders(
+        [Implementation(FORMULA, formulas)],
+        [
+            Implementation(OURS, both(swiglu_fp8, swiglu_fp8_backward)),
+            Implementation(SEPARATE, both(separate_swiglu, separate_swiglu_backward)),
+        ],
+    )
+
+
+CONTENDERS: dict[str, Callable[[str], Contenders]] = {
+    "rmsnorm": rmsnorm_contenders,
+    "cross_entropy": cross_entropy_contenders,
+    "swiglu": swiglu_contenders,
+    "rope": rope_contenders,
+    "adamw": adamw_contenders,
+    "linear_cross_entropy": linear_cross_entropy_contenders,
+    "reverse_kl": reverse_kl_contenders,
+    "nf4": nf4_contenders,
+    "fp8": fp8_contenders,
+    "fp8_casts": fp8_casts_contenders,
+}
+
+
+def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> list[Implementation]:
+    """In the order of the table's rows; anew for each size, for torch.compile to specialize to."""
+    own = CONTENDERS[kernel](dtype)
+    compiled, ours = [], own.ours
+    if HAS_GPU and own.compile_pytorch:
+        torch.compiler.reset()  # it gives up after eight shapes; forget those before this one
+        function = compile_function(own.pytorch[0].function, own.donate)
+        compiled = [Implementation(COMPILED, function, backward_again=not own.donate)]
+        if own.compile_ours:
+            function = compile_function(ours[0].function)
+            ours = [*ours, Implementation(f"{OURS} under torch.compile", function)]
+    floor = [Implementation(HOST_FLOOR, own.nothing)] if own.nothing else []
+    return [*own.pytorch, *compiled, *peers, *ours, *floor]
+
+
+def compile_function(function: Callable, donate: bool = False) -> Callable:
+    """torch.compile for one shape, all of it or an error."""
+    import torch._functorch.config
+
+    # Donation lets a compiled backward reuse the memory of what the forward saved for it.  Without
+    # it the backward can run more than once, and so be timed by itself; but where the logits are
+    # saved, it would take twice as much.
+    torch._functorch.config.donated_buffer = donate
+    return torch.compile(function, dynamic=False, fullgraph=True)

@@ -1,0 +1,91 @@
+"""What --sweep prints: every setting of a launch with its time, and what follows for the file."""
+
+from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
+from harness.records.run_records import ceilings_card
+
+Setting = dict[str, int]  # some of KNOBS
+KNOBS = {
+    "num_warps": "groups of 32 threads per program",
+    "STAGES": "rows in flight per program, one computed and the others being loaded",
+    "TILE_ROWS": "a step of the loop takes TILE_ROWS x TILE_COLS logits",
+    "TILE_COLS": "a thread has TILE_COLS / (32 x num_warps) of these columns",
+    "n_programs": "how many share the rows; given in multiples of the GPU's multiprocessors",
+}
+WORTH_A_CHANGE = 1.02  # below that it may be noise
+
+
+def words(setting: Setting) -> str:
+    return ", ".join(f"{knob} = {value}" for knob, value in setting.items())
+
+
+def programs(n_programs: int, section: dict) -> str:
+    """As a number, and where it comes from."""
+    if n_programs == section["rows"]:
+        return f"{n_programs:,} (rows)"
+    per_processor, rest = divmod(n_programs, section["processors"])
+    multiple = "" if rest else f" ({per_processor} x {section['processors']})"
+    return f"{n_programs:,}{multiple}"
+
+
+def advice(section: dict) -> str:
+    """Keep what the file carries, or what to set in it."""
+    timed = [row for row in section["tried"] if row["us"] is not None]
+    shipped = next(row for row in section["tried"] if row["setting"] == section["shipped"])
+    best = min(timed, key=lambda row: row["us"])
+    said = (
+        f"The file carries {words(shipped['setting'])} ({shipped['us']:,.1f} us), "
+        f"the fastest here is {words(best['setting'])} ({best['us']:,.1f} us): "
+    )
+    if shipped["us"] <= WORTH_A_CHANGE * best["us"]:
+        return said + "keep."
+    other = best["setting"].items() - shipped["setting"].items()
+    changes = [f"`{knob} = {v}`" for knob, v in best["setting"].items() if (knob, v) in other]
+    return said + f"set {', '.join(changes)} in {section['file']} for this GPU and size."
+
+
+def setting_row(record: dict, section: dict, row: dict) -> list[str]:
+    share = None
+    if row["us"] is not None:
+        share = 100 * section["bytes"] / row["us"] / 1e3 / record["copy_gbs"]
+    cells = [
+        programs(value, section) if knob == "n_programs" else value
+        for knob, value in row["setting"].items()
+    ]
+    resources = [number(row[key], "d") for key in ("registers", "spills")]
+    note = row["fault"] or ("<- in the file" if row["setting"] == section["shipped"] else "")
+    return [*cells, number(row["us"]), number(share, ".0f"), *resources, note]
+
+
+def section_table(record: dict, section: dict) -> str:
+    """All settings of one launch, the fastest first, those without a time last."""
+    on_gpu = record["environment"]["gpu"] is not None
+    size = f"{section['rows']:,} x {section['size']:,}, {record['dtype']}"
+    knobs = list(section["shipped"])
+    fastest_first = sorted(section["tried"], key=lambda row: (row["us"] is None, row["us"]))
+    body = [setting_row(record, section, row) for row in fastest_first]
+    headers = [*knobs, "us", "% of copy", "Registers", "Spilled", ""]
+    align = ["right"] * (len(headers) - 1) + ["left"]
+    n_bytes = section["bytes"]
+    moved = f"{n_bytes / 1e6:,.0f} MB" if n_bytes >= 1e6 else f"{n_bytes:,} bytes"
+    nothing = "These are times of the interpreter: nothing follows from them for the file."
+    return "\n".join(
+        [
+            title(f"Sweep: {section['launch']}, {size}{'' if on_gpu else NOT_MEANINGFUL}"),
+            *(f"{knob}: {KNOBS[knob]}" for knob in knobs),
+            f"us: median of one launcher's call, host included; % of copy: {moved} over that "
+            "time, of the measured copy rate",
+            "",
+            table(headers, body, align),
+            "",
+            advice(section) if on_gpu else nothing,
+        ]
+    )
+
+
+def render_sweep(record: dict) -> str:
+    """Everything that a sweep prints about its measurements, from their record."""
+    env = record["environment"]
+    blocks = [] if env["gpu"] else [NO_GPU_NOTE]
+    blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
+    blocks += [section_table(record, section) for section in record["sections"]]
+    return "\n\n".join(blocks)

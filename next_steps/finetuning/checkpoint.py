@@ -1,0 +1,437 @@
+"""Checkpoints: a run that was ended, and goes on as if it had not been, to the bit.
+
+    python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100
+    python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100 --resume DIR
+
+What a step depends on, and where a resumed run has it from:
+
+    parameters, AdamW's moments, its count of steps    saved: tensors, here
+    learning rate, betas, kernels                      the flags, which must be the same
+    heads, epsilon, rotary frequencies                 --model's config.json, likewise
+    frozen weights, of LoRA                            --model; their digest must be the same
+    which samples are in which step                    (seed, epoch); the steps done are skipped
+    the bits that round at random                      (seed, step, parameter, element)
+
+So no state of a random generator is saved: nothing in a step draws from one.  A model with dropout
+would, and is refused.
+
+torch.distributed.checkpoint writes and reads the tensors, each process those parts that it holds.
+Who reads need not hold the same parts: what two GPUs have saved, one loads, and the other way.
+
+Training waits until the tensors are copied into the host's memory, and goes on while a thread
+writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step: AdamW's
+kernel and CUDA graphs write into the same tensors.  It takes as many bytes as the checkpoint: per
+parameter three numbers of its dtype, 48 GB for LLaMA 3.1 8B in bf16, each process its share.
+
+A checkpoint is complete or absent, and its files have checksums:
+harness/training/checkpoint_files.py.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+# not staging.DefaultStager around it, which in PyTorch 2.11 forgets its memory after each copy
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
+
+from harness.cli.command_line import Ended, RunError, UserError
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.output_files import UNFINISHED
+from harness.model.architecture import computing_fields
+from harness.model.config_file import reading
+from harness.model.frozen_digest import frozen_digest
+from harness.steps.parallel import TIMEOUT
+from harness.training import checkpoint_files
+from harness.training.checkpoint_files import NAMED, all_in
+from harness.training.resuming import Checkpoints
+from harness.training.training_run import Run
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.patches.offload import host_memory
+
+OF_THE_HOST = 0.9  # of the memory that it has left, which a copy may take
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+# ---------------------------------------------------------------- the tensors
+
+
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """What training changes, by the parameters' names: the tensors themselves, no copies.
+
+    With LoRA these are the adapters: of what is frozen a checkpoint has the digest.
+    """
+    states = {
+        name: dict(optimizer.state[p])
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, p in named if p.requires_grad}
+    weights = {name: t for name, t in model.state_dict().items() if name in trained}
+    return {"model": weights, "optimizer": states}
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """What AdamW's first step would make, for one that has taken none: to be filled.
+
+    Moments are as their parameters: of their dtype, and parted over GPUs as they are.
+    """
+    for group in optimizer.param_groups:
+        on_gpu = isinstance(optimizer, TritonAdamW) or group["capturable"] or group["fused"]
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), device=p.device if on_gpu else "cpu"),  # () fp32
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+
+def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:
+    """Fill the model and its AdamW, which has taken no step, from a checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged, or beside other frozen weights.
+    """
+    if facts.get("frozen_digest") != frozen_digest(model):
+        given = f"{path} was trained beside other frozen weights"
+        advice = "give the --model that it was started with"
+        raise UserError(f"{given}, expected those of this model: {advice}")
+    make_states(optimizer)
+    with reading(f"the checkpoint {path}"):
+        try:
+            expect_one_process()
+            dcp.load(tensors_of(model, optimizer), checkpoint_id=path)
+        except dcp.CheckpointException as error:  # not an Exception
+            raise ValueError(cause(error)) from error
+    synchronize()  # the steps may be on another stream
+
+
+def share_of(tensors: dict) -> dict:
+    """What this process writes of `tensors_of`: its shards, and an equal part of what all have."""
+    if not dist.is_initialized():
+        return tensors
+    n, rank = dist.get_world_size(), dist.get_rank()
+    return {
+        part: {
+            name: given
+            for i, (name, given) in enumerate(named.items())
+            if i % n == rank or any(isinstance(t, DTensor) for t in tensors_in(given))
+        }
+        for part, named in tensors.items()
+    }
+
+
+def tensors_in(given: torch.Tensor | dict) -> list[torch.Tensor]:
+    """All tensors in a dict of dicts, or the one that is given."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [t for each in given.values() for t in tensors_in(each)]
+
+
+def n_bytes_of(tensors: dict) -> int:
+    """Bytes of what this process holds of them."""
+    held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
+    return sum(t.nbytes for t in held)
+
+
+def save(
+    folder: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: dict,
+    keep: int = 1,
+) -> Path:
+    """Write the checkpoint of a step into a folder, in which then the newest `keep` are left."""
+    return write(folder, share_of(tensors_of(model, optimizer)), facts, keep)
+
+
+def write(
+    folder: str, tensors: dict, facts: dict, keep: int, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write tensors and facts as the checkpoint of a step, and remove older ones.
+
+    Whenever this is interrupted, the one before is still there, or the new one is whole.  All
+    processes call it, each with its `share_of` the tensors.
+
+    Args:
+        group: by which the processes talk; of a thread, one that nothing else uses.
+
+    Raises:
+        RunError: it cannot be written; the one before is still there.
+    """
+    path = Path(folder) / f"{NAMED}{facts['step']}"
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        if first:
+            checkpoint_files.remove_unfinished(folder)
+            unfinished.mkdir(parents=True)
+        wait_for_all(group)
+        expect_one_process()
+        dcp.save(tensors, storage_writer=Writer(unfinished), process_group=group)
+        if first:
+            checkpoint_files.complete(unfinished, path, json.dumps(facts), keep)
+        wait_for_all(group)
+    except (OSError, dcp.CheckpointException) as error:
+        if first:  # a full disk has room for other files again
+            shutil.rmtree(unfinished, ignore_errors=True)
+        why = cause(error) if isinstance(error, dcp.CheckpointException) else error.strerror
+        kept = f"; {there[-1]} is still there" if (there := all_in(folder)) else ""
+        raise RunError(f"no checkpoint could be written to {folder}: {why}{kept}") from error
+    return path
+
+
+class Writer(dcp.FileSystemWriter):
+    """Raises what the system says where a file cannot be written.
+
+    PyTorch raises what follows from it, "[enforce fail at inline_container.cc]".
+    """
+
+    def __init__(self, path: Path):
+        # copies nothing ahead: with tensors in the host's memory the thread makes no call to CUDA,
+        # which would fail while the main thread records a graph
+        super().__init__(path, per_thread_copy_ahead=0)
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+def expect_one_process() -> None:
+    """Without torchrun there is one process, as PyTorch supposes; it need not warn of that."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+
+def wait_for_all(group: dist.ProcessGroup | None) -> None:
+    """Until every process is here; alone, not at all."""
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def cause(error: dcp.CheckpointException) -> str:
+    """What the first process to fail says, in a line."""
+    first, _ = next(iter(error.failures.values()))
+    said = first.strerror if isinstance(first, OSError) else str(first)
+    return " ".join(str(said).split()) or type(first).__name__
+
+
+# ---------------------------------------------------------------- around a run's steps
+
+
+def refuse_random_numbers(model: torch.nn.Module) -> None:
+    """Refuse a model whose steps draw random numbers, which no checkpoint could repeat.
+
+    Raises:
+        UserError: it has dropout.
+    """
+    if p := model.config.attention_dropout:
+        given = f"the model's attention_dropout is {p}, which draws random numbers"
+        advice = "set it to 0 in its config.json, or leave --checkpoint and --resume out"
+        raise UserError(f"{given} that a checkpoint cannot repeat, expected 0: {advice}")
+
+
+def check_data(run: Run, facts: dict) -> None:
+    """Refuse a run whose samples are not those of the checkpoint.
+
+    Raises:
+        UserError: a file, the tokenizer or Python's standard library has changed.
+    """
+    if facts["data_digest"] != run.data.digest():
+        given = f"the samples of --data {run.workload.data} are not those of the checkpoint"
+        raise UserError(f"{given}, expected the same texts and tokenizer: bring them back")
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that each of this machine's processes can still take."""
+    page, here = os.sysconf("SC_PAGE_SIZE"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    taken = page * int(Path("/proc/self/statm").read_text().split()[1])
+    of_machine = next(
+        1024 * int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    return min(of_machine // here, host_memory() // here - taken)
+
+
+class Keeper(contextlib.AbstractContextManager):
+    """Writes a run's checkpoints; in its context, SIGINT and SIGTERM end the run after its step.
+
+    Those of every N steps are written by a thread, from a copy, while training goes on.  The next
+    one waits for the one under way, and the end of the run for the last.  The one at which a signal
+    ends the run is written at once.  A second signal ends the process.
+
+    Without a folder it does nothing at all.
+    """
+
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints):
+        self.run, self.optimizer, self.checkpoints = run, optimizer, checkpoints
+        self.signal = 0
+        self.handlers = {}
+        self.thread, self.group = ThreadPoolExecutor(1), None
+        self.copies, self.stager = True, None  # made with the first copy
+        self.under_way: Future | None = None
+        self.seconds: list[float] = []  # that training has waited, for each checkpoint
+        if checkpoints.folder is None:
+            return
+        self.require_room()
+        self.digest = run.data.digest()
+        frozen = frozen_digest(run.model)
+        self.frozen = {} if frozen is None else {"frozen_digest": frozen}
+        run.described["checkpoint_seconds"] = self.seconds
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def require_room(self) -> None:
+        """Refuse a disk that has no room for the checkpoints that will be there at one time.
+
+        Raises:
+            UserError: it is too small by now.
+        """
+        folder, every, keep = (getattr(self.checkpoints, n) for n in ("folder", "every", "keep"))
+        trained = [p for p in self.run.model.parameters() if p.requires_grad]
+        n_bytes = 3 * sum(p.numel() * p.element_size() for p in trained)  # with two moments
+        last, taken = self.run.workload.steps - 1, len(self.run.losses)
+        to_come = last // every - taken // every if every else 1
+        n = min(to_come, keep + 1 - min(keep, len(all_in(folder))))
+        free = shutil.disk_usage(folder).free
+        if n * n_bytes > free:
+            given = f"--checkpoint {folder} has {free / 1e9:,.3g} GB of room"
+            expected = f"expected {n} x {n_bytes / 1e9:,.3g} GB for checkpoints"
+            raise UserError(f"{given}, {expected}: free some, lower --keep or name another folder")
+
+    def __enter__(self) -> "Keeper":
+        if self.checkpoints.folder:
+            self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.thread.shutdown()  # whatever ends the run, a checkpoint that was begun becomes whole
+        if self.under_way:
+            error = self.under_way.exception()
+            print(error or f"Checkpoint written to {self.under_way.result()}", flush=True)
+        if kind is None and self.signal:  # in the last step, so that the run has come to its end
+            self.end(self.signal)
+
+    def note(self, number: int, frame) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def end(self, number: int) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+
+    def agreed_signal(self) -> int:
+        """The signal that has come, to whichever process; 0: none.  All save the same step.
+
+        One that comes while they agree stays noted, for the next step.
+        """
+        if not dist.is_initialized():
+            return self.signal
+        signals = torch.tensor(self.signal, device=DEVICE)
+        dist.all_reduce(signals, dist.ReduceOp.MAX)
+        return int(signals)
+
+    def end_step(self) -> None:
+        """Save, if it is time to; then end the run, if it was asked to end.
+
+        After the last step there is nothing to go on with: --save writes the model.
+
+        Raises:
+            RunError: this checkpoint cannot be written, or the one before could not be.
+        """
+        step, every = len(self.run.losses), self.checkpoints.every
+        if not self.checkpoints.folder:
+            return
+        last = step == self.run.workload.steps
+        number = 0 if last else self.agreed_signal()
+        due = number or (every and step % every == 0 and not last)
+        if due:
+            self.seconds.append(0.0)
+        if due or (self.under_way and (last or self.under_way.done())):
+            with self.waiting():
+                self.finish_writing()
+                if due and not self.begin_writing(may_copy=not number):
+                    self.finish_writing()
+        if number:
+            print(f"Ended after step {step}: --resume {self.checkpoints.folder} goes on from there")
+            self.end(number)
+
+    def begin_writing(self, may_copy: bool) -> bool:
+        """Have a thread write this step's checkpoint; returns True if it writes from a copy."""
+        tensors = share_of(tensors_of(self.run.model, self.optimizer))
+        copied = self.copied(tensors) if may_copy else None
+        facts = copy.deepcopy(self.facts())  # the run adds to its lists
+        folder, keep = self.checkpoints.folder, self.checkpoints.keep
+        written = tensors if copied is None else copied
+        self.under_way = self.thread.submit(write, folder, written, facts, keep, self.group)
+        return copied is not None
+
+    def finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written, if one is, and say where it is.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        if self.under_way:
+            future, self.under_way = self.under_way, None
+            print(f"Checkpoint written to {future.result()}", flush=True)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds in here to the last checkpoint that was begun."""
+        start = time.perf_counter()
+        yield
+        self.seconds[-1] += time.perf_counter() - start
+
+    def copied(self, tensors: dict) -> dict | None:
+        """The tensors in the host's memory, pinned where there is a GPU; None: it has no room.
+
+        The first copy's memory is used for all that follow.
+        """
+        if self.copies and self.stager is None:
+            n_bytes, room = n_bytes_of(tensors), available_memory()
+            if n_bytes > OF_THE_HOST * room:
+                needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
+                self.do_without_copies(f"{needed} and the host has {room / 1e9:,.3g}")
+            self.stager = StateDictStager(pin_memory=HAS_GPU)
+        if self.copies:
+            try:
+                return self.stager.stage(tensors)
+            except RuntimeError as error:  # the host has not so much, or pins not so much
+                self.do_without_copies(str(error).partition("\n")[0])
+        return None
+
+    def do_without_copies(self, why: str) -> None:
+        """From now on training waits for the disk."""
+        self.copies, self.stager = False, None
+        print(f"Training waits until each checkpoint is written: {why}", flush=True)
+
+    def facts(self) -> dict:
+        """What is said beside the tensors; see harness/training/resuming.py."""
+        return {
+            "step": len(self.run.losses),
+            "data_digest": self.digest,
+            "config": computing_fields(self.run.model.config),
+            **self.frozen,
+            "environment": self.run.environment,
+            **self.run.described,
+            **self.run.progress(),
+        }

@@ -1,0 +1,185 @@
+"""Distillation: a smaller model learns a larger one's answers.
+
+    python finetune_optimized.py --teacher MODEL
+
+A label says which token came next.  A teacher says how probable every token of the vocabulary was.
+The student learns to agree: with p its own probabilities and q the teacher's, at the positions
+whose label counts,
+
+    loss = KL(student || teacher) = sum p * (log p - log q)
+
+the reverse KL of reverse_kl_kernel.py, a mean.  It is 0 where both agree.  Labels do no more than
+mark positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
+count.  The validation loss stays the usual one, of the labels.
+
+The teacher computes no gradient and keeps no activations, so of it the memory holds the weights
+and, once, the logits (B, T, V).  The student's logits exist once, beside their gradient.  The
+kernels go into both models.
+"""
+
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from harness.cli.command_line import UserError
+from harness.cli.workload import Workload, same_place
+from harness.data.dataset import load_tokenizer
+from harness.model.architecture import flops_per_token
+from harness.model.config_file import load_config
+from harness.model.loading import load_model
+from harness.model.patching import causal_lm_loss
+from harness.profiling.kernel_facts import LOSS_KERNELS
+from harness.training.training_run import Run
+from next_steps.finetuning.kernel_training import optimizer_for, take_steps
+from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
+from next_steps.memory.memory_estimate import step_tryer
+from next_steps.patches.apply_kernels import apply_kernels, model_kernels
+
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import LlamaConfig, PreTrainedTokenizerBase  # isort: skip
+from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
+
+REVERSE_KL = "reverse_kl"
+
+
+def replace_loss(kernels: Sequence[str]) -> list[str]:
+    """`kernels` with reverse_kl in place of those for a loss on labels.
+
+    Without one of them the loss is PyTorch's.
+    """
+    others = [name for name in kernels if name not in LOSS_KERNELS]
+    return others + [REVERSE_KL] * (len(others) < len(kernels))
+
+
+def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
+    """How many layers of the model, whose configuration is `config`, the student has.
+
+    Raises:
+        UserError: the vocabularies differ, or these layers are not fewer than the model's.
+    """
+    model, teacher, asked = workload.model, workload.teacher, workload.student_layers
+    if config.vocab_size != teacher_config.vocab_size:
+        raise UserError(
+            f"{model} has a vocabulary of {config.vocab_size} tokens and the teacher {teacher} one "
+            f"of {teacher_config.vocab_size}; name two models with the same"
+        )
+    n_layers = config.num_hidden_layers
+    if asked is None:
+        n_kept = n_layers // 2 if same_place(model, teacher) else n_layers
+    elif asked < n_layers:
+        n_kept = asked
+    else:
+        raise UserError(f"--student-layers {asked} is not fewer than the {n_layers} of {model}")
+    if n_kept == 0:
+        alone = f"{teacher} has a single layer, which cannot be halved"
+        raise UserError(f"{alone}; name a smaller --model")
+    return n_kept
+
+
+def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
+    """Refuse a teacher that reads the student's tokens as others.
+
+    Raises:
+        UserError: both have a tokenizer, and these differ.
+    """
+    tokenizers = [load_tokenizer(each) for each in (workload, taught)]
+    if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
+        raise UserError(
+            f"the tokenizers of {workload.model} and the teacher {taught.model} differ in "
+            f"{len(tokens):,} tokens, {tokens[0]!r} among them; name two models with the same"
+        )
+
+
+def differing_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
+    """The tokens that have another id in each; added ones may be missing in one of the two."""
+    ours, theirs = one.get_vocab(), other.get_vocab()
+    may_be_missing = {*one.get_added_vocab(), *other.get_added_vocab()} - (ours.keys() & theirs)
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    return sorted(differing - may_be_missing)
+
+
+def learn_from(
+    student: torch.nn.Module, teacher: torch.nn.Module, temperature: float = 1.0, fused: bool = True
+) -> torch.nn.Module:
+    """Make the reverse KL to the teacher the student's loss in training; returns the student.
+
+    Only the student's `forward` changes.  The teacher does not become a part of it, of its
+    parameters or state_dict.
+
+    Args:
+        student: a LlamaForCausalLM, with or without kernels.
+        teacher: another, in evaluation mode, with the same vocabulary.
+        temperature: divides the logits of both.
+        fused: take the loss from the kernel; if not, from PyTorch's operations in fp32.
+    """
+
+    def eager(logits, teacher_logits, counts):
+        logits, n = (logits.float(), teacher_logits.float()), counts.sum()
+        total = reverse_kl_reference(*logits, counts, temperature, reduction="none").sum()
+        # NaN where nothing counts, with gradients of zero, as the kernel's are
+        return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
+
+    reverse_kl = TritonReverseKLLoss(temperature) if fused else eager
+
+    def forward(self, input_ids, labels, num_items_in_batch=None, **packing):
+        if not self.training:  # the validation loss is that of the labels
+            return type(self).forward(self, input_ids=input_ids, labels=labels, **packing)
+        with torch.no_grad():
+            teacher_logits = teacher(input_ids=input_ids, **packing).logits  # (B, T, V)
+        logits = type(self).forward(self, input_ids=input_ids, **packing).logits  # (B, T, V)
+
+        def of_targets(logits, targets, ignore_index):
+            return reverse_kl(logits, teacher_logits, targets != ignore_index)
+
+        loss_function = causal_lm_loss(of_targets)
+        loss = loss_function(logits, labels, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    student.forward = types.MethodType(forward, student)
+    student.takes_max_targets = False  # the forward above does not
+    return student
+
+
+def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
+    """The model to train, with its teacher behind its loss.
+
+    Args:
+        workload: with a teacher; its kernels for a model go into both models.
+
+    Returns:
+        The student; the workload with what was open in it: the student's layers, the temperature,
+        the loss's kernel; what else a record says about the teacher.
+    """
+    kernels = replace_loss(workload.kernels)
+    taught = replace(workload, model=workload.teacher)
+    n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
+    refuse_other_tokenizer(workload, taught)
+    workload = replace(
+        workload,
+        kernels=tuple(kernels),
+        student_layers=n_layers,
+        temperature=workload.temperature or 1.0,
+    )
+    try_step = step_tryer(model_kernels(kernels))
+    teacher = load_model(taught, try_step).eval().requires_grad_(False)
+    student = load_model(workload, try_step)
+    student.model.layers = student.model.layers[:n_layers]
+    student.config.num_hidden_layers = n_layers
+    for model in (teacher, student):
+        apply_kernels(model, model_kernels(kernels))
+    learn_from(student, teacher, workload.temperature, fused=REVERSE_KL in kernels)
+    forward_flops = flops_per_token(teacher.config, workload.seq_len) / 3  # a third of a step's
+    more = {
+        "teacher_parameters": sum(p.numel() for p in teacher.parameters()),
+        "teacher_flops_per_token": forward_flops,
+    }
+    return student, workload, more
+
+
+def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
+    """Distil the workload's teacher into its model; returns the record."""
+    student, workload, more = load_student(workload)
+    run = Run("Distillation", workload, student, record_to, save_to, more)
+    return take_steps(run, optimizer_for(student, workload))

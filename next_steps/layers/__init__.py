@@ -1,0 +1,1 @@
+"""Modules made of several kernels: projections, MLP, a whole layer.  May import lessons."""

@@ -1,0 +1,320 @@
+"""FP8 in a LLaMA layer: the seven projections multiply numbers of 8 bits, forward and backward.
+
+    q, k, v = (RMSNorm(x) @ w.t() for w in (w_q, w_k, w_v))           NormFP8LinearFunction
+    out     = x @ w_o.t()                                             FP8LinearFunction
+    out     = (silu(gate) * up) @ w_down.t()                          FP8MLPFunction
+              with gate, up = (RMSNorm(x) @ w.t() for w in (w_gate, w_up))
+
+Both factors of a product are rounded to e4m3, with a scale for each row: fp8_kernel.py.  It has a
+rate twice that of bf16, and all that is gained can be lost again by the passes that round.  So the
+question of fused_layer.py returns: where does one autograd Function end and the next begin?
+
+1. What makes a tensor rounds it.  The norm, SwiGLU and its backward have whole rows in their hands
+   and write codes: fp8_casts.py.  For that the MLP is one Function from its norm to its last
+   product: the gradients of gate and up pass from one product to the next in FP8 alone.
+2. Projections that share an input are one product.  Their weights' codes lie one below the other,
+   (sum of O, I), and so their gradients side by side, (N, sum of O).  Then the gradient of the
+   input needs no sum, and that of the weights is one product whose rows belong to one after the
+   other.
+3. The three products of a projection sum over different sides, and Hopper wants each factor to lie
+   along the side that is summed:
+
+       out = x @ w.t()       x (N, I), w (O, I)                as they are rounded
+       dx  = dout @ w        dout (N, O) as it is rounded, w turned into (I, O)
+       dw  = dout.t() @ x    both turned: (O, N), (I, N)
+
+   `transpose_rows` turns codes, a byte in and a byte out.  Of the weights there are no codes any
+   more when they have to be turned, but their largest scale is known from the forward: so
+   `quantize_transposed` rounds and turns them in one pass.
+
+Of FP8 nothing but that scale is kept from forward to backward.  Weights are rounded where they are
+used, in the forward and again in the backward.  Kept is x, in bf16, of each norm and of o, and gate
+and up: what fused_layer.py keeps at the level mlp of recompute.py.
+
+The weights' gradients have a choice, `mode`:
+
+    all      they are products of FP8 too
+    inputs   they are products of the bf16 tensors, as ever; FP8 are outputs and inputs' gradients.
+             So are those of a step whose tokens are no multiple of 16
+
+In bf16 stay the embedding, attention, residuals, the norms' statistics and gradients, the head and
+the loss, the weights themselves, their gradients and the optimizer.
+
+Limits: no bias, no adapter, no quantized weight, O and I multiples of 16; no second derivative.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.cli.fp8_flags import ALL
+from next_steps.layers.lora_linear import as_rows
+from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
+from next_steps.lessons.fp8_kernel import (
+    Rows,
+    fp8_product,
+    quantize_rows,
+    quantize_stacked,
+    quantize_transposed,
+    takes_fp8,
+    transpose_rows,
+)
+from next_steps.lessons.swiglu_kernel import swiglu_backward
+from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward
+
+# ---------------------------------------------------------------- the products
+#
+# Of projections that share x (N, I): their weights (O, I) one below the other, their results and
+# the results' gradients side by side, (N, sum of O).
+
+
+def results(x: Rows, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """x @ w.t() of x (N, I), for all of the weights: (N, sum of O); and their largest scale, ()."""
+    rows = quantize_stacked(*weights)  # (sum of O, I)
+    return fp8_product(x, rows, weights[0].dtype, fast=True), rows.scales.amax()
+
+
+def input_gradient(
+    dout: Rows, weights: Sequence[torch.Tensor], scale: torch.Tensor
+) -> torch.Tensor:
+    """dx (N, I), to which all of the weights add, of dout (N, sum of O).
+
+    scale (): the largest of theirs.
+    """
+    turned = quantize_transposed(*weights, scale=scale)  # (I, sum of O)
+    return fp8_product(dout, turned, weights[0].dtype, fast=True)
+
+
+def weight_gradients(
+    dout: Rows, x: Rows, weights: Sequence[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """dw (O, I) of each weight that needs it, of dout (N, sum of O) and x (N, I)."""
+    dout, x = transpose_rows(dout), transpose_rows(x)  # (sum of O, N), (I, N)
+    dtype, sizes = weights[0].dtype, [len(weight) for weight in weights]
+    if all(needed):
+        return list(fp8_product(dout, x, dtype, fast=True).split(sizes))
+    of_each = zip(dout.codes.split(sizes), dout.scales.split(sizes), needed)
+    return [
+        fp8_product(Rows(codes, scales), x, dtype, fast=True) if need else None
+        for codes, scales, need in of_each
+    ]
+
+
+def exact_weight_gradients(
+    douts: Sequence[torch.Tensor], x: torch.Tensor, needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The same of what has not been rounded: each dout (N, O), and x (N, I)."""
+    return [dout.t() @ x if need else None for dout, need in zip(douts, needed)]
+
+
+def takes_weight_gradients(mode: str, n_rows: int) -> bool:
+    """Are the weights' gradients, which sum over the rows, products of FP8?"""
+    return mode == ALL and takes_fp8(n_rows)
+
+
+def norm_gradients(
+    dout: Rows | None,
+    douts: Sequence[torch.Tensor] | None,
+    dresidual: torch.Tensor | None,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    weights: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """dx (..., H), dnorm_weight (H,) and dw (O, H) of each weight, of what a norm and projections
+    have made of x (..., H); None where `needed` says so, in the same order.
+
+    Args:
+        dout: the results' gradients in FP8, (N, sum of O); None if only `douts` are needed.
+        douts: each of them as it was before, (N, O); None: the weights' gradients are made of FP8.
+        dresidual: (..., H), of the x that goes around.
+        scale: the largest of the weights' scales, ().
+    """
+    need_x, need_norm_weight, *need_weights = needed
+    rows = as_rows(x)  # (N, H)
+    gradients = [None] * len(weights)
+    if any(need_weights) and douts is None:
+        y, _ = rmsnorm_fp8(rows, norm_weight, eps)  # again
+        gradients = weight_gradients(dout, y, weights, need_weights)
+    elif any(need_weights):
+        y, _ = rmsnorm_forward(rows, norm_weight, eps)  # again
+        gradients = exact_weight_gradients(douts, y, need_weights)
+    if not (need_x or need_norm_weight):
+        return [None, None, *gradients]
+
+    dy = input_gradient(dout, weights, scale)  # (N, H)
+    dx, dnorm_weight = rmsnorm_backward(
+        dy.view(x.shape), x, norm_weight, rstd, need_dweight=need_norm_weight
+    )
+    if dresidual is not None:
+        dx.add_(dresidual)
+    return [dx, dnorm_weight, *gradients]
+
+
+# ---------------------------------------------------------------- for autograd
+
+
+class NormFP8LinearFunction(torch.autograd.Function):
+    """`NormFP8LinearFunction.apply(x, norm_weight, eps, mode, *weights)`.
+
+    x, and RMSNorm(x) @ w.t() for each of the weights.  x (..., H), norm_weight (H,), w (O, H); the
+    results are (..., H) and, as columns of one matrix, (..., O).
+    """
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, eps, mode, *weights):
+        y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
+        out, scale = results(y, weights)
+        out = out.view(*x.shape[:-1], -1)
+        ctx.eps, ctx.mode = eps, mode
+        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
+        ctx.save_for_backward(x, norm_weight, rstd, scale, *weights)
+        return x.view_as(x), *out.split([len(weight) for weight in weights], dim=-1)
+
+    @staticmethod
+    def backward(ctx, dresidual, *douts):
+        _refuse_second_derivative()
+        x, norm_weight, rstd, scale, *weights = ctx.saved_tensors
+        need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
+        gradients = [None] * len(weights)
+        used = [i for i, dout in enumerate(douts) if dout is not None]
+        if not used:
+            return dresidual, None, None, None, *gradients
+
+        douts = [as_rows(douts[i]) for i in used]  # (N, O)
+        needed = [need_x, need_norm_weight, *(need_weights[i] for i in used)]
+        in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
+        dout = quantize_rows(*douts) if in_fp8 or any(needed[:2]) else None  # (N, sum of O)
+        dx, dnorm_weight, *found = norm_gradients(
+            dout,
+            None if in_fp8 else douts,
+            dresidual,
+            x,
+            norm_weight,
+            rstd,
+            ctx.eps,
+            [weights[i] for i in used],
+            scale,
+            needed,
+        )
+        for i, gradient in zip(used, found):
+            gradients[i] = gradient
+        return dx, dnorm_weight, None, None, *gradients
+
+
+class FP8LinearFunction(torch.autograd.Function):
+    """`FP8LinearFunction.apply(x, mode, weight)`: x @ weight.t() of x (..., I), weight (O, I).
+
+    x is kept as it is, which takes no memory where somebody keeps it anyway, and rounded again in
+    the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, mode, weight):
+        out, scale = results(quantize_rows(as_rows(x)), [weight])
+        ctx.mode, ctx.shape = mode, x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, scale)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dout):
+        _refuse_second_derivative()
+        x, weight, scale = ctx.saved_tensors
+        need_x, _, need_weight = ctx.needs_input_grad
+        douts = [as_rows(dout)]  # (N, O)
+        in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
+        rounded = quantize_rows(*douts) if in_fp8 or need_x else None
+        dx = dw = None
+        if need_weight and in_fp8:
+            x = quantize_rows(as_rows(x))  # again
+            (dw,) = weight_gradients(rounded, x, [weight], [True])
+        elif need_weight:
+            (dw,) = exact_weight_gradients(douts, as_rows(x), [True])
+        if need_x:
+            dx = input_gradient(rounded, [weight], scale).view(ctx.shape)
+        return dx, None, dw
+
+
+class FP8MLPFunction(torch.autograd.Function):
+    """`FP8MLPFunction.apply(x, norm_weight, eps, mode, w_gate, w_up, w_down)`.
+
+    x, and (silu(gate) * up) @ w_down.t() with gate and up of RMSNorm(x): all (..., H).  norm_weight
+    (H,), w_gate and w_up (I, H), w_down (H, I).
+    """
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, eps, mode, w_gate, w_up, w_down):
+        y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
+        both, scale = results(y, [w_gate, w_up])  # (N, 2 I), ()
+        out, scale_down = results(swiglu_fp8(*both.chunk(2, dim=1)), [w_down])
+        ctx.eps, ctx.mode = eps, mode
+        ctx.set_materialize_grads(False)
+        scales = scale, scale_down
+        ctx.save_for_backward(x, norm_weight, rstd, both, *scales, w_gate, w_up, w_down)
+        return x.view_as(x), out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dresidual, dout):
+        _refuse_second_derivative()
+        x, norm_weight, rstd, both, scale, scale_down, *weights = ctx.saved_tensors
+        *weights, w_down = weights
+        need_x, need_norm_weight, _, _, *need_weights, need_down = ctx.needs_input_grad
+        if dout is None:
+            return dresidual, *[None] * 6
+
+        dout, (gate, up) = as_rows(dout), both.chunk(2, dim=1)  # (N, H), (N, I)
+        in_fp8 = takes_weight_gradients(ctx.mode, len(dout))
+        rounded = quantize_rows(dout)
+        dinner = input_gradient(rounded, [w_down], scale_down)  # (N, I)
+        dw_down = douts = None
+        if in_fp8:
+            dboth, inner = swiglu_fp8_backward(dinner, gate, up)  # (N, 2 I), (N, I)
+            if need_down:
+                (dw_down,) = weight_gradients(rounded, inner, [w_down], [True])
+        else:
+            dgate, dup, inner = swiglu_backward(dinner, gate, up, need_y=need_down)
+            douts, dboth = [dgate, dup], quantize_rows(dgate, dup)
+            if need_down:
+                (dw_down,) = exact_weight_gradients([dout], inner, [True])
+        del dinner, inner, rounded  # memory for what follows
+        dx, dnorm_weight, *gradients = norm_gradients(
+            dboth,
+            douts,
+            dresidual,
+            x,
+            norm_weight,
+            rstd,
+            ctx.eps,
+            weights,
+            scale,
+            [need_x, need_norm_weight, *need_weights],
+        )
+        return dx, dnorm_weight, None, None, *gradients, dw_down
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        asked = "which create_graph=True asks for"
+        raise RuntimeError(f"FP8 in the layer has no second derivative, {asked}.")
+
+
+def qkv_fp8(
+    x: torch.Tensor, norm: torch.nn.Module, attention: torch.nn.Module, mode: str
+) -> tuple[torch.Tensor, ...]:
+    """x, and q, k and v of norm(x), of x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm."""
+    weights = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+    x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)
+    # Attention keeps v.  As columns of one matrix it would keep q and k alive, which in LLaMA 3.1
+    # 8B are five times as large, and are not needed once they are rotated.
+    return x, q, k, v.contiguous()
+
+
+def mlp_fp8(
+    x: torch.Tensor, norm: torch.nn.Module, mlp: torch.nn.Module, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and mlp(norm(x)), of x (..., H); the MLP is a TritonLlamaMLP or a LlamaMLP."""
+    weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    return FP8MLPFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)

@@ -1,0 +1,304 @@
+"""What to keep for the backward, and what to compute again: a LLaMA layer around the kernels.
+
+    q, k, v  = (RMSNorm(x) @ w.t() for w in (w_q, w_k, w_v))     norm_linear: x (..., H), w (O, H)
+    gate, up = (RMSNorm(x) @ w.t() for w in (w_gate, w_up))      norm_linear again
+    out      = (silu(gate) * up) @ w_down.t()                    swiglu_linear: gate, up (..., I),
+                                                                 w_down (H, I)
+
+No new kernel: the matrix products are PyTorch's, which run at the ceiling already, and the norm and
+SwiGLU are those of rmsnorm_kernel.py and swiglu_kernel.py.  What is new is where one autograd
+Function ends and the next begins.
+
+A matrix product y @ w.t() needs y again in its backward, for dw = dout.t() @ y, so autograd keeps
+y.  But to compute y = RMSNorm(x) again costs one pass over x, and x is kept anyway: it is the
+residual.  So with silu(gate) * up.  A Function around norm and products keeps x alone.  Kept per
+token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
+
+    residual before attention and before the MLP                2 x 8    kept
+    norm output, twice                                          2 x 8    computed again
+    q, k, v after the rotary embedding;
+        attention output                           8 + 2 + 2 + 8 = 20    kept
+    gate and up                                                2 x 28    kept (a product each)
+    silu(gate) * up                                                28    computed again
+                                                            136 -> 92
+
+The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0 passes more: the backward
+of SwiGLU has gate and up in registers when it computes their gradients, and writes silu(gate) * up
+on the way.  Where there is memory to spare, keep_norm and keep_product keep the two instead: the
+levels of recompute.py.
+
+Two more things that autograd does, and a Function does better:
+
+1. Several products share one input, so its gradient is a sum.  Autograd lets each product write its
+   part and adds them up afterwards, at three passes per addition.  `addmm_` adds as the product
+   stores its result: no pass of its own.
+2. The residual has two users, the norm and the addition after it, so its gradient is a sum too.
+   norm_linear returns x as its first result; the gradient of the branch around then arrives in the
+   same backward.
+
+A projection may have a LoRA adapter, or a quantized weight: what is between norm and SwiGLU are the
+products of lora_linear.py, which are the plain ones where there is neither.
+
+Limits: those of the two kernels; no bias, no second derivative.
+"""
+
+import torch
+from torch.nn.functional import linear
+
+from next_steps.layers.lora_linear import (
+    arguments,
+    as_rows,
+    input_gradient,
+    lora_linear,
+    needs_input,
+    parameter_gradients,
+    products,
+    thin_gradient,
+)
+from next_steps.lessons.lora_swiglu import (
+    LARGEST_RANK,
+    lora_swiglu_backward,
+    lora_swiglu_forward,
+)
+from next_steps.lessons.swiglu_kernel import (
+    TritonSwiGLUFunction,
+    may_overwrite_saved,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_reference,
+)
+from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
+
+
+def norm_linear_reference(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *weights: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H).
+
+    float64 stays float64.
+    """
+    y = rmsnorm_reference(x, norm_weight, eps)
+    return [x, *(linear(y, w) for w in weights)]
+
+
+def swiglu_linear_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    """Eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
+    return linear(swiglu_reference(gate, up), weight)
+
+
+class NormLinearFunction(torch.autograd.Function):
+    """`NormLinearFunction.apply(x, norm_weight, eps, keep, add, scales, bases, *tensors)`.
+
+    x, and for each of the projections what it makes of RMSNorm(x): `products` of lora_linear.py,
+    which says what scales, bases and tensors are.  x (..., H), norm_weight (H,); the results are
+    (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.  Without
+    `add` the adapters are not added, every projection has one, and the last result is h.
+    """
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, eps, keep, add, scales, bases, *tensors):
+        y, rstd = rmsnorm_forward(x, norm_weight, eps)  # (..., H), (N,) fp32
+        outs, h, stacked = products(y, scales, bases, tensors, add)
+        ctx.eps, ctx.add, ctx.scales, ctx.bases = eps, add, scales, bases
+        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
+        weights, b = tensors[::3], tensors[2::3]
+        y = y if keep else None
+        ctx.save_for_backward(x, norm_weight, rstd, y, h, stacked, *weights, *b)
+        return x.view_as(x), *outs, *(() if add else (h,))
+
+    @staticmethod
+    def backward(ctx, dresidual, *douts):
+        _refuse_second_derivative()
+        dh = None
+        if not ctx.add:
+            *douts, dh = douts
+        x, norm_weight, rstd, y, h, stacked, *others = ctx.saved_tensors
+        weights, b = others[: len(douts)], others[len(douts) :]
+        need_x, need_norm_weight, _, _, _, _, _, *needed = ctx.needs_input_grad
+        if not ctx.add:  # who adds h @ b.t() has b's gradients
+            needed[2::3] = [False] * len(douts)
+        if all(dout is None for dout in douts):
+            return dresidual, *[None] * (6 + len(needed))
+
+        douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
+        need_dy = need_x or need_norm_weight
+        if ctx.add and (need_dy or any(needed[1::3])):
+            dh = thin_gradient(douts, h, ctx.scales, b)
+        if needs_input(douts, needed):
+            if y is None:
+                y = rmsnorm_forward(x, norm_weight, ctx.eps)[0]  # again
+            y = as_rows(y)  # (N, H)
+        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
+        del y
+        if not need_dy:
+            return *[None] * 7, *gradients
+
+        dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
+        dx, dnorm_weight = rmsnorm_backward(
+            dy.view(x.shape),
+            x,
+            norm_weight,
+            rstd,
+            need_dweight=need_norm_weight,
+        )
+        if dresidual is not None:
+            dx.add_(dresidual)
+        return dx, dnorm_weight, None, None, None, None, None, *gradients
+
+
+class SwiGLULinearFunction(torch.autograd.Function):
+    """`SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)`, with one projection.
+
+    What it makes of silu(gate) * up: `products` of lora_linear.py.  gate, up (..., I); the result
+    is (..., O).  The backward overwrites gate and up: to be used nowhere else.  With
+    retain_graph=True, or where one of them needs no gradient, it does not: gradients get memory of
+    their own.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, scales, bases, *tensors):
+        (out,), h, stacked = products(swiglu_forward(gate, up), scales, bases, tensors)
+        ctx.scales, ctx.bases = scales, bases
+        weight, _, b = tensors
+        ctx.save_for_backward(gate, up, h, stacked, weight, b)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _refuse_second_derivative()
+        gate, up, h, stacked, weight, b = ctx.saved_tensors
+        need_gate, need_up, _, _, *needed = ctx.needs_input_grad
+        inplace = may_overwrite_saved() and need_gate and need_up
+        douts = [as_rows(dout)]  # (N, O)
+        dh = thin_gradient(douts, h, ctx.scales, [b])
+        dy = input_gradient(douts, dh, stacked, ctx.bases, [weight])  # (N, I)
+        need_y = needs_input(douts, needed)
+        dgate, dup, y = swiglu_backward(
+            dy.view(gate.shape), gate, up, inplace=inplace, need_y=need_y
+        )
+        y = as_rows(y) if need_y else None
+        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, [b], needed)
+        return dgate, dup, None, None, *gradients
+
+
+class LoRASwiGLUFunction(torch.autograd.Function):
+    """`LoRASwiGLUFunction.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`.
+
+    down_proj, with its adapter a (R, I) and b (O, R), of SwiGLU of gate and up (..., I), to which
+    their adapters are yet to be added: h (N, both R) and b_gate, b_up (I, R).  The result is
+    (..., O).  scales: of gate, up and down; base and w (O, I): as `products` has them.  keep:
+    SwiGLU's result is kept for the backward, not computed again.  The backward overwrites gate and
+    up: to be used nowhere else.  With retain_graph=True it does not.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b):
+        y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
+        (out,), h_down, _ = products(y, scales[2:], (base,), (w, a, b))
+        ctx.scales, ctx.base = scales, base
+        y = y if keep else None
+        ctx.save_for_backward(gate, up, y, h, b_gate, b_up, h_down, w, a, b)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _refuse_second_derivative()
+        gate, up, y, h, b_gate, b_up, h_down, w, a, b = ctx.saved_tensors
+        need_gate, need_up, need_h, _, _, _, need_b_gate, need_b_up, *needed = ctx.needs_input_grad
+        scales, last_scale = ctx.scales[:2], ctx.scales[2:]
+        dout = [as_rows(dout)]  # (N, O)
+        dh_down = thin_gradient(dout, h_down, last_scale, [b])
+        dy = input_gradient(dout, None, None, [ctx.base], [w])  # (N, I), without the adapter
+        need_y = needs_input(dout, needed)
+        dgate, dup, again = lora_swiglu_backward(
+            dy.view(gate.shape), gate, up, h, scales, b_gate, b_up, dh_down, a,
+            inplace=may_overwrite_saved() and need_gate and need_up,
+            need_y=need_y and y is None,
+        )  # fmt: skip
+        y = as_rows(again if y is None else y) if need_y else None
+        gradients = parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
+
+        douts, bs = [as_rows(dgate), as_rows(dup)], (b_gate, b_up)
+        needed_b = (False, False, need_b_gate, False, False, need_b_up)
+        of_b = parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
+        dh = thin_gradient(douts, h, scales, bs) if need_h else None
+        return dgate, dup, dh, None, None, None, *of_b, *gradients
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        asked = "which create_graph=True asks for"
+        raise RuntimeError(f"The fused layer has no second derivative, {asked}.")
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm: torch.nn.Module,
+    *projections: torch.nn.Linear,
+    keep_norm: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """x, and projection(norm(x)) for each of the projections.
+
+    x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections are what `is_product` of
+    lora_linear.py says.
+    keep_norm: norm(x) is kept for the backward, not computed again.
+    """
+    scales, bases, tensors = arguments(projections)
+    return NormLinearFunction.apply(
+        x, norm.weight, norm.variance_epsilon, keep_norm, True, scales, bases, *tensors
+    )
+
+
+def swiglu_linear(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    projection: torch.nn.Linear,
+    keep_product: bool = False,
+) -> torch.Tensor:
+    """projection(silu(gate) * up) of gate, up (..., I); the projection is as in norm_linear.
+
+    keep_product: silu(gate) * up is kept for the backward, by autograd, which needs it for the
+    projection's weight.  Gate and up are overwritten in the backward all the same.
+    """
+    if keep_product:
+        (out,) = lora_linear(TritonSwiGLUFunction.apply(gate, up, True), projection)
+        return out
+    scales, bases, tensors = arguments([projection])
+    return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    norm: torch.nn.Module,
+    gate_proj: torch.nn.Module,
+    up_proj: torch.nn.Module,
+    down_proj: torch.nn.Module,
+    keep_norm: bool = False,
+    keep_product: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and down_proj(silu(gate_proj(y)) * up_proj(y)) with y = norm(x), both (..., H).
+
+    norm_linear and swiglu_linear, which say what the arguments are; and where all three projections
+    have adapters, SwiGLU adds those: lora_swiglu.py.  Not so in fp32, whose products run on
+    no matrix unit.
+    """
+    scales, bases, tensors = arguments([gate_proj, up_proj, down_proj])
+    ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::3]]
+    if x.dtype == torch.float32 or max(ranks) > LARGEST_RANK:
+        residual, gate, up = norm_linear(x, norm, gate_proj, up_proj, keep_norm=keep_norm)
+        return residual, swiglu_linear(gate, up, down_proj, keep_product)
+    residual, gate, up, h = NormLinearFunction.apply(
+        x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:6]
+    )
+    b_gate, b_up, *of_down = tensors[2], tensors[5], *tensors[6:]
+    out = LoRASwiGLUFunction.apply(
+        gate, up, h, keep_product, scales, bases[2], b_gate, b_up, *of_down
+    )
+    return residual, out

@@ -1,0 +1,340 @@
+"""A projection with its LoRA adapter as one autograd Function, or several that share an input.
+
+    out = x @ w.t() + s * (x @ a.t()) @ b.t()       x (..., I), w (O, I), a (R, I), b (O, R)
+
+No new kernel: all of it is matrix products, and the question is what happens between them.  peft
+calls w, a and b one after the other, scales what comes out and adds it: beside the product with w,
+which plain fine-tuning has too, six passes over a tensor as large as the result, and four more in
+the backward.  A product can do two of these jobs by itself: as it stores its result, it scales it,
+and adds it to what is there.  PyTorch calls that out.addmm_(h, b.t(), alpha=s).
+
+    h    = x @ a.t()                  (N, R), R of a few dozen: it is kept
+    out  = x @ w.t()
+    out += s * h @ b.t()              the thin product reads out and writes it, nobody else does
+
+and with dout of the result, of N rows:
+
+    dh   = s * dout @ b               (N, R)
+    db   = s * dout.t() @ h
+    da   = dh.t() @ x                 the only reason to keep x, where w is frozen
+    dx   = dout @ w
+    dx  += dh @ a
+    dw   = dout.t() @ x               only if w is trained too
+
+q, k and v share x, as do gate and up.  So their a, one below the other, are one matrix: x is read
+once for all of their h, and dh @ a is one addition for all of them.  To lay them so costs a copy of
+3 x 16 x 4,096 numbers, 0.4 MB; to read x once more, at 8,192 tokens, costs 67 MB.
+
+Counted in numbers that are moved per token in one layer of LLaMA 3.1 8B, adapters on all seven
+projections, beyond those of the products with w.  The results are together 43,008 wide, the inputs
+38,912 if each projection reads its own, 26,624 if those that share one read it once:
+
+                                       peft               one Function
+    forward   h                      1 x 38,912            1 x 26,624
+              out                    6 x 43,008            2 x 43,008
+    backward  dout                   4 x 43,008            2 x 43,008
+              da                     1 x 38,912            1 x 26,624
+              dx                     4 x 38,912            2 x 26,624
+              dx, shared             9 x  4,096            3 x  4,096
+                                       700,416               290,816         2.4 times fewer
+
+The prediction for 32 layers and 8,192 tokens in bf16: 367 GB and 152 GB, which is 92 and 38 ms at
+4.0 TB/s.  lora_swiglu.py saves 86,016 of ours.
+
+A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
+and the sum.
+
+The base layer may hold its weight in another form, as a quantized one does: then there is a method
+`dequantized`, which is called in the forward and again in the backward, and nothing of it is kept.
+
+Limits: no bias, no dropout, one adapter for each projection, all of one dtype; no second
+derivative.  What is more than that runs peft's own code: `is_adapted`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear
+
+from harness.model.patching import has_hooks
+
+PEFT = "peft.tuners.lora.layer", "Linear"  # by its name: peft is imported by who uses it
+
+
+def lora_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Eager x @ weight.t() + scale * (x @ a.t()) @ b.t(), as peft computes it; no a: without.
+
+    x (..., I), weight (O, I), a (R, I), b (O, R).  float64 stays float64.
+    """
+    out = linear(x, weight)  # (..., O)
+    return out if a is None else out + linear(linear(x, a), b) * scale
+
+
+# ---------------------------------------------------------------- the products
+#
+# Of n projections: `scales`, n numbers, None where there is no adapter; `bases`, n layers whose
+# weight is asked for when it is needed, None where it is among the tensors; and `tensors`, of each
+# projection w (O, I), a (R, I) and b (O, R), any of which may be None.  All of them share one x.
+
+
+def products(
+    x: torch.Tensor,
+    scales: Sequence[float | None],
+    bases: Sequence[torch.nn.Module | None],
+    tensors: Sequence[torch.Tensor | None],
+    add: bool = True,
+) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+    """Results (..., O), one for each projection; every h side by side, and every a one below the
+    other.
+
+    x (..., I); h (N, sum of R), a (sum of R, I); None if there is no adapter at all.  Without
+    `add` the results are those of w alone: somebody else adds s * h @ b.t().
+    """
+    weights, a, b = tensors[::3], [t for t in tensors[1::3] if t is not None], tensors[2::3]
+    h = stacked = None
+    if a:
+        stacked = a[0] if len(a) == 1 else torch.cat(a)
+        h = as_rows(x) @ stacked.t()
+    outs = []
+    for weight, base, h_one, b_one, scale in zip(weights, bases, parts(h, b), b, scales):
+        out = linear(x, weight if base is None else weight_of(base))
+        if add and b_one is not None:
+            as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
+        outs.append(out)
+    return outs, h, stacked
+
+
+def thin_gradient(
+    douts: Sequence[torch.Tensor | None],
+    h: torch.Tensor | None,
+    scales: Sequence[float | None],
+    b: Sequence[torch.Tensor | None],
+) -> torch.Tensor | None:
+    """Every dh = scale * dout @ b side by side, (N, sum of R), of douts (N, O)."""
+    if h is None:
+        return None
+    dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+    for dout, dh_one, b_one, scale in zip(douts, parts(dh, b), b, scales):
+        if b_one is not None and dout is None:
+            dh_one.zero_()
+        elif b_one is not None:
+            dh_one.addmm_(dout, b_one, beta=0, alpha=scale)
+    return dh
+
+
+def parameter_gradients(
+    x: torch.Tensor | None,
+    douts: Sequence[torch.Tensor | None],
+    h: torch.Tensor | None,
+    dh: torch.Tensor | None,
+    scales: Sequence[float | None],
+    b: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """dw, da and db of each projection, as `tensors` has them; None where none is needed.
+
+    x (N, I), which only dw and da need; douts (N, O).
+    """
+    need_w, need_a, need_b = needed[::3], needed[1::3], needed[2::3]
+    da = [None] * len(b)
+    if any(need and dout is not None for need, dout in zip(need_a, douts)):
+        da = (dh.t() @ x).split(ranks(b))
+    gradients = []
+    for i, (dout, h_one, b_one) in enumerate(zip(douts, parts(h, b), b)):
+        used = dout is not None
+        db = None
+        if used and need_b[i]:
+            db = torch.empty_like(b_one, memory_format=torch.contiguous_format)
+            db.addmm_(dout.t(), h_one, beta=0, alpha=scales[i])
+        gradients += [
+            dout.t() @ x if used and need_w[i] else None,
+            da[i] if used and need_a[i] else None,
+            db,
+        ]
+    return gradients
+
+
+def input_gradient(
+    douts: Sequence[torch.Tensor | None],
+    dh: torch.Tensor | None,
+    stacked: torch.Tensor | None,
+    bases: Sequence[torch.nn.Module | None],
+    weights: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """dx (N, I), to which every projection adds, of douts (N, O), at least one of them there."""
+    dx = None
+    for dout, base, weight in zip(douts, bases, weights):
+        if dout is not None:
+            weight = weight if base is None else weight_of(base)
+            dx = dout @ weight if dx is None else dx.addmm_(dout, weight)
+    return dx if dh is None else dx.addmm_(dh, stacked)
+
+
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """(N, I) of t (..., I): a view where one exists, as it does of every result of a product."""
+    return t.reshape(-1, t.shape[-1])
+
+
+def ranks(b: Sequence[torch.Tensor | None]) -> list[int]:
+    """R of each b (O, R); 0 where there is no adapter."""
+    return [0 if t is None else t.shape[1] for t in b]
+
+
+def parts(h: torch.Tensor | None, b: Sequence[torch.Tensor | None]) -> Sequence:
+    """The columns of h (N, sum of R) that belong to each projection, as views (N, R)."""
+    return [None] * len(b) if h is None else h.split(ranks(b), dim=1)
+
+
+def needs_input(douts: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> bool:
+    """Is the input needed for a gradient of the parameters, which are needed so?"""
+    both = zip(douts, needed[::3], needed[1::3])
+    return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
+
+
+# ---------------------------------------------------------------- for autograd
+
+
+class LoRALinearFunction(torch.autograd.Function):
+    """`LoRALinearFunction.apply(x, scales, bases, *tensors)`: `products`, connected to autograd.
+
+    x (..., I); the results are (..., O), one for each projection.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scales, bases, *tensors):
+        outs, h, stacked = products(x, scales, bases, tensors)
+        ctx.scales, ctx.bases, ctx.shape = scales, bases, x.shape
+        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
+        keep_x = needs_input(outs, ctx.needs_input_grad[3:])
+        weights, b = tensors[::3], tensors[2::3]
+        ctx.save_for_backward(x if keep_x else None, h, stacked, *weights, *b)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        if torch.is_grad_enabled():  # create_graph=True
+            asked = "which create_graph=True asks for"
+            raise RuntimeError(f"A projection with LoRA has no second derivative, {asked}.")
+        x, h, stacked, *others = ctx.saved_tensors
+        weights, b = others[: len(douts)], others[len(douts) :]
+        need_x, _, _, *needed = ctx.needs_input_grad
+        douts = [None if dout is None else as_rows(dout) for dout in douts]
+        if all(dout is None for dout in douts):
+            return None, None, None, *[None] * len(needed)
+
+        dh = None
+        if need_x or any(needed[1::3]):
+            dh = thin_gradient(douts, h, ctx.scales, b)
+        x = None if x is None else as_rows(x)
+        gradients = parameter_gradients(x, douts, h, dh, ctx.scales, b, needed)
+        dx = None
+        if need_x:
+            dx = input_gradient(douts, dh, stacked, ctx.bases, weights).view(ctx.shape)
+        return dx, None, None, *gradients
+
+
+def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """projection(x) for each of the projections, of x (..., I): results (..., O).
+
+    If one of them is no adapted projection of x's dtype (`is_adapted`), all are called as they are;
+    and so under autocast, and where somebody has hooks on all modules.
+    """
+    hooked = torch.nn.modules.module._has_any_global_hook()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
+    if hooked or autocast or not fits:
+        return tuple(projection(x) for projection in projections)
+    scales, bases, tensors = arguments(projections)
+    return LoRALinearFunction.apply(x, scales, bases, *tensors)
+
+
+def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, list]:
+    """scales, bases and tensors of projections that are products: see `is_product`."""
+    scales, bases, tensors = [], [], []
+    for projection in projections:
+        base, a, b, scale = projection, None, None, None
+        if is_peft(projection):
+            base, (name,) = projection.base_layer, projection.active_adapters
+            a, b = projection.lora_A[name].weight, projection.lora_B[name].weight
+            scale = projection.scaling[name]
+        scales.append(scale)
+        bases.append(base if is_quantized(base) else None)
+        tensors += [None if is_quantized(base) else base.weight, a, b]
+    return tuple(scales), tuple(bases), tensors
+
+
+# ---------------------------------------------------------------- what it stands for
+
+
+def weight_of(base: torch.nn.Module) -> torch.Tensor:
+    """The weight (O, I) of a base layer; made anew each time if the layer is quantized."""
+    return base.dequantized() if is_quantized(base) else base.weight
+
+
+def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Can `products` stand for it: a linear layer, quantized or not, with an adapter or without?
+
+    dtype: of its input, which an adapter must share.
+    """
+    return is_base(module) or (is_adapted(module) and has_dtype(module, dtype))
+
+
+def is_base(layer: torch.nn.Module) -> bool:
+    """Is it no more than x @ weight.t(), quantized or not: no bias, no hooks, no other forward?"""
+    known = type(layer) is torch.nn.Linear or is_quantized(layer)
+    return known and layer.bias is None and is_as_written(layer)
+
+
+def is_quantized(layer: torch.nn.Module) -> bool:
+    """Does it make its weight anew each time, by a method of its class?"""
+    return hasattr(type(layer), "dequantized")
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Is it peft's LoRA around one, and no more than x @ w.t() + s * (x @ a.t()) @ b.t()?
+
+    That may change from one call to the next, and so this is asked in each: adapters are merged,
+    disabled, or others made active.  Not so either with dropout, with a bias, with a variant such
+    as DoRA, with several adapters at once, with hooks, or with an adapter of another dtype.
+    """
+    if not is_peft(module) or module.disable_adapters or module.merged:
+        return False
+    if len(module.active_adapters) != 1:
+        return False
+    (name,) = module.active_adapters
+    if name not in module.lora_A or name in module.lora_variant:
+        return False
+    base, a, b = module.base_layer, module.lora_A[name], module.lora_B[name]
+    without_dropout = type(module.lora_dropout[name]) is torch.nn.Identity
+    linears = type(a) is type(b) is torch.nn.Linear and a.bias is None and b.bias is None
+    if not (without_dropout and linears and is_base(base)):
+        return False
+    layers = module, a, b, module.lora_dropout[name]
+    dtypes = {a.weight.dtype, b.weight.dtype}
+    if not is_quantized(base):
+        dtypes.add(base.weight.dtype)
+    return len(dtypes) == 1 and all(map(is_as_written, layers))
+
+
+def is_peft(module: torch.nn.Module) -> bool:
+    """Is it peft's module around a linear layer, whatever is in it?"""
+    return (type(module).__module__, type(module).__name__) == PEFT
+
+
+def has_dtype(projection: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Has the adapter of an adapted projection this dtype?"""
+    (name,) = projection.active_adapters
+    return projection.lora_A[name].weight.dtype == dtype
+
+
+def is_as_written(module: torch.nn.Module) -> bool:
+    """Has it its class's own forward, the class that of the file it is from, and no hooks?"""
+    cls = type(module)
+    own = "forward" not in vars(module) and cls.forward.__module__ == cls.__module__
+    return own and not has_hooks(module)

@@ -1,0 +1,1 @@
+"""The further lessons, one kernel each.  May import the root's lessons."""

@@ -1,0 +1,384 @@
+"""RMSNorm and SwiGLU that write FP8: the cast costs one byte a number, and no pass of its own.
+
+    y          = rmsnorm(x)                 quantize_rows(y)               rmsnorm_fp8
+    y          = silu(gate) * up            quantize_rows(y)               swiglu_fp8
+    dgate, dup = its gradients, and y       quantize_rows(dgate, dup), quantize_rows(y)
+                                                                           swiglu_fp8_backward
+
+A matrix product in FP8 wants its input as codes and a scale for each row (fp8_kernel.py).  Made by
+a kernel of their own, they cost a pass: bf16 is read and bytes are written, after bf16 was written
+for nothing else.  But who computes a row has it in registers, and its largest number is a reduction
+away.  Bytes moved per number of a row:
+
+                     separate                                   fused
+    RMSNorm          x, y 4; y, codes 3                    7    x, codes                       3
+    SwiGLU           gate, up, y 6; y, codes 3             9    gate, up, codes                5
+      its backward   dy, gate, up, dgate, dup, y 12;            dy, gate, up, 3 of codes
+                     and 3 times 3                        21                                   9
+
+The prediction: where moving bytes is all that takes time, 2.3, 1.8 and 2.3 times as fast.
+
+A program for each row, also for SwiGLU, whose numbers need no others but share a scale.  The two
+gradients lie side by side in one matrix (N, 2 I), with one scale a row: the gradient of gate and
+up's common input is then one product, and so is that of their weights.
+
+What is rounded: the inputs' dtype is kept where the bf16 kernels keep it (x_hat, silu), because the
+weights were trained with that.  The last product is not rounded to bf16 before it is rounded to
+e4m3: once is more accurate than twice.
+
+Limits: those of fp8_kernel.py, and matrices of two dimensions; no autograd: fp8_layer.py has that.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from next_steps.lessons.fp8_kernel import (  # before triton: it decides where kernels run
+    FLOATS,
+    INTERPRETED,  # noqa: F401  asked of every module that has kernels
+    Rows,
+    adjacent_columns,
+    check_alike,
+    check_matrix,
+    check_plain,
+    empty_rows,
+    magnitude_bits,
+    on_device_of,
+    quantize_rows_reference,
+    scale_and_inverse,
+    store_codes,
+    warps_of_row,
+)
+from next_steps.lessons.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+# SwiGLU, the best of 20 on an H200: numbers of a row that a program of the backward holds at a
+# time, and those of a thread, there and in the forward.
+CHUNK, NUMBERS_PER_THREAD, FORWARD_NUMBERS_PER_THREAD = 2048, 4, 16
+
+
+# ---- In eager PyTorch --------------------------------------------------------------------------
+
+
+def rmsnorm_fp8_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[Rows, torch.Tensor]:
+    """RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32."""
+    x_wide = x.float()  # (N, H)
+    rstd = torch.rsqrt(x_wide.pow(2).mean(1) + eps)  # (N,)
+    x_hat = (x_wide * rstd[:, None]).to(x.dtype)
+    return quantize_rows_reference(x_hat.float() * weight.float()), rstd
+
+
+def swiglu_fp8_reference(gate: torch.Tensor, up: torch.Tensor) -> Rows:
+    """silu(gate) * up of gate, up (N, I), as Rows."""
+    return quantize_rows_reference(F.silu(gate).float() * up.float())
+
+
+def swiglu_fp8_backward_reference(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[Rows, Rows]:
+    """[dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows."""
+    dy, wide, up_wide = dy.float(), gate.float(), up.float()  # (N, I)
+    sigmoid = torch.sigmoid(wide)
+    dgate = dy * up_wide * sigmoid * (1 + wide * (1 - sigmoid))
+    dup = dy * (wide * sigmoid)
+    return quantize_rows_reference(dgate, dup), swiglu_fp8_reference(gate, up)
+
+
+# ---- RMSNorm: the kernel of rmsnorm_kernel.py up to the store ----------------------------------
+
+
+@triton.jit
+def _rmsnorm_fp8_kernel(
+    x_ptr, x_row_stride,  # (n_rows, n_cols)
+    w_ptr,  # (n_cols,)
+    codes_ptr,  # (n_rows, n_cols), contiguous
+    scales_ptr,  # (n_rows,) fp32
+    rstd_ptr,  # (n_rows,) fp32
+    n_cols,
+    eps,
+    BLOCK_SIZE: tl.constexpr,  # the first power of two >= n_cols
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # row * stride outgrows 32 bits
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
+    tl.store(rstd_ptr + row, rstd)
+    x_hat = (x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = x_hat * w
+    scale, inverse = scale_and_inverse(tl.max(magnitude_bits(y), axis=0))
+    tl.store(scales_ptr + row, scale)
+    store_codes(codes_ptr + row * n_cols, y * inverse, n_cols, BLOCK_SIZE)
+
+
+# ---- SwiGLU: a program for each row, which holds it --------------------------------------------
+
+
+@triton.jit
+def _swiglu_fp8_fwd_kernel(
+    gate_ptr, gate_row_stride,  # (n_rows, n_cols)
+    up_ptr, up_row_stride,  # (n_rows, n_cols)
+    codes_ptr,  # (n_rows, n_cols), contiguous
+    scales_ptr,  # (n_rows,) fp32
+    n_cols,
+    BLOCK_SIZE: tl.constexpr,  # the first power of two >= n_cols
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    # a masked lane's silu(0) * 0 is 0, which is no maximum
+    gate = tl.load(gate_ptr + row * gate_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    y = swiglu_of(gate, sigmoid_of(gate), up, gate_ptr.dtype.element_ty)
+    scale, inverse = scale_and_inverse(tl.max(magnitude_bits(y), axis=0))
+    tl.store(scales_ptr + row, scale)
+    store_codes(codes_ptr + row * n_cols, y * inverse, n_cols, BLOCK_SIZE)
+
+
+# ---- SwiGLU's backward: two passes over a row, the second from the cache -----------------------
+#
+# Three inputs and three results of 14,336 numbers are 84 KiB of registers for the inputs alone, as
+# bf16, and 168 KiB for the results, as fp32: a multiprocessor's 256 KiB hold one row, and while
+# its results are stored nothing is on its way.  So a program goes through its row in chunks, for
+# the maxima, and once more for the codes.  What it reads again are 84 KiB that it has just read:
+# two such rows are still in the cache beside the registers, more of them in the GPU's.
+
+
+@triton.jit
+def _swiglu_fp8_bwd_kernel(
+    dy_ptr, dy_row_stride,  # (n_rows, n_cols)
+    gate_ptr, gate_row_stride,  # (n_rows, n_cols)
+    up_ptr, up_row_stride,  # (n_rows, n_cols)
+    d_codes_ptr,  # (n_rows, 2 * n_cols), contiguous: [dgate | dup]
+    d_scales_ptr,  # (n_rows,) fp32
+    y_codes_ptr,  # (n_rows, n_cols), contiguous
+    y_scales_ptr,  # (n_rows,) fp32
+    n_cols,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_row_stride
+    gate_ptr += row * gate_row_stride
+    up_ptr += row * up_row_stride
+
+    # 1. The largest of each place in a chunk; then of all places.
+    d_amax = tl.zeros((CHUNK,), dtype=tl.int32)
+    y_amax = tl.zeros((CHUNK,), dtype=tl.int32)
+    for start in tl.range(0, n_cols, CHUNK):
+        dgate, dup, y = _chunk(dy_ptr, gate_ptr, up_ptr, start, n_cols, "evict_last", CHUNK)
+        d_amax = tl.maximum(d_amax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)))
+        y_amax = tl.maximum(y_amax, magnitude_bits(y))
+    d_scale, d_inverse = scale_and_inverse(tl.max(d_amax, axis=0))
+    y_scale, y_inverse = scale_and_inverse(tl.max(y_amax, axis=0))
+    tl.store(d_scales_ptr + row, d_scale)
+    tl.store(y_scales_ptr + row, y_scale)
+
+    # 2. The same numbers again, and their codes.
+    dgate_ptr = d_codes_ptr + row * 2 * n_cols
+    dup_ptr = dgate_ptr + n_cols
+    y_ptr = y_codes_ptr + row * n_cols
+    for start in tl.range(0, n_cols, CHUNK):
+        dgate, dup, y = _chunk(dy_ptr, gate_ptr, up_ptr, start, n_cols, "evict_first", CHUNK)
+        left = n_cols - start
+        store_codes(dgate_ptr + start, dgate * d_inverse, left, CHUNK)
+        store_codes(dup_ptr + start, dup * d_inverse, left, CHUNK)
+        store_codes(y_ptr + start, y * y_inverse, left, CHUNK)
+
+
+@triton.jit
+def _chunk(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    start,
+    n_cols,
+    hint: tl.constexpr,  # to the cache: is it needed again?
+    CHUNK: tl.constexpr,
+):
+    cols = start + tl.arange(0, CHUNK)
+    mask = cols < n_cols
+    dy = tl.load(dy_ptr + cols, mask=mask, other=0.0, eviction_policy=hint).to(tl.float32)
+    gate = tl.load(gate_ptr + cols, mask=mask, other=0.0, eviction_policy=hint).to(tl.float32)
+    up = tl.load(up_ptr + cols, mask=mask, other=0.0, eviction_policy=hint).to(tl.float32)
+    sigmoid = sigmoid_of(gate)
+    dgate, dup = swiglu_gradients(dy, gate, sigmoid, up)
+    return dgate, dup, swiglu_of(gate, sigmoid, up, gate_ptr.dtype.element_ty)
+
+
+# ---- Launchers ---------------------------------------------------------------------------------
+
+
+def rmsnorm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Rows, torch.Tensor]:
+    """RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32, as rmsnorm_forward's.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    launch = _rmsnorm_operator if torch.compiler.is_compiling() else _launch_rmsnorm
+    codes, scales, rstd = launch(x, weight, eps)
+    return Rows(codes, scales), rstd
+
+
+def _launch_rmsnorm(x, weight, eps):
+    _check_rmsnorm(x, weight)
+    rows = empty_rows(x, *x.shape)
+    rstd = torch.empty_like(rows.scales)  # (N,) fp32
+    n_rows, n_cols = x.shape
+    x = adjacent_columns(x)
+    block = triton.next_power_of_2(n_cols)
+    if n_rows > 0:
+        with on_device_of(x):
+            _rmsnorm_fp8_kernel[(n_rows,)](
+                x, x.stride(0),
+                weight.contiguous(),
+                rows.codes,
+                rows.scales,
+                rstd,
+                n_cols,
+                eps,
+                BLOCK_SIZE=block,
+                num_warps=warps_of_row(block),
+                enable_fp_fusion=True,
+            )  # fmt: skip
+    return *rows, rstd
+
+
+def swiglu_fp8(gate: torch.Tensor, up: torch.Tensor) -> Rows:
+    """silu(gate) * up of gate, up (N, I), as Rows; they may be columns of a wider matrix.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    launch = _forward_operator if torch.compiler.is_compiling() else _launch_forward
+    return Rows(*launch(gate, up))
+
+
+def _launch_forward(gate, up):
+    _check_swiglu(gate, up)
+    rows = empty_rows(gate, *gate.shape)
+    n_rows, n_cols = gate.shape
+    gate, up = adjacent_columns(gate), adjacent_columns(up)
+    block = triton.next_power_of_2(n_cols)
+    if n_rows > 0:
+        with on_device_of(gate):
+            _swiglu_fp8_fwd_kernel[(n_rows,)](
+                gate, gate.stride(0),
+                up, up.stride(0),
+                rows.codes,
+                rows.scales,
+                n_cols,
+                BLOCK_SIZE=block,
+                num_warps=warps_of_row(block, FORWARD_NUMBERS_PER_THREAD),
+                enable_fp_fusion=True,
+            )  # fmt: skip
+    return tuple(rows)
+
+
+def swiglu_fp8_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[Rows, Rows]:
+    """[dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows.
+
+    Raises TypeError or ValueError for what the kernel cannot take.
+    """
+    launch = _backward_operator if torch.compiler.is_compiling() else _launch_backward
+    d_codes, d_scales, y_codes, y_scales = launch(dy, gate, up)
+    return Rows(d_codes, d_scales), Rows(y_codes, y_scales)
+
+
+def _launch_backward(dy, gate, up):
+    _check_swiglu(gate, up, dy)
+    n_rows, n_cols = gate.shape
+    d, y = empty_rows(gate, n_rows, 2 * n_cols), empty_rows(gate, n_rows, n_cols)
+    dy, gate, up = map(adjacent_columns, (dy, gate, up))
+    chunk = min(triton.next_power_of_2(n_cols), CHUNK)
+    if n_rows > 0:
+        with on_device_of(gate):
+            _swiglu_fp8_bwd_kernel[(n_rows,)](
+                dy, dy.stride(0),
+                gate, gate.stride(0),
+                up, up.stride(0),
+                d.codes,
+                d.scales,
+                y.codes,
+                y.scales,
+                n_cols,
+                CHUNK=chunk,
+                num_warps=warps_of_row(chunk, NUMBERS_PER_THREAD),
+                enable_fp_fusion=True,
+            )  # fmt: skip
+    return *d, *y
+
+
+# What torch.compile sees in place of the kernels: see rmsnorm_kernel.py.
+
+_rmsnorm_operator = torch.library.custom_op(
+    "tutorial::rmsnorm_fp8",
+    _launch_rmsnorm,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_rmsnorm_operator.register_fake
+def _(x, weight, eps):
+    _check_rmsnorm(x, weight)
+    rows = empty_rows(x, *x.shape)
+    return *rows, torch.empty_like(rows.scales)
+
+
+_forward_operator = torch.library.custom_op(
+    "tutorial::swiglu_fp8_forward",
+    _launch_forward,
+    mutates_args=(),
+    schema="(Tensor gate, Tensor up) -> (Tensor, Tensor)",
+)
+
+
+@_forward_operator.register_fake
+def _(gate, up):
+    _check_swiglu(gate, up)
+    return tuple(empty_rows(gate, *gate.shape))
+
+
+_backward_operator = torch.library.custom_op(
+    "tutorial::swiglu_fp8_backward",
+    _launch_backward,
+    mutates_args=(),
+    schema="(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_backward_operator.register_fake
+def _(dy, gate, up):
+    _check_swiglu(gate, up, dy)
+    n_rows, n_cols = gate.shape
+    return *empty_rows(gate, n_rows, 2 * n_cols), *empty_rows(gate, n_rows, n_cols)
+
+
+# ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ------
+
+
+def _check_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_matrix("x", x)
+    check_plain("weight", weight)
+    if weight.dtype not in FLOATS:
+        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
+        raise TypeError(f"weight is {weight.dtype}, expected {expected}")
+    if weight.shape != x.shape[1:] or weight.device != x.device:
+        given = f"weight has shape {tuple(weight.shape)} on {weight.device}"
+        expected = f"({x.shape[1]},) on {x.device}: fit x, or move it."
+        raise ValueError(f"{given}, expected {expected}")
+
+
+def _check_swiglu(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
+    for name, t in (("gate", gate), ("up", up), ("dy", gate if dy is None else dy)):
+        check_matrix(name, t)
+        check_alike(name, t, "gate", gate)
+        if t.shape != gate.shape:
+            given = f"{name} has shape {tuple(t.shape)}"
+            expected = f"gate's {tuple(gate.shape)}: change one of them."
+            raise ValueError(f"{given}, expected {expected}")

@@ -1,0 +1,198 @@
+"""How long will a training step take?  Its work, counted before a run, over what this GPU can do.
+
+The step runs on meta tensors, as for the estimate of its memory, and each operation's work is
+written down: what is computed twice counts twice, because it runs twice.  Four sums, and a rate
+measured in the same run for each:
+
+    FLOPs of matrix products                  the rate of a large one
+    FLOPs of attention                        the rate of attention at this length, there and back
+    bytes that everything else reads, writes  90 % of a copy's rate: what a good kernel reaches
+    bytes that are offloaded                  the rate of the host's link; beside all of the above
+
+Not in it: the host, which a GPU waits for where a step has few tokens.  Eager norms and PyTorch's
+AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer than is said.
+"""
+
+import functools
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves
+
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.workload import Workload
+from harness.model.architecture import TORCH_DTYPES
+from harness.profiling import costs
+from harness.profiling.diagnose import TARGET
+from harness.steps import timing
+from next_steps.lessons import linear_cross_entropy_kernel
+from next_steps.memory import memory_estimate
+from next_steps.memory.memory_ledger import Ledger
+from next_steps.patches import offload
+
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers import LlamaConfig  # isort: skip
+from triton.runtime.jit import KernelInterface  # isort: skip
+
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where their factors begin
+# q @ k.t() and p @ v; backward: the first again, and four gradients
+ATTENTION_PRODUCTS = {False: 2, True: 5}
+LINK_BYTES = 2**28 if HAS_GPU else 2**20
+
+
+class Work(Ledger):
+    """A ledger that also writes down what the last step's operations do."""
+
+    def __init__(self, sizes: costs.Sizes):
+        self.sizes = sizes
+        super().__init__()
+
+    def enter(self, phase: str | None, layer: int | None = None) -> None:
+        if (phase, layer) in ((None, None), ("forward", None)):  # a new step
+            self.product_flops, self.link_bytes = 0.0, 0
+            self.attention_flops = {"forward": 0.0, "backward": 0.0}
+            self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
+            self.launches = {}
+        super().enter(phase, layer)
+
+    def __enter__(self):
+        self.replaced = [
+            mock.patch.object(KernelInterface, "__getitem__", self.launched),
+            mock.patch.object(linear_cross_entropy_kernel, "_add_product", self.add_product),
+            mock.patch.object(offload, "transfer", self.transfer),
+        ]
+        for patch in self.replaced:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for patch in self.replaced:
+            patch.stop()
+        return super().__exit__(*exception)
+
+    @property
+    def launched(self):
+        def subscript(kernel, grid):
+            name = kernel.fn.__name__
+            self.launches[name] = self.launches.get(name, 0) + 1
+            return lambda *args, **options: None
+
+        return subscript
+
+    def add_product(self, total, a, b, beta) -> None:
+        self.product_flops += 2.0 * total.numel() * a.shape[-1]
+
+    def transfer(self, target, source) -> None:
+        self.link_bytes += target.numel()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = super().__torch_dispatch__(operation, types, args, kwargs)
+        name = operation.overloadpacket.__name__
+        kind = name.removesuffix("_")
+        if kind in PRODUCTS:
+            first = args[PRODUCTS[kind]]
+            self.product_flops += 2.0 * results.numel() * first.shape[-1]
+        elif "attention" in name:
+            backward = "backward" in name
+            query, key = args[1:3] if backward else args[:2]
+            flops = ATTENTION_PRODUCTS[backward] * 2.0 * query.numel() * key.shape[-2] / 2
+            self.attention_flops["backward" if backward else "forward"] += flops
+        else:
+            part = "optimizer" if self.stage[0] == "optimizer" else "other"
+            self.moved[part] += bytes_moved(operation, args, kwargs or {}, results)
+        return results
+
+    def bytes_of_kernels(self) -> dict[str, float]:
+        """What our kernels move, by kernel_facts.py."""
+        moved = {"optimizer": 0.0, "other": 0.0}
+        for name, launches in self.launches.items():
+            cost = costs.cost_of_kernel(name, launches, self.sizes)
+            if cost is not None:
+                moved["optimizer" if "adamw" in name else "other"] += launches * cost.n_bytes
+        return moved
+
+
+def bytes_moved(operation, args, kwargs, results) -> int:
+    """What an operation that is no product reads and writes; of a view nothing."""
+    name = operation.overloadpacket.__name__
+    if name.startswith(("empty", "new_empty")) or name in ("detach", "set_"):
+        return 0
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+    if name.endswith("_") or name.endswith("out"):  # in place: a list's results are not returned
+        made = made or [t for t in tree_leaves(args[:1]) if isinstance(t, torch.Tensor)]
+    elif {t.untyped_storage()._cdata for t in made} & {t.untyped_storage()._cdata for t in given}:
+        return 0
+    if name == "embedding":
+        given = made  # the rows that are looked up
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*given, *made))
+
+
+def count_work(config: LlamaConfig, workload: Workload) -> Work:
+    """Of one step of one micro-batch."""
+    one = replace(workload, accumulate=None)
+    work = Work(costs.sizes_of(config, one))
+    memory_estimate.run_step(config, one, work)
+    return work
+
+
+# ---------------------------------------------------------------- rates
+
+
+@functools.cache
+def link_rate() -> float:
+    """GB/s from pinned memory to the GPU."""
+    host = offload.pinned(LINK_BYTES)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=DEVICE)
+    return LINK_BYTES / timing.time_us(lambda: offload.transfer(there, host)).p50 / 1e3
+
+
+def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]:
+    """TFLOP/s of causal attention at the workload's size, forward and backward."""
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    q, k, v = (
+        torch.randn(
+            (workload.batch_size, n, workload.seq_len, config.head_dim),
+            dtype=TORCH_DTYPES[workload.dtype],
+            device=DEVICE,
+            requires_grad=True,
+        )
+        for n in heads
+    )
+
+    def forward():
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    out = forward()
+    gradient = torch.randn_like(out)
+
+    def backward():
+        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    rates = {}
+    for name, call in (("forward", forward), ("backward", backward)):
+        flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
+        rates[name] = flops / timing.time_us(call).p50 / 1e6
+    synchronize()
+    return rates
+
+
+def predict_ms(work: Work, rates: dict, micro_batches: int = 1) -> float:
+    """Milliseconds of a step.
+
+    Args:
+        work: of one micro-batch.
+        rates: matmul_tflops, copy_gbs, link_gbs, and attention_tflops, forward and backward.
+    """
+    ours, copy = work.bytes_of_kernels(), TARGET * rates["copy_gbs"] * 1e6  # bytes per ms
+    ms = work.product_flops / rates["matmul_tflops"] / 1e9
+    for way, flops in work.attention_flops.items():
+        ms += flops / rates["attention_tflops"][way] / 1e9
+    ms += (work.moved["other"] + ours["other"]) / copy
+    if work.link_bytes:
+        ms = max(ms, work.link_bytes / rates["link_gbs"] / 1e6)
+    added = 3 * work.sizes.weights / copy  # the gradients so far, and a micro-batch's
+    optimizer = (work.moved["optimizer"] + ours["optimizer"]) / copy
+    return micro_batches * ms + (micro_batches - 1) * added + optimizer

@@ -1,0 +1,1 @@
+"""What puts kernels into a Hugging Face model.  May import lessons and layers."""

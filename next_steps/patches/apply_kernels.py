@@ -1,0 +1,444 @@
+"""One call puts the kernels into a Hugging Face LLaMA: `apply_kernels(model)`.
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    apply_kernels(model)                       # or apply_kernels(model, ["rmsnorm", "rope"])
+    model(input_ids, labels=labels).loss       # as before; also inside transformers.Trainer
+
+Parameters and the keys of the `state_dict` stay.  Norms and MLPs become other modules; attention,
+decoder layers, lm_head and the model itself get a class that derives from their own.  Every weight
+is used while its layer, its norm or lm_head is called, as `fully_shard`, which comes after this,
+needs it.
+
+The logits of an output are the untouched ones or None.  They are None in training, with labels,
+where a kernel has computed the loss: linear_cross_entropy never has them whole, cross_entropy
+writes their gradient over them.  Whoever needs them there calls the model without labels, or gives
+it a `loss_function`.  In evaluation they are always there, also with labels, and with gradients.
+
+What is not exactly the code that a kernel stands for runs as it is: `apply_kernels` says which.
+The optimizer is not part of the model: `triton_adamw(model, lr)`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from harness.model.patching import called_function, class_of, has_hooks, replace_modules
+from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
+from harness.steps import stepping
+from next_steps.layers.fused_layer import norm_linear, norm_mlp
+from next_steps.layers.llama_mlp import TritonLlamaMLP
+from next_steps.layers.lora_linear import is_product, lora_linear
+from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
+from next_steps.lessons.swiglu_kernel import TritonSwiGLU
+from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
+from rmsnorm_kernel import TritonRMSNorm
+
+# after the kernels, which decide how triton (imported by transformers) will run
+from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
+from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
+from transformers.models.llama import modeling_llama  # isort: skip
+
+# the rotary kernel stands for this function and no other
+ROTARY = modeling_llama.apply_rotary_pos_emb
+
+
+def apply_kernels(
+    model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)
+) -> torch.nn.Module:
+    """Replace parts of a LlamaForCausalLM by the kernels named; returns the model.
+
+    Args:
+        model: a transformers LlamaForCausalLM, on any device, in any state of training.
+        names: of MODEL_KERNELS; all of them unless told.  fused_layer implies the norm, SwiGLU and
+            rotary kernels in its layers, linear_cross_entropy the loss in training.
+
+    A kernel stands for one class of transformers and the forward that this class was written with.
+    Everything else keeps its own code, whether it is there before this call or, unless stated
+    otherwise, put there after it:
+
+    - a part of another class: a subclass, a norm or an attention that a library wrapped or wrote;
+    - a part with a `forward` of its own; and a whole class with another forward than transformers',
+      or another `apply_rotary_pos_emb` in modeling_llama, if that was done before this call;
+    - a norm or an MLP with hooks, or with an activation that is not SiLU, before this call; hooks
+      that come later are called;
+    - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
+    - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
+    - a projection that is more than a matrix product with or without an adapter: with a bias, with
+      another LoRA than lora_linear's;
+    - all of a model in float64, which no kernel computes in, as long as it is.
+
+    Raises:
+        TypeError: the model is no LlamaForCausalLM.
+        ValueError: a name is unknown, the model's activation is not SiLU, accelerate moves parts of
+        it about, or a kernel finds nothing to replace (of all kernels: none of them does).
+    """
+    llama = modeling_llama.LlamaForCausalLM
+    if not isinstance(model, llama):
+        given, advice = f"model is a {type(model).__name__}", "unwrap it first"
+        if not any(isinstance(module, llama) for module in model.modules()):
+            model_type = getattr(getattr(model, "config", None), "model_type", None)
+            given += f" of type {model_type}" if model_type else ""
+            advice = "the kernels stand for LLaMA's code alone"
+        raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
+    names = tuple(names)
+    unknown = [name for name in names if name not in MODEL_KERNELS]
+    if unknown:
+        given = f"unknown kernel {', '.join(map(repr, unknown))}"
+        raise ValueError(f"{given}, expected some of {', '.join(MODEL_KERNELS)}.")
+    if {"swiglu", "fused_layer"} & set(names) and model.config.hidden_act not in ("silu", "swish"):
+        given = f"hidden_act is {model.config.hidden_act!r}"
+        kernels = "the kernels without swiglu and fused_layer"
+        raise ValueError(f"{given}, expected 'silu': name {kernels}.")
+    # accelerate's work is in the modules' forward, which would be replaced
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        given = "accelerate has spread the model over devices"
+        raise ValueError(f"{given}, expected one: load it without that device_map.")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        given = "fully_shard has spread the model over processes"
+        raise ValueError(f"{given}, expected it whole: apply the kernels first.")
+    if "rmsnorm" in names:
+        replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
+    if "swiglu" in names:
+        replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
+    if is_rotary_as_written():
+        if "rope" in names:
+            change_class(model, LlamaAttention)
+        if "fused_layer" in names:
+            change_class(model, LlamaDecoderLayer)
+    if set(LOSS_KERNELS) & set(names):
+        change_class(model, LlamaForCausalLM)
+        change_class(model.lm_head, Linear)
+    if type(model) is LlamaForCausalLM:
+        model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
+    idle = [name for name in names if not has_kernel(model, name)]
+    # of all kernels, those that find something are what is wanted
+    if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
+        given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
+        expected = "expected what transformers wrote, unchanged and without hooks"
+        raise ValueError(f"{given}, {expected}: leave that kernel out.")
+    return model
+
+
+def triton_adamw(
+    model: torch.nn.Module, lr: float, stochastic_rounding: bool = False
+) -> TritonAdamW:
+    """AdamW in one kernel per parameter, which steps during the backward.
+
+    So gradients never all exist at once, unless every process holds the whole model (DDP).  They
+    cannot be clipped: `TritonAdamW(model.parameters(), lr)` steps in step(), after that.
+    """
+    options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
+    return TritonAdamW(stepping.trained(model), lr=lr, **options)
+
+
+def model_kernels(kernels: Sequence[str]) -> list[str]:
+    """Those of KERNELS that `apply_kernels` takes: all but the optimizer."""
+    return [name for name in kernels if name in MODEL_KERNELS]
+
+
+def make_optimizer(
+    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic: bool = False, **options
+) -> torch.optim.Optimizer:
+    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW with these options if not."""
+    if "adamw" in kernels:
+        return triton_adamw(model, lr, stochastic)
+    return stepping.make_optimizer(model, lr, **options)
+
+
+# ---------------------------------------------------------------- putting them in
+
+
+def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
+    """The kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
+    return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
+
+
+def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
+    """The kernel's module for a LlamaMLP; the MLP itself where it or its activation was changed."""
+    unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
+    return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
+
+
+def has_kernel(model: torch.nn.Module, name: str) -> bool:
+    """Return True if any part of the model has become what this kernel is in."""
+    if name == "linear_cross_entropy" and type(model.lm_head) is not Linear:
+        return False
+    found = [module for module in model.modules() if isinstance(module, KERNEL_CLASSES[name])]
+    if name == "fused_layer":
+        return any(layer.has_known_parts() for layer in found)
+    return bool(found)
+
+
+def change_class(model: torch.nn.Module, cls: type) -> None:
+    """Make every module that is exactly of `cls`'s base class one of `cls`; not of a patched one.
+
+    A forward among a module's attributes would be bound to it, and so would those of its copies,
+    which torch.nn.DataParallel makes, and transformers.Trainer with it where it sees several GPUs.
+    """
+    (base,) = cls.__bases__
+    if not is_as_written(base):
+        return
+    for module in model.modules():
+        if type(module) is base:
+            module.__class__ = cls
+
+
+# ---------------------------------------------------------------- is it what a kernel stands for?
+
+
+def is_as_written(cls: type) -> bool:
+    """Has the class the forward that its authors gave it?"""
+    return FORWARDS.get(cls) is cls.forward
+
+
+def is_rotary_as_written() -> bool:
+    """Is modeling_llama's rotary function transformers' own?"""
+    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
+    own = is_from_the_same_package(called_function(ROTARY), modeling_llama.LlamaAttention)
+    return unchanged and own
+
+
+def is_unchanged(module: torch.nn.Module) -> bool:
+    """Does it run the forward that its class was written with, and none of its own hooks?"""
+    as_written = is_as_written(class_of(module)) and "forward" not in vars(module)
+    return as_written and not has_hooks(module)
+
+
+def is_untouched(module: torch.nn.Module) -> bool:
+    """As `is_unchanged`, and nobody has hooks on all modules either."""
+    return is_unchanged(module) and not torch.nn.modules.module._has_any_global_hook()
+
+
+def is_plain_head(head: torch.nn.Module) -> bool:
+    """Is it no more than x @ weight.t()?  It is called, and may so be a unit of fully_shard."""
+    return class_of(head) in HEAD and head.bias is None and is_untouched(head)
+
+
+# ---------------------------------------------------------------- the classes
+#
+# They carry the names of the classes that they derive from: transformers writes the model's name
+# into its configuration, and FSDP finds the layers by theirs.  And they are ordinary classes of
+# this file, so that pickle finds them.
+
+
+def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_values, **kwargs):
+    """What LlamaAttention.forward does between its projections, with the rotary kernel.
+
+    q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), and the
+    weights or None.
+    """
+    heads = *q.shape[:-1], -1, attention.head_dim
+    q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
+    rotate = ROTARY if q.dtype == torch.float64 else triton_apply_rotary_pos_emb
+    q, k = rotate(q, k, *position_embeddings)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, attention.layer_idx)
+    interface = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention.config._attn_implementation, modeling_llama.eager_attention_forward
+    )
+    dropout = attention.attention_dropout if attention.training else 0.0
+    attended, weights = interface(
+        attention, q, k, v, attention_mask, dropout=dropout, scaling=attention.scaling, **kwargs
+    )
+    return attended.reshape(*heads[:-2], -1), weights
+
+
+class LlamaAttention(modeling_llama.LlamaAttention):
+    """With the rotary kernel."""
+
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        """(output, weights or None); hidden_states and the output are (B, T, H)."""
+        projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        attended, weights = attend(
+            self, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        return self.o_proj(attended), weights
+
+
+class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+    """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
+
+    keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
+
+    def has_known_parts(self) -> bool:
+        """Return True if no part but a projection is of another class, changed, or has hooks."""
+        attention, mlp = self.self_attn, self.mlp
+        norms = self.input_layernorm, self.post_attention_layernorm
+        if type(attention) not in ATTENTION or type(mlp) not in MLP:
+            return False
+        if any(type(norm) not in NORM for norm in norms) or type(mlp.act_fn) not in SILU:
+            return False
+        return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
+
+    def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
+        """Return True if norm_linear and swiglu_linear do all that this call wants.
+
+        They do not with unknown parts, with a projection that is no `is_product`, in float64, where
+        attention weights are asked for, under autocast, and with gradient checkpointing, which is
+        part of the layer's own forward.
+        """
+        if not self.has_known_parts():
+            return False
+        attention, mlp = self.self_attn, self.mlp
+        projections = (
+            attention.q_proj, attention.k_proj, attention.v_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+        )  # fmt: skip
+        if output_attentions is None:
+            output_attentions = getattr(attention.config, "output_attentions", False)
+        return (
+            hidden_states.dtype != torch.float64
+            and all(is_product(projection, hidden_states.dtype) for projection in projections)
+            and not output_attentions
+            and not torch.is_autocast_enabled(hidden_states.device.type)
+            and not (self.gradient_checkpointing and self.training)
+        )
+
+    def forward(
+        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
+        use_cache=False, position_embeddings=None, **kwargs,
+    ):  # fmt: skip
+        """hidden_states and the result are (B, T, H)."""
+        kwargs |= {"position_ids": position_ids, "use_cache": use_cache}
+        if not self.fits(hidden_states, kwargs.get("output_attentions")):
+            kwargs |= {
+                "past_key_values": past_key_values,
+                "position_embeddings": position_embeddings,
+            }
+            return super().forward(hidden_states, attention_mask, **kwargs)
+
+        attention, mlp = self.self_attn, self.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        residual, *projected = norm_linear(
+            hidden_states, self.input_layernorm, *projections, keep_norm=self.keep_norm
+        )
+        attended, _ = attend(
+            attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        (attended,) = lora_linear(attended, attention.o_proj)
+        hidden_states = residual + attended
+
+        residual, out = norm_mlp(
+            hidden_states,
+            self.post_attention_layernorm,
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            keep_norm=self.keep_norm,
+            keep_product=self.keep_product,
+        )
+        return residual + out
+
+
+class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+    """With the loss from a kernel, where its `loss_function` is what the kernels stand for."""
+
+    loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
+    cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
+    takes_max_targets = True  # for `stepping.inputs_of`
+
+    def set_output_embeddings(self, new_embeddings):
+        """Make it the lm_head, with the loss in it; resize_token_embeddings makes a new one."""
+        super().set_output_embeddings(new_embeddings)
+        change_class(self.lm_head, Linear)
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
+        **kwargs,
+    ):  # fmt: skip
+        """The loss of all tokens from a kernel, in training without logits.
+
+        max_targets: how many tokens are predicted at most, which linear_cross_entropy makes use of;
+        None: nobody has counted them.
+
+        They stay untouched, and are handed out, if lm_head has hooks or is more than a matrix
+        product: then somebody else may hold them, or their own gradient need them.
+
+        Raises:
+            ValueError: return_dict is False, and there would be no logits.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        }
+        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
+        replaceable = replaceable and self.dtype != torch.float64
+        kernels = self.loss_kernels if replaceable else ()
+        without_logits = self.training and is_plain_head(self.lm_head)
+        linear = (
+            without_logits
+            and "linear_cross_entropy" in kernels
+            and class_of(self.lm_head) is Linear
+            and self.lm_head.weight.shape[0] == self.config.vocab_size  # if not, others refuse it
+        )
+        if not linear and "cross_entropy" not in kernels:
+            return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        if without_logits and not return_dict:
+            expected = "a tuple has no place for logits that do not exist"
+            raise ValueError(f"return_dict is False, expected True: {expected}.")
+        outputs = self.model(**inputs, **kwargs, return_dict=True)
+        hidden_states = outputs.last_hidden_state  # (B, T, H)
+        if linear:
+            logits = None
+            loss = linear_cross_entropy_loss(
+                hidden_states, self.lm_head, labels, max_targets, **kwargs
+            )
+        else:
+            logits = self.lm_head(hidden_states)  # (B, T, V)
+            loss = self.cross_entropy_loss(
+                logits, labels, vocab_size=self.config.vocab_size, inplace=without_logits, **kwargs
+            )
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=None if without_logits else logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+        )  # fmt: skip
+        return output if return_dict else output.to_tuple()
+
+
+# ---------------------------------------------------------------- what a kernel may stand for
+
+ATTENTION = modeling_llama.LlamaAttention, LlamaAttention
+HEAD = torch.nn.Linear, Linear
+MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
+NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
+SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
+MODELS = modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaForCausalLM
+KERNEL_CLASSES = {
+    "rmsnorm": TritonRMSNorm,
+    "swiglu": TritonLlamaMLP,
+    "rope": LlamaAttention,
+    "fused_layer": LlamaDecoderLayer,
+    **dict.fromkeys(LOSS_KERNELS, LlamaForCausalLM),
+}
+
+
+def is_from_the_same_package(function: Callable, cls: type) -> bool:
+    """Else somebody had put it into the class before this file was imported."""
+    names = getattr(function, "__globals__", {}).get("__name__", ""), cls.__module__
+    package, of_class = (name.partition(".")[0] for name in names)
+    return package == of_class
+
+
+FORWARDS = {
+    cls: cls.forward
+    for cls in (*HEAD, *ATTENTION, *MLP, *NORM, *SILU, *MODELS)
+    if is_from_the_same_package(cls.forward, cls)
+}

@@ -1,0 +1,60 @@
+"""The loss of a Hugging Face LLaMA by a kernel: from its logits, or from its hidden states."""
+
+import torch
+
+from cross_entropy_kernel import TritonCrossEntropyLoss
+from harness.model.architecture import IGNORE_INDEX
+from harness.model.patching import causal_lm_loss
+from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+
+
+def cross_entropy_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    inplace: bool = False,
+    **kwargs,
+) -> torch.Tensor:
+    """ForCausalLMLoss by the kernel, which leaves the gradient in the logits' memory if inplace.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T) int64.
+        kwargs: those of `causal_lm_loss`.
+    """
+
+    def cross_entropy(logits, targets, ignore_index):
+        return TritonCrossEntropyLoss(ignore_index, inplace=inplace)(logits, targets)
+
+    return causal_lm_loss(cross_entropy)(logits, labels, **kwargs)
+
+
+class Linear(torch.nn.Linear):
+    """A head that gives logits or, told the targets, their loss by a kernel, without logits.
+
+    So it is called in both cases, and has hooks of its own run: with them fully_shard gathers the
+    weight when a module is called, and reduces its gradient.  Anywhere else it is a part of itself.
+    """
+
+    def forward(self, input, targets=None, ignore_index=IGNORE_INDEX, max_targets=None):
+        """Logits (..., V) of input (..., H); with targets (...) int64 their mean loss, () fp32."""
+        if targets is None:
+            return super().forward(input)
+        return TritonLinearCrossEntropyLoss(ignore_index)(input, self.weight, targets, max_targets)
+
+
+def linear_cross_entropy_loss(
+    hidden_states: torch.Tensor,
+    head: Linear,
+    labels: torch.Tensor,
+    max_targets: int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """The same from the hidden states (B, T, H) and the head, without a bias.
+
+    No more than max_targets tokens are predicted, if somebody has counted them.
+    """
+
+    def cross_entropy(hidden_states, targets, ignore_index):
+        return head(hidden_states, targets, ignore_index, max_targets)
+
+    return causal_lm_loss(cross_entropy)(hidden_states, labels, **kwargs)

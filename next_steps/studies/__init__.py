@@ -1,0 +1,4 @@
+"""Experiments, each a script: the ladder, scaling, FP8, long sequences.
+
+May import the rooms up to finetuning.
+"""

@@ -1,0 +1,288 @@
+"""Memory against time: what does each way of keeping less cost?
+
+    python -m next_steps.studies.frontier --random-init \\
+        --json runs/frontier.json --plot runs/frontier.png
+
+Three sizes of a step, each without and with all kernels, at each level of recompute.py and with the
+last one offloaded.  Beside what was measured stands what was estimated before: the memory by
+memory_estimate.py, the time by step_time.py.  Where another row of the same step has less memory
+and less time, a row says which: nobody needs it.
+
+The model is built once; kernels and levels change around the same weights.
+"""
+
+import argparse
+import gc
+import statistics
+from dataclasses import dataclass, replace
+
+from harness.cli import command_line
+from harness.cli.workload import DEFAULT_MODEL, RECOMPUTE, Workload, model_line
+from harness.profiling.kernel_facts import KERNELS
+
+LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
+GPU, CPU = True, False
+# sequences, tokens in each, micro-batches; without a GPU for Triton's interpreter
+SIZES = {
+    GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)),
+    CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2)),
+}
+WARMUP, TIMED = 1, 3  # steps; of several micro-batches the first takes two, and one is timed
+HEADERS = (
+    *("Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"),
+    "Better in both",
+)
+COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
+MARKERS = "osD^v"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row before it is measured."""
+
+    workload: Workload
+
+    @property
+    def size(self) -> str:
+        w = self.workload
+        tokens = f"{w.batch_size} x {w.seq_len:,}"
+        return tokens if w.micro_batches == 1 else f"{w.micro_batches} x ({tokens})"
+
+    @property
+    def kernels(self) -> str:
+        return "all kernels" if self.workload.kernels else "baseline"
+
+    @property
+    def level(self) -> str:
+        return self.workload.recompute + " + offload" * self.workload.offload
+
+
+def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
+    """All rows; those of one kernel set in a row."""
+    return [
+        Way(
+            replace(
+                workload,
+                kernels=tuple(kernels),
+                batch_size=batch_size,
+                seq_len=seq_len,
+                accumulate=micro_batches if micro_batches > 1 else None,
+                recompute=level,
+                offload=offload,
+            )
+        )
+        for kernels in ((), KERNELS)
+        for batch_size, seq_len, micro_batches in SIZES[on_gpu]
+        for level, offload in LEVELS
+    ]
+
+
+# ---------------------------------------------------------------- one row
+
+
+def predict(way: Way, config, rates: dict) -> dict:
+    """Peak bytes and milliseconds, before the run."""
+    from next_steps.memory import memory_estimate, step_time
+
+    w = way.workload
+    work = step_time.count_work(config, w)
+    return {
+        "estimated_bytes": memory_estimate.estimate(config, w)["peak_memory_bytes"],
+        "estimated_ms": step_time.predict_ms(work, rates, w.micro_batches),
+    }
+
+
+def measure(way: Way, model, optimizer) -> dict:
+    """Peak bytes and milliseconds of a step; what does not fit has a `failure` instead."""
+    import torch
+
+    from harness.cli.device import DEVICE, HAS_GPU, free_memory
+    from harness.data.dataset import random_batch
+    from harness.steps import stepping, timing
+    from next_steps.patches.offload import HostMemoryError
+    from next_steps.patches.recompute import set_recompute
+
+    w = way.workload
+    set_recompute(model, w.recompute, w.offload and HAS_GPU)
+    shape, vocabulary = (w.batch_size, w.seq_len), model.config.vocab_size
+    batches = [random_batch(shape, vocabulary, DEVICE) for _ in range(w.micro_batches)]
+    try:
+        for _ in range(WARMUP):
+            stepping.timed_step(model, optimizer, batches[:2])
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
+        timed = TIMED if w.micro_batches == 1 else 1
+        seconds = [stepping.timed_step(model, optimizer, batches)[1] for _ in range(timed)]
+    except HostMemoryError:
+        return {"failure": "the host's memory"}
+    except RuntimeError as error:
+        if not command_line.ran_out_of_memory(error):
+            raise
+        return {"failure": "the GPU's memory"}
+    finally:
+        model.zero_grad(set_to_none=True)
+        free_memory()
+    peak = timing.peak_memory_bytes()
+    return {"peak_memory_bytes": peak, "step_ms": 1e3 * statistics.median(seconds)}
+
+
+def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
+    """Predict and measure every row, print the table, write record and picture."""
+    from harness.cli import tables
+    from harness.cli.device import HAS_GPU
+    from harness.model.architecture import TORCH_DTYPES
+    from harness.model.loading import load_model
+    from harness.profiling import profiler
+    from harness.records import run_records
+    from next_steps.memory import step_time
+    from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
+    from next_steps.patches.recompute import set_recompute
+
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
+    rates = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
+    rates["link_gbs"] = step_time.link_rate()
+    model = load_model(workload)
+    record = {
+        "kind": "frontier",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "rates": rates,
+        "rows": [],
+    }
+    optimizer, before, attention = None, None, {}  # the rates of attention, by its shape
+    for way in ways_of(workload, HAS_GPU):
+        w = way.workload
+        if optimizer is None or way.kernels != before:
+            optimizer, before = None, way.kernels  # the old one's moments are freed first
+            gc.collect()
+            apply_kernels(set_recompute(model, None), model_kernels(w.kernels))
+            optimizer = make_optimizer(model, 1e-5, w.kernels)
+        shape = w.batch_size, w.seq_len
+        if shape not in attention:
+            attention[shape] = step_time.attention_rates(model.config, w)
+        row = {"size": way.size, "kernels": way.kernels, "recompute": way.level}
+        row |= predict(way, model.config, rates | {"attention_tflops": attention[shape]})
+        row |= measure(way, model, optimizer)
+        record["rows"].append(row)
+        print("  ".join(cells(row, record["rows"])), flush=True)
+    print("\n" + render(record))
+    run_records.write_record(record_to, record)
+    if plot_to:
+        plot(record, plot_to)
+
+
+# ---------------------------------------------------------------- what came out
+
+
+def better_in_both(row: dict, rows: list[dict]) -> str:
+    """The fastest row of the same step that needs less memory and less time; empty: none."""
+    if "step_ms" not in row:
+        return ""
+    better = [
+        other
+        for other in rows
+        if other["size"] == row["size"]
+        and "step_ms" in other
+        and other["step_ms"] < row["step_ms"]
+        and other["peak_memory_bytes"] < row["peak_memory_bytes"]
+    ]
+    if not better:
+        return ""
+    best = min(better, key=lambda other: other["step_ms"])
+    return f"{best['kernels']}, {best['recompute']}"
+
+
+def cells(row: dict, rows: list[dict]) -> list[str]:
+    """A row of the table."""
+    measured = "step_ms" in row
+    return [
+        row["size"],
+        row["kernels"],
+        row["recompute"],
+        f"{row['estimated_bytes'] / 1e9:.1f}",
+        f"{row['peak_memory_bytes'] / 1e9:.1f}" if measured else "n/a",
+        f"{row['estimated_ms']:,.0f}",
+        f"{row['step_ms']:,.0f}" if measured else "n/a",
+        better_in_both(row, rows) if measured else f"more than {row['failure']}",
+    ]
+
+
+def render(record: dict) -> str:
+    """Everything that is printed at the end, from the record."""
+    from harness.cli import tables
+    from harness.records import run_records
+
+    rows = record["rows"]
+    return "\n".join(
+        [
+            run_records.environment_line(record["environment"]),
+            model_line(record),
+            "",
+            tables.title("Memory against time"),
+            tables.table(list(HEADERS), [cells(row, rows) for row in rows]),
+        ]
+    )
+
+
+def plot(record: dict, path: str) -> None:
+    """GB against ms per step, a panel for each step; hollow: as it was estimated."""
+    from harness.cli.pictures import pyplot, save_plot
+
+    sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
+    levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))
+    figure, axes = pyplot().subplots(
+        1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained", squeeze=False
+    )
+    for axis, size in zip(axes[0], sizes):
+        for kernels, colour in COLOURS.items():
+            rows = [r for r in record["rows"] if (r["size"], r["kernels"]) == (size, kernels)]
+            measured = [row for row in rows if "step_ms" in row]
+            axis.plot(
+                [row["step_ms"] for row in measured],
+                [row["peak_memory_bytes"] / 1e9 for row in measured],
+                color=colour,
+                label=kernels,
+            )
+            for row in rows:
+                marker = MARKERS[levels.index(row["recompute"])]
+                style = {"marker": marker, "color": colour, "linestyle": "none"}
+                hollow = {"markerfacecolor": "none", "alpha": 0.6}
+                axis.plot(row["estimated_ms"], row["estimated_bytes"] / 1e9, **style, **hollow)
+                if "step_ms" in row:
+                    axis.plot(row["step_ms"], row["peak_memory_bytes"] / 1e9, **style)
+        for level, marker in zip(levels, MARKERS):
+            axis.plot([], [], marker=marker, color="black", linestyle="none", label=level)
+        axis.set(title=f"{size} tokens", xlabel="ms per step", ylabel="peak, GB")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(title="hollow: estimated")
+    gpu = record["environment"]["gpu"] or "CPU, not meaningful"
+    figure.suptitle(f"{record['model']}, {record['dtype']}, {gpu}")
+    save_plot(figure, path)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
+    add("--random-init", action="store_true", help="random weights; nothing is downloaded")
+    add("--json", metavar="FILE", help="write the rows as a JSON record")
+    add("--plot", metavar="FILE.png", help="GB against ms per step as a picture")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    from harness.cli.device import HAS_GPU
+    from harness.cli.output_files import check_outputs
+
+    check_outputs(args)
+    workload = Workload.from_flags(args, HAS_GPU)
+    largest = max(seq_len for _, seq_len, _ in SIZES[HAS_GPU])
+    walk(replace(workload, seq_len=largest, data="synthetic"), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

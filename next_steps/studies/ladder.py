@@ -1,0 +1,306 @@
+"""Follow the profile to the floor: `finetune_optimized.py --ladder`.
+
+Each rung adds one kernel, the largest cost of the profile first.  Before it is measured it is
+predicted, from the baseline's profile: what a category takes there, minus the time in which its
+bytes can pass through memory at the measured copy rate (Amdahl: only that part of the step can go
+away).  After the rungs come the runs to compare them with: baseline and the playbook's two kernels
+as CUDA graphs, and what others offer.  Each run has a process of its own.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from harness.cli import command_line, fp8_flags, pictures, tables
+from harness.cli.command_line import RunError, UserError
+from harness.cli.device import HAS_GPU
+from harness.cli.workload import (
+    FLOAT8_OPPONENTS,
+    OPPONENTS,
+    WARMUP_STEPS,
+    Workload,
+    model_line,
+    size_in_words,
+)
+from harness.model.config_file import load_config
+from harness.profiling.costs import sizes_of
+from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
+from harness.records import run_records
+from next_steps.memory.memory_estimate import step_tryer
+from next_steps.patches.fp8_model import require_fp8
+
+HERE = Path(__file__).parents[2]  # the project's folder
+BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
+IN_FP8 = "all kernels, fp8"
+FLOAT8 = [OPPONENTS[name] for name in FLOAT8_OPPONENTS]
+IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
+OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
+
+
+def run_script(script: str, workload: Workload, *flags: str) -> dict:
+    """The record that a script of this folder writes, run on a workload in a process of its own.
+
+    Raises:
+        RunError: it failed; its own message is in the sentence.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]
+        run = command_line.run_child([str(part) for part in command])
+        if run.returncode != 0:
+            said = (run.stderr.strip() or run.stdout.strip()).splitlines()
+            sentences = [line for line in said if line.startswith("error: ")]  # CUDA may go on
+            reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
+            raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
+        return json.loads(path.read_text())
+
+
+def how(workload: Workload) -> list[str]:
+    """Its flags without those that all runs of a ladder share."""
+    return workload.as_flags()[len(without_kernels(workload).as_flags()) :]
+
+
+def without_kernels(workload: Workload) -> Workload:
+    return replace(workload, kernels=(), fp8=None, cuda_graph=False, opponent=None)
+
+
+def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
+    """(name, script, workload) of the runs after the rungs, and why others are left out.
+
+    Like with like, then the opponents, then FP8 unless it is refused here.
+
+    Args:
+        graphs: can a step be a CUDA graph here?
+    """
+    runs, absent = [], []
+
+    def add(name: str, script: str, **how) -> None:
+        run = replace(workload, **how)
+        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
+
+    two, two_kernels = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
+    if graphs:
+        add(BASELINE, "finetune_baseline.py", cuda_graph=True)
+    add(two, "finetune_optimized.py", **two_kernels)
+    if graphs:
+        add(two, "finetune_optimized.py", **two_kernels, cuda_graph=True)
+    for opponent, title in OPPONENTS.items():
+        add(title, "finetune_optimized.py", opponent=opponent)
+    if graphs:
+        add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
+        how = {"kernels": tuple(KERNELS), "fp8": fp8_flags.ALL}
+        try:
+            fp8_flags.refuse(replace(workload, **how), HAS_GPU)
+            require_fp8()
+            for graph in (False, True):
+                add(IN_FP8, "finetune_optimized.py", **how, cuda_graph=graph)
+        except UserError as error:
+            absent.append(f"{IN_FP8}: {error}")
+    return runs, absent
+
+
+def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
+    """Run the baseline, its profile, every rung and the others.
+
+    Prints the table, writes record and picture.
+    """
+    workload = without_kernels(workload)
+    config = load_config(workload, step_tryer(KERNELS))
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
+    graphs = HAS_GPU and workload.steps > WARMUP_STEPS
+    after, absent = others(workload, graphs)
+    n_runs = 2 + len(RUNGS) + graphs + len(after)
+    print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
+    record = {
+        "kind": "ladder",
+        "environment": run_records.environment(),
+        "rungs": [],
+        "absent": absent,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
+        trace = f"{folder}/trace.json"
+        profile = run_script("profile_baseline.py", profiled, "--trace", trace)
+    record["copy_gbs"] = profile["ceilings"]["copy_gbs"]
+    categories = profile["categories"].items()
+    record["categories_ms"] = {name: part["us"] / 1e3 for name, part in categories}
+    record["busy_ms"] = profile["busy_us"] / 1e3
+
+    def add(name: str, predicted_ms: float | None, run: dict) -> None:
+        keys = (
+            "losses",
+            "tokens_per_second",
+            "peak_memory_bytes",
+            "kernels",
+            "validation_loss_after",
+            "busy_ms",
+        )
+        step_ms = 1e3 * run["median_seconds"]
+        rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
+        record["rungs"].append(rung | {key: run[key] for key in keys})
+        print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
+
+    baseline = run_script("finetune_baseline.py", workload)
+    record |= Workload.from_record(baseline).as_record()
+    record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
+    add(BASELINE, None, baseline)
+    sizes, names, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
+    for rung in RUNGS:
+        names = (*names, rung.name)
+        floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
+        saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
+        busy_ms -= saved_ms
+        predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
+        run = run_script("finetune_optimized.py", replace(workload, kernels=names))
+        add(rung.name, predicted_ms, run)
+    if graphs:
+        # what is left of the step is the GPU's own time
+        predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
+        graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+        add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", graph))
+    for name, script, other in after:
+        try:
+            add(name, None, run_script(script, other))
+        except RunError as error:
+            record["absent"].append(str(error))
+    print("\n" + render(record))
+    if plot_to:
+        plot([record], plot_to)
+    run_records.write_record(record_to, record)
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def blocks(record: dict) -> tuple[list[dict], list[dict]]:
+    """The rungs, which are the baseline and what was predicted; and all other runs."""
+    first, *rest = record["rungs"]
+    rungs = [rung for rung in rest if rung["predicted_ms"] is not None]
+    return [first, *rungs], [rung for rung in rest if rung["predicted_ms"] is None]
+
+
+def is_ours(rung: dict) -> bool:
+    """Has it any of our kernels?"""
+    return not set(KERNELS).isdisjoint(rung["kernels"])
+
+
+def strongest(record: dict, of: str = "step_ms") -> dict:
+    """The run with none of our kernels that takes the least time, or the least of another key.
+
+    Without FP8, as our rungs are.
+    """
+    others = (rung for rung in record["rungs"] if not is_ours(rung) and rung["name"] not in FLOAT8)
+    return min(others, key=lambda rung: rung[of])
+
+
+def step_in_words(rung: dict) -> str:
+    """A step's median, with its spread where the record is new enough to have it."""
+    spread = f" ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})" if "p20_ms" in rung else ""
+    return f"{rung['step_ms']:,.1f}{spread}"
+
+
+def measured(rung: dict, baseline: dict) -> list[str]:
+    """The columns of both tables: the step by the host's clock and how long the GPU computed in it,
+    tokens/sec and peak beside the baseline's, loss difference.
+    """
+    cells = [step_in_words(rung), tables.number(rung.get("busy_ms"))]
+    for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
+        cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
+    return [*cells, f"{max(run_records.relative_differences(baseline, rung)):.1e}"]
+
+
+def render(record: dict) -> str:
+    """The ladder's two tables, from its record."""
+    on_gpu = record["environment"]["gpu"] is not None
+    rungs, after = blocks(record)
+    baseline, rows = rungs[0], []
+    for before, rung in zip([None, *rungs], rungs):
+        name, gains = rung["name"], [None, None]
+        if before is not None:
+            name = f"+ {name}"
+            gains = [before["step_ms"] - rung[key] for key in ("predicted_ms", "step_ms")]
+        rows.append([name, *map(tables.number, gains), *measured(rung, baseline)])
+    other_rows = [[each["name"], *measured(each, baseline)] for each in after]
+    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
+    columns += ["Peak, GB", "x baseline", "Largest loss difference"]
+    headers = ["Rung", "Predicted gain, ms", "Measured gain, ms", *columns]
+    other_headers = ["Others", *columns]
+    workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
+    lines = [
+        run_records.environment_line(record["environment"]),
+        f"{model_line(record)}; {workload}",
+        f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
+        f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
+        "",
+        tables.title(f"The ladder{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        tables.table(headers, rows),
+        *(["", tables.table(other_headers, other_rows)] if other_rows else []),
+        *(f"Not measured: {sentence}" for sentence in record["absent"]),
+    ]
+    return "\n".join(lines)
+
+
+def colour(rung: dict) -> str:
+    if is_ours(rung):
+        return OUR_COLOUR
+    return BASELINE_COLOUR if rung["name"].startswith(BASELINE) else OPPONENT_COLOUR
+
+
+def plot(records: list[dict], path: str) -> None:
+    """A step's time and peak memory of every run, as one PNG: two panels for each record."""
+    plt = pictures.pyplot()
+    rows = [len(record["rungs"]) for record in records]
+    figure, axes = plt.subplots(
+        len(records),
+        2,
+        figsize=(12, 0.6 + sum(0.9 + 0.3 * n for n in rows)),
+        height_ratios=[3 + n for n in rows],
+        squeeze=False,
+        layout="constrained",
+    )
+    for record, (times, memory) in zip(records, axes):
+        ladder, after = blocks(record)
+        runs = [*ladder, *after][::-1]
+        names = [
+            rung["name"] if rung["predicted_ms"] is None else f"+ {rung['name']}" for rung in runs
+        ]
+        colours = [colour(rung) for rung in runs]
+        for panel, unit, values in (
+            (times, "ms", [rung["step_ms"] for rung in runs]),
+            (memory, "GB", [rung["peak_memory_bytes"] / 1e9 for rung in runs]),
+        ):
+            panel.barh(names, values, color=colours)
+            for place, value in enumerate(values):
+                panel.text(
+                    0.01 * max(values),
+                    place,
+                    f"{value:,.1f}",
+                    color="white",
+                    va="center",
+                    weight="bold",
+                )
+            panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
+            panel.margins(y=0.01)
+            panel.spines[["top", "right"]].set_visible(False)
+            what = "time of a step, host included" if unit == "ms" else "peak memory"
+            panel.set_xlabel(f"{what}, {unit}, lower is better")
+        predicted = [
+            (rung["predicted_ms"], i)
+            for i, rung in enumerate(runs)
+            if rung["predicted_ms"] is not None
+        ]
+        times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
+        memory.set_yticks([])
+        times.set_title(size_in_words(record), loc="left")
+    first = records[0]
+    device = first["environment"]["gpu"] or f"CPU{tables.NOT_MEANINGFUL}"
+    figure.suptitle(
+        f"{first['model']}, {first['dtype']}, {device}, {first['environment']['date']}\n"
+        "orange: with our kernels, grey: the baseline, blue: others; "
+        "black marks: what the baseline's profile predicted for the rung"
+    )
+    pictures.save_plot(figure, path)

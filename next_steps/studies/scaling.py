@@ -1,0 +1,212 @@
+"""How much faster are several GPUs, and how much of that does the way between them cost?
+
+    python -m next_steps.studies.scaling --random-init --json runs/scaling_1.json
+    torchrun --nproc-per-node 2 -m next_steps.studies.scaling --random-init \\
+        --json runs/scaling_fsdp_2.json
+    python -m next_steps.studies.scaling --compare runs/scaling_1.json runs/scaling_fsdp_2.json
+
+The baseline, all kernels and Liger-Kernel, each with the model made anew, take steps of several
+sizes on random tokens.  What counts is the slowest process.  --compare prints what became of a
+GPU's speed, and from how many tokens on the computation hides what is sent.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from harness.cli import command_line
+from harness.cli.command_line import UserError
+from harness.cli.processes import PARALLEL
+from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.profiling.kernel_facts import KERNELS
+
+GPU, CPU = True, False
+# sequences in each process, tokens in each; every one larger than the one before
+SIZES = {
+    GPU: ((1, 512), (1, 1024), (1, 2048), (2, 2048), (4, 2048)),
+    CPU: ((1, 4), (1, 8)),
+}
+STEPS = {GPU: (2, 5), CPU: (1, 2)}  # to warm up, and timed
+
+
+def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """What is compared; Liger last, as its patch stays in the process."""
+    yield "baseline", workload
+    yield "all kernels", replace(workload, kernels=tuple(KERNELS))
+    yield "Liger", replace(workload, opponent="liger")
+
+
+# ---------------------------------------------------------------- one row
+
+
+def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
+    """A row's numbers, equal in all processes; what does not fit has a `failure` instead.
+
+    Args:
+        called: the model, or what `parallel.wrap` made of it.
+        shape: (B, T) of a batch, in each process.
+
+    Returns:
+        step_ms, of each step that of the process in which it took longest; their median and
+        spread; tokens_per_second_per_gpu; peak_memory_bytes, the largest; and with several GPUs
+        communication_us and exposed_us, of the process that waits for the others least.
+    """
+    import torch
+
+    from harness.cli.device import DEVICE, HAS_GPU
+    from harness.data.dataset import random_batch
+    from harness.profiling import profiler
+    from harness.records.spread import spread
+    from harness.steps import parallel, stepping, timing
+
+    def step() -> list:
+        return [random_batch(shape, vocabulary, DEVICE)]
+
+    n_warmup, n_timed = STEPS[HAS_GPU]
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        for _ in range(n_warmup):
+            stepping.timed_step(called, optimizer, step())
+        seconds = [stepping.timed_step(called, optimizer, step())[1] for _ in range(n_timed)]
+        peak = timing.peak_memory_bytes()
+        sent = {}
+        if HAS_GPU and parallel.world_size() > 1:
+            _, times = profiler.timeline(called, optimizer, [step(), step()])
+            numbers = parallel.gather(times["communication_us"], times["exposed_us"])
+            sent = dict(zip(("communication_us", "exposed_us"), min(numbers)))
+    except RuntimeError as error:
+        if not command_line.ran_out_of_memory(error):
+            raise
+        return {"failure": "the GPU's memory"}
+    step_ms = [1e3 * max(each) for each in zip(*parallel.gather(*seconds))]
+    median, (p20, p80) = statistics.median(step_ms), spread(step_ms)
+    return {
+        "step_ms": step_ms,
+        "median_ms": median,
+        "p20_ms": p20,
+        "p80_ms": p80,
+        "tokens_per_second_per_gpu": 1e3 * shape[0] * shape[1] / median,
+        "peak_memory_bytes": int(max(parallel.gather(peak))[0]),
+        **sent,
+    }
+
+
+def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
+    """The rows of one way, from the smallest size to the first that does not fit.
+
+    Its memory is free again when the last of them has been taken.
+
+    Raises:
+        UserError: what it needs is not installed.
+    """
+    import torch
+
+    from harness.cli.device import HAS_GPU, free_memory
+    from harness.steps import communication, parallel
+    from next_steps.finetuning import kernel_training, opponents
+
+    prepare = opponents.prepare if workload.opponent else kernel_training.prepare
+    model, called, optimizer = prepare(workload)
+    record["parameters"] = sum(p.numel() for p in model.parameters())
+    if workload.parallel and "communication" not in record:  # the same for all ways and sizes
+        record["communication"] = communication.expected(model, workload)
+    # the model is the same in all processes, and what it is trained on is not
+    torch.manual_seed(workload.seed + parallel.rank())
+    for batch_size, seq_len in SIZES[HAS_GPU]:
+        row = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
+        row |= measure(called, optimizer, (batch_size, seq_len), model.config.vocab_size)
+        free_memory()
+        yield row
+        if "failure" in row:
+            return
+
+
+def walk(workload: Workload, record_to: str | None) -> None:
+    """Measure every row in this process group; the record is written after each."""
+    from harness.cli import tables
+    from harness.cli.device import HAS_GPU, free_memory
+    from harness.model.architecture import TORCH_DTYPES
+    from harness.profiling import profiler
+    from harness.records import run_records
+    from harness.steps import parallel
+    from next_steps.studies import scaling_tables
+
+    parallel.start(workload)
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
+    record = {
+        "kind": "scaling",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        "world_size": parallel.world_size(),
+        "parallel": workload.parallel,
+        "ceilings": profiler.measure_ceilings(TORCH_DTYPES[workload.dtype]),
+        "absent": [],
+        "rows": [],
+    }
+    for way, how in ways_of(workload):
+        try:
+            for row in rows_of(way, how, record):
+                record["rows"].append(row)
+                print(scaling_tables.row_in_words(row), flush=True)
+                if record_to:
+                    run_records.keep_record(record_to, record)
+        except UserError as error:
+            if not how.opponent:
+                raise
+            record["absent"].append(f"{way} is left out: {error}")
+            print(record["absent"][-1], flush=True)
+        free_memory()
+    run_records.write_record(record_to, record)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parse_args() -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
+    add("--random-init", action="store_true", help="random weights; nothing is downloaded")
+    add("--parallel", choices=PARALLEL, help="with several processes; fsdp unless told")
+    add("--json", metavar="FILE", help="write the rows as a JSON record, after each of them")
+    add(
+        "--compare",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: print the tables of a record of one process and those of several",
+    )
+    add("--plot", metavar="FILE.png", help="with --compare: what is exposed, against tokens")
+    args = parser.parse_args()
+    if args.plot and not args.compare:
+        raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
+    measuring = "model", "random_init", "parallel", "json"
+    command_line.refuse_ignored(args, {"compare": measuring})
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    from harness.cli.output_files import check_outputs
+
+    check_outputs(args)
+    if args.compare:
+        from next_steps.studies import scaling_tables
+
+        records = scaling_tables.read(args.compare)
+        print(scaling_tables.render(*records))
+        if args.plot:
+            scaling_tables.plot(records[1:], args.plot)
+        return
+    from harness.cli.device import HAS_GPU
+
+    workload = Workload.from_flags(args, HAS_GPU)
+    batch_size, seq_len = SIZES[HAS_GPU][-1]
+    workload = replace(workload, data="synthetic", lr=1e-5)
+    walk(replace(workload, batch_size=batch_size, seq_len=seq_len), args.json)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

@@ -1,0 +1,239 @@
+"""The tables and the picture of scaling.py's records.  Imports no PyTorch."""
+
+import itertools
+
+from harness.cli import tables
+from harness.cli.command_line import UserError
+from harness.cli.workload import model_line
+from harness.profiling.diagnose import EXPOSED_SHARE
+from harness.profiling.diagnosis_tables import communication_lines
+from harness.records.run_records import (
+    environment_line,
+    has_numbers,
+    is_count,
+    is_environment,
+    is_list_of,
+    is_positive,
+    is_text,
+    read_record,
+    require_keys,
+)
+from harness.records.spread import unless_same
+
+HEADERS = (
+    *("way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"),
+    *("sent, ms", "exposed", "over Liger"),
+)
+NOT_MEASURED = "n/a"
+COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
+STYLES = "-", "--", ":", "-."  # of the lines of a record
+
+
+def is_row(value: object) -> bool:
+    """Is it a row of the record, measured or too large to be?"""
+    numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
+    named = has_numbers("batch_size", "seq_len")(value) and is_text(value.get("way"))
+    return named and ("failure" in value or has_numbers(*numbers)(value))
+
+
+# what is read of a record: a key -> does its value fit?
+KEYS = {
+    "environment": is_environment,
+    "model": is_text,
+    "parameters": is_positive,
+    "weights": is_text,
+    "dtype": is_text,
+    "world_size": is_count,
+    "parallel": lambda kind: kind is None or is_text(kind),
+    "absent": is_list_of(is_text),
+    "rows": is_list_of(is_row),
+}
+
+
+def read(paths: list[str]) -> list[dict]:
+    """A record of one process, then those of several, of the same model on the same GPU.
+
+    Raises:
+        UserError: they are not, or something in one is missing or damaged.
+    """
+    records = [read_record(path, "scaling") for path in paths]
+    for path, record in zip(paths, records):
+        require_keys(path, record, KEYS)
+    if len(records) < 2:
+        raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
+    (first, *others), (first_path, *other_paths) = records, paths
+    if first["world_size"] > 1:
+        given = f"{first_path} is of {first['world_size']} processes and comes first"
+        raise UserError(f"{given}: begin with the record of one")
+    for path, other in zip(other_paths, others):
+        if other["world_size"] == 1:
+            given = f"{path} is of one process, as {first_path} is"
+            raise UserError(f"{given}: after the first come records of several")
+        for key in ("gpu", "model", "dtype"):
+            ours, theirs = (
+                record["environment"]["gpu"] if key == "gpu" else record[key]
+                for record in (first, other)
+            )
+            if ours != theirs:
+                given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
+                raise UserError(f"{given}: compare records that differ in their processes alone")
+    return records
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def size_of(row: dict) -> tuple[int, int]:
+    return row["batch_size"], row["seq_len"]
+
+
+def tokens_of(row: dict) -> int:
+    """Of a step, in each process."""
+    return row["batch_size"] * row["seq_len"]
+
+
+def measured(record: dict) -> dict[tuple[str, tuple[int, int]], dict]:
+    """The rows that fitted, by their way and size."""
+    return {(r["way"], size_of(r)): r for r in record["rows"] if "failure" not in r}
+
+
+def range_of(row: dict) -> tuple[float, float]:
+    return row["p20_ms"], row["p80_ms"]
+
+
+def exposed_share(row: dict) -> float | None:
+    """Of a step's time, the communication that nothing hides; None: nobody measured it."""
+    return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
+
+
+def efficiency(one: dict, row: dict) -> str:
+    """A GPU's speed among several as a share of its speed alone, with the spread of both."""
+    low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
+    return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
+
+
+def ways_in(record: dict) -> list[str]:
+    return list(dict.fromkeys(row["way"] for row in record["rows"]))
+
+
+def crossover(record: dict, way: str) -> str:
+    """The fewest tokens in a process's step from which on no size has a larger exposed part."""
+    rows = [row for (name, _), row in measured(record).items() if name == way]
+    shares = [(tokens_of(row), exposed_share(row)) for row in rows]
+    if not shares or None in [share for _, share in shares]:
+        return NOT_MEASURED
+    above = [tokens for tokens, share in shares if share >= EXPOSED_SHARE]
+    below = [tokens for tokens, _ in shares if tokens > max(above, default=0)]
+    return f"{min(below):,}" if below else f"more than {max(above):,}"
+
+
+def processes_of(record: dict) -> str:
+    return f"{record['world_size']} processes, {record['parallel']}"
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def row_in_words(row: dict) -> str:
+    """What is printed as soon as it has been measured."""
+    name = f"{row['way']}, {row['batch_size']} x {row['seq_len']:,}"
+    if "failure" in row:
+        return f"{name}: more than {row['failure']}"
+    speed = f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
+    return f"{name}: {row['median_ms']:,.1f} ms, {speed}, {row['peak_memory_bytes'] / 1e9:.1f} GB"
+
+
+def cells(row: dict, alone: dict, several: dict) -> list[str]:
+    """A row of the table; the last two as `measured` gives them, of one process and of several."""
+    way, size = key = row["way"], size_of(row)
+    name, one, liger = (
+        f"{way} {size[0]} × {size[1]:,}",
+        alone.get(key),
+        several.get(("Liger", size)),
+    )
+
+    def pair(key: str, unit: float, spec: str) -> list[str]:
+        of_both = (each[key] / unit if each and key in each else None for each in (row, one))
+        return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
+
+    speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")
+    memory = pair("peak_memory_bytes", 1e9, ".1f")
+    if "failure" in row:
+        return [name, "too large", speeds[1], NOT_MEASURED, *memory, *[NOT_MEASURED] * 3]
+    share, over = exposed_share(row), NOT_MEASURED
+    exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
+    if liger:
+        ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
+        over = "–" if way == "Liger" else unless_same(ratio, range_of(row), range_of(liger))
+    return [
+        name,
+        *speeds,
+        efficiency(one, row) if one else NOT_MEASURED,
+        *memory,
+        pair("communication_us", 1e3, ",.1f")[0],
+        exposed,
+        over,
+    ]
+
+
+def body(one: dict, record: dict) -> list[list[str]]:
+    """The table of a record of several processes, beside that of one."""
+    alone, several = measured(one), measured(record)
+    return [cells(row, alone, several) for row in record["rows"]]
+
+
+def render(one: dict, *others: dict) -> str:
+    """Everything that --compare prints."""
+    on_gpu = one["environment"]["gpu"] is not None
+    lines = [environment_line(one["environment"]), model_line(one)]
+    lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
+    for record in others:
+        title = f"Each GPU of {processes_of(record)}, and one alone"
+        lines += [
+            "",
+            tables.title(title + tables.NOT_MEANINGFUL * (not on_gpu)),
+            tables.table(list(HEADERS), body(one, record)),
+            *communication_lines(record),
+            *record["absent"],
+            *(
+                f"{way}: exposed below {EXPOSED_SHARE:.0%} of a step from so many tokens a GPU on: "
+                f"{crossover(record, way)}"
+                for way in ways_in(record)
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def plot(records: list[dict], path: str) -> None:
+    """The exposed share of a step against its tokens, a line for each way of each record.
+
+    Raises:
+        UserError: none of them says what is exposed, as none of a CPU does.
+    """
+    if not any("exposed_us" in row for record in records for row in record["rows"]):
+        raise UserError("no record says what is exposed: measure them on several GPUs")
+    from harness.cli.pictures import pyplot, save_plot
+
+    figure, axis = pyplot().subplots(figsize=(8, 5), layout="constrained")
+    sizes = set()
+    for record, style in zip(records, itertools.cycle(STYLES)):
+        for way in ways_in(record):
+            rows = [row for (name, _), row in measured(record).items() if name == way]
+            points = sorted(
+                (tokens_of(r), 100 * exposed_share(r)) for r in rows if "exposed_us" in r
+            )
+            sizes |= {tokens for tokens, _ in points}
+            label = f"{way}, {processes_of(record)}"
+            style_of_line = {"color": COLOURS[way], "linestyle": style, "marker": "o"}
+            axis.plot(*zip(*points) if points else ([], []), label=label, **style_of_line)
+    axis.axhline(100 * EXPOSED_SHARE, color="black", linestyle="--", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(sizes), [f"{tokens:,}" for tokens in sorted(sizes)])
+    axis.set(xlabel="tokens of a step on each GPU", ylabel="communication that nothing hides, %")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    first = records[0]
+    gpu = first["environment"]["gpu"] or "CPU, not meaningful"
+    figure.suptitle(f"{first['model']}, {first['dtype']}, {gpu}")
+    save_plot(figure, path)
