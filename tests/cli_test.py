@@ -653,7 +653,7 @@ def test_process_with_libraries_that_would_warn(checkpoint):
 
 # less than a buffer, which reaches the file when the script ends, and more, which reaches it at
 # once
-SCRIPT = "from harness import command_line\ncommand_line.run_main(lambda: {})\n"
+SCRIPT = "from harness.cli import command_line\ncommand_line.run_main(lambda: {})\n"
 PRINTS = {"at the end": "print('x')", "at once": "print('x' * 99_999)"}
 
 
@@ -799,8 +799,8 @@ time.sleep(999)
     (tmp_path / "profile_baseline.py").write_text(child)
     code = f"""
 import pathlib, finetune_optimized
-from harness import command_line
-from next_steps import ladder
+from harness.cli import command_line
+from next_steps.studies import ladder
 ladder.HERE = pathlib.Path({str(tmp_path)!r})
 command_line.run_main(finetune_optimized.main)
 """

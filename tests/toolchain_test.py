@@ -114,7 +114,7 @@ BROKEN_KERNELS = """
 import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import torch, triton, triton.language as tl
-from harness import command_line
+from harness.cli import command_line
 from tools import compile_cases, compile_check, pretended_gpu
 from tools.compile_cases import Case
 

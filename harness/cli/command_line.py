@@ -2,7 +2,7 @@
 
 Every script has the same form, so that --help and a mistyped flag are answered at once:
 
-    from harness import command_line    # light: imports no PyTorch, which takes seconds
+    from harness.cli import command_line    # light: imports no PyTorch, which takes seconds
 
     def main() -> None:
         args = parse_args()             # flags, from light modules alone
