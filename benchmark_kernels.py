@@ -38,6 +38,7 @@ from harness.benchmark.benchmark_specs import (
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError, positive_int
+from harness.cli.flags import Parser
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import environment, write_record
 
@@ -177,7 +178,7 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
         "--kernel",
@@ -225,10 +226,6 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.kernel != "all" and (reason := refusal(args.kernel, args)):
         raise UserError(reason)
-    if args.sweep and args.plot:
-        raise UserError(
-            "--plot draws the benchmark; --sweep prints tables alone, so give one of the two"
-        )
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
     check_outputs(args)

@@ -24,7 +24,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import DEFAULT_MODEL, WARMUP_STEPS
+from harness.cli.flags import DEFAULT_MODEL, WARMUP_STEPS
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run

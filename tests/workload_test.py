@@ -8,7 +8,8 @@ import pytest
 
 import profile_baseline
 from harness.cli import workload as module
-from harness.cli.workload import PRETRAINED, RANDOM, Workload, finetune_parser
+from harness.cli.flags import finetune_parser
+from harness.cli.workload import PRETRAINED, RANDOM, Workload
 from next_steps import finetune_options
 
 RESULTS = Path(__file__).parents[1] / "results"

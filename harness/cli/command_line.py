@@ -23,8 +23,10 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
+
+from harness.cli.processes import world_size
 
 
 class UserError(Exception):
@@ -33,11 +35,6 @@ class UserError(Exception):
 
 class RunError(Exception):
     """Something failed while running: one sentence, exit code 1."""
-
-
-def world_size() -> int:
-    """How many processes torchrun started for this run; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,37 +46,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message} (--help lists the flags)")
 
-    def parse_args(self, args=None, namespace=None):
-        """As argparse does it; `given` of the result names the flags on the command line."""
-        parsed = super().parse_args(args, namespace)
-        absent = object()
-        # what is there already gets no default
-        unset = argparse.Namespace(**dict.fromkeys(vars(parsed), absent))
-        again = vars(super().parse_args(args, unset))
-        parsed.given = {name for name, value in again.items() if value is not absent}
-        return parsed
-
 
 def flag_name(name: str) -> str:
     """As it is typed."""
     return f"--{name.replace('_', '-')}"
-
-
-def refuse_ignored(args: argparse.Namespace, ignored: dict[str, Sequence[str]]) -> None:
-    """Refuse a flag that another one leaves without effect.
-
-    Args:
-        args: from `Parser.parse_args`.
-        ignored: for the name of a flag, the names of those that do nothing beside it.
-
-    Raises:
-        UserError: such two are on the command line.
-    """
-    for name, others in ignored.items():
-        for other in others:
-            if {name, other} <= args.given:
-                this, that = flag_name(other), flag_name(name)
-                raise UserError(f"{this} does nothing with {that}: leave one of the two out")
 
 
 def whole_number(text: str, least: int = 0) -> int:
@@ -109,25 +79,6 @@ def positive_float(text: str) -> float:
     if not 0.0 < value < 1e30:
         raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
     return value
-
-
-def add_kernels_flag(parser: argparse.ArgumentParser, known: list[str], default: str) -> None:
-    """--kernels a,b|all|none, refused where a name is not one of `known`."""
-
-    def parse(text: str) -> list[str]:
-        names = {"all": known, "none": []}.get(text, text.split(","))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown kernel {', '.join(map(repr, unknown))}; "
-                f"choose from {', '.join(known)}, all, none"
-            )
-        return [name for name in known if name in names]
-
-    parser.add_argument(
-        "--kernels", type=parse, default=default, metavar="NAME,NAME|all|none",
-        help=f"custom kernels to use, of {', '.join(known)} (default: %(default)s)",
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- how a run ends

@@ -14,159 +14,13 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from harness.cli import adapter_flags, fp8_flags, processes
-from harness.cli.command_line import (
-    Parser,
-    UserError,
-    flag_name,
-    positive_float,
-    positive_int,
-    whole_number,
-)
+from harness.cli import adapter_config, flags
+from harness.cli.command_line import UserError, flag_name
+from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, OPPONENTS, SEQ_LEN, TINY
+from harness.cli.processes import FSDP, world_size
 
-DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
-TINY = "tiny"  # a small random LLaMA of bytes
-DTYPES = "bf16", "fp32"
-RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
 PATHS = "model", "teacher", "data", "adapter"  # settings that may be one
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
-WARMUP_STEPS = 2  # not averaged: the first steps compile kernels and fill the allocator's cache
-# by the words of --opponent; how each of them is made: next_steps/finetuning/opponents.py
-OPPONENTS = {
-    "fused-adamw": "fused AdamW",
-    "rms-norm": "F.rms_norm, fused AdamW",
-    "compile": "torch.compile, fused AdamW",
-    "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
-    "liger": "Liger-Kernel, fused AdamW",
-    "unsloth": "Unsloth, fused AdamW",
-    "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
-    "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
-}
-FLOAT8_OPPONENTS = "torchao-tensorwise", "torchao-rowwise"
-# of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
-SEQ_LEN = {True: 512, False: 64}
-DTYPE = {True: "bf16", False: "fp32"}
-
-
-def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that mean the same thing in every script."""
-    add = parser.add_argument
-    add(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="ID|DIR|tiny",
-        help="Hugging Face id, local directory, or 'tiny': a small random LLaMA, no download "
-        "(default: %(default)s)",
-    )
-    add(
-        "--random-init",
-        action="store_true",
-        help="the model's real architecture with random weights; nothing is downloaded for the "
-        "default model",
-    )
-    add(
-        "--data",
-        default="stdlib",
-        metavar="stdlib|synthetic|FILE.txt|FILE.jsonl",
-        help="stdlib: the source of Python's standard library; synthetic: random tokens; a text "
-        "file; or jsonl with 'prompt' and 'completion', or 'messages' (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=positive_int,
-        default=1,
-        help="sequences per step, or per micro-batch (default: %(default)s)",
-    )
-    add(
-        "--seq-len",
-        type=positive_int,
-        help=f"tokens per sequence (default: {SEQ_LEN[True]}; {SEQ_LEN[False]} without a GPU)",
-    )
-    add(
-        "--seed",
-        type=whole_number,
-        default=0,
-        help="of weights and data order (default: %(default)s)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="of weights, activations and optimizer state "
-        f"(default: {DTYPE[True]}; {DTYPE[False]} without a GPU)",
-    )
-    add(
-        "--accumulate",
-        type=positive_int,
-        metavar="N",
-        help="micro-batches in a step, whose gradients are added up (default: 1)",
-    )
-    add(
-        "--pack",
-        action="store_true",
-        help="fill each sequence with several samples, which do not see one another",
-    )
-    add(
-        "--recompute",
-        choices=RECOMPUTE,
-        help="what the backward computes again instead of keeping it: nothing, the norms' outputs, "
-        "SwiGLU's product too, or whole layers",
-    )
-    add(
-        "--offload",
-        action="store_true",
-        help="what a layer keeps for the backward waits in the host's memory; needs a GPU",
-    )
-    add(
-        "--cuda-graph",
-        action="store_true",
-        help="record a step once and replay it, so that each is one launch; needs a GPU",
-    )
-    add(
-        "--parallel",
-        choices=processes.PARALLEL,
-        help="with several processes, which torchrun starts: fsdp gives each a share of every "
-        "parameter (the default there), ddp all of them",
-    )
-    adapter_flags.add_adapter_flags(parser)
-    add("--json", metavar="FILE", help="write the run as a JSON record")
-
-
-def finetune_parser(doc: str) -> Parser:
-    """The flags of both fine-tuning scripts."""
-    parser = Parser(doc)
-    add_workload_flags(parser)
-    add = parser.add_argument
-    add("--steps", type=positive_int, default=20, help="optimizer steps (default: %(default)s)")
-    add(
-        "--lr",
-        type=positive_float,
-        help="learning rate (default: 1e-5; 1e-3 for tiny; with LoRA ten times that)",
-    )
-    add("--save", metavar="DIR", help="write the trained model; from_pretrained(DIR) loads it")
-    add(
-        "--merge",
-        action="store_true",
-        help="with LoRA: --save adds the adapters to the weights and writes an ordinary model",
-    )
-    add(
-        "--checkpoint",
-        metavar="DIR",
-        help="where checkpoints go: one when Ctrl-C or SIGTERM ends the run, after its step",
-    )
-    add(
-        "--checkpoint-every",
-        type=positive_int,
-        metavar="N",
-        help="also one after every N steps",
-    )
-    add(
-        "--keep",
-        type=positive_int,
-        metavar="K",
-        help="how many checkpoints stay, the newest ones (default: 1)",
-    )
-    add("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, to the bit")
-    return parser
 
 
 @dataclass(frozen=True)
@@ -179,7 +33,7 @@ class Workload:
 
     model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
     random_init: bool = False
-    dtype: str = DTYPE[True]  # of DTYPES
+    dtype: str = DTYPE[True]  # of flags.DTYPES
     data: str = "stdlib"
     batch_size: int = 1  # sequences per micro-batch, in each process
     seq_len: int = SEQ_LEN[True]  # tokens per sequence
@@ -195,18 +49,18 @@ class Workload:
     temperature: float | None = None
     lora_rank: int | None = None  # None: all weights are trained; the next two come with it
     lora_alpha: float | None = None
-    lora_targets: str | None = None  # of adapter_flags.TARGETS
-    quantize: str | None = None  # of adapter_flags.QUANTIZED: the frozen weights
+    lora_targets: str | None = None  # of adapter_config.TARGETS
+    quantize: str | None = None  # of flags.QUANTIZED: the frozen weights
     adapter: str | None = None  # the folder of the adapters that are trained further
     world_size: int | None = None  # processes, if several: torchrun's, and no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
     stochastic_rounding: bool = field(default=False, compare=False)
-    fp8: str | None = field(default=None, compare=False)  # of fp8_flags.MODES; None: none
-    recompute: str | None = field(default=None, compare=False)  # of RECOMPUTE; None: as ever
+    fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES; None: none
+    recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE; None: as ever
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
-    opponent: str | None = field(default=None, compare=False)  # of OPPONENTS, in place of kernels
+    opponent: str | None = field(default=None, compare=False)  # of flags.OPPONENTS
     warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
     parallel: str | None = field(default=None, compare=False)  # if several processes: how
     merge: bool = field(default=False, compare=False)  # adapters are saved as part of the weights
@@ -236,41 +90,21 @@ class Workload:
             on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
 
         Raises:
-            UserError: there is no GPU for a CUDA graph or to offload from, no step that would be a
-                graph, nothing that could be packed, or what the `settings` of processes and
-                adapter_flags refuse.
+            UserError: the flags break a rule of flags.py, or an adapter cannot be trained.
         """
-        given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given.get("accumulate") == 1:  # as if it were not there, also in the record
-            del given["accumulate"]
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
-        shared = processes.settings(args)
-        adapters = adapter_flags.settings(args, shared.get("parallel"))
-        if hasattr(args, "lr"):
+        given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
+        given = defaults | {name: value for name, value in given.items() if value is not None}
+        values = vars(args) | {"dtype": given["dtype"]}
+        flags.refuse(values, getattr(args, "given", None), on_gpu)
+        adapters = adapter_config.settings(args)
+        if getattr(args, "lr", 0) is None:
             # two thin matrices, of which one begins as 0, bear a larger step than weights do
-            defaults["lr"] = (1e-3 if args.model == TINY else 1e-5) * (10 if adapters else 1)
-        values = defaults | given | shared | adapters
-        workload = cls(**values | {"kernels": tuple(values.get("kernels", ()))})
-        if workload.cuda_graph and workload.steps and workload.steps <= WARMUP_STEPS:
-            raise UserError(
-                f"--cuda-graph starts after {WARMUP_STEPS} steps, so with --steps "
-                f"{workload.steps} it does nothing: take more steps"
-            )
-        if workload.offload and not on_gpu:
-            raise UserError("--offload needs a CUDA GPU and none was found: leave it out")
-        if workload.offload and workload.cuda_graph:
-            raise UserError(
-                "--offload asks for the host's memory in each step, which a CUDA graph cannot: "
-                "leave --offload or --cuda-graph out"
-            )
-        if workload.cuda_graph and not on_gpu:
-            raise UserError("--cuda-graph needs a CUDA GPU and none was found")
-        if workload.pack:
-            refuse_packing(workload)
-        if workload.fp8:
-            fp8_flags.refuse(workload, on_gpu)
-        return workload
+            given["lr"] = (1e-3 if args.model == TINY else 1e-5) * (10 if adapters else 1)
+        if world_size() > 1:
+            given |= {"parallel": given.get("parallel", FSDP), "world_size": world_size()}
+        given["kernels"] = tuple(given.get("kernels", ()))
+        return cls(**given | adapters)
 
     def as_flags(self) -> list[str]:
         """What `from_flags` makes this from, for a script that has the flags of all it sets."""
@@ -333,22 +167,6 @@ def same_place(one: str | None, other: str | None) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def refuse_packing(workload: Workload) -> None:
-    """Refuse --pack beside what has no samples to pack, or repeats one step's boundaries.
-
-    Raises:
-        UserError: it does.
-    """
-    if workload.data == "synthetic" or workload.data.endswith(".txt"):
-        given = f"--pack fills sequences with several samples, and --data {workload.data} has none"
-        raise UserError(f"{given}: take stdlib or a .jsonl file, or leave --pack out")
-    if workload.cuda_graph:
-        raise UserError(
-            "--cuda-graph repeats one step to the byte, and with --pack samples end elsewhere in "
-            "each: leave one of the two out"
-        )
-
-
 def draws_weights(model: str, workload: Workload) -> bool:
     """Does it get random weights?  `model` is the workload's or its teacher's."""
     return model == TINY or workload.random_init
@@ -361,10 +179,33 @@ def weights_in_words(model: str, workload: Workload) -> str:
 # ---------------------------------------------------------------- in words
 
 
+def lora_in_words(record: dict) -> str:
+    """Return what a record says of LoRA; "" where the record has none."""
+    if "lora_rank" not in record:
+        return ""
+    words = f"LoRA of rank {record['lora_rank']}, alpha {record['lora_alpha']:g}"
+    words += f", {record['lora_targets']} projections"
+    if "trained_parameters" in record:
+        words += f", {record['trained_parameters']:,} trained parameters"
+    if "quantize" in record:
+        words += f", frozen layers in {record['quantize']}"
+    if "adapter" in record:
+        words += f", from {record['adapter']}"
+    return words
+
+
+def fp8_in_words(record: dict) -> str:
+    """Return what a record says of FP8, as it stands in the list of kernels."""
+    words = "fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}"
+    if "fp8_layers" in record:
+        words += " in {} of {} layers".format(*record["fp8_layers"])
+    return words
+
+
 def kernels_in_words(record: dict) -> str:
     """The kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
-    names += [fp8_flags.fp8_in_words(record)] if "fp8" in record else []
+    names += [fp8_in_words(record)] if "fp8" in record else []
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
     if "recompute" in record:
         names.append(f"recompute {record['recompute']}")
@@ -378,7 +219,7 @@ def kernels_in_words(record: dict) -> str:
 def model_line(record: dict) -> str:
     """The model of a record with `as_record` and the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    lora = adapter_flags.lora_in_words(record)
+    lora = lora_in_words(record)
     words = f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
     return f"{words}; {lora}" if lora else words
 

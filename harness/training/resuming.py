@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.cli.command_line import UserError, flag_name
+from harness.cli.command_line import UserError
 from harness.cli.workload import Workload
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import FACTS, newest
@@ -37,13 +37,9 @@ class Checkpoints:
         """What the flags say.
 
         Raises:
-            UserError: there is no folder to write to, or the checkpoint of another run is in it.
+            UserError: the checkpoint of another run is in the folder to write to.
         """
         asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
-        for name in ("checkpoint_every", "keep"):
-            if (value := getattr(args, name)) and not asked.folder:
-                given = f"{flag_name(name)} {value} has no place to write to"
-                raise UserError(f"{given}: add --checkpoint DIR")
         asked.refuse_another_runs()
         return asked
 

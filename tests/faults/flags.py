@@ -1,7 +1,7 @@
-"""Faults in command_line.py, as tests/mutation_test.py plants them."""
+"""Faults in flags.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "harness.cli.command_line"
-TESTS = "tests.files_test"  # where a test is looked for whose file is not named
+SOURCE = "harness.cli.flags"
+TESTS = "tests.flags_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
