@@ -1,14 +1,15 @@
-"""What finetune_optimized.py can do beyond step 11: its flags, and where each of them leads.
+"""What finetune_optimized.py can do beyond step 11: which module does what a flag asks for.
 
-    --kernels all               kernel_training.py: those that the profile asks for next
+    --kernels all               kernel_training.py: the kernels that the profile asks for next
     --kernels all --cuda-graph  kernel_training.py: the whole step as one launch
     --kernels all --fp8         fp8_layer.py: the layers' matrix products in FP8
-    --opponent liger            opponents.py: Liger-Kernel or another in the place of ours
+    --opponent liger            opponents.py: Liger-Kernel or another library in place of ours
     --ladder                    ladder.py: baseline and every rung, each in a process of its own
     --kernels all --longest     longest.py: the longest sequence that fits
     --teacher MODEL             distill.py: a model into the first half of its layers
 
-Imports no PyTorch before a flag asks for it.
+The flags themselves: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for
+it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What everything runs on: a CUDA GPU, or without one the CPU through Triton's interpreter.
 
-Imports PyTorch and Triton, which takes seconds: scripts import it after their flags.
+This module imports PyTorch and Triton, which takes seconds.  Scripts import it after their flags.
 """
 
 import gc
@@ -10,9 +10,9 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-if not HAS_GPU:  # read when triton is first imported: kernels then run on the CPU
+if not HAS_GPU:  # triton reads this at its first import, and then runs kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# else PyTorch's profiler announces its start and stop on stderr
+# otherwise PyTorch's profiler announces its start and stop on stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import triton  # noqa: E402
@@ -27,7 +27,7 @@ def synchronize() -> None:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more: what a size took, or a whole model."""
+    """Give memory back that nobody holds any more, such as a whole model's."""
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()

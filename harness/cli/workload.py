@@ -1,12 +1,12 @@
 """What is trained, on what and how: one type, made from the flags, written into records, compared.
 
-    workload = Workload.from_flags(args, HAS_GPU)    # once; everything that runs it gets it whole
+    workload = Workload.from_flags(args, HAS_GPU)    # once; every function gets the whole workload
     workload.as_record()                             # the part of a record that says what was run
     Workload.from_record(record)                     # what a record says was run
     workload.differences(other)                      # what forbids comparing the losses of two runs
     workload.as_flags()                              # for a script that starts another
 
-Imports no PyTorch: `--help` and the comparison of records need none.
+This module imports no PyTorch: `--help` and the comparison of records need none.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from harness.cli.command_line import UserError, flag_name
 from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, OPPONENTS, SEQ_LEN, TINY
 from harness.cli.processes import FSDP, world_size
 
-PATHS = "model", "teacher", "data", "adapter"  # settings that may be one
+PATHS = "model", "teacher", "data", "adapter"  # settings whose value may be a path
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One training run as the flags describe it; a flag's default where a script lacks the flag.
+    """One training run as the flags describe it, with a flag's default where a script lacks it.
 
-    The first fields are what is trained, and equal in two runs whose losses may be compared.  The
-    last ones are how it is done, which is what such runs differ in.
+    The first fields say what is trained.  They are equal in two runs whose losses may be compared.
+    The last fields say how; there such runs may differ.
     """
 
     model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
@@ -42,55 +42,53 @@ class Workload:
     seed: int = 0
     steps: int | None = None  # None: the script takes as many as it needs
     lr: float | None = None
-    teacher: str | None = None  # what is distilled into the model; the next two come with it
-    student_layers: int | None = (
-        None  # None: as many as the model has, or half of its own teacher's
-    )
+    teacher: str | None = None  # the model that is distilled; the next two come with it
+    student_layers: int | None = None  # None: the model's, or half of them if it is the teacher
     temperature: float | None = None
     lora_rank: int | None = None  # None: all weights are trained; the next two come with it
     lora_alpha: float | None = None
     lora_targets: str | None = None  # of adapter_config.TARGETS
     quantize: str | None = None  # of flags.QUANTIZED: the frozen weights
-    adapter: str | None = None  # the folder of the adapters that are trained further
-    world_size: int | None = None  # processes, if several: torchrun's, and no flag
+    adapter: str | None = None  # the folder of adapters that are trained further
+    world_size: int | None = None  # processes, if torchrun started several; no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
     stochastic_rounding: bool = field(default=False, compare=False)
-    fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES; None: none
-    recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE; None: as ever
+    fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES
+    recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
     opponent: str | None = field(default=None, compare=False)  # of flags.OPPONENTS
-    warmup: int | None = field(default=None, compare=False)  # steps before a profiled one
-    parallel: str | None = field(default=None, compare=False)  # if several processes: how
-    merge: bool = field(default=False, compare=False)  # adapters are saved as part of the weights
+    warmup: int | None = field(default=None, compare=False)  # steps before the profiled one
+    parallel: str | None = field(default=None, compare=False)  # of processes.PARALLEL
+    merge: bool = field(default=False, compare=False)  # save adapters as part of the weights
 
     @property
     def micro_batches(self) -> int:
-        """How many of them one step takes."""
+        """Return how many micro-batches one step takes."""
         return self.accumulate or 1
 
     @property
     def sequences(self) -> int:
-        """How many of them all processes take as a micro-batch."""
+        """Return how many sequences a micro-batch of all processes has."""
         return self.batch_size * (self.world_size or 1)
 
     @property
     def is_on_the_page(self) -> bool:
-        """Is its step the one that finetune_baseline.py shows?"""
+        """Return True if a step is the one that finetune_baseline.py shows."""
         ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph
         return not any((*ways, self.parallel, self.lora_rank))
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, on_gpu: bool) -> "Workload":
-        """What the flags say.
+        """Return what the flags say.
 
         Args:
-            args: of a parser with `add_workload_flags`, and any of the other fields' flags.
-            on_gpu: is it to run on a GPU?  Decides the length and dtype that were not given.
+            args: a script's arguments; it may lack the flags of some fields.
+            on_gpu: will the run be on a GPU?  This decides --seq-len and --dtype if not given.
 
         Raises:
-            UserError: the flags break a rule of flags.py, or an adapter cannot be trained.
+            UserError: the flags break a rule of flags.py, or `adapter_config` refuses an adapter.
         """
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
@@ -99,7 +97,7 @@ class Workload:
         flags.refuse(values, getattr(args, "given", None), on_gpu)
         adapters = adapter_config.settings(args)
         if getattr(args, "lr", 0) is None:
-            # two thin matrices, of which one begins as 0, bear a larger step than weights do
+            # adapters, of which one matrix begins as 0, bear a larger step than weights do
             given["lr"] = (1e-3 if args.model == TINY else 1e-5) * (10 if adapters else 1)
         if world_size() > 1:
             given |= {"parallel": given.get("parallel", FSDP), "world_size": world_size()}
@@ -107,20 +105,20 @@ class Workload:
         return cls(**given | adapters)
 
     def as_flags(self) -> list[str]:
-        """What `from_flags` makes this from, for a script that has the flags of all it sets."""
-        flags = []
+        """Return the command line from which `from_flags` makes this workload."""
+        line = []
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "world_size" or value is None or value is False or value == ():
                 continue
-            flags.append(flag_name(each.name))
+            line.append(flag_name(each.name))
             if value is not True:
-                flags.append(",".join(value) if isinstance(value, tuple) else str(value))
-        return flags
+                line.append(",".join(value) if isinstance(value, tuple) else str(value))
+        return line
 
     @classmethod
     def from_record(cls, record: dict) -> "Workload":
-        """What a record says; it may be older than some of the keys."""
+        """Return the workload of a record, which may be older than some of the keys."""
         known = {each.name for each in fields(cls)}
         said = {name: value for name, value in record.items() if name in known}
         models = {record["model"]: record["weights"]}
@@ -130,7 +128,7 @@ class Workload:
         return cls(**said | {"random_init": drawn, "kernels": tuple(record["kernels"])})
 
     def as_record(self) -> dict:
-        """The part of a record that says what was run; what is None or unused has no key."""
+        """Return the part of a record that says what was run; an unused setting has no key."""
         record = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -143,11 +141,12 @@ class Workload:
         return record
 
     def differences(self, other: "Workload", how: bool = False) -> list[str]:
-        """Sentences naming each setting of `other` that forbids comparing its losses with this.
+        """Return words for each setting of `other` that forbids comparing its losses with these.
 
         The same sequences may be spread over any number of processes.
 
-        how: those naming the settings that do not, in place of them.
+        Args:
+            how: return words for the settings that may differ instead.
         """
         of_how = {each.name for each in fields(self) if not each.compare} | {"world_size"}
         mine, theirs = (each.as_record() | {"batch_size": each.sequences} for each in (self, other))
@@ -161,14 +160,14 @@ class Workload:
 
 
 def same_place(one: str | None, other: str | None) -> bool:
-    """Return whether two values of a setting in PATHS name the same, by whichever path."""
+    """Return True if two values of a setting in PATHS name the same model or file."""
     if one == other or None in (one, other) or TINY in (one, other):
         return one == other
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def draws_weights(model: str, workload: Workload) -> bool:
-    """Does it get random weights?  `model` is the workload's or its teacher's."""
+    """Return True if `model`, the workload's or its teacher's, gets random weights."""
     return model == TINY or workload.random_init
 
 
@@ -203,29 +202,25 @@ def fp8_in_words(record: dict) -> str:
 
 
 def kernels_in_words(record: dict) -> str:
-    """The kernels of a record, and what else differs from PyTorch as it ships."""
+    """Return the kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
     names += [fp8_in_words(record)] if "fp8" in record else []
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
-    if "recompute" in record:
-        names.append(f"recompute {record['recompute']}")
-    if "offload" in record:
-        names.append("offload")
-    if "opponent" in record:
-        names.append(OPPONENTS[record["opponent"]])
+    names += [f"recompute {record['recompute']}"] if "recompute" in record else []
+    names += ["offload"] if "offload" in record else []
+    names += [OPPONENTS[record["opponent"]]] if "opponent" in record else []
     return ", ".join(names) or "none"
 
 
 def model_line(record: dict) -> str:
-    """The model of a record with `as_record` and the number of parameters."""
+    """Return the model of a record that also has the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    lora = lora_in_words(record)
     words = f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
-    return f"{words}; {lora}" if lora else words
+    return "; ".join(filter(None, [words, lora_in_words(record)]))
 
 
 def size_in_words(record: dict) -> str:
-    """How many tokens a step of a record takes."""
+    """Return how many tokens a step of a record takes."""
     size = f"{record['batch_size']} x {record['seq_len']} tokens"
     if "accumulate" in record:
         size = f"{record['accumulate']} micro-batches of {size}"
@@ -235,9 +230,9 @@ def size_in_words(record: dict) -> str:
 
 
 def workload_line(record: dict) -> str:
-    """The model, the size of a step and the kernels."""
-    size = size_in_words(record)
-    return f"{model_line(record)}; {size}; custom kernels: {kernels_in_words(record)}"
+    """Return the model, the size of a step and the kernels of a record."""
+    kernels = f"custom kernels: {kernels_in_words(record)}"
+    return f"{model_line(record)}; {size_in_words(record)}; {kernels}"
 
 
 def teacher_line(record: dict) -> str:
@@ -252,13 +247,13 @@ def read_file(path: str) -> str:
     """Return the text of --data's file.
 
     Raises:
-        UserError: it is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
+        UserError: the file is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
     """
     if not path.endswith((".txt", ".jsonl")):
         expected = "stdlib, synthetic, a .txt file or a .jsonl file"
         raise UserError(f"--data {path}: expected {expected}")
     try:
-        # without the mark that Windows editors put first
+        # -sig: without the mark that Windows editors put first
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
