@@ -22,7 +22,7 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
 from next_steps.memory import memory_estimate
-from tests.cli_test import assert_refused, change_config, hub_error, hub_errors
+from tests.cli_test import assert_refused, change_config, hub_error, hub_errors, raising
 
 # isort: split
 # after the harness, which decides how triton (imported by transformers) will run
@@ -127,20 +127,6 @@ def rarely(is_rare: bool) -> list:
 def mostly(often: str, scripts: list[str]) -> list:
     """The scripts, of which a reader's run tries one."""
     return [pytest.param(name, marks=rarely(name != often)) for name in scripts]
-
-
-@pytest.fixture(scope="module")
-def saved_tiny(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("saved_tiny")
-    architecture.build_model(architecture.tiny_config(), torch.float32, "cpu").save_pretrained(
-        folder
-    )
-    return folder
-
-
-@pytest.fixture
-def checkpoint(saved_tiny, tmp_path) -> Path:
-    return Path(shutil.copytree(saved_tiny, tmp_path / "checkpoint"))
 
 
 @pytest.fixture
@@ -428,12 +414,9 @@ def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch
         "RepositoryNotFoundError": hub_error("RepositoryNotFoundError", 404),
     }
 
-    def refuse(*args):
-        raise errors[error]
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(config_file, "hf_hub_download", refuse)
+    monkeypatch.setattr(config_file, "hf_hub_download", raising(errors[error]))
     outcome = run_script(finetune_baseline, "--model", "checkpoints/run1")
     assert_refused(outcome, "there is no directory checkpoints/run1", "Hugging Face")
 
@@ -441,13 +424,6 @@ def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch
 def test_a_file_for_a_model_is_refused(run_script, checkpoint):
     outcome = run_script(finetune_baseline, "--model", str(checkpoint / "model.safetensors"))
     assert_refused(outcome, "model.safetensors is a file", "directory")
-
-
-def test_brackets_without_end_in_a_config_are_one_sentence(run, checkpoint):
-    (checkpoint / "config.json").write_text("[" * 100_000)
-    assert_refused(
-        run("finetune_baseline"), f"the configuration of {checkpoint} could not be loaded"
-    )
 
 
 @pytest.mark.exhaustive
