@@ -14,8 +14,18 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, device, flags
-from harness.cli.flags import OF_TRAINING, OPPONENTS, RULES, Parser, Rule, broken, finetune_parser
-from harness.model import config_file
+from harness.cli.flags import (
+    OF_KERNELS,
+    OF_PROFILER,
+    OF_TRAINING,
+    OPPONENTS,
+    RULES,
+    Parser,
+    Rule,
+    broken,
+    finetune_parser,
+)
+from harness.profiling.kernel_facts import KERNELS
 from next_steps import finetune_options
 from next_steps.studies import scaling
 
@@ -168,7 +178,6 @@ REFUSED = dict(read(REFUSED))
 def typed(monkeypatch):
     """typed("torchrun SCRIPT --flag") -> (the script, its flags), where the script would start."""
     monkeypatch.setattr(command_line, "leave", sys.exit)  # which would end these tests
-    monkeypatch.setattr(config_file, "load_config", lambda *args: pytest.fail("started"))
 
     def prepare(command: str) -> tuple[ModuleType, list[str]]:
         words = command.split()
@@ -209,8 +218,11 @@ def without(rule: Rule) -> Iterator[list[Rule]]:
 
 def parsed(script: ModuleType, words: list[str]) -> argparse.Namespace:
     if script is profile_baseline:
-        return profile_baseline.parse_args(words)
-    parser = finetune_parser("")
+        parser = Parser("", OF_TRAINING)
+        parser.add_kernels(KERNELS, default="none")
+        parser.add_flags(OF_KERNELS, OF_PROFILER)
+    else:
+        parser = finetune_parser("")
     if script is finetune_optimized:
         finetune_options.add_flags(parser)
     return parser.parse_args(words)

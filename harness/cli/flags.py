@@ -206,6 +206,28 @@ OF_PROFILER = {
 
 # ---------------------------------------------------------------- which flags go together
 
+
+class Rule(NamedTuple):
+    """A row of RULES."""
+
+    flags: list[str]
+    excludes: bool  # "with"; False: "without"
+    others: list[str]
+    sentence: Template
+
+
+def read_rules(text: str) -> list[Rule]:
+    """Return the rules of a text, whose form the comment at RULES describes."""
+    rules = []
+    for paragraph in re.split(r"(?<!,)\n+(?! )", text.strip()):
+        what, *sentence = re.split(r"\n +", paragraph)
+        flags, relation, others = re.fullmatch(r"(.+) (with|without) (.+)", what, re.S).groups()
+        words = " ".join(sentence) or "$flag does nothing with $other: leave one of the two out"
+        flags, others = (re.split(r",\s", each) for each in (flags, others))
+        rules.append(Rule(flags, relation == "with", others, Template(words)))
+    return rules
+
+
 # A rule is "FLAGS with OTHERS" (each flag is refused beside any of the others) or "FLAGS without
 # OTHERS" (each flag is refused where there is none of the others).  Indented below is the sentence
 # for the user; without one, the flag "does nothing with" the other.
@@ -219,7 +241,7 @@ CONDITIONS = GPU, ONE, SEVERAL = "a CUDA GPU", "one process", "several processes
 EVERY_BUT = "every flag but "
 COMPILED = "compile*|unsloth|torchao*"  # opponents that compile a step
 CHECKPOINTS = "--checkpoint, --checkpoint-every, --keep, --resume"
-RULES = f"""
+RULES = read_rules(f"""
 {EVERY_BUT}--plot with --compare
 --memory, --data, --seed, --pack, --warmup, --trace, --stacks, --cuda-graph with --estimate
 --trace, --stacks, --cuda-graph with --memory
@@ -300,29 +322,7 @@ RULES = f"""
 --memory-snapshot without a CUDA GPU
     $flag is a record of the CUDA allocator, and no CUDA GPU was found:
     --memory --plot FILE.png works without one
-"""
-
-
-class Rule(NamedTuple):
-    flags: list[str]
-    excludes: bool  # "with"; else "without"
-    others: list[str]
-    sentence: Template
-
-
-def read_rules(text: str) -> list[Rule]:
-    """Return the rows of RULES."""
-    rules = []
-    for paragraph in re.split(r"(?<!,)\n+(?! )", text.strip()):
-        what, *sentence = re.split(r"\n +", paragraph)
-        flags, relation, others = re.fullmatch(r"(.+) (with|without) (.+)", what, re.S).groups()
-        words = " ".join(sentence) or "$flag does nothing with $other: leave one of the two out"
-        flags, others = (re.split(r",\s", each) for each in (flags, others))
-        rules.append(Rule(flags, relation == "with", others, Template(words)))
-    return rules
-
-
-RULES = read_rules(RULES)
+""")
 
 
 def refuse(values: dict, given: Collection[str] | None = None, on_gpu: bool | None = None) -> None:
@@ -349,7 +349,7 @@ def broken(
     facts = {GPU: on_gpu, ONE: n == 1, SEVERAL: n > 1}
 
     def holds(condition: str) -> bool | None:
-        """Return None where that is not known, or the script has no such flag."""
+        """Return None if that is not known, or the script has no such flag."""
         if " and " in condition:
             return all(holds(each) for each in condition.split(" and "))
         flag, _, patterns = condition.partition(" ")
