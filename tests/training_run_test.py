@@ -21,7 +21,7 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import stepping
-from harness.training import saving, training_run
+from harness.training import training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
@@ -345,21 +345,6 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     assert third["validation_loss_before"] == pytest.approx(
         resumed["validation_loss_after"], rel=1e-5
     )
-
-
-def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
-    workload = tiny_workload()
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-00001-of-00002.safetensors").write_text("older")
-    (tmp_path / "notes.txt").write_text("the user's own")
-    model = loading.load_model(workload)
-    saving.save_model(model, workload, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "notes.txt",
-    ]  # fmt: skip
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(loaded[name], value.cpu()) for name, value in model.state_dict().items())
 
 
 def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path):

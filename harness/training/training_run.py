@@ -47,7 +47,7 @@ from harness.steps import parallel
 from harness.steps.power import PowerMeter, power_in_words
 from harness.steps.timing import datasheet_tflops, peak_memory_bytes
 from harness.training.resuming import COLUMNS
-from harness.training.saving import save_model
+from harness.training.saving import refuse_another_model, save_model
 
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 
@@ -97,8 +97,9 @@ class Run:
         self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
         self.busy_ms = None
         if save_to:
-            # saved with the model: if it cannot be had, say so before training
+            # what would fail at the end is said before training
             load_tokenizer(workload)
+            refuse_another_model(save_to, model, workload)
         self.print_heading()
         self.ceilings = None
         if HAS_GPU:
