@@ -401,7 +401,7 @@ def test_a_folder_without_permission_is_refused(open_folder, place):
     sentence = f"UserError: cannot write {path}: Permission denied"
     assert without_rights(lambda: output_files.require_writable(str(path))) == sentence
     sentence = f"UserError: cannot write to {path}: Permission denied"
-    assert without_rights(lambda: output_files.require_folder(str(path))) == sentence
+    assert without_rights(lambda: output_files.require_writable(str(path), True)) == sentence
     assert not os.listdir(open_folder)
 
 
@@ -585,8 +585,11 @@ def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_pat
 
 
 def test_every_kind_of_record_is_known_as_ours():
-    sources = [*HERE.glob("*.py"), *(HERE / "harness").glob("*.py")]
-    sources += [*(HERE / "next_steps").glob("*.py"), *(HERE / "tools").glob("*.py")]
+    folders = "harness", "next_steps", "tools"
+    sources = [
+        *HERE.glob("*.py"),
+        *(file for name in folders for file in (HERE / name).rglob("*.py")),
+    ]
     written = {
         kind for path in sources for kind in re.findall(r'"kind": "(\w+)"', path.read_text())
     }

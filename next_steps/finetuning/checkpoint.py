@@ -50,9 +50,9 @@ from torch.distributed.tensor import DTensor
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.output_files import UNFINISHED
+from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
-from harness.model.frozen_digest import frozen_digest
 from harness.steps.parallel import TIMEOUT
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import NAMED, all_in
