@@ -27,7 +27,8 @@ from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
-from tests.resume_test import STEPS, flags_of, names_in, one_step, small_training
+from tests.resume_shards_test import one_step, save_checkpoint
+from tests.resume_test import STEPS, flags_of, names_in, small_training
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
@@ -48,7 +49,7 @@ def saved(tmp_path) -> Path:
     """A folder with the checkpoint of step 2 of a small training."""
     model, optimizer = small_training()
     one_step(model, optimizer)
-    checkpoint.save(str(tmp_path / "kept"), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path / "kept", model, optimizer, 2)
     return tmp_path / "kept"
 
 
@@ -106,7 +107,7 @@ def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
     asked = Checkpoints(str(tmp_path), 1)
     model, optimizer = small_training()
     one_step(model, optimizer)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     with pytest.raises(UserError, match="holds step-2 of another run"), asked.claimed():
         pass
     with Checkpoints(str(tmp_path), 1, str(tmp_path)).claimed():
@@ -135,9 +136,9 @@ def test_a_users_files_stay(tmp_path):
     for name in ("step-1", "step-02", "step-9"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     (tmp_path / "step-2" / "notes.txt").write_text("mine too")
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 3})
+    save_checkpoint(tmp_path, model, optimizer, 3)
     assert names_in(tmp_path) == ["step-02", "step-1", "step-2", "step-3", "step-9"]
     for name in ("step-1", "step-02", "step-2", "step-9"):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["notes.txt"]
@@ -154,9 +155,9 @@ def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
 
     model, optimizer = small_training()
     one_step(model, optimizer)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     monkeypatch.setattr(checkpoint_files, "remove", refuse)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 4})
+    save_checkpoint(tmp_path, model, optimizer, 4)
     said = f"{tmp_path / 'step-2'} cannot be removed: Permission denied\n"
     assert capsys.readouterr().out == said
     assert names_in(tmp_path) == ["step-2", "step-4"]
@@ -438,13 +439,13 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(run_script, small_di
 def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa: F811
     model, optimizer = small_training()
     one_step(model, optimizer)
-    path = checkpoint.save(str(small_disk), model, optimizer, {"step": 1})
+    path = save_checkpoint(small_disk, model, optimizer, 1)
     large = torch.nn.Linear(10, rows)
     optimizer = torch.optim.AdamW(large.parameters())
     large(torch.ones(10)).sum().backward()
     optimizer.step()
     with pytest.raises(RunError) as error:
-        checkpoint.save(str(small_disk), large, optimizer, {"step": 2})
+        save_checkpoint(small_disk, large, optimizer, 2)
     expected = f"{os.strerror(errno.ENOSPC)}; {path} is still there"
     assert str(error.value) == f"no checkpoint could be written to {small_disk}: {expected}"
     assert names_in(small_disk) == ["step-1"], "the disk has room for other files again"

@@ -34,6 +34,12 @@ def one_step(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
+def save_checkpoint(folder, model, optimizer, step: int, keep: int = 1) -> Path:
+    """Write all that training changes as the checkpoint of a step; all processes call it."""
+    share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
+    return checkpoint.write(str(folder), share, {"step": step}, keep)
+
+
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
     """Copies of all that training changes, put together; all processes call it."""
     tensors = checkpoint.tensors_of(model, optimizer)
@@ -50,7 +56,7 @@ def save(rank, device, folder: Path) -> dict[str, torch.Tensor]:
     model, optimizer = training(device, world=2)
     for _ in range(2):
         one_step(model, optimizer)
-    checkpoint.save(str(folder), model, optimizer, {"step": 2})
+    save_checkpoint(folder, model, optimizer, 2)
     return whole(model, optimizer)
 
 
@@ -86,7 +92,7 @@ def test_what_two_processes_saved_one_loads_and_two_load_what_one_saved(tmp_path
     assert equal(whole(model, optimizer), two)
 
     model, optimizer = after_steps(3)
-    checkpoint.save(str(of_one), model, optimizer, {"step": 3})
+    save_checkpoint(of_one, model, optimizer, 3)
     for found in in_two_processes(load, stores[2], of_one):
         assert equal(found, whole(model, optimizer))
 

@@ -35,6 +35,7 @@ from tests.chat_test import TALK, TURNS, WORDS
 from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu
 from tests.fp8_layer_test import REFERENCES
+from tests.resume_shards_test import one_step, save_checkpoint
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
 from tests.token_cache_test import tokenizer_of
 
@@ -578,12 +579,6 @@ def small_training(optimizer_class=torch.optim.AdamW) -> tuple:
     return model, optimizer
 
 
-def one_step(model, optimizer) -> None:
-    model(torch.arange(6.0, device=DEVICE).view(2, 3)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def loaded(path: Path) -> dict:
     model, optimizer = small_training()
     checkpoint.load(model, optimizer, path, {})
@@ -613,22 +608,22 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
         one_step(model, optimizer)
         by_step[step] = copies(checkpoint.tensors_of(model, optimizer))
         if step == 1:
-            checkpoint.save(str(tmp_path / "first"), model, optimizer, {"step": 1})
+            save_checkpoint(tmp_path / "first", model, optimizer, 1)
 
     left, outcome, number = [], "", 0
     while outcome != "done":
         number += 1
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", folder)
-        save = partial(checkpoint.save, str(folder), model, optimizer)
-        outcome = killed_before_change(number, partial(save, {"step": 2}))
+        save = partial(save_checkpoint, folder, model, optimizer)
+        outcome = killed_before_change(number, partial(save, 2))
         assert outcome in ("killed", "done")
         path = resuming.newest(folder)
         step = json.loads((path / resuming.FACTS).read_text())["step"]
         assert path.name == f"step-{step}" and equal(loaded(path), by_step[step])
         left.append(step)
         # the next save finds nothing in its way, and leaves nothing else
-        assert in_child(partial(save, {"step": 3})) == "done"
+        assert in_child(partial(save, 3)) == "done"
         assert names_in(folder) == ["step-3"]
     assert left == sorted(left) and left.count(1) >= 6 and left.count(2) >= 2
 
@@ -636,7 +631,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
 def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monkeypatch):
     model, optimizer = small_training()
     one_step(model, optimizer)
-    path = checkpoint.save(str(tmp_path), model, optimizer, {"step": 1})
+    path = save_checkpoint(tmp_path, model, optimizer, 1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -645,9 +640,9 @@ def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monke
         patch.setattr(torch, "save", full)
         said = f"no checkpoint could be written to {tmp_path}: .*No space left.*; {path} is still"
         with pytest.raises(RunError, match=said):
-            checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+            save_checkpoint(tmp_path, model, optimizer, 2)
     assert resuming.newest(tmp_path) == path
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     assert names_in(tmp_path) == ["step-2"]
 
 
