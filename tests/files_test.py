@@ -41,7 +41,6 @@ from harness.training import saving
 from next_steps import finetune_options
 from next_steps.studies import ladder, make_samples
 from tests import make_samples_test
-from tests.compare_runs_test import run as made_up_run
 from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
 from tools.page_records import HERE, RESULTS
@@ -51,16 +50,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # isort: skip
 
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "8"]
 NOBODY = 65534  # a user without rights
-CHANGES = (
-    "os.rename",
-    "os.link",
-    "os.remove",
-    "os.rmdir",
-    "os.mkdir",
-    "os.chmod",
-    "os.chown",
-    "shutil.copyfile",
-)
+CHANGES = {
+    f"os.{name}" for name in ("rename", "link", "remove", "rmdir", "mkdir", "chmod", "chown")
+}
 
 
 # ---------------------------------------------------------------- places to write to, and accidents
@@ -171,15 +163,23 @@ def assert_one_sentence(outcome, *words: str, code: int = 2) -> None:
 # ---------------------------------------------------------------- whole or not at all
 
 
-def test_a_full_disk_leaves_the_record_that_was_there(small_disk):
-    path = small_disk / "run.json"
-    run_records.write_record(str(path), {"kind": "finetune", "losses": [1.0]})
-    before = contents(small_disk)
-    with pytest.raises(
-        command_line.RunError,
-        match=r"^the record could not be written to .*run\.json: No space left",
-    ):
-        run_records.write_record(str(path), {"kind": "finetune", "losses": [0.123456789] * 10_000})
+@pytest.mark.parametrize("what", ["record", "picture", "trace"])
+def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
+    """The old trace is not read in place of the new one."""
+    path = str(small_disk / "written.png")
+    (small_disk / "other").write_bytes(bytes(60_000))
+    Path(path).write_text('{"traceEvents": []}')
+    before, figure = contents(small_disk), pictures.pyplot().figure()
+    profiler, trace = profiled
+    trace["more"] = "x" * 70_000
+    write = {
+        "record": lambda: run_records.write_record(path, {"losses": [0.123456789] * 10_000}),
+        "picture": lambda: pictures.save_plot(figure, path),
+        "trace": lambda: write_trace(profiler, path),
+    }
+    expected = rf"^the {what} could not be written to .*written\.png: No space left"
+    with pytest.raises(command_line.RunError, match=expected):
+        write[what]()
     assert contents(small_disk) == before
 
 
@@ -192,22 +192,6 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
     )
     assert written == f"RunError: the record could not be written to {path}: File too large"
     assert contents(tmp_path) == {"run.json": b"old"}
-
-
-def test_a_full_disk_leaves_the_picture_that_was_there(small_disk, tmp_path, run_script):
-    picture = small_disk / "plot.png"
-    old = (RESULTS / "trace_fsdp_4x2048.png").read_bytes()[:1000]
-    picture.write_bytes(old)
-    (small_disk / "other").write_bytes(bytes(60_000))
-    for name in "ab":
-        (tmp_path / name).write_text(json.dumps(made_up_run()))
-    outcome = run_script(
-        compare_runs, str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(picture)
-    )
-    assert_one_sentence(
-        outcome, f"the picture could not be written to {picture}", "No space left", code=1
-    )
-    assert picture.read_bytes() == old and len(contents(small_disk)) == 2
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -308,18 +292,17 @@ def test_a_link_to_itself_is_refused(tmp_path, run_script):
     assert (tmp_path / "loop").is_symlink()
 
 
-def test_a_device_is_written_into_and_stays(device):
-    node = device.stat()
-    output_files.require_writable(str(device))
-    run_records.write_record(str(device), {})
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_device_is_written_into_and_stays(device, tmp_path, linked):
+    node, path = device.stat(), device
+    if linked:
+        path = tmp_path / "link"
+        path.symlink_to(device)
+    names = os.listdir(tmp_path)
+    output_files.require_writable(str(path))
+    run_records.write_record(str(path), {})
     assert stat.S_ISCHR(device.stat().st_mode) and device.stat().st_ino == node.st_ino
-    assert os.listdir(device.parent) == ["device"]
-
-
-def test_a_device_behind_a_link_is_written_into_and_stays(device, tmp_path):
-    (tmp_path / "link").symlink_to(device)
-    run_records.write_record(str(tmp_path / "link"), {})
-    assert stat.S_ISCHR(device.stat().st_mode) and (tmp_path / "link").is_symlink()
+    assert path.is_symlink() == linked and os.listdir(tmp_path) == names
 
 
 def test_a_full_device_is_one_sentence():
@@ -424,71 +407,32 @@ def test_a_picture_of_another_kind_is_refused(run_script, tmp_path, name):
     assert_one_sentence(outcome, f"--plot {tmp_path / name} must end in .png")
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "words"),
-    [
-        (profile_baseline, ["--trace", "x", "--json", "x"], ["--json x collides with --trace x"]),
-        (profile_baseline, ["--trace", "x", "--json", "./sub/../x"], ["--json", "--trace x"]),
-        (profile_baseline, ["--trace", "link", "--json", "file"], ["--json file", "--trace link"]),
-        (profile_baseline, ["--trace", "hard", "--json", "file"], ["--json file", "--trace hard"]),
-        (
-            profile_baseline,
-            ["--trace", "new", "--json", "dangling"],
-            ["--json dangling", "--trace new"],
-        ),
-        (
-            profile_baseline,
-            ["--trace", "a.png", "--plot", "a.png"],
-            ["--plot a.png", "--trace a.png"],
-        ),
-        (profile_baseline, ["--json", "a", "--plot", "a/b.png"], ["--json a", "--plot a/b.png"]),
-        (
-            profile_baseline,
-            ["--json", "traces/tiny-1x8-baseline.json"],
-            ["--json", "--trace traces/tiny"],
-        ),
-        (finetune_baseline, ["--json", "out", "--save", "out"], ["--json out", "--save out"]),
-        (
-            finetune_baseline,
-            ["--json", "out", "--save", "out/model"],
-            ["--json out", "--save out/model"],
-        ),
-        (
-            finetune_baseline,
-            ["--json", "out/config.json", "--save", "out"],
-            ["a file of the model", "--save out"],
-        ),
-        (
-            finetune_baseline,
-            ["--model", "sub", "--json", "sub/model.safetensors"],
-            ["model", "--model sub"],
-        ),
-        (
-            finetune_baseline,
-            ["--data", "text.txt", "--json", "text.txt"],
-            ["--json text.txt", "which is read"],
-        ),
-        (
-            finetune_baseline,
-            ["--data", "text.txt", "--json", "text-link"],
-            ["--json text-link", "which is read"],
-        ),
-        (
-            compare_runs,
-            ["r.png", "file", "--plot", "r.png"],
-            ["--plot r.png", "r.png, which is read"],
-        ),
-        (
-            benchmark_kernels,
-            ["--json", "a.png", "--plot", "a.png"],
-            ["--json a.png", "--plot a.png"],
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
-)
+PROFILE, FINETUNE, COMPARE = profile_baseline, finetune_baseline, compare_runs
+COLLISIONS = {  # flags: the script, words of its refusal
+    "--trace x --json x": (PROFILE, ["--json x collides with --trace x"]),
+    "--trace x --json ./sub/../x": (PROFILE, ["--json", "--trace x"]),
+    "--trace link --json file": (PROFILE, ["--json file", "--trace link"]),
+    "--trace hard --json file": (PROFILE, ["--json file", "--trace hard"]),
+    "--trace new --json dangling": (PROFILE, ["--json dangling", "--trace new"]),
+    "--trace a.png --plot a.png": (PROFILE, ["--plot a.png", "--trace a.png"]),
+    "--json a --plot a/b.png": (PROFILE, ["--json a", "--plot a/b.png"]),
+    "--json traces/tiny-1x8-baseline.json": (PROFILE, ["--json", "--trace traces/tiny"]),
+    "--json out --save out": (FINETUNE, ["--json out", "--save out"]),
+    "--json out --save out/model": (FINETUNE, ["--json out", "--save out/model"]),
+    "--json out/config.json --save out": (FINETUNE, ["a file of the model", "--save out"]),
+    "--model sub --json sub/model.safetensors": (FINETUNE, ["model", "--model sub"]),
+    "--data text.txt --json text.txt": (FINETUNE, ["--json text.txt", "which is read"]),
+    "--data text.txt --json text-link": (FINETUNE, ["--json text-link", "which is read"]),
+    "r.png file --plot r.png": (COMPARE, ["--plot r.png", "r.png, which is read"]),
+    "--json a.png --plot a.png": (benchmark_kernels, ["--json a.png", "--plot a.png"]),
+}
+
+
+@pytest.mark.parametrize("flags", COLLISIONS)
 def test_an_output_that_would_overwrite_something_is_refused(
-    run_script, tmp_path, monkeypatch, script, flags, words
+    run_script, tmp_path, monkeypatch, flags
 ):
+    script, words = COLLISIONS[flags]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     for name in ("file", "text.txt", "r.png"):
@@ -499,7 +443,8 @@ def test_an_output_that_would_overwrite_something_is_refused(
     before = contents(tmp_path)
     sizes = ["--kernel", "rmsnorm", "--tokens", "2", "--hidden", "8"]
     workload = {compare_runs: [], benchmark_kernels: sizes}.get(script, TINY)
-    assert_one_sentence(run_script(script, *workload, *flags), "collides with", *words)
+    outcome = run_script(script, *workload, *flags.split())
+    assert_one_sentence(outcome, "collides with", *words)
     assert contents(tmp_path) == before
 
 
@@ -612,52 +557,45 @@ def test_make_clean_leaves_what_a_reader_made(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "ignored", "by"),
     [
-        (["--ladder", "--longest"], "--longest", "--ladder"),
-        (["--ladder", "--kernels", "rmsnorm"], "--kernels", "--ladder"),
-        # the default, but said
-        (
-            ["--ladder", "--kernels", "rmsnorm,cross_entropy"],
-            "--kernels",
-            "--ladder",
-        ),
-        (["--ladder", "--save", "x"], "--save", "--ladder"),
-        (["--ladder", "--resume", "x"], "--resume", "--ladder"),
-        (["--opponent", "liger", "--checkpoint", "x"], "--checkpoint", "--opponent"),
-        (["--teacher", "tiny", "--resume", "x"], "--resume", "--teacher"),
-        (["--longest", "--checkpoint", "x"], "--checkpoint", "--longest"),
-        (["--ladder", "--opponent", "liger"], "--opponent", "--ladder"),
-        (["--ladder", "--stochastic-rounding"], "--stochastic-rounding", "--ladder"),
-        (["--ladder", "--cuda-graph"], "--cuda-graph", "--ladder"),
-        (["--opponent", "liger", "--kernels", "all"], "--kernels", "--opponent"),
-        (["--opponent", "liger", "--longest"], "--longest", "--opponent"),
-        (["--longest", "--save", "x"], "--save", "--longest"),
-        (["--longest", "--data", "stdlib"], "--data", "--longest"),
-        (["--longest", "--batch-size", "2"], "--batch-size", "--longest"),
-        (["--longest", "--steps", "3"], "--steps", "--longest"),
-        (["--longest", "--lr", "1e-3"], "--lr", "--longest"),
-        (["--longest", "--kernels", "all", "--cuda-graph"], "--cuda-graph", "--longest"),
-        (["--compare", "a", "b", "--json", "x"], "--json", "--compare"),
-        (["--compare", "a", "b", "--model", "tiny"], "--model", "--compare"),
-        (["--compare", "a", "b", "--use-custom-ce"], "--use-custom-ce", "--compare"),
-        (["--compare", "a", "b", "--cuda-graph"], "--cuda-graph", "--compare"),
-        (["--estimate", "--cuda-graph"], "--cuda-graph", "--estimate"),
-        (["--memory", "--cuda-graph"], "--cuda-graph", "--memory"),
-        (["--estimate", "--trace", "x"], "--trace", "--estimate"),
-        (["--estimate", "--data", "synthetic"], "--data", "--estimate"),
-        (["--estimate", "--warmup", "2"], "--warmup", "--estimate"),
-        (["--memory", "--trace", "x"], "--trace", "--memory"),
-        (["--memory", "--stacks"], "--stacks", "--memory"),
+        ("--ladder --longest", "--longest", "--ladder"),
+        ("--ladder --kernels rmsnorm", "--kernels", "--ladder"),
+        ("--ladder --kernels rmsnorm,cross_entropy", "--kernels", "--ladder"),
+        ("--ladder --save x", "--save", "--ladder"),
+        ("--ladder --resume x", "--resume", "--ladder"),
+        ("--opponent liger --checkpoint x", "--checkpoint", "--opponent"),
+        ("--teacher tiny --resume x", "--resume", "--teacher"),
+        ("--longest --checkpoint x", "--checkpoint", "--longest"),
+        ("--ladder --opponent liger", "--opponent", "--ladder"),
+        ("--ladder --stochastic-rounding", "--stochastic-rounding", "--ladder"),
+        ("--ladder --cuda-graph", "--cuda-graph", "--ladder"),
+        ("--opponent liger --kernels all", "--kernels", "--opponent"),
+        ("--opponent liger --longest", "--longest", "--opponent"),
+        ("--longest --save x", "--save", "--longest"),
+        ("--longest --data stdlib", "--data", "--longest"),
+        ("--longest --batch-size 2", "--batch-size", "--longest"),
+        ("--longest --steps 3", "--steps", "--longest"),
+        ("--longest --lr 1e-3", "--lr", "--longest"),
+        ("--longest --kernels all --cuda-graph", "--cuda-graph", "--longest"),
+        ("--compare a b --json x", "--json", "--compare"),
+        ("--compare a b --model tiny", "--model", "--compare"),
+        ("--compare a b --use-custom-ce", "--use-custom-ce", "--compare"),
+        ("--compare a b --cuda-graph", "--cuda-graph", "--compare"),
+        ("--estimate --cuda-graph", "--cuda-graph", "--estimate"),
+        ("--memory --cuda-graph", "--cuda-graph", "--memory"),
+        ("--estimate --trace x", "--trace", "--estimate"),
+        ("--estimate --data synthetic", "--data", "--estimate"),
+        ("--estimate --warmup 2", "--warmup", "--estimate"),
+        ("--memory --trace x", "--trace", "--memory"),
+        ("--memory --stacks", "--stacks", "--memory"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_flag_that_would_be_ignored_is_refused(run_script, monkeypatch, flags, ignored, by):
+    """Also where its value is the default."""
     monkeypatch.setattr(config_file, "load_config", lambda args: pytest.fail("started"))
     script = (
-        profile_baseline
-        if flags[0] in ("--compare", "--estimate", "--memory")
-        else finetune_optimized
+        profile_baseline if by in ("--compare", "--estimate", "--memory") else finetune_optimized
     )
-    outcome = run_script(script, *flags)
+    outcome = run_script(script, *flags.split())
     assert_one_sentence(outcome, f"{ignored} does nothing with {by}: leave one of the two out")
 
 
@@ -726,41 +664,26 @@ def profiled(profiler):
 
 
 @pytest.mark.exhaustive
-def test_a_trace_goes_through_a_device_that_stays(run_script, device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("through", ["device", "link"])
+def test_a_trace_goes_through_a_device_or_a_link_that_stays(
+    run_script, request, tmp_path, monkeypatch, through
+):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
-    record = tmp_path / "run.json"
-    outcome = run_script(
-        profile_baseline, *TINY, "--warmup", "1", "--trace", str(device), "--json", str(record)
-    )  # fmt: skip
+    record, path = tmp_path / "run.json", tmp_path / "link"
+    if through == "device":
+        path = request.getfixturevalue("device")
+    else:
+        path.symlink_to(tmp_path / "trace.json")
+    flags = ["--warmup", "1", "--trace", str(path), "--json", str(record)]
+    outcome = run_script(profile_baseline, *TINY, *flags)
     assert outcome.code == 0, outcome.err
-    assert stat.S_ISCHR(device.stat().st_mode)
     made = run_records.read_record(str(record), "profile")
     assert made["categories"]["matmul"]["flops"] > 0 and made["trace_bytes"] > 1000
-
-
-@pytest.mark.exhaustive
-def test_a_trace_goes_through_a_link_that_stays(run_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
-    (tmp_path / "link").symlink_to(tmp_path / "trace.json")
-    outcome = run_script(
-        profile_baseline, *TINY, "--warmup", "1", "--trace", str(tmp_path / "link")
-    )
-    assert outcome.code == 0, outcome.err
-    assert (tmp_path / "link").is_symlink()
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-def test_a_trace_that_has_no_room_is_one_sentence_and_no_old_one_is_read(profiled, small_disk):
-    path = small_disk / "trace.json"
-    path.write_text('{"traceEvents": []}')
-    before = contents(small_disk)
-    profiler, trace = profiled
-    trace["more"] = "x" * 70_000
-    with pytest.raises(
-        command_line.RunError, match=r"^the trace could not be written to .*: No space left"
-    ):
-        write_trace(profiler, str(path))
-    assert contents(small_disk) == before
+    if through == "device":
+        assert stat.S_ISCHR(path.stat().st_mode)
+    else:
+        assert path.is_symlink()
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_a_profiler_that_cannot_write_is_one_sentence(small_disk, tmp_path, monkeypatch):
