@@ -28,7 +28,7 @@ from next_steps.finetuning import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
 from tests.resume_shards_test import one_step, save_checkpoint
-from tests.resume_test import STEPS, flags_of, names_in, small_training
+from tests.resume_test import STEPS, flags_of, made_by_training, names_in, small_training
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
@@ -274,13 +274,7 @@ def test_several_processes_read_each_file_once_and_refuse_together(saved, tmp_pa
 @pytest.fixture
 def trained(monkeypatch):
     """trained(workload, checkpoints): the record, and all tensors in the end."""
-    made, optimizer_for = [], kernel_training.optimizer_for
-
-    def remember(model, workload):
-        made[:] = model, optimizer_for(model, workload)
-        return made[1]
-
-    monkeypatch.setattr(kernel_training, "optimizer_for", remember)
+    made = made_by_training(monkeypatch)
 
     def train(workload, checkpoints=kernel_training.NO_CHECKPOINTS):
         record = kernel_training.train(workload, checkpoints=checkpoints)

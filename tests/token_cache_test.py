@@ -199,13 +199,6 @@ def test_a_place_where_nothing_can_be_kept_is_not_called_damaged(
     assert "damaged" not in said and reason in said
 
 
-def test_a_folder_that_cannot_be_written_is_said(tokenizer, file, monkeypatch, tmp_path, capsys):
-    (tmp_path / "in_the_way").write_text("")
-    monkeypatch.setattr(token_cache, "folder", lambda: tmp_path / "in_the_way")
-    load(file)
-    assert "The tokens are not kept: cannot write" in capsys.readouterr().out
-
-
 def test_a_file_with_python_objects_is_not_opened(tokenizer, file):
     """Loading one could run anything."""
     load(file)
