@@ -27,7 +27,7 @@ from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
-from tests.resume_shards_test import one_step, save_checkpoint
+from tests.resume_shards_test import save_checkpoint
 from tests.resume_test import STEPS, flags_of, made_by_training, names_in, small_training
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
@@ -47,8 +47,7 @@ def small_model(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A folder with the checkpoint of step 2 of a small training."""
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     save_checkpoint(tmp_path / "kept", model, optimizer, 2)
     return tmp_path / "kept"
 
@@ -105,8 +104,7 @@ def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_pa
 def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
     """It ended after this run had read its flags."""
     asked = Checkpoints(str(tmp_path), 1)
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     save_checkpoint(tmp_path, model, optimizer, 2)
     with pytest.raises(UserError, match="holds step-2 of another run"), asked.claimed():
         pass
@@ -131,8 +129,7 @@ def test_a_model_is_saved_beside_the_checkpoints_of_its_run(run_script, tmp_path
 
 
 def test_a_users_files_stay(tmp_path):
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     for name in ("step-1", "step-02", "step-9"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
@@ -153,8 +150,7 @@ def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
     def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     save_checkpoint(tmp_path, model, optimizer, 2)
     monkeypatch.setattr(checkpoint_files, "remove", refuse)
     save_checkpoint(tmp_path, model, optimizer, 4)
@@ -376,8 +372,7 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
 
 def share_in(rank, device) -> tuple[list[str], list[str]]:
     """Names of the weights and of the states that this process copies and writes."""
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
     return list(share["model"]), list(share["optimizer"])
 
@@ -431,8 +426,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(run_script, small_di
 
 @pytest.mark.parametrize("rows", [400, 40_000], ids=["in the middle", "at the beginning"])
 def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa: F811
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     path = save_checkpoint(small_disk, model, optimizer, 1)
     large = torch.nn.Linear(10, rows)
     optimizer = torch.optim.AdamW(large.parameters())

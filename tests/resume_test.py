@@ -258,8 +258,7 @@ def flags_of(folder, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
-    "script",
-    [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)],
+    "script", [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)]
 )
 def test_a_signal_ends_the_run_after_its_step(
     run_script, ended_after, tmp_path, script, number, code
@@ -553,11 +552,14 @@ def test_dropout_is_refused():
 # ---------------------------------------------------------------- complete or absent
 
 
-def small_training(optimizer_class=torch.optim.AdamW) -> tuple:
+def small_training(steps: int = 0, optimizer_class=torch.optim.AdamW) -> tuple:
+    """A model and its optimizer after some steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
     model.to(DEVICE)
     optimizer = optimizer_class(model.parameters())
+    for _ in range(steps):
+        one_step(model, optimizer)
     return model, optimizer
 
 
@@ -611,8 +613,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
 
 
 def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monkeypatch):
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     path = save_checkpoint(tmp_path, model, optimizer, 1)
 
     def full(*_, **__):
@@ -630,9 +631,8 @@ def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monke
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, TritonAdamW])
 def test_the_states_to_fill_are_those_of_a_first_step(optimizer_class):
-    model, optimizer = small_training(optimizer_class)
-    one_step(model, optimizer)
-    other, fresh = small_training(optimizer_class)
+    model, optimizer = small_training(1, optimizer_class)
+    other, fresh = small_training(0, optimizer_class)
     checkpoint.make_states(fresh)
     for p, q in zip(model.parameters(), other.parameters()):
         made, expected = fresh.state[q], optimizer.state[p]

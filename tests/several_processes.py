@@ -45,16 +45,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     way, kernels, accumulate, *more = case.split("-")
     parser = finetune_parser("")
     finetune_options.add_flags(parser)
-    flags = [
-        "--data",
-        f"{folder.parent}/data.jsonl",
-        "--batch-size",
-        str(batch_size),
-        "--steps",
-        "4",
-        "--lr",
-        "5e-4",
-    ]
+    flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
+    flags += ["--steps", "4", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if parallel.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]

@@ -41,9 +41,7 @@ def in_two_processes(function: Callable, folder: Path, *args) -> list:
         torch.multiprocessing.ProcessRaisedException: one of them has raised; its text is in it.
         TimeoutError: they have not ended in time, and are stopped.
     """
-    context = torch.multiprocessing.spawn(
-        _run, (function, str(folder), args), nprocs=2, join=False
-    )  # fmt: skip
+    context = torch.multiprocessing.spawn(_run, (function, str(folder), args), 2, join=False)
     end = time.monotonic() + LONGEST
     while not context.join(timeout=1, grace_period=5):
         if time.monotonic() > end:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -54,9 +54,6 @@ class Samples:
         ids = torch.from_numpy(self.tokens[part].astype(np.int64))
         return ids, ids.masked_fill(torch.from_numpy(~self.trained[part]), IGNORE_INDEX)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (self[i] for i in range(len(self)))
-
     def digest(self) -> str:
         """Return a digest that is the same for equal samples alone."""
         found = hashlib.blake2b(digest_size=16)
@@ -87,15 +84,6 @@ class Samples:
         return Samples.of(
             (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
         )
-
-    def cut_at_the_end(self, length: int) -> "Samples":
-        """Return the samples, each cut to so many tokens."""
-        return replace(self, ends=np.minimum(self.ends, self.starts + length))
-
-    def end_to_end(self, length: int) -> "Samples":
-        """Return samples of exactly so many tokens, across the boundaries between these samples."""
-        starts = np.arange(0, len(self.tokens) - length + 1, length)
-        return replace(self, starts=starts, ends=starts + length, lines=starts)
 
     def in_pieces(self, length: int) -> "Samples":
         """Return pieces of at most so many tokens; a piece of a single token is left out."""
@@ -141,10 +129,7 @@ class Encoder:
 
     @classmethod
     def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase | None,
-        config: LlamaConfig,
-        day: date = date.min,
+        cls, tokenizer: PreTrainedTokenizerBase | None, config: LlamaConfig, day: date = date.min
     ) -> "Encoder":
         if tokenizer is None:
             return cls(None, [256] if config.vocab_size == BYTE_VOCABULARY else [])
@@ -229,7 +214,7 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
     Raises:
         UserError: fewer than two are left.
     """
-    samples = samples.cut_at_the_end(seq_len)
+    samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     # the first token of a sequence is never predicted, so it alone teaches nothing
     teaches = samples.n_targets() > 0
     skipped, left = samples.lines[~teaches], samples.select(teaches)
@@ -251,11 +236,11 @@ def of_text(samples: Samples, seq_len: int) -> Samples:
     Raises:
         UserError: there are fewer tokens.
     """
-    sequences = samples.end_to_end(seq_len)
-    if not len(sequences):
+    starts = np.arange(0, len(samples.tokens) - seq_len + 1, seq_len)
+    if not len(starts):
         raise UserError(
             f"the data has a part of only {len(samples.tokens)} tokens, too short for one sequence "
             f"of --seq-len {seq_len} (a tenth of a text file is held out); "
             "give more text or a smaller --seq-len"
         )
-    return sequences
+    return replace(samples, starts=starts, ends=starts + seq_len, lines=starts)
