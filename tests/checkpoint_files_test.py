@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: who may write, what is damaged, what is removed."""
+"""Checkpoints beside the training: who may write them, how damage is found, what is removed."""
 
 import contextlib
 import errno
@@ -57,7 +57,7 @@ def saved(tmp_path) -> Path:
 
 @contextlib.contextmanager
 def held(folder: Path):
-    """Another run has the folder; yields its process."""
+    """Let another run hold the folder, and yield its process."""
     folder.mkdir(exist_ok=True)
     ready, tell = os.pipe()
 
@@ -94,7 +94,7 @@ def test_two_runs_of_one_command_do_not_remove_each_others_files(run_script, tmp
 
 
 def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_path):
-    """Before the next run looks how much room there is."""
+    """It is removed before the next run asks how much room there is."""
     (tmp_path / ".unfinished-step-2").mkdir()
     (tmp_path / ".unfinished-step-2" / "__0_0.distcp").write_text("half")
     with checkpoint_files.alone_in(str(tmp_path)):
@@ -102,7 +102,7 @@ def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_pa
 
 
 def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
-    """It ended after this run had read its flags."""
+    """The other run ended after this run had read its flags."""
     asked = Checkpoints(str(tmp_path), 1)
     model, optimizer = small_training(1)
     save_checkpoint(tmp_path, model, optimizer, 2)
@@ -113,7 +113,7 @@ def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
 
 
 def test_a_model_is_saved_beside_the_checkpoints_of_its_run(run_script, tmp_path):
-    """Neither waits for the other's lock, nor removes what the other has not finished."""
+    """Neither waits for the other's lock or removes what the other has not finished."""
     folder = tmp_path / "both"
     flags = flags_of(folder, "--checkpoint-every", "2", "--save", str(folder))
     assert run_script(finetune_baseline, *flags).code == 0
@@ -145,7 +145,7 @@ def test_a_users_files_stay(tmp_path):
 def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
     tmp_path, monkeypatch, capsys
 ):
-    """The run ended, and said that its new checkpoint could not be written."""
+    """The run once ended, and said that its new checkpoint could not be written."""
 
     def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -239,7 +239,7 @@ def test_a_large_file_is_digested_in_pieces_and_in_their_order(tmp_path, monkeyp
 
 
 def refused_in(rank, device, path: Path) -> tuple[str, list[str]]:
-    """What this process is told, and which files it has read."""
+    """Return what this process is told, and which files it has read."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     digest, read = checkpoint_files.digest, []
     checkpoint_files.digest = lambda file: read.append(file.name) or digest(file)
@@ -336,7 +336,7 @@ def test_every_copy_lies_in_the_memory_of_the_first(trained, tmp_path, monkeypat
 
 
 def steps_in(folder: Path) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """Return the step of the newest checkpoint; 0 without one."""
     path = resuming.newest(folder)
     return int(path.name.removeprefix("step-")) if path else 0
 
@@ -371,7 +371,7 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
 
 
 def share_in(rank, device) -> tuple[list[str], list[str]]:
-    """Names of the weights and of the states that this process copies and writes."""
+    """Return the names of the weights and of the states that this process copies and writes."""
     model, optimizer = small_training(1)
     share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
     return list(share["model"]), list(share["optimizer"])
@@ -380,7 +380,7 @@ def share_in(rank, device) -> tuple[list[str], list[str]]:
 @pytest.mark.exhaustive
 @one_gpu_is_too_few
 def test_of_what_all_processes_have_each_copies_a_part(tmp_path):
-    """Else eight of them would need the host's memory eight times."""
+    """Else eight processes would need eight times the host's memory."""
     for one, other in zip(*in_two_processes(share_in, tmp_path), strict=True):
         assert sorted(one + other) == ["0.bias", "0.weight", "1.weight"] and len(one) == 2
 
@@ -441,7 +441,7 @@ def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa:
 
 @forks
 def test_a_thread_that_cannot_write_ends_the_run_with_a_sentence(tmp_path):
-    """The run learns of it after a later step, or at its end."""
+    """The run learns that after a later step, or at its end."""
 
     def train():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

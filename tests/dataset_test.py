@@ -154,7 +154,7 @@ def flags_of_data(request, tmp_path) -> list[str]:
 
 
 def rows_of(batches: list[dataset.Batch], seq_len: int) -> list[tuple]:
-    """(ids, labels) of each sequence, without the padding at its end."""
+    """Return (ids, labels) of each sequence, without the padding at its end."""
     rows = []
     for batch in batches:
         ids, labels = batch.input_ids, batch.labels
@@ -168,7 +168,7 @@ def rows_of(batches: list[dataset.Batch], seq_len: int) -> list[tuple]:
 
 
 def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
-    """Neither one that is trained on nor one that is held out, and so not the loss before."""
+    """The sequences trained on and those held out stay, and so the loss before the first step."""
     model, found = loading.load_model(tiny_workload(*flags_of_data)), []
     for processes, batch_size, accumulate in LAYOUTS:
         monkeypatch.setenv("RANK", "0")
@@ -188,7 +188,7 @@ def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
 
 
 def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
-    """What is trained on is not in it."""
+    """Samples that are trained on do not change the digest."""
     examples = [(f"{i}", f"{i}" * 9) for i in range(30)]
     files = [tmp_path / f"{i}.jsonl" for i in range(3)]
     jsonl(files[0], *examples)

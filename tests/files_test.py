@@ -1,6 +1,4 @@
-"""Nothing of the user's is lost: every file is written whole or not at all, and what cannot be
-written is refused.
-"""
+"""The user loses nothing: each file is written whole or not at all; a bad place is refused."""
 
 import argparse
 import copy
@@ -73,7 +71,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def device(tmp_path) -> Path:
-    """A device that is what /dev/null is; the real one is not put at risk."""
+    """A second /dev/null; the real one is not put at risk."""
     path = tmp_path / "device"
     try:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -92,9 +90,7 @@ def open_folder():
 
 
 def in_child(function, before=lambda: None) -> str:
-    """Run function() in a process of its own; how that ended: 'done', 'killed', or what was raised,
-    in words.
-    """
+    """Run function() in another process; return 'done', 'killed', or what was raised, in words."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -114,7 +110,7 @@ def in_child(function, before=lambda: None) -> str:
 
 
 def started(function, *arguments) -> int:
-    """A process that calls function(*arguments); it ends with 0 if that raises nothing."""
+    """Start a process that calls function(*arguments); it ends with 0 if that raises nothing."""
     child = os.fork()
     if child == 0:
         failed = True
@@ -127,14 +123,12 @@ def started(function, *arguments) -> int:
 
 
 def without_rights(function) -> str:
-    """As `in_child`, but not as root, whom no permission stops."""
+    """Run function() as `in_child` does, but not as root, whom no permission stops."""
     return in_child(function, lambda: os.setuid(NOBODY) if os.getuid() == 0 else None)
 
 
 def killed_before_change(number: int, function) -> str:
-    """As `in_child`, with SIGKILL before the process changes something in a file system for the
-    n-th time.
-    """
+    """Run function() as `in_child` does, and kill it before it changes files for the n-th time."""
     count = itertools.count(1)
 
     def watch(event, arguments):
@@ -389,7 +383,7 @@ def test_a_folder_without_permission_is_refused(open_folder, place):
 
 
 def test_a_file_without_permission_is_neither_accepted_nor_replaced(open_folder):
-    """Its folder's permission would be enough to replace it."""
+    """The permission of its folder would be enough to replace it."""
     open_folder.chmod(0o777)
     path = open_folder / "run.json"
     path.write_text("kept")
@@ -506,7 +500,7 @@ def test_the_facts_of_a_checkpoint_are_no_record_to_replace(run_script, tmp_path
 
 
 def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_path):
-    """Of a memory snapshot the beginning: to take one needs a GPU."""
+    """Only the beginning of a memory snapshot is made: to take one needs a GPU."""
     for name, kind in {"json": ".json", "plot": ".png"}.items():
         found = sorted(RESULTS.glob(f"*{kind}"))
         assert len(found) > 10
@@ -656,7 +650,7 @@ def profiler():
 
 @pytest.fixture
 def profiled(profiler):
-    """It can be exported once."""
+    """A profiler and its trace; PyTorch's own can be exported only once."""
     again = copy.copy(profiler)
     trace = {"traceEvents": [{"name": event.name} for event in profiler.events()] * 100}
     again.export_chrome_trace = lambda path: Path(path).write_text(json.dumps(trace))
@@ -687,7 +681,7 @@ def test_a_trace_goes_through_a_device_or_a_link_that_stays(
 
 
 def test_a_profiler_that_cannot_write_is_one_sentence(small_disk, tmp_path, monkeypatch):
-    """It says nothing itself."""
+    """PyTorch itself says nothing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(500):
             torch.randn(4, 4) @ torch.randn(4, 4)
@@ -851,7 +845,7 @@ def with_tokenizer(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it(with_tokenizer):
-    """Killed at any moment: the next save removes what is left of it."""
+    """The save is killed at any moment; the next save removes what is left of the tokenizer."""
     start, folder = with_tokenizer, with_tokenizer.parent / "again"
     new = make_model(1)
     for number in range(1, 1000):
@@ -905,7 +899,7 @@ def test_what_an_earlier_crash_left_is_removed_and_files_of_others_are_not(tmp_p
 
 
 def test_a_link_to_the_folder_is_followed_and_links_in_it_are_not_written_through(tmp_path):
-    """In Hugging Face's cache they lead to files that other folders share."""
+    """In Hugging Face's cache links lead to files that other folders share."""
     cache, folder, link = tmp_path / "cache", tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)

@@ -1,4 +1,4 @@
-"""A checkpoint of two processes, each with its half of every tensor, is one process's, and back."""
+"""One process loads a checkpoint of two, each with half of every tensor, and the other way."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 
 def training(device, world: int) -> tuple:
-    """A model and its AdamW; of several processes sharded, five rows into three and two."""
+    """Return a model and its AdamW; two processes shard its five rows into three and two."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
     model.to(device)
@@ -41,7 +41,7 @@ def save_checkpoint(folder, model, optimizer, step: int, keep: int = 1) -> Path:
 
 
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
-    """Copies of all that training changes, put together; all processes call it."""
+    """Return copies of all that training changes, put together; all processes call it."""
     tensors = checkpoint.tensors_of(model, optimizer)
     found = dict(tensors["model"])
     for name, state in tensors["optimizer"].items():

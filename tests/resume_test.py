@@ -1,4 +1,4 @@
-"""A run that is ended and resumed is the run that was not, to the bit; a checkpoint is whole."""
+"""A run that is ended and resumed equals, to the bit, a run that was not; checkpoints are whole."""
 
 import json
 import os
@@ -48,7 +48,7 @@ SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
 
 
 def names_in(folder: Path | str) -> list[str]:
-    """What is in a folder of checkpoints beside the lock."""
+    """Return the names in a folder of checkpoints, except the lock."""
     return sorted(path.name for path in Path(folder).iterdir() if path.name != LOCK)
 
 
@@ -59,7 +59,7 @@ def small_model(monkeypatch, own_cache):
 
 @pytest.fixture
 def examples(tmp_path) -> str:
-    """Four to train on, so that six steps of one go on into the next epoch; one is held out."""
+    """Four examples to train on and one held out: six steps of one reach the next epoch."""
     words = "abcde", "fgh", "ijklmn", "op", "qrst"
     return str(jsonl(tmp_path / "data.jsonl", *((word[0], word[1:]) for word in words)))
 
@@ -92,7 +92,7 @@ def made_by_training(monkeypatch) -> list:
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path, ended_after):
-    """trained(workload, 2, 3): ended after steps 2 and 3 and resumed; all that came out of it."""
+    """trained(workload, 2, 3): end after steps 2 and 3, resume, and return all results."""
     made = made_by_training(monkeypatch)
 
     def train(workload: Workload, *ends: int) -> dict:
@@ -119,7 +119,7 @@ def trained(monkeypatch, tmp_path, ended_after):
 
 
 def differing(found: dict, expected: dict) -> list[str]:
-    """Names of the tensors, and of what a record says of the training, that are not equal."""
+    """Return the names of the tensors and of the record's entries that are not equal."""
     assert found.keys() == expected.keys()
     names = [name for name in expected if name != "record"]
     wrong = [name for name in names if not torch.equal(found[name], expected[name])]
@@ -130,7 +130,7 @@ def differing(found: dict, expected: dict) -> list[str]:
 
 
 def same_in_pieces(trained, workload: Workload) -> None:
-    """Ended and resumed twice: what the first end changed would be seen in the end too."""
+    """The run is ended and resumed twice: what the first end changes shows in the results too."""
     straight = trained(workload)
     assert differing(trained(workload, 2, 3), straight) == []
 
@@ -174,7 +174,7 @@ def test_packed_sequences_are_the_same_ones(trained, examples):
 
 
 def test_conversations_with_the_date_keep_that_of_the_first_day(trained, monkeypatch, tmp_path):
-    """A resumed run has other tokens else, and is refused; there may be no cache of tokens."""
+    """Else a resumed run has other tokens and is refused; the cache of tokens may be missing."""
     file, template = tmp_path / "talk.jsonl", "{{ strftime_now('%A') }} " + TURNS
     talks = [{"messages": [TALK[i], TALK[1]]} for i in (0, 2, 4)]
     file.write_text("\n".join(map(json.dumps, talks)))
@@ -440,7 +440,7 @@ def ended_and_resumed(run_script, ended_after, tmp_path):
 
 @pytest.mark.parametrize("part", [0, -1], ids=["trained on", "held out"])
 def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path, part):
-    """A letter of either part: the validation loss before the first step was that of the old."""
+    """Also the held-out part: the first validation loss was that of the old text."""
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
 
@@ -500,7 +500,7 @@ OTHERWISE = {  # as many weights of the same shapes compute other numbers
 
 @pytest.mark.parametrize("case", OTHERWISE)
 def test_a_model_that_computes_otherwise_is_refused(ended_and_resumed, model_folder, case):
-    """The path and the number of parameters are the same, and the loss would be another."""
+    """The path and the number of parameters are the same, but the loss would be another."""
     changed, said = OTHERWISE[case]
     flags = ["--model", str(model_folder)]
     outcome = ended_and_resumed(flags, partial(change_config, model_folder, changed))
@@ -516,7 +516,7 @@ def test_what_a_config_says_besides_does_not_matter(ended_and_resumed, model_fol
 
 
 def test_each_field_of_a_config_was_judged():
-    """A new one of transformers' is either what a step depends on or is not."""
+    """A step depends on a new field of transformers', or it does not: somebody has to say."""
     besides = {"initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pretraining_tp"}
     besides |= {"attention_dropout"}  # refused by itself
     assert {*architecture.COMPUTING, *besides} == LlamaConfig.__annotations__.keys()
@@ -585,7 +585,7 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.skipif(HAS_GPU, reason="a process that has used a GPU cannot be forked")
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
-    """Before each thing that it changes in the file system: at least half a dozen of them."""
+    """It is killed before each change of the file system; there are at least half a dozen."""
     model, optimizer = small_training()
     by_step = {}
     for step in (1, 2):

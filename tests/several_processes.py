@@ -1,4 +1,4 @@
-"""What parallel_test.py has done by several processes: torchrun starts this file in each.
+"""Work for several processes of parallel_test.py: torchrun starts this file in each.
 
     torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER CASE CASE ...
     torchrun --nproc-per-node 2 -m tests.several_processes raise|die
@@ -32,10 +32,10 @@ def two_layers():
 
 
 def train(folder: Path, case: str, batch_size: int) -> None:
-    """Train a case, such as fsdp-kernels-3, -3 being its micro-batches, and what comes behind.
+    """Train a case, such as fsdp-kernels-3 with three micro-batches; recompute levels may follow.
 
-    Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
-    reads no fsdp or ddp.
+    The record becomes FOLDER/CASE.json and the model FOLDER/CASE.  The data lie beside FOLDER.  One
+    process ignores fsdp and ddp.
     """
     from harness.cli.device import HAS_GPU
     from harness.cli.workload import Workload, finetune_parser

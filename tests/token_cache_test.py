@@ -31,7 +31,7 @@ def tokenizer_of(words: str, **more) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tokenizer(monkeypatch) -> PreTrainedTokenizerFast:
-    """Stands for the model's."""
+    """The tokenizer that stands for the model's."""
     return give(monkeypatch, tokenizer_of("a b c d e"))
 
 

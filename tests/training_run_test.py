@@ -41,7 +41,7 @@ MEASURED = {
 
 
 def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
-    """The record of script.main() with these flags."""
+    """Return the record of script.main() with these flags."""
     record = tmp_path / f"{script.__name__}.json"
     monkeypatch.setattr("sys.argv", [script.__name__, *TINY, *flags, "--json", str(record)])
     script.main()
@@ -66,7 +66,7 @@ def test_both_scripts_show_the_same_loop():
 
 @pytest.mark.exhaustive
 def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
-    """To the bit: the loop of next_steps, which takes any kernels, with the same two."""
+    """To the bit, next_steps' loop, which takes any kernels, gives the same with these two."""
     flags = ["--seq-len", "8", "--steps", "2"]
     shown = run(finetune_optimized, monkeypatch, tmp_path, *flags)
     workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
@@ -157,7 +157,7 @@ class PretendedProfiler:
 
 
 def profiled_run(monkeypatch, n_steps: int, kernels: bool = True) -> tuple[dict, list[int]]:
-    """The record of a run as a GPU makes it, and how many steps lay before the profiled ones."""
+    """Return a record as a GPU makes it, and how many steps came before each profiled one."""
     workload = tiny_workload("--steps", str(n_steps))
     model = loading.load_model(workload)
     run = training_run.Run("Mine", workload, model)
@@ -203,7 +203,7 @@ def test_a_step_is_measured_by_the_speed_of_light(monkeypatch):
 
 
 def block_rows(record: dict) -> dict[str, str]:
-    """The rows of the result block by their names."""
+    """Return the rows of the result block by their names."""
     rows = (line.split(":", 1) for line in training_run.result_block(record).splitlines())
     return {name: text[0].strip() for name, *text in rows if text}
 
