@@ -789,7 +789,7 @@ ANOTHER_MODEL = {  # what a folder has besides a small model, and what the sente
         {"config.json": {"transformers_weights": ".unfinished-a/model.safetensors"}},
         "weights in several files",
     ),
-    "damaged": ({"config.json": "{"}, "could not be loaded"),
+    "damaged": ({"config.json": "{"}, "its config.json cannot be read"),
 }
 
 

@@ -21,7 +21,6 @@ from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
 from harness.model.adapters import adapter_weights, facts_of_base, merged_weights, peft_config
 from harness.model.architecture import computing_differences, computing_fields
-from harness.model.config_file import reading
 from harness.steps.parallel import whole_weights
 
 # transformers' names
@@ -51,14 +50,16 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
     config = Path(folder) / CONFIG
     if saves_adapters(workload) or not config.exists():
         return
-    with reading(f"{config}, which --save would replace,"):
+    try:
         said = json.loads(config.read_text())
         there = type(model.config).from_dict(said)
-    different = computing_differences(computing_fields(model.config), there)
-    if said.get("model_type") != model.config.model_type:
-        different.insert(0, f"model_type {said.get('model_type')}")
-    if (Path(folder) / INDEX).exists() or "transformers_weights" in said:
-        different.append("weights in several files")
+        different = computing_differences(computing_fields(model.config), there)
+        if said.get("model_type") != model.config.model_type:
+            different.insert(0, f"model_type {said.get('model_type')}")
+        if (Path(folder) / INDEX).exists() or "transformers_weights" in said:
+            different.append("weights in several files")
+    except Exception as error:  # transformers raises of every kind
+        different = [f"its config.json cannot be read ({type(error).__name__})"]
     if different:
         given = f"--save {folder} holds another model: {'; '.join(different)}"
         raise UserError(f"{given}; expected this model or none: name another folder")
