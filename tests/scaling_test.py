@@ -102,7 +102,6 @@ def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
     two = record([row(way, *size, 1123, 250, gb=123.4) for way in ways for size in sizes], 2)
     for name, each in (("1", one), ("fsdp_2", two)):
         (tmp_path / f"scaling_{name}.json").write_text(json.dumps(each))
-    monkeypatch.setattr(page_step_tables, "RESULTS", tmp_path)
     monkeypatch.setattr(page_records, "RESULTS", tmp_path)
     table = page_step_tables.TABLES["scaling"]("fsdp")
     assert len(table.splitlines()) == 2 + len(ways) * len(sizes)

@@ -103,10 +103,10 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
-        "fp8_costs": "next_steps.studies.fp8_costs",
+        "fp8_costs": "next_steps.studies.fp8_study costs",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
-        "fp8_accuracy": "next_steps.studies.fp8_accuracy --jobs 15",
+        "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",
     },
 }
 

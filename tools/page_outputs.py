@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_tables
-from next_steps.studies import fp8_accuracy, fp8_costs, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
 from tools.page_records import load
 
 COLUMNS = 120
@@ -37,8 +37,8 @@ def render(names: list[str]) -> str:
         "ladder": ladder.render,
         "frontier": frontier.render,
         "longest": longest.render,
-        "fp8_accuracy": fp8_accuracy.render,
-        "fp8_costs": fp8_costs.render,
+        "fp8_accuracy": fp8_study.render_accuracy,
+        "fp8_costs": fp8_study.render_costs,
         "text": lambda record: "\n".join(record["lines"]),
     }
     return renderers[kind](*records)

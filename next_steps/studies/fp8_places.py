@@ -1,4 +1,4 @@
-"""What fp8_costs.py times: casts fused and apart, and the products that they are for."""
+"""What the study of FP8's costs times: a layer's casts, fused and apart, and its products."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,78 +50,68 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def separate_swiglu(gate: torch.Tensor, up: torch.Tensor) -> Rows:
-    """What swiglu_fp8 does, by SwiGLU's bf16 kernel and a cast after it."""
+    """Do swiglu_fp8's work with SwiGLU's bf16 kernel and a cast after it."""
     return quantize_rows(swiglu_forward(gate, up))
 
 
 def separate_swiglu_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[Rows, Rows]:
-    """What swiglu_fp8_backward does, in the same way."""
+    """Do swiglu_fp8_backward's work in the same way."""
     dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
     return quantize_rows(dgate, dup), quantize_rows(y)
 
 
 def casts(tokens: int) -> Iterator[Cast]:
-    """Of a layer's activations and gradients at so many tokens."""
+    """Yield the casts of a layer's activations and gradients at so many tokens."""
     H, I, KV = WIDTHS
     x, weight = random(tokens, H), random(H)
     yield Cast(
         "RMSNorm",
         3 * x.numel(),
-        fused=lambda: (rmsnorm_fp8(x, weight, EPS)[0],),
-        alone=lambda: rmsnorm_forward(x, weight, EPS),
-        separate=lambda: (quantize_rows(rmsnorm_forward(x, weight, EPS)[0]),),
+        lambda: (rmsnorm_fp8(x, weight, EPS)[0],),
+        lambda: rmsnorm_forward(x, weight, EPS),
+        lambda: (quantize_rows(rmsnorm_forward(x, weight, EPS)[0]),),
     )
-    gate, up = random(tokens, 2 * I).chunk(2, 1)
+    gate_up, dy = random(tokens, 2 * I), random(tokens, I)
+    gate, up = gate_up.chunk(2, 1)
     yield Cast(
         "SwiGLU",
         5 * gate.numel(),
-        fused=lambda: (swiglu_fp8(gate, up),),
-        alone=lambda: swiglu_forward(gate, up),
-        separate=lambda: (separate_swiglu(gate, up),),
+        lambda: (swiglu_fp8(gate, up),),
+        lambda: swiglu_forward(gate, up),
+        lambda: (separate_swiglu(gate, up),),
     )
-    dy = random(tokens, I)
-
     yield Cast(
         "SwiGLU, backward",
         9 * gate.numel(),
-        fused=lambda: swiglu_fp8_backward(dy, gate, up),
-        alone=lambda: swiglu_backward(dy, gate, up, need_y=True),
-        separate=lambda: separate_swiglu_backward(dy, gate, up),
+        lambda: swiglu_fp8_backward(dy, gate, up),
+        lambda: swiglu_backward(dy, gate, up, need_y=True),
+        lambda: separate_swiglu_backward(dy, gate, up),
     )
+    yield Cast("x of o", 3 * x.numel(), lambda: (quantize_rows(x),))
     dq, dk, dv = random(tokens, H), random(tokens, KV), random(tokens, KV)
-    yield Cast("x of o", 3 * x.numel(), fused=lambda: (quantize_rows(x),))
-    yield Cast(
-        "dq, dk, dv side by side",
-        3 * (dq.numel() + 2 * dk.numel()),
-        fused=lambda: (quantize_rows(dq, dk, dv),),
-    )
-    for name, matrix in (("x of q, k, v", x), ("gradient of gate and up", random(tokens, 2 * I))):
-        rows = quantize_rows(matrix)
-        yield Cast(
-            f"{name}, transposed",
-            2 * matrix.numel(),
-            fused=lambda rows=rows: (transpose_rows(rows),),
-        )
+    n_numbers = dq.numel() + 2 * dk.numel()
+    yield Cast("dq, dk, dv side by side", 3 * n_numbers, lambda: (quantize_rows(dq, dk, dv),))
+    for name, matrix in (("x of q, k, v", x), ("gradient of gate and up", gate_up)):
+        codes = quantize_rows(matrix)
+        transposed = lambda codes=codes: (transpose_rows(codes),)  # noqa: E731
+        yield Cast(f"{name}, transposed", 2 * matrix.numel(), transposed)
 
 
 def weight_casts() -> Iterator[Cast]:
-    """Of a layer's largest weights, whatever the tokens are."""
+    """Yield the casts of a layer's largest weights. The number of tokens does not matter."""
     H, I, _ = WIDTHS
     gate, up = random(I, H), random(I, H)
-    n_numbers = 2 * gate.numel()
-    yield Cast("weights of gate and up", 3 * n_numbers, fused=lambda: (quantize_stacked(gate, up),))
+    n_bytes = 3 * 2 * gate.numel()
+    yield Cast("weights of gate and up", n_bytes, lambda: (quantize_stacked(gate, up),))
     scale = quantize_stacked(gate, up).scales.amax()
-    yield Cast(
-        "the same, transposed",
-        3 * n_numbers,
-        fused=lambda: (quantize_transposed(gate, up, scale=scale),),
-    )
+    transposed = lambda: (quantize_transposed(gate, up, scale=scale),)  # noqa: E731
+    yield Cast("the same, transposed", n_bytes, transposed)
 
 
 def products(tokens: int) -> Iterator[Product]:
-    """The forward's four, and gate and up's two of the backward; of operands that are there.
+    """Yield the forward's four products, and gate and up's two of the backward.
 
     Up to 32,768 tokens: the gradient of w sums over them.
     """
