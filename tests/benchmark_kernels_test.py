@@ -450,8 +450,8 @@ def test_plot_is_a_picture(finished, tmp_path):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, peer in benchmark_peers.PEERS.items():
-        if not HAS_GPU or importlib.util.find_spec(peer.module) is None:
+    for name, (_, module) in benchmark_peers.PACKAGES.items():
+        if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
 
 
