@@ -54,26 +54,13 @@ from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from tests.two_processes import made_once
 
 SCRIPT = Path(bench.__file__)
-PLAYBOOK_RMSNORM = [
-    "Tokens",
-    "Custom (us)",
-    "PyTorch (us)",
-    "Custom (GB/s)",
-    "PyTorch (GB/s)",
-    "Speedup",
-]
-PLAYBOOK_CROSS_ENTROPY = ["Tokens", "Custom (us)", "PyTorch (us)", "Speedup"]
-PLAYBOOK_CROSS_ENTROPY += ["Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"]
-EVERY = [
-    "Tokens",
-    "Implementation",
-    "Forward",
-    "Backward",
-    "Total p20 / p50 / p80",
-    "Host",
-    "Kernels only",
-]
-EVERY += ["GB/s", "% of copy", "Extra MB"]
+TIMES = ["Tokens", "Custom (us)", "PyTorch (us)"]
+PLAYBOOK_RMSNORM = [*TIMES, "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
+PLAYBOOK_CROSS_ENTROPY = [*TIMES, "Speedup", "Custom Mem (MB)", "PyTorch Mem (MB)"]
+PLAYBOOK_CROSS_ENTROPY += ["Mem Reduction"]
+EVERY = ["Tokens", "Implementation", "Forward", "Backward", "Total p20 / p50 / p80"]
+EVERY += ["Queued", "Alone", "GB/s", "% of copy", "Extra MB"]
+OF_COMPUTE = [*EVERY[:7], "TFLOP/s", "% of matmul", "Extra MB"]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:
@@ -139,24 +126,17 @@ ONLINE_SOFTMAX = "Cross-Entropy Benchmark — Custom Triton (online softmax) vs.
     [
         ("RMSNorm Benchmark — Custom Triton vs. PyTorch Reference", 3, PLAYBOOK_RMSNORM),
         (ONLINE_SOFTMAX, 4, PLAYBOOK_CROSS_ENTROPY),
-        ("RMSNorm: every implementation", 5, [*EVERY, "Error dx", "Error dW"]),
-        ("Cross-Entropy: every implementation", 6, [*EVERY, "Error target", "Error other"]),
-        ("SwiGLU: every implementation", 6, [*EVERY, "Error y", "Error dgate", "Error dup"]),
-        ("RoPE: every implementation", 7, [*EVERY, "Error rotated", "Error gradient"]),
-        (
-            "Linear + Cross-Entropy: every implementation",
-            6,
-            [
-                *EVERY[:7],
-                "TFLOP/s",
-                "% of matmul",
-                "Extra MB",
-                "Error dhidden",
-                "Error dW target",
-                "Error dW other",
-            ],
+        *(
+            (f"{title}: every implementation", n, [*headers, *(f"Error {part}" for part in parts)])
+            for title, n, headers, *parts in (
+                ("RMSNorm", 6, EVERY, "dx", "dW"),
+                ("Cross-Entropy", 7, EVERY, "target", "other"),
+                ("SwiGLU", 7, EVERY, "y", "dgate", "dup"),
+                ("RoPE", 8, EVERY, "rotated", "gradient"),
+                ("Linear + Cross-Entropy", 7, OF_COMPUTE, "dhidden", "dW target", "dW other"),
+                ("Reverse KL", 8, EVERY, "probable", "other"),
+            )
         ),
-        ("Reverse KL: every implementation", 7, [*EVERY, "Error probable", "Error other"]),
     ],
 )
 def test_table_has_its_title_and_columns_and_both_sizes(
@@ -202,9 +182,8 @@ def test_host_time_is_measured_for_every_implementation(finished):
     rows = [row for section in record["sections"] for row in section["rows"]]
     assert {HOST_FLOOR, OURS, IN_PLACE} <= {row["implementation"] for row in rows}
     assert all(row["host_us"] > 0 for row in rows)
-    assert (
-        stdout.count("Host: calls queued back to back\n") == len(record["sections"]) == len(SPECS)
-    )
+    said = stdout.count("Queued: calls queued back to back; Alone: the kernels in a CUDA graph")
+    assert said == len(record["sections"]) == len(SPECS)
 
 
 def row_of(text: str, implementation: str) -> list[str]:
@@ -220,7 +199,7 @@ def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
         for row in section["rows"]:
             del row["host_us"]
     old = row_of(render(record), OURS)
-    at = EVERY.index("Host")
+    at = EVERY.index("Queued")
     assert new[at] != "n/a" and old[at] == "n/a"
     assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
     assert render(record).count("First call (compilation): n/a\n") == len(SPECS)
@@ -317,7 +296,7 @@ def with_sizes(record: dict, kernel: str, *sizes: int) -> dict:
 def test_several_sizes_end_in_one_summary(finished):
     summary = render(with_sizes(finished[1], "rmsnorm", 64, 4096)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
-    compiled = "torch.compile (us)", "torch.compile / ours", "of kernels only"
+    compiled = "torch.compile (us)", "torch.compile / ours", "alone"
     assert ["Hidden", "Tokens", "ours (us)", "% of copy", *compiled] in lines
     for cells in (["64", "2"], ["64", "4"], ["4,096", "2"], ["4,096", "4"]):
         assert [*cells, "100.0", "75", "123.0", "1.23x", "1.50x"] in lines
