@@ -1,7 +1,7 @@
 """The records behind the pages, and the renderer of the pages' tables.
 
 A table is a list of rows and a line of columns. A row is a dict whose keys are the columns' headers
-or a tuple of all cells. `Measured.cells` and `step_cells` turn records into such dicts.
+or a tuple of all cells. `Measured.cells` and `step_cells` make such dicts of records.
 """
 
 import json
@@ -28,10 +28,6 @@ SHORT_NAMES = {  # for a column that must not be wide
 }
 
 
-def is_recorded(name: str) -> bool:
-    return (RESULTS / f"{name}.json").exists()
-
-
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -39,8 +35,7 @@ def load(name: str) -> dict:
 def table(rows: Iterable[dict | tuple], columns: str) -> str:
     """Return a Markdown table that reads well as raw text too.
 
-    The first column is left-aligned, the others are right-aligned. A column of which every entry is
-    None is left out.
+    The first column is left-aligned, the others are right-aligned.
 
     Args:
         columns: the headers, with "|" between.
@@ -49,8 +44,6 @@ def table(rows: Iterable[dict | tuple], columns: str) -> str:
     rows = [[row[each] for each in headers] if isinstance(row, dict) else row for row in rows]
     shown = []
     for place, column in enumerate(zip(headers, *rows)):
-        if rows and set(column[1:]) == {None}:
-            continue
         width = max(len(cell) for cell in column)
         cells = [f" {cell.rjust(width) if place else cell.ljust(width)} " for cell in column]
         shown.append([cells[0], "-" * (width + 1) + (":" if place else "-"), *cells[1:]])
@@ -143,34 +136,27 @@ class Step(NamedTuple):
     """How long a run's step takes."""
 
     ms: float  # median
-    range: Range | None  # 20th to 80th percentile; None: the record is too old to say
+    range: Range  # 20th to 80th percentile
 
     @classmethod
     def of(cls, record: dict) -> "Step":
         """Return the step of a fine-tuning run, or of a rung of the ladder."""
         if "step_ms" in record:
-            known = "p20_ms" in record
-            return cls(record["step_ms"], (record["p20_ms"], record["p80_ms"]) if known else None)
+            return cls(record["step_ms"], (record["p20_ms"], record["p80_ms"]))
         low, high = spread([1e3 * seconds for seconds in timed(record)])
         return cls(1e3 * record["median_seconds"], (low, high))
 
     def between(self, digits: int = 0) -> str:
-        return "–".join(f"{end:,.{digits}f}" for end in self.range or ())
-
-    def cell(self, digits: int = 0) -> str:
-        unit = "" if digits else " ms"
-        between = f" ({self.between(digits)})" if self.range else ""
-        return f"{self.ms:,.{digits}f}{unit}{between}"
+        return "–".join(f"{end:,.{digits}f}" for end in self.range)
 
     def over(self, other: "Step", ratio: float | None = None) -> str:
-        """How many times this step is as long, or another ratio of the two runs."""
+        """Say how many times this step is as long, or another ratio of the two runs."""
         words = times(self.ms / other.ms if ratio is None else ratio)
-        both = self.range and other.range
-        return unless_same(words, self.range, other.range) if both else words
+        return unless_same(words, self.range, other.range)
 
 
-def step_cells(record: dict) -> dict[str, str | None]:
-    """A run's time as the pages' columns."""
-    step, busy = Step.of(record), record.get("busy_ms")  # older records do not say
+def step_cells(record: dict) -> dict[str, str]:
+    """Return a run's time as the pages' columns."""
+    step = Step.of(record)
     cells = {"step, ms": f"{step.ms:,.1f}", "p20–p80": step.between(1)}
-    return cells | {"busy, ms": None if busy is None else f"{busy:,.1f}"}
+    return cells | {"busy, ms": f"{record['busy_ms']:,.1f}"}

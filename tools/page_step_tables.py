@@ -20,7 +20,6 @@ from tools.page_records import (
     by_size,
     gb,
     in_words,
-    is_recorded,
     load,
     size_label,
     step_cells,
@@ -49,16 +48,22 @@ def gain_of_kernel(label: str, kernel: str, tokens: int, mine: str) -> tuple[str
     return label, *cells, times(eager / ours, 1), times(other / ours)
 
 
-def gain_of_step(size: str, label: str, base: dict, ours: dict, other: dict | None = None):
+def cell(run: dict) -> str:
+    step = Step.of(run)
+    return f"{step.ms:,.0f} ms ({step.between()})"
+
+
+def short(run: dict) -> str:
+    name = run["name"] if "name" in run else OPPONENTS[run["opponent"]]
+    return SHORT_NAMES.get(name, name)
+
+
+def gain_of_step(label: str, base: dict, ours: dict, other: dict | None = None) -> tuple[str, ...]:
     """A row of gains. `other` is the record of the strongest opponent."""
-    base, ours = Step.of(base), Step.of(ours)
-    rival = over = "–"
+    gain, rival, over = Step.of(base).over(Step.of(ours)), "–", "–"
     if other is not None:
-        name = other["name"] if "name" in other else OPPONENTS[other["opponent"]]
-        rival = f"{SHORT_NAMES.get(name, name)}: {Step.of(other).cell()}"
-        over = Step.of(other).over(ours)
-    label = f"step {in_words(size)}, {label}"
-    return label, base.cell(), rival, ours.cell(), base.over(ours), over
+        rival, over = f"{short(other)}: {cell(other)}", Step.of(other).over(Step.of(ours))
+    return f"step {label}", cell(base), rival, cell(ours), gain, over
 
 
 # runs of a GPU, one after the other: Hugging Face's, ours, those of others
@@ -75,25 +80,24 @@ def gains() -> str:
         gain_of_kernel("loss, 8,192 rows", "cross_entropy", 8192, OURS),
         gain_of_kernel("the same, in place", "cross_entropy", 8192, IN_PLACE),
     ]
-    small, large = "1x512", "4x2048"
-    for size in (small, large):
+    sizes = {"1 × 512": "1x512", "4 × 2,048": "4x2048"}
+    for words, size in sizes.items():
         runs = (load(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
-        body.append(gain_of_step(size, "two", *runs))
-    for size in (small, large):
+        body.append(gain_of_step(f"{words}, two", *runs))
+    for words, size in sizes.items():
         record = load(f"ladder_{size}")
         rungs = {rung["name"]: rung for rung in record["rungs"]}
         base, ours = rungs[ladder.BASELINE], rungs[ladder.CUDA_GRAPH]
-        body.append(gain_of_step(size, "all", base, ours, ladder.strongest(record)))
-    for label, names in SETS_OF_RUNS.items():
-        first, last, *others = (load(f"{name}_{large}") for name in names)
+        body.append(gain_of_step(f"{words}, all", base, ours, ladder.strongest(record)))
+    for label, names in SETS_OF_RUNS.items():  # of the larger size
+        first, last, *others = (load(f"{name}_{size}") for name in names)
         rival = min(others, key=lambda run: run["median_seconds"])
-        body.append(gain_of_step(large, label, first, last, rival))
-    rival = ladder.strongest(record, "peak_memory_bytes")  # of the larger size
+        body.append(gain_of_step(f"{words}, {label}", first, last, rival))
+    rival = ladder.strongest(record, "peak_memory_bytes")
     n_bytes = [each["peak_memory_bytes"] for each in (base, rival, ours)]
-    cells = [f"{gb(each)} GB" for each in n_bytes]
-    cells[1] = f"{SHORT_NAMES.get(rival['name'], rival['name'])}: {cells[1]}"
+    base, other, ours = (f"{gb(each)} GB" for each in n_bytes)
     ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
-    body.append((f"memory {in_words(large)}", *cells, *ratios))
+    body.append((f"memory {words}", base, f"{short(rival)}: {other}", ours, *ratios))
     return table(body, " | Hugging Face | strongest other | ours | gain | over it")
 
 
@@ -115,12 +119,14 @@ def beside_the_baseline(rung: dict, base: dict) -> dict[str, str]:
 
 def ladder_table(size: str) -> str:
     """The rungs, in the columns that a page has room for."""
-    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
-    body = [{"rung": rungs[0]["name"], "predicted, ms": "", "gained, ms": ""}]
-    for before, rung in itertools.pairwise(rungs):
-        gain = [f"{before['step_ms'] - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
-        body.append({"rung": f"+ {rung['name']}", "predicted, ms": gain[0], "gained, ms": gain[1]})
-    body = [row | beside_the_baseline(rung, rungs[0]) for row, rung in zip(body, rungs)]
+    (base, *rungs), _ = ladder.blocks(load(f"ladder_{size}"))
+    first = {"rung": base["name"], "predicted, ms": "", "gained, ms": ""}
+    body = [first | beside_the_baseline(base, base)]
+    for before, rung in itertools.pairwise([base, *rungs]):
+        row = {"rung": f"+ {rung['name']}"} | beside_the_baseline(rung, base)
+        row["predicted, ms"] = f"{before['step_ms'] - rung['predicted_ms']:,.1f}"
+        row["gained, ms"] = f"{before['step_ms'] - rung['step_ms']:,.1f}"
+        body.append(row)
     return table(body, f"rung | predicted, ms | gained, ms | {BESIDE_THE_BASELINE}")
 
 
@@ -134,17 +140,17 @@ def others_table(size: str) -> str:
 def graphs_table(size: str) -> str:
     """The baseline, two kernels and all of them, each launched by the host and in a CUDA graph."""
     record = load(f"ladder_{size}")
-    runs = {rung["name"]: rung for rung in record["rungs"]}
+    runs = {rung["name"]: step_cells(rung) for rung in record["rungs"]}
     (*_, all_kernels, _), _ = ladder.blocks(record)
     two, body = " + ".join(PLAYBOOK_KERNELS), []
-    for label, eager, graph in (
+    for label, *names in (
         ("baseline", ladder.BASELINE, ladder.BASELINE + ladder.IN_A_GRAPH),
         ("the two kernels", two, two + ladder.IN_A_GRAPH),
         ("all kernels", all_kernels["name"], ladder.CUDA_GRAPH),
     ):
-        found = runs[eager], runs[graph]
-        pairs = ((Step.of(run).cell(1), f"{run['busy_ms']:,.1f}") for run in found)
-        body.append((label, *(cell for pair in pairs for cell in pair)))
+        body.append([label])
+        for ms, between, busy in (runs[name].values() for name in names):
+            body[-1] += [f"{ms} ({between})", busy]
     eager, graph = (f"{way}, ms (p20–p80) | GPU busy, ms" for way in ("eager", "CUDA graph"))
     return table(body, f"step {in_words(size)} | {eager} | {graph}")
 
@@ -185,12 +191,13 @@ def runs(size: str, *names: str) -> str:
             size_label(first): run_label(run),
             "tokens/s": f"{run['tokens_per_second']:,.0f}",
             "gain": over(first, run),
-            "over it": over(run, last) if len(records) > 2 else None,
+            "over it": over(run, last),
             "GB": gb(run["peak_memory_bytes"], 2),
         }
         for run in records
     ]
-    columns = "step, ms | p20–p80 | busy, ms | tokens/s | gain | over it | GB"
+    gains = "gain | over it" if len(records) > 2 else "gain"
+    columns = f"step, ms | p20–p80 | busy, ms | tokens/s | {gains} | GB"
     return table(body, f"{size_label(first)} | {columns}")
 
 
@@ -261,8 +268,8 @@ def peaks(*names: str) -> str:
 
 
 def frontier_rows() -> str:
-    """Memory against time. Without a record the table has no rows."""
-    rows = load("frontier")["rows"] if is_recorded("frontier") else []
+    """Memory against time."""
+    rows = load("frontier")["rows"]
     return table([frontier.cells(row, rows) for row in rows], " | ".join(frontier.HEADERS))
 
 
@@ -270,8 +277,6 @@ def longest() -> str:
     """The longest sequences that fit."""
     body = []
     for name in ("baseline", "all", "layer", "layer_offload"):
-        if not is_recorded(f"longest_{name}"):
-            continue  # not measured yet
         record = load(f"longest_{name}")
         flags = f"--kernels {'all' if record['kernels'] else 'none'}"
         flags += f" --recompute {record['recompute']}" if "recompute" in record else ""
@@ -280,26 +285,19 @@ def longest() -> str:
     return table(body, " | longest sequence, tokens | peak, GB")
 
 
-def scaling_records(*parallel: str) -> list[dict]:
-    """The records of one process and of two that exist; none unless there is that of one."""
-    names = ["scaling_1", *(f"scaling_{way}_2" for way in parallel)]
-    return [load(name) for name in names if is_recorded(name)] if is_recorded(names[0]) else []
-
-
 def scaling(parallel: str) -> str:
-    """Each of two GPUs beside one alone. Without a record the table has no rows."""
-    records = scaling_records(parallel)
-    rows = scaling_tables.body(*records) if len(records) == 2 else []
-    return table(rows, " | ".join(scaling_tables.HEADERS))
+    """Each of two GPUs beside one alone."""
+    records = load("scaling_1"), load(f"scaling_{parallel}_2")
+    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
 
 
 def crossovers() -> str:
-    """From how many tokens on communication is hidden. Without a record the table has no rows."""
-    body = [
-        (f"{way}, {record['parallel']}", scaling_tables.crossover(record, way))
-        for record in scaling_records(*PARALLEL)[1:]
-        for way in scaling_tables.ways_in(record)
-    ]
+    """From how many tokens on communication is hidden."""
+    body = []
+    for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
+        for way in scaling_tables.ways_in(record):
+            name = f"{way}, {record['parallel']}"
+            body.append((name, scaling_tables.crossover(record, way)))
     return table(body, " | tokens in a step of each GPU")
 
 
