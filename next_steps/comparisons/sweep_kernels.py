@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from harness.benchmark.checking import FLOOR
 from harness.cli.command_line import RunError
@@ -27,10 +29,6 @@ from harness.steps import timing
 from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
 from next_steps.comparisons.sweep_launches import LAUNCHES, Launch, processors
 from next_steps.comparisons.sweep_tables import Setting, words
-
-# after the kernels, which decide how Triton will run
-from triton.errors import TritonError  # isort: skip
-from triton.runtime.errors import OutOfResources  # isort: skip
 
 HANDFUL = 4  # settings per launch on the CPU, beside the file's own
 
