@@ -1,6 +1,5 @@
 """The table of FP8's casts and products: its rows, its arithmetic, and what it refuses."""
 
-import argparse
 import json
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from harness.cli.command_line import RunError
 from next_steps.lessons import fp8_kernel
 from next_steps.lessons.fp8_kernel import quantize_rows
-from next_steps.studies import fp8_places, fp8_study
+from next_steps.studies import fp8_costs, fp8_study
 
 
 @pytest.mark.exhaustive
@@ -30,8 +29,8 @@ def test_the_whole_table_on_any_machine(run_script, tmp_path):
 
 def test_bytes_are_those_of_what_is_read_and_written():
     """Inputs in bf16, or codes, and codes; scales and a norm's weight are next to nothing."""
-    H, I, KV = fp8_places.WIDTHS
-    found = {cast.name: cast for cast in fp8_places.casts(16)}
+    H, I, KV = fp8_costs.WIDTHS
+    found = {cast.name: cast for cast in fp8_costs.casts(16)}
     reads = {
         "RMSNorm": 2 * H,
         "SwiGLU": 4 * I,
@@ -45,7 +44,7 @@ def test_bytes_are_those_of_what_is_read_and_written():
     for name, cast in found.items():
         written = sum(rows.codes.nbytes for rows in cast.fused())
         assert cast.n_bytes == 16 * reads[name] + written, name
-    for cast, read in zip(fp8_places.weight_casts(), (4 * I * H, 4 * I * H), strict=True):
+    for cast, read in zip(fp8_costs.weight_casts(), (4 * I * H, 4 * I * H), strict=True):
         assert cast.n_bytes == read + sum(rows.codes.nbytes for rows in cast.fused())
 
 
@@ -70,18 +69,18 @@ def test_floor_share_and_gain():
 
 
 def test_a_wrong_kernel_is_not_timed():
-    x = torch.randn(16, 32, device=fp8_places.DEVICE)
-    cast = fp8_places.Cast(
+    x = torch.randn(16, 32, device=fp8_costs.DEVICE)
+    cast = fp8_costs.Cast(
         "some", 1, lambda: (quantize_rows(x),), separate=lambda: (quantize_rows(1.2 * x),)
     )
     with pytest.raises(RunError, match="some: fused and separate differ by"):
-        fp8_study.check(cast)
+        fp8_costs.check(cast)
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch):
     monkeypatch.setattr(fp8_kernel, "fp8_support", lambda: "leave FP8 out.")
     with pytest.raises(RunError, match="leave FP8 out"):
-        fp8_study.measure_costs(argparse.Namespace(tokens=[16]))
+        fp8_costs.measure([16])
 
 
 @pytest.mark.parametrize("tokens", ["17", "16,100", "65536", "0", "many"])

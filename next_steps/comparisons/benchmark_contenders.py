@@ -43,7 +43,7 @@ from next_steps.lessons.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_re
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
-from next_steps.studies.fp8_places import separate_swiglu, separate_swiglu_backward
+from next_steps.studies.fp8_costs import separate_swiglu, separate_swiglu_backward
 from rmsnorm_kernel import TritonRMSNormFunction
 
 

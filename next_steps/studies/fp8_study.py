@@ -36,13 +36,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from harness.cli import command_line, tables
-from harness.cli.command_line import RunError, UserError, positive_float, positive_int
+from harness.cli.command_line import UserError, positive_float, positive_int
 from harness.cli.fp8_flags import ALL, INPUTS
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import DTYPES, Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS
-from harness.records.run_records import environment, environment_line, write_record
+from harness.records.run_records import environment_line, write_record
 
 # ---------------------------------------------------------------- accuracy: the runs
 
@@ -226,81 +226,15 @@ def render_accuracy(record: dict) -> str:
 # ---------------------------------------------------------------- costs
 
 GPU_TOKENS, CPU_TOKENS = (512, 8192), (16,)
-LARGEST_ERROR = 2**-4  # of the fused kernel's codes beside those of the separate kernels
-
-
-def measured(fn) -> float | None:
-    """Return the GPU's time in us; without a GPU the host's, which means nothing."""
-    from harness.cli.device import HAS_GPU
-    from harness.steps import timing
-
-    if fn is None:
-        return None
-    return timing.graph_time_us(fn) if HAS_GPU else timing.time_us(fn).p50
-
-
-def check(cast) -> None:
-    """Refuse to time a kernel that is wrong.
-
-    Raises:
-        RunError: The fused kernel and the separate ones give different numbers.
-    """
-    import torch
-
-    from harness.benchmark.checking import relative_error
-    from next_steps.lessons.fp8_kernel import dequantize
-
-    for ours, apart in zip(cast.fused(), cast.separate()):
-        found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
-        error = relative_error(found, expected.double())
-        if not error <= LARGEST_ERROR:
-            raise RunError(
-                f"{cast.name}: fused and separate differ by {error:.1e}, but only "
-                f"{LARGEST_ERROR:.1e} is allowed; a wrong kernel is not timed"
-            )
-
-
-def cast_row(cast, tokens: int | None) -> dict:
-    if cast.separate is not None:
-        check(cast)
-    us = {f"{way}_us": measured(getattr(cast, way)) for way in ("alone", "separate", "fused")}
-    return {"name": cast.name, "tokens": tokens, "bytes": cast.n_bytes, **us}
-
-
-def product_row(product, tokens: int) -> dict:
-    return {
-        "name": product.name,
-        "tokens": tokens,
-        "shape": list(product.shape),
-        "bf16_us": measured(product.bf16),
-        "fast_us": measured(lambda: product.fp8(True)),
-        "accurate_us": measured(lambda: product.fp8(False)),
-    }
 
 
 def measure_costs(args: argparse.Namespace) -> dict:
-    """Return the record.
-
-    Raises:
-        RunError: The GPU cannot multiply FP8, or a kernel is wrong.
-    """
+    """Time the casts and products; return the record."""
     from harness.cli.device import HAS_GPU, require_interpreter
-    from harness.steps import timing
-    from next_steps.lessons.fp8_kernel import fp8_support
-    from next_steps.studies import fp8_places
+    from next_steps.studies import fp8_costs
 
     require_interpreter()
-    if (reason := fp8_support()) is not None:
-        raise RunError(reason)
-    record = {"kind": "fp8_costs", "environment": environment()}
-    record["copy_gbs"] = timing.copy_bandwidth()
-    record["casts"] = [cast_row(cast, None) for cast in list(fp8_places.weight_casts())]
-    record["products"] = []
-    for n_tokens in args.tokens or (GPU_TOKENS if HAS_GPU else CPU_TOKENS):
-        record["casts"] += [cast_row(cast, n_tokens) for cast in fp8_places.casts(n_tokens)]
-        products = fp8_places.products(n_tokens)
-        record["products"] += [product_row(product, n_tokens) for product in products]
-    return record
+    return fp8_costs.measure(args.tokens or (GPU_TOKENS if HAS_GPU else CPU_TOKENS))
 
 
 def render_costs(record: dict) -> str:

@@ -1,15 +1,25 @@
-"""What the study of FP8's costs times: a layer's casts, fused and apart, and its products."""
+"""What FP8 costs in a layer: times of its casts, fused and apart, and of its products.
 
-from collections.abc import Callable, Iterator
+fp8_study.py prints them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from harness.benchmark.benchmark_specs import HEAD_DIM, K_HEADS, LLAMA_HIDDEN, LLAMA_INTERMEDIATE
+from harness.benchmark.checking import relative_error
+from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU
+from harness.records.run_records import environment
+from harness.steps import timing
+from next_steps.lessons import fp8_kernel
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
     Rows,
+    dequantize,
     fp8_product,
     quantize_rows,
     quantize_stacked,
@@ -20,6 +30,7 @@ from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward
 from rmsnorm_kernel import rmsnorm_forward
 
 EPS = 1e-5
+LARGEST_ERROR = 2**-4  # of the fused kernel's codes beside those of the separate kernels
 # H, I, and the columns of k or v; without a GPU for Triton's interpreter
 WIDTHS = (LLAMA_HIDDEN, LLAMA_INTERMEDIATE, K_HEADS * HEAD_DIM) if HAS_GPU else (64, 96, 16)
 
@@ -33,16 +44,6 @@ class Cast:
     fused: Callable[[], tuple[Rows, ...]]
     alone: Callable[[], object] | None = None  # what a bf16 layer does there
     separate: Callable[[], tuple[Rows, ...]] | None = None  # that, and quantize_rows
-
-
-@dataclass(frozen=True)
-class Product:
-    """One product of a layer, in bf16 and in FP8 with both ways to add."""
-
-    name: str
-    shape: tuple[int, int, int]  # M, N, K
-    bf16: Callable[[], torch.Tensor]
-    fp8: Callable[[bool], torch.Tensor]  # of `fast`
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -110,26 +111,75 @@ def weight_casts() -> Iterator[Cast]:
     yield Cast("the same, transposed", n_bytes, transposed)
 
 
-def products(tokens: int) -> Iterator[Product]:
-    """Yield the forward's four products, and gate and up's two of the backward.
+def product_rows(tokens: int) -> list[dict]:
+    """Time the forward's four products, and gate and up's two of the backward.
 
     Up to 32,768 tokens: the gradient of w sums over them.
     """
     H, I, KV = WIDTHS
-    shapes = {
+    rows = []
+    for name, (M, N, K) in {
         "q, k, v": (tokens, H + 2 * KV, H),
         "o": (tokens, H, H),
         "gate, up": (tokens, 2 * I, H),
         "down": (tokens, H, I),
         "gate, up: gradient of x": (tokens, H, 2 * I),
         "gate, up: gradient of w": (2 * I, H, tokens),
-    }
-    for name, (M, N, K) in shapes.items():
+    }.items():
         a, b = random(M, K), random(N, K)
         codes = quantize_rows(a), quantize_rows(b)
-        yield Product(
-            name,
-            (M, N, K),
-            bf16=lambda a=a, b=b: a @ b.t(),
-            fp8=lambda fast, codes=codes: fp8_product(*codes, torch.bfloat16, fast),
-        )
+        row = {"name": name, "tokens": tokens, "shape": [M, N, K]}
+        row["bf16_us"] = measured(lambda: a @ b.t())  # noqa: B023  called at once
+        for way, fast in (("fast", True), ("accurate", False)):
+            product = functools.partial(fp8_product, *codes, torch.bfloat16, fast)
+            row[f"{way}_us"] = measured(product)
+        rows.append(row)
+    return rows
+
+
+def measured(fn: Callable | None) -> float | None:
+    """Return the GPU's time in us; without a GPU the host's, which means nothing."""
+    if fn is None:
+        return None
+    return timing.graph_time_us(fn) if HAS_GPU else timing.time_us(fn).p50
+
+
+def check(cast: Cast) -> None:
+    """Refuse to time a kernel that is wrong.
+
+    Raises:
+        RunError: The fused kernel and the separate ones give different numbers.
+    """
+    for ours, apart in zip(cast.fused(), cast.separate()):
+        found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
+        error = relative_error(found, expected.double())
+        if not error <= LARGEST_ERROR:
+            raise RunError(
+                f"{cast.name}: fused and separate differ by {error:.1e}, but only "
+                f"{LARGEST_ERROR:.1e} is allowed; a wrong kernel is not timed"
+            )
+
+
+def cast_row(cast: Cast, tokens: int | None) -> dict:
+    if cast.separate is not None:
+        check(cast)
+    us = {f"{way}_us": measured(getattr(cast, way)) for way in ("alone", "separate", "fused")}
+    return {"name": cast.name, "tokens": tokens, "bytes": cast.n_bytes, **us}
+
+
+def measure(tokens: Sequence[int]) -> dict:
+    """Return the record.
+
+    Raises:
+        RunError: The GPU cannot multiply FP8, or a kernel is wrong.
+    """
+    if (reason := fp8_kernel.fp8_support()) is not None:
+        raise RunError(reason)
+    record = {"kind": "fp8_costs", "environment": environment()}
+    record["copy_gbs"] = timing.copy_bandwidth()
+    record["casts"] = [cast_row(cast, None) for cast in weight_casts()]
+    record["products"] = []
+    for n in tokens:
+        record["casts"] += [cast_row(cast, n) for cast in casts(n)]
+        record["products"] += product_rows(n)
+    return record
