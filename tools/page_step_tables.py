@@ -130,14 +130,14 @@ def ladder_table(size: str) -> str:
     return table(body, f"rung | predicted, ms | gained, ms | {BESIDE_THE_BASELINE}")
 
 
-def others_table(size: str) -> str:
+def others(size: str) -> str:
     """The runs beside the rungs."""
-    (base, *_), others = ladder.blocks(load(f"ladder_{size}"))
-    body = [{"others": each["name"]} | beside_the_baseline(each, base) for each in others]
+    (base, *_), runs = ladder.blocks(load(f"ladder_{size}"))
+    body = [{"others": run["name"]} | beside_the_baseline(run, base) for run in runs]
     return table(body, f"others | {BESIDE_THE_BASELINE}")
 
 
-def graphs_table(size: str) -> str:
+def graphs(size: str) -> str:
     """The baseline, two kernels and all of them, each launched by the host and in a CUDA graph."""
     record = load(f"ladder_{size}")
     runs = {rung["name"]: step_cells(rung) for rung in record["rungs"]}
@@ -201,22 +201,26 @@ def runs(size: str, *names: str) -> str:
     return table(body, f"{size_label(first)} | {columns}")
 
 
+def by_record(label: str, headers: list[str], rows: dict[str, list[str]]) -> str:
+    """A table with a column for each record."""
+    return table([(name, *cells) for name, cells in rows.items()], " | ".join([label, *headers]))
+
+
 def parts(*names: str) -> str:
     """Profiles as columns, category by category, in ms of the GPU."""
-    records = [load(name) for name in names]
-    body = []
+    records, rows = [load(name) for name in names], {}
     for category in records[0]["categories"]:
         ms = [record["categories"][category]["us"] / 1e3 for record in records]
         if max(ms) >= SHOWN_FROM_MS:
-            body.append((category, *(f"{each:,.1f}" if each else "" for each in ms)))
-    body.append(("busy", *(f"{record['busy_us'] / 1e3:,.1f}" for record in records)))
-    body.append(("step", *(f"{record['median_step_ms']:,.1f}" for record in records)))
-    launches = [sum(each["launches"] for each in r["categories"].values()) for r in records]
-    body.append(("launches", *(f"{n:,}" for n in launches)))
+            rows[category] = [f"{each:,.1f}" if each else "" for each in ms]
+    rows["busy"] = [f"{record['busy_us'] / 1e3:,.1f}" for record in records]
+    rows["step"] = [f"{record['median_step_ms']:,.1f}" for record in records]
+    launches = (sum(each["launches"] for each in r["categories"].values()) for r in records)
+    rows["launches"] = [f"{n:,}" for n in launches]
     # What is the same for all of them stands over the first column.
     sizes, labels = ([label(each) for each in records] for label in (size_label, run_label))
     common, columns = (sizes[0], labels) if len(set(sizes)) == 1 else (labels[0], sizes)
-    return table(body, " | ".join([f"{common}, ms", *columns]))
+    return by_record(f"{common}, ms", columns, rows)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -255,19 +259,17 @@ def gpus() -> str:
 
 def peaks(*names: str) -> str:
     """What the memory is made of at the peak, of several memory profiles."""
-    records = [load(name) for name in names]
-    body = []
+    records, rows = [load(name) for name in names], {}
     for part in records[0]["parts"]:
         n_bytes = [record["parts"].get(part, 0) for record in records]
         if max(n_bytes) > 0.05e9:
-            body.append((part, *(gb(each, 2) for each in n_bytes)))
-    body.append(("total", *(gb(record["peak_memory_bytes"], 2) for record in records)))
-    kernels = ("all" if record["kernels"] else "none" for record in records)
-    labels = [f"{size_label(record)}, {which}" for record, which in zip(records, kernels)]
-    return table(body, " | ".join(["GB at the peak, tokens, --kernels", *labels]))
+            rows[part] = [gb(each, 2) for each in n_bytes]
+    rows["total"] = [gb(record["peak_memory_bytes"], 2) for record in records]
+    headers = [f"{size_label(r)}, {'all' if r['kernels'] else 'none'}" for r in records]
+    return by_record("GB at the peak, tokens, --kernels", headers, rows)
 
 
-def frontier_rows() -> str:
+def frontier_table() -> str:
     """Memory against time."""
     rows = load("frontier")["rows"]
     return table([frontier.cells(row, rows) for row in rows], " | ".join(frontier.HEADERS))
@@ -364,16 +366,7 @@ def distillation_8b() -> str:
     return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
-TABLES = {
-    "frontier": frontier_rows,
-    "graphs": graphs_table,
-    "ladder": ladder_table,
-    "others": others_table,
-    **{
-        each.__name__: each
-        for each in (
-            *(gains, runs, parts, compare, gpus, peaks, longest, scaling, crossovers),
-            *(durations, quality, distillation, distillation_8b),
-        )
-    },
-}
+FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, scaling, crossovers
+FUNCTIONS += durations, quality, distillation, distillation_8b
+TABLES = {"ladder": ladder_table, "frontier": frontier_table}
+TABLES |= {function.__name__: function for function in FUNCTIONS}
