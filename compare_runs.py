@@ -12,7 +12,7 @@ faster and trains something else is wrong.
 import math
 import os
 
-from harness.cli import command_line, output_files, pictures, tables
+from harness.cli import command_line, output_files, tables
 from harness.cli.adapter_flags import lora_in_words
 from harness.cli.command_line import UserError
 from harness.cli.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
@@ -237,7 +237,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     """Loss curves, tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    plt = pictures.pyplot()
+    plt = tables.pyplot()
     figure, (losses, throughput, memory) = plt.subplots(
         1, 3, figsize=(12, 4), width_ratios=[2, 1, 1]
     )
@@ -268,7 +268,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    pictures.save_plot(figure, path, dpi=130)
+    tables.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:

@@ -32,11 +32,16 @@ from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, add_workload_flags, workload_line
-from harness.profiling import diagnosis_tables
 from harness.profiling.kernel_facts import KERNELS
-from harness.profiling.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
+from harness.profiling.profile_tables import (
+    OF_A_GRAPH,
+    TOP,
+    diagnosis,
+    operations_table,
+    parts_table,
+    totals,
+)
 from harness.records.run_records import environment, environment_line, write_record
-from harness.steps import parallel
 
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
@@ -61,7 +66,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, power, stepping, timing, waiting
+    from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
     from next_steps.patches import apply_kernels, fp8_model, lora, patch
 
@@ -72,7 +77,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, model.config, n_steps + waiting.NEEDED)
+    data = load_data(workload, model.config, n_steps + profiler.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     loader = Loader(data.train, workload.micro_batches)
     steps = list(itertools.islice(loader, n_steps))
@@ -106,7 +111,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
-        loading = waiting.measure_loading(
+        loading = profiler.measure_loading(
             loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
         )
     moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
@@ -169,7 +174,7 @@ def render(record: dict) -> str:
             totals(record),
             "",
             # older records have none
-            *([diagnosis_tables.render(record), ""] if "ceilings" in record else []),
+            *([diagnosis(record), ""] if "ceilings" in record else []),
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]
@@ -268,6 +273,8 @@ def main() -> None:
         from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    from harness.steps import parallel
+
     parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.cli.workload import Workload
 from harness.data.dataset import random_batch
 from harness.model import architecture
-from harness.profiling.diagnosis_tables import communication_lines
+from harness.profiling.profile_tables import communication_lines
 from harness.steps import communication, parallel, stepping
 from harness.steps.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.two_processes import in_two_processes, one_gpu_is_too_few

@@ -22,8 +22,8 @@ from harness.model import loading as loading_module
 from harness.profiling import (
     costs,
     diagnose,
-    diagnosis_tables,
     profile_comparison,
+    profile_tables,
     profiler,
     roofline,
 )
@@ -31,7 +31,6 @@ from harness.profiling.diagnose import RUNG_OF_CATEGORY
 from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
 from harness.records.run_records import read_record
 from harness.steps import stepping
-from harness.steps import waiting as waiting_module
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
 
@@ -105,7 +104,7 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
     record["ceilings"]["fp8_tflops"] = 0.2
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(2e6 / 0.1e6 + 6e6 / 0.2e6)
-    line = diagnosis_tables.ceilings_line(record)
+    line = profile_tables.ceilings_line(record)
     assert line.endswith("; FP8 matmul 200.0 GFLOP/s")
     del record["ceilings"]["fp8_tflops"]  # of a CPU
     (matmul,) = diagnose.judge_categories(record).values()
@@ -114,10 +113,10 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
 
 def test_the_power_of_the_steps_stands_beside_the_ceilings():
     record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6))
-    assert "Power" not in diagnosis_tables.render(record)
+    assert "Power" not in profile_tables.diagnosis(record)
     reading = {"watts": 690.0, "mhz": 1500.0, "readings": 9}
-    for power, said in ((reading, "690 W at 1,500 MHz"), (None, "n/a")):
-        text = diagnosis_tables.render(record | {"power": power})
+    for power, said in ((reading, "690 W at 1,500 MHz"), (None, "not known (")):
+        text = profile_tables.diagnosis(record | {"power": power})
         assert f"Power and clock during the steps: {said}" in text
 
 
@@ -134,8 +133,8 @@ def test_the_verdict_is_the_ceiling_that_takes_longer():
     )
     assert [f.share for f in (matmul, attention, loss)] == pytest.approx([0.8, 0.6, 0.5])
     assert (
-        diagnosis_tables.achieved(matmul) == "80.0 GFLOP/s"
-        and diagnosis_tables.achieved(attention) == "0.6 GB/s"
+        profile_tables.achieved(matmul) == "80.0 GFLOP/s"
+        and profile_tables.achieved(attention) == "0.6 GB/s"
     )
 
 
@@ -157,7 +156,7 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
     assert optimizer.necessary == 7 * 1000 and optimizer.target_us == pytest.approx(7 / 0.9)
     assert optimizer.gain_us == pytest.approx(100 - 7 / 0.9)
     assert matmul.necessary is None and matmul.gain_us == pytest.approx(100 - 45 / 0.9)
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     largest = "optimizer, 0.1 of 1.0 ms, bandwidth-bound: it moves 0.1 MB, 0.0 are"
     assert f"Largest recoverable cost:  {largest}" in text
     assert "What to do about it:       --kernels adamw" in text
@@ -170,7 +169,7 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
 def test_a_part_at_its_ceiling_has_nothing_to_gain():
     record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))
     assert diagnose.ranking(record) == []
-    assert diagnosis_tables.render(record).endswith(
+    assert profile_tables.diagnosis(record).endswith(
         "no part of it could make the step 0.1 % shorter."
     )
 
@@ -190,10 +189,10 @@ def test_idle_time_is_a_cost_of_its_own():
     assert (launches.verdict, launches.gain_us) == ("launch-bound", 180.0)
     assert (synchronization.verdict, synchronization.gain_us) == ("host-synchronization", 120.0)
     assert optimizer.name == "optimizer"
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     assert (
         "finetune_optimized.py --kernels all --cuda-graph"
-        in diagnosis_tables.decision(record, [launches])[1]
+        in profile_tables.decision(record, [launches])[1]
     )
     assert (
         "0.0 ms instead of 0.2: step -18.0 %" in text
@@ -219,10 +218,10 @@ def test_exposed_communication_is_a_cost_from_a_twentieth_of_the_step_on(exposed
     assert list(diagnose.judge_categories(record)) == ["optimizer"]
     found = [(f.verdict, f.gain_us) for f in diagnose.ranking(record)]
     assert found == ([("communication-bound", 51.0)] if exposed_us > 50 else [])
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     assert ("communication-bound" in text) == ("more tokens a step" in text) == (exposed_us > 50)
     assert "Communication: 0.3 ms, of which other kernels hide" in text
-    assert "Communication" not in diagnosis_tables.render(made_up(loss=part(5.0, n_bytes=5e3)))
+    assert "Communication" not in profile_tables.diagnosis(made_up(loss=part(5.0, n_bytes=5e3)))
 
 
 def test_every_kernel_is_known_to_replace_something():
@@ -261,7 +260,7 @@ def loading(record: dict, alone_ms: float, waited_ms: float) -> dict:
 def test_three_measurements_tell_the_loader_from_the_step(alone_ms, waited_ms, verdict, advice):
     record = loading(made_up(optimizer=part(100.0, n_bytes=8e3)), alone_ms, waited_ms)
     first, *others = diagnose.ranking(record)
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     assert verdict in text and ("loader-bound" in text) == (advice is not None)
     if advice is None:
         assert first.name == "optimizer" and not others
@@ -288,7 +287,7 @@ def test_the_operation_that_waits_is_named(idle_us, found, verdict):
         record |= {"timeline": None, "device": "CPU"}
     else:
         record = waiting(record, idle_us, synchronization_us=idle_us)
-    assert verdict in diagnosis_tables.render(record)
+    assert verdict in profile_tables.diagnosis(record)
     if idle_us and found:
         assert diagnose.ranking(record)[0].advice == "after the step, not in it: " + (
             "32 x aten::item (forward)"
@@ -317,7 +316,7 @@ def test_the_8b_baseline_at_1_x_512_names_the_optimizer_first():
     record = recorded("1x512")
     findings = diagnose.ranking(record)
     assert findings[0].name == "optimizer"
-    assert diagnosis_tables.decision(record, findings)[1].endswith("--kernels adamw")
+    assert profile_tables.decision(record, findings)[1].endswith("--kernels adamw")
 
 
 def test_the_prediction_was_right_where_it_could_be_checked():
@@ -442,7 +441,7 @@ def test_it_is_said_which_times_have_the_host_in_them():
         profile_comparison.render_comparison(*before_and_after()),
     ):
         assert OF_KERNELS in text and OF_STEPS in text
-    assert OF_KERNELS in diagnosis_tables.render(record)
+    assert OF_KERNELS in profile_tables.diagnosis(record)
 
 
 def test_old_profiles_are_compared_without_a_prediction():
@@ -622,7 +621,7 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
     outcome = run_script(profile_baseline, *small, "--kernels", "rmsnorm", *outputs)
     assert outcome.code == 0, outcome.err
     record = read_record(str(tmp_path / "json"), "profile")
-    assert diagnosis_tables.render(record) in outcome.out and is_picture(tmp_path / "plot.png")
+    assert profile_tables.diagnosis(record) in outcome.out and is_picture(tmp_path / "plot.png")
     if record["device"] == "CPU":
         assert f"Diagnosis{NOT_MEANINGFUL}" in outcome.out
         assert "kernels of ours are interpreted, and not counted" in outcome.out
@@ -638,7 +637,7 @@ def profile_tiny(tmp_path) -> tuple[dict, str]:
     """The record of a small profile, and its diagnosis."""
     workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1)
     record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
-    return record, diagnosis_tables.render(record)
+    return record, profile_tables.diagnosis(record)
 
 
 SLEEP_MS = 300.0  # far longer than a step of the tiny model
@@ -706,7 +705,7 @@ class SlowLoader:
 def test_the_waiting_is_what_a_loader_that_works_ahead_leaves():
     """A step takes 80 ms: together 80 where a worker loads, else 120."""
     found = [
-        waiting_module.measure_loading(SlowLoader(ahead), lambda batch: time.sleep(0.08), 80.0)
+        profiler.measure_loading(SlowLoader(ahead), lambda batch: time.sleep(0.08), 80.0)
         for ahead in (False, True)
     ]
     assert all(each["alone_ms"] >= 40 for each in found)

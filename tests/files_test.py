@@ -30,7 +30,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.cli import command_line, output_files, pictures
+from harness.cli import command_line, output_files, tables
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
 from harness.data import dataset, samples
@@ -568,11 +568,11 @@ def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_pat
         assert len(found) > 10
         for path in found:
             output_files.check_outputs(argparse.Namespace(**{name: str(path)}))
-    figure = pictures.pyplot().figure(figsize=(1, 1))
+    figure = tables.pyplot().figure(figsize=(1, 1))
     drawn, trace, snapshot, empty = (
         str(tmp_path / name) for name in ("drawn.png", "trace.json", "step.pickle", "empty.png")
     )
-    pictures.save_plot(figure, drawn)
+    tables.save_plot(figure, drawn)
     _, content = read_trace(profiler)
     Path(trace).write_bytes(content)
     Path(f"{trace}.gz").write_bytes(gzip.compress(content))

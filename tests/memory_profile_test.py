@@ -30,21 +30,34 @@ from harness.model import architecture
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory import memory_estimate, memory_ledger, memory_profile, memory_tables
+from next_steps.memory import (
+    memory_estimate,
+    memory_ledger,
+    memory_profile,
+    memory_tables,
+    meta_step,
+    peak_attribution,
+)
 from next_steps.memory.memory_ledger import (
     BATCH,
     GRADIENTS,
-    KEPT,
     LOSS,
     PARAMETERS,
     PHASES,
     STATE,
+    Ledger,
+    Observer,
+)
+from next_steps.memory.peak_attribution import (
+    KEPT,
+    MEASURED_PARTS,
+    PARTS,
     TEMPORARY,
     UNSEEN,
     WORKSPACES,
-    Ledger,
+    kept_blocks,
+    part_of,
 )
-from next_steps.memory.memory_profile import Observer
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
@@ -74,7 +87,7 @@ class Observed:
 
     @property
     def parts(self) -> dict[str, list[int]]:
-        return memory_profile.history(self.ledger)
+        return peak_attribution.history(self.ledger)
 
     @property
     def heights(self) -> list[int]:
@@ -130,7 +143,7 @@ def check_books(observed: Observed) -> None:
     else:
         assert max(gradients) == gradients[starts["optimizer"]] == weights
 
-    in_layers = [block for block in ledger.kept() if block.stage[1] is not None]
+    in_layers = [block for block in kept_blocks(ledger) if block.stage[1] is not None]
     saved = sum(
         math.prod(block.shape) * block.dtype.itemsize
         for block in in_layers
@@ -156,8 +169,8 @@ def check_books(observed: Observed) -> None:
     assert logits <= max(parts[LOSS]) < 2.5 * logits
 
 
-def windows_of(observed: Observed) -> list[memory_profile.Window]:
-    return memory_profile.windows(observed.ledger, observed.heights)
+def windows_of(observed: Observed) -> list[peak_attribution.Window]:
+    return peak_attribution.windows(observed.ledger, observed.heights)
 
 
 @functools.cache
@@ -178,10 +191,11 @@ def without(part: str):
 
 
 def called(part: str, instead: str):
-    part_of = Ledger.part_of
-    return lambda ledger, block: (
-        instead if part_of(ledger, block) == part else part_of(ledger, block)
-    )
+    def wrong(ledger, block) -> str:
+        right = part_of(ledger, block)
+        return instead if right == part else right
+
+    return wrong
 
 
 def immortal(ledger, key):
@@ -217,7 +231,7 @@ def test_wrong_books_are_noticed(monkeypatch, fault):
 @pytest.mark.parametrize("fault", FAULTS_IN_READING_THEM)
 def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
     observed = observed_once(*kernels)
-    monkeypatch.setattr(Ledger, "part_of", FAULTS_IN_READING_THEM[fault])
+    monkeypatch.setattr(peak_attribution, "part_of", FAULTS_IN_READING_THEM[fault])
     with pytest.raises(AssertionError):
         check_books(observed)
 
@@ -256,7 +270,7 @@ def test_the_sum_is_that_of_pytorchs_own_profiler():
 
 
 def account(*kernels: str, workspaces: int = 0, ledger: Observer | None = None) -> dict:
-    return memory_profile.account(ledger or observed_once(*kernels).ledger, workspaces)
+    return peak_attribution.account(ledger or observed_once(*kernels).ledger, workspaces)
 
 
 @pytest.mark.exhaustive
@@ -289,12 +303,11 @@ def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatc
     workload = Workload(batch_size=batch_size, seq_len=seq_len, kernels=tuple(kernels))
     config = architecture.tiny_config()
     estimated = memory_estimate.estimate(config, workload)
-    monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
-    ledger = memory_estimate.run_step(config, workload)
+    ledger = meta_step.run_step(config, workload, Observer("meta"))
     ledger.sample()
     found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
-    assert {part: found["parts"][part] for part in memory_ledger.PARTS} == estimated["parts"]
+    assert {part: found["parts"][part] for part in PARTS} == estimated["parts"]
     heights = {
         phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE
         for phase in PHASES
@@ -308,13 +321,13 @@ def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) ->
     """
     copy = Observer(ledger.device)
     vars(copy).update(vars(ledger))
-    heights = [sum(values) for values in zip(*memory_profile.history(ledger).values())]
+    heights = [sum(values) for values in zip(*peak_attribution.history(ledger).values())]
     copy.samples = [
         dataclasses.replace(
             sample, allocated=window.seen + workspaces + unseen.get(i, 0), reserved=10**9
         )
         for i, (sample, window) in enumerate(
-            (s, w) for s, w in zip(ledger.samples, memory_profile.windows(ledger, heights))
+            (s, w) for s, w in zip(ledger.samples, peak_attribution.windows(ledger, heights))
         )
     ]
     return copy
@@ -348,7 +361,7 @@ def largest_in_the_loss(kernels: list[str]) -> list[dict]:
     of_loss = [
         w for w in windows_of(observed) if w.sample.stage in (("loss", None), ("backward", None))
     ]
-    return memory_profile.largest(
+    return peak_attribution.largest(
         observed.ledger, max(of_loss, key=lambda window: window.height).highest
     )
 
@@ -410,7 +423,7 @@ def test_what_is_printed_adds_up(record):
 
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     large = {
-        "parts": dict.fromkeys(memory_ledger.MEASURED_PARTS, 10),
+        "parts": dict.fromkeys(MEASURED_PARTS, 10),
         "peak_memory_bytes": 90,
         "phase": "optimizer",
         "kernels": [],

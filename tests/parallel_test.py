@@ -334,7 +334,7 @@ def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
 
 
 def test_without_torchrun_there_is_one_process(run_script):
-    assert (parallel.world_size(), parallel.rank(), parallel.is_first()) == (1, 0, True)
+    assert (processes.world_size(), processes.rank(), processes.is_first()) == (1, 0, True)
     assert tiny_workload().parallel is None and tiny_workload().is_on_the_page
     assert parallel.gather(1.5, 2) == [(1.5, 2)]
     outcome = run_script(finetune_baseline, *TINY, "--parallel", "ddp")
@@ -349,7 +349,7 @@ def test_several_processes_shard_the_model_unless_told(as_rank):
     as_rank(1, 2)
     workload = tiny_workload()
     assert (workload.parallel, workload.world_size) == ("fsdp", 2)
-    assert not workload.is_on_the_page and not parallel.is_first()
+    assert not workload.is_on_the_page and not processes.is_first()
     assert tiny_workload("--parallel", "ddp").parallel == "ddp"
 
 

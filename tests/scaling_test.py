@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from harness.cli import processes
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture
@@ -254,6 +255,6 @@ def test_processes_take_different_sequences_of_one_model(monkeypatch, small):
 
     monkeypatch.setattr(scaling, "measure", measure)
     for rank in (0, 1):
-        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         list(scaling.rows_of("baseline", tiny(), {}))
     assert drawn[0] != drawn[1] and weights[0] == weights[1]

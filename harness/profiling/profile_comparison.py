@@ -12,8 +12,8 @@ from harness.cli.tables import (
 )
 from harness.cli.workload import kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
-from harness.profiling.diagnosis_tables import short
 from harness.profiling.kernel_facts import FACTS
+from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
 from harness.records.run_records import (
     environment_line,

@@ -3,7 +3,9 @@
 import contextlib
 import gzip
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from harness.cli.command_line import RunError
-from harness.cli.device import HAS_GPU
+from harness.cli.device import HAS_GPU, synchronize
 from harness.cli.output_files import write_output
 from harness.data import dataset
+from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
 from harness.profiling.attribution import (
     WITH_ADAPTER,
@@ -29,6 +32,9 @@ from harness.steps import stepping, timing
 # after `device`, which decides how triton (imported by transformers) will run
 from transformers.models.llama import modeling_llama  # isort: skip
 
+# Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
+ALONE, TOGETHER = 7, 3
+NEEDED = ALONE + TOGETHER
 RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
 # "forward", "backward" and "optimizer" are opened by the training step, the others here
 RANGE_OF_CLASS = {
@@ -202,6 +208,49 @@ def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
     if HAS_GPU:
         torch.cuda.empty_cache()
     return ceilings
+
+
+# ---------------------------------------------------------------- does a step wait for its data?
+
+
+def measure_loading(loader: Loader, take_step: Callable, resident_ms: float) -> dict:
+    """Tell the loader's time from the step's, by three measurements; medians in milliseconds.
+
+        alone       the next batch, and no step
+        resident    a step whose batch is on the device already: `resident_ms`
+        together    a step and, once its work is launched, the next one's batch
+
+    A sum of two times cannot be told from one of them, so each is measured without the other.
+    `waited_ms` is how long the device waited for a batch.  What the numbers mean: diagnose.py.
+
+    Args:
+        loader: has NEEDED steps' batches left to fetch.
+        take_step: takes a step on such batches and does not wait for it.
+    """
+    alone, together, waited = [], [], []
+    for _ in range(ALONE):
+        start = from_idle()
+        loader.fetch()
+        alone.append(1e3 * (from_idle() - start))
+    for _ in range(TOGETHER):
+        batches = loader.take()
+        start = from_idle()
+        take_step(batches)
+        waited_at_most = 1e3 * loader.fetch()
+        together.append(1e3 * (from_idle() - start))
+        waited.append(min(waited_at_most, max(0.0, together[-1] - resident_ms)))
+    return {
+        "alone_ms": statistics.median(alone),
+        "resident_ms": resident_ms,
+        "together_ms": statistics.median(together),
+        "waited_ms": statistics.median(waited),
+    }
+
+
+def from_idle() -> float:
+    """Return the time in seconds once the device has nothing left to do."""
+    synchronize()
+    return time.perf_counter()
 
 
 # ---------------------------------------------------------------- the trace

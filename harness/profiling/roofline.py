@@ -2,11 +2,10 @@
 
 import math
 
-from harness.cli.pictures import pyplot, save_plot
-from harness.cli.tables import NOT_MEANINGFUL
+from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 from harness.cli.workload import kernels_in_words, size_in_words
 from harness.profiling.diagnose import Finding, judge_categories
-from harness.profiling.diagnosis_tables import flop_rate
+from harness.profiling.profile_tables import flop_rate
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 

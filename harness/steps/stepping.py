@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from harness.cli import processes
 from harness.cli.command_line import RunError, UserError, ran_out_of_memory
 from harness.cli.device import synchronize
 from harness.cli.tables import describe
@@ -75,7 +76,7 @@ def training_step(
     """
     *earlier, last = batches
     shared = {}
-    if earlier or parallel.world_size() > 1:
+    if earlier or processes.world_size() > 1:
         shared["num_items_in_batch"] = count_targets(batches) if n_targets is None else n_targets
 
     def add_gradients(batch: Batch) -> torch.Tensor:

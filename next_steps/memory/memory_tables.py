@@ -2,22 +2,20 @@
 
 import itertools
 
-from harness.cli import pictures, tables
+from harness.cli import tables
 from harness.cli.workload import size_in_words, workload_line
 from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
 from next_steps.memory.memory_ledger import (
     EMBEDDING,
     GRADIENTS,
-    KEPT,
     LOSS,
-    MEASURED_PARTS,
     PARAMETERS,
     PHASES,
     STATE,
-    TEMPORARY,
     stage_in_words,
 )
+from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY
 
 FRAGMENTATION = "reserved, not allocated"
 LARGE = 0.05  # of the peak: a part of which there is something to say
@@ -139,7 +137,7 @@ def width(stage: dict, n_layers: int) -> float:
 
 def plot(record: dict, path: str) -> None:
     """The parts over the step as stacked areas, the phases and the peak marked, as one PNG."""
-    plt = pictures.pyplot()
+    plt = tables.pyplot()
     line, (unit_name, unit) = (
         record["timeline"],
         tables.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9),
@@ -201,4 +199,4 @@ def plot(record: dict, path: str) -> None:
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
     )
     figure.tight_layout()
-    pictures.save_plot(figure, path, dpi=130)
+    tables.save_plot(figure, path, dpi=130)

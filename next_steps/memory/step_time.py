@@ -14,8 +14,8 @@ AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer 
 """
 
 import functools
+from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,14 +27,12 @@ from harness.model.architecture import TORCH_DTYPES
 from harness.profiling import costs
 from harness.profiling.diagnose import TARGET
 from harness.steps import timing
-from next_steps.lessons import linear_cross_entropy_kernel
-from next_steps.memory import memory_estimate
-from next_steps.memory.memory_ledger import Ledger
+from next_steps.memory.memory_ledger import Ledger, is_transfer
+from next_steps.memory.meta_step import run_step
 from next_steps.patches import offload
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
-from triton.runtime.jit import KernelInterface  # isort: skip
 
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where their factors begin
 # q @ k.t() and p @ v; backward: the first again, and four gradients
@@ -43,49 +41,20 @@ LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
 
 class Work(Ledger):
-    """A ledger that also writes down what the last step's operations do."""
+    """A ledger that also counts what the operations of the last step do."""
 
     def __init__(self, sizes: costs.Sizes):
-        self.sizes = sizes
+        self.sizes, self.launches = sizes, Counter()
         super().__init__()
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         if (phase, layer) in ((None, None), ("forward", None)):  # a new step
-            self.product_flops, self.link_bytes = 0.0, 0
+            self.product_flops = 0.0
             self.attention_flops = {"forward": 0.0, "backward": 0.0}
             self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
-            self.launches = {}
+            self.link_bytes = 0  # between the GPU and the host
+            self.launches.clear()
         super().enter(phase, layer)
-
-    def __enter__(self):
-        self.replaced = [
-            mock.patch.object(KernelInterface, "__getitem__", self.launched),
-            mock.patch.object(linear_cross_entropy_kernel, "_add_product", self.add_product),
-            mock.patch.object(offload, "transfer", self.transfer),
-        ]
-        for patch in self.replaced:
-            patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        for patch in self.replaced:
-            patch.stop()
-        return super().__exit__(*exception)
-
-    @property
-    def launched(self):
-        def subscript(kernel, grid):
-            name = kernel.fn.__name__
-            self.launches[name] = self.launches.get(name, 0) + 1
-            return lambda *args, **options: None
-
-        return subscript
-
-    def add_product(self, total, a, b, beta) -> None:
-        self.product_flops += 2.0 * total.numel() * a.shape[-1]
-
-    def transfer(self, target, source) -> None:
-        self.link_bytes += target.numel()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
@@ -99,6 +68,8 @@ class Work(Ledger):
             query, key = args[1:3] if backward else args[:2]
             flops = ATTENTION_PRODUCTS[backward] * 2.0 * query.numel() * key.shape[-2] / 2
             self.attention_flops["backward" if backward else "forward"] += flops
+        elif is_transfer(operation, args):
+            self.link_bytes += results.numel() * results.element_size()
         else:
             part = "optimizer" if self.stage[0] == "optimizer" else "other"
             self.moved[part] += bytes_moved(operation, args, kwargs or {}, results)
@@ -134,7 +105,7 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
     """Of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
     work = Work(costs.sizes_of(config, one))
-    memory_estimate.run_step(config, one, work)
+    run_step(config, one, work, work.launches)
     return work
 
 

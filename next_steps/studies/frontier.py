@@ -228,7 +228,7 @@ def render(record: dict) -> str:
 
 def plot(record: dict, path: str) -> None:
     """GB against ms per step, a panel for each step; hollow: as it was estimated."""
-    from harness.cli.pictures import pyplot, save_plot
+    from harness.cli.tables import pyplot, save_plot
 
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))

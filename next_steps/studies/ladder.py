@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from harness.cli import command_line, fp8_flags, pictures, tables
+from harness.cli import command_line, fp8_flags, tables
 from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import (
@@ -252,7 +252,7 @@ def colour(rung: dict) -> str:
 
 def plot(records: list[dict], path: str) -> None:
     """A step's time and peak memory of every run, as one PNG: two panels for each record."""
-    plt = pictures.pyplot()
+    plt = tables.pyplot()
     rows = [len(record["rungs"]) for record in records]
     figure, axes = plt.subplots(
         len(records),
@@ -303,4 +303,4 @@ def plot(records: list[dict], path: str) -> None:
         "orange: with our kernels, grey: the baseline, blue: others; "
         "black marks: what the baseline's profile predicted for the rung"
     )
-    pictures.save_plot(figure, path)
+    tables.save_plot(figure, path)

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from harness.cli import command_line
+from harness.cli import command_line, processes
 from harness.cli.command_line import UserError
 from harness.cli.processes import PARALLEL
 from harness.cli.workload import DEFAULT_MODEL, Workload
@@ -72,7 +72,7 @@ def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int
         seconds = [stepping.timed_step(called, optimizer, step())[1] for _ in range(n_timed)]
         peak = timing.peak_memory_bytes()
         sent = {}
-        if HAS_GPU and parallel.world_size() > 1:
+        if HAS_GPU and processes.world_size() > 1:
             _, times = profiler.timeline(called, optimizer, [step(), step()])
             numbers = parallel.gather(times["communication_us"], times["exposed_us"])
             sent = dict(zip(("communication_us", "exposed_us"), min(numbers)))
@@ -104,7 +104,7 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
     import torch
 
     from harness.cli.device import HAS_GPU, free_memory
-    from harness.steps import communication, parallel
+    from harness.steps import communication
     from next_steps.finetuning import kernel_training, opponents
 
     prepare = opponents.prepare if workload.opponent else kernel_training.prepare
@@ -113,7 +113,7 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
     if workload.parallel and "communication" not in record:  # the same for all ways and sizes
         record["communication"] = communication.expected(model, workload)
     # the model is the same in all processes, and what it is trained on is not
-    torch.manual_seed(workload.seed + parallel.rank())
+    torch.manual_seed(workload.seed + processes.rank())
     for batch_size, seq_len in SIZES[HAS_GPU]:
         row = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
         row |= measure(called, optimizer, (batch_size, seq_len), model.config.vocab_size)
@@ -140,7 +140,7 @@ def walk(workload: Workload, record_to: str | None) -> None:
         "kind": "scaling",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "world_size": parallel.world_size(),
+        "world_size": processes.world_size(),
         "parallel": workload.parallel,
         "ceilings": profiler.measure_ceilings(TORCH_DTYPES[workload.dtype]),
         "absent": [],

@@ -6,7 +6,7 @@ from harness.cli import tables
 from harness.cli.command_line import UserError
 from harness.cli.workload import model_line
 from harness.profiling.diagnose import EXPOSED_SHARE
-from harness.profiling.diagnosis_tables import communication_lines
+from harness.profiling.profile_tables import communication_lines
 from harness.records.run_records import (
     environment_line,
     has_numbers,
@@ -212,7 +212,7 @@ def plot(records: list[dict], path: str) -> None:
     """
     if not any("exposed_us" in row for record in records for row in record["rows"]):
         raise UserError("no record says what is exposed: measure them on several GPUs")
-    from harness.cli.pictures import pyplot, save_plot
+    from harness.cli.tables import pyplot, save_plot
 
     figure, axis = pyplot().subplots(figsize=(8, 5), layout="constrained")
     sizes = set()
