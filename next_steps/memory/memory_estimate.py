@@ -81,7 +81,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
 
 
 def moment_line(name: str, estimated: dict, n_layers: int) -> str:
-    """When the peak is reached, and what made most of what is neither the model's nor kept."""
+    """Return when the peak is reached, and what made most of the loss and the temporaries."""
     largest = [
         f"{row['tensors']} of {operation}, {row['bytes'] / 1e6:,.1f} MB"
         for operation, row in list(estimated["made_by"].items())[:TOP]
@@ -92,29 +92,29 @@ def moment_line(name: str, estimated: dict, n_layers: int) -> str:
 
 
 def render(record: dict) -> str:
-    """Everything that the script prints about an estimate, from its record."""
+    """Return everything that the script prints about an estimate."""
     estimates, n_layers = record["estimates"], record["layers"]
     names = ["none", "chosen"][: len(estimates)]
-    unit_name, unit = tables.decimal_unit(
-        [e["peak_memory_bytes"] for e in estimates], "GB", "MB", 1e9
-    )
+    peaks = [e["peak_memory_bytes"] for e in estimates]
+    unit_name, unit = tables.decimal_unit(peaks, "GB", "MB", 1e9)
 
     def row(label: str, values: list[int], unit: float = unit) -> list[str]:
         return [label, *(f"{value / unit:,.2f}" for value in values)]
 
     kept = [e["kept_in_layers"] for e in estimates]
-    kinds = [kind for kind in KINDS if any(kind in table for table in kept)]
-    layers = [sum(table.values()) for table in kept]
+    in_layers = [sum(table.values()) for table in kept]
     kept_rows = [
-        row(kind, [table.get(kind, 0) / n_layers for table in kept], 1e6) for kind in kinds
+        row(kind, [table.get(kind, 0) / n_layers for table in kept], 1e6)
+        for kind in KINDS
+        if any(kind in table for table in kept)
     ]
-    kept_rows.append(row("one layer", [total / n_layers for total in layers], 1e6))
-    kept_rows.append(row(f"{n_layers} layers", layers, 1e6))
-    kept_rows.append(
-        row("embedding, angles, last norm", [e["kept_outside"] for e in estimates], 1e6)
-    )
+    outside = [e["kept_outside"] for e in estimates]
+    kept_rows += [
+        row("one layer", [total / n_layers for total in in_layers], 1e6),
+        row(f"{n_layers} layers", in_layers, 1e6),
+        row("embedding, angles, last norm", outside, 1e6),
+    ]
     part_rows = [row(part, [e["parts"][part] for e in estimates]) for part in PARTS]
-    part_rows.append(row("Total", [e["peak_memory_bytes"] for e in estimates]))
     phase_rows = [row(phase, [e["phases"][phase] for e in estimates]) for phase in PHASES]
     return "\n".join(
         [
@@ -124,7 +124,7 @@ def render(record: dict) -> str:
             tables.title("Memory of a training step (estimate)"),
             tables.table(["Kept for the backward, MB", *names], kept_rows),
             "",
-            tables.table([f"At the peak, {unit_name}", *names], part_rows),
+            tables.table([f"At the peak, {unit_name}", *names], [*part_rows, row("Total", peaks)]),
             "",
             tables.table([f"Highest in each phase, {unit_name}", *names], phase_rows),
             "",

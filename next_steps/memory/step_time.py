@@ -1,16 +1,16 @@
 """How long will a training step take?  Its work, counted before a run, over what this GPU can do.
 
-The step runs on meta tensors, as for the estimate of its memory, and each operation's work is
-written down: what is computed twice counts twice, because it runs twice.  Four sums, and a rate
-measured in the same run for each:
+The step runs on meta tensors (meta_step.py), and each operation's work is written down.  What is
+computed twice counts twice, because it runs twice.  There are four sums, each with a rate that is
+measured in the same run:
 
     FLOPs of matrix products                  the rate of a large one
-    FLOPs of attention                        the rate of attention at this length, there and back
-    bytes that everything else reads, writes  90 % of a copy's rate: what a good kernel reaches
-    bytes that are offloaded                  the rate of the host's link; beside all of the above
+    FLOPs of attention                        attention's at this length, forward and backward
+    bytes that all other operations move      90 % of a copy's rate: what a good kernel reaches
+    bytes that are offloaded                  the rate of the host's link, at the same time
 
-Not in it: the host, which a GPU waits for where a step has few tokens.  Eager norms and PyTorch's
-AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer than is said.
+The host's time is not counted; a GPU waits for the host where a step has few tokens.  Eager norms
+and PyTorch's AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer.
 """
 
 import functools
@@ -34,8 +34,8 @@ from next_steps.patches import offload
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
 
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where their factors begin
-# q @ k.t() and p @ v; backward: the first again, and four gradients
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of the first factor
+# q @ k.t() and p @ v; the backward computes the first again, and four gradients
 ATTENTION_PRODUCTS = {False: 2, True: 5}
 LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
@@ -76,7 +76,7 @@ class Work(Ledger):
         return results
 
     def bytes_of_kernels(self) -> dict[str, float]:
-        """What our kernels move, by kernel_facts.py."""
+        """Return the bytes that our kernels move, by kernel_facts.py."""
         moved = {"optimizer": 0.0, "other": 0.0}
         for name, launches in self.launches.items():
             cost = costs.cost_of_kernel(name, launches, self.sizes)
@@ -86,14 +86,13 @@ class Work(Ledger):
 
 
 def bytes_moved(operation, args, kwargs, results) -> int:
-    """What an operation that is no product reads and writes; of a view nothing."""
+    """Return what an operation reads and writes if it is no product; nothing for a view."""
     name = operation.overloadpacket.__name__
     if name.startswith(("empty", "new_empty")) or name in ("detach", "set_"):
         return 0
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
-    if name.endswith("_") or name.endswith("out"):  # in place: a list's results are not returned
-        made = made or [t for t in tree_leaves(args[:1]) if isinstance(t, torch.Tensor)]
+    given, made = tensors_in((args, kwargs)), tensors_in(results)
+    if name.endswith(("_", "out")):  # in place: a list's results are not returned
+        made = made or tensors_in(args[:1])
     elif {t.untyped_storage()._cdata for t in made} & {t.untyped_storage()._cdata for t in given}:
         return 0
     if name == "embedding":
@@ -101,8 +100,12 @@ def bytes_moved(operation, args, kwargs, results) -> int:
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*given, *made))
 
 
+def tensors_in(tree) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
-    """Of one step of one micro-batch."""
+    """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
     work = Work(costs.sizes_of(config, one))
     run_step(config, one, work, work.launches)
@@ -114,14 +117,14 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
 
 @functools.cache
 def link_rate() -> float:
-    """GB/s from pinned memory to the GPU."""
+    """Return GB/s from pinned memory to the GPU."""
     host = offload.pinned(LINK_BYTES)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=DEVICE)
     return LINK_BYTES / timing.time_us(lambda: offload.transfer(there, host)).p50 / 1e3
 
 
 def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]:
-    """TFLOP/s of causal attention at the workload's size, forward and backward."""
+    """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     q, k, v = (
         torch.randn(
@@ -151,7 +154,7 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
 
 
 def predict_ms(work: Work, rates: dict, micro_batches: int = 1) -> float:
-    """Milliseconds of a step.
+    """Return the milliseconds of a step.
 
     Args:
         work: of one micro-batch.
