@@ -10,14 +10,13 @@
     python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
-that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
-norm, the loss or AdamW.  To tell them apart the script opens named ranges around parts of the
-model, and finds for each kernel the range that it was launched for
-(harness/profiling/attribution.py).
+The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
+that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
+the loss or AdamW.  To tell these apart, the script opens named ranges around parts of the model,
+and finds the range that each kernel was launched for (harness/profiling/attribution.py).
 
-Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean,
-harness/profiling/diagnose.py tells.
+Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean:
+harness/profiling/diagnose.py.
 """
 
 import argparse
@@ -52,11 +51,11 @@ IGNORED = {  # flags, by others
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
-    """Train a few steps, profile one, write its trace; returns the record.
+    """Train a few steps, profile one, write its trace; return the record.
 
-    Time and peak memory come from steps without the profiler, which slows the CPU down.  With
-    cuda_graph all that is measured is replays', and their kernels' operations and ranges, which a
-    replay does not know, are those of a step before the recording.
+    Time and peak memory come from steps without the profiler, which slows the CPU down.  With a
+    CUDA graph the replays are measured.  A replay knows no operations and ranges: these come from a
+    step before the recording.
     """
     import torch
 
@@ -143,7 +142,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
 
 def category_ranges(model) -> contextlib.AbstractContextManager:
-    """The ranges of `harness.profiling.profiler`, for a model with or without kernels."""
+    """Open the profiler's ranges around a model with or without kernels."""
     from harness.profiling import profiler
     from next_steps.patches import apply_kernels
 
@@ -154,7 +153,7 @@ def category_ranges(model) -> contextlib.AbstractContextManager:
 
 
 def render(record: dict) -> str:
-    """Everything that the script prints about a run, from its record."""
+    """Return everything that the script prints about a run."""
     device = record["device"]
     kind = "GPU" if device == "CUDA" else "CPU"
     trace_mb = record["trace_bytes"] / 1e6

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from transformers.models.llama import modeling_llama
 
 from harness.cli.command_line import RunError
 from harness.cli.device import HAS_GPU, synchronize
@@ -28,9 +29,6 @@ from harness.profiling.attribution import (
 )
 from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping, timing
-
-# after `device`, which decides how triton (imported by transformers) will run
-from transformers.models.llama import modeling_llama  # isort: skip
 
 # Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
 ALONE, TOGETHER = 7, 3

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
-
-# after `device`, which decides how Triton will run
-import triton  # isort: skip
 
 # Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs utilization.  The
 # first matching name wins.

@@ -27,6 +27,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from transformers import LlamaConfig
+
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
 from harness.model import architecture, config_file
@@ -35,9 +37,6 @@ from harness.records import run_records
 from next_steps.memory.memory_ledger import KINDS, PHASES, stage_in_words
 from next_steps.memory.meta_step import run_step
 from next_steps.memory.peak_attribution import PARTS, account_of_estimate
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
 
 CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
 TOP = 3

@@ -21,16 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import ROWS
 from harness.steps.stepping import trained
 from next_steps.memory.meta_attention import meta_attention
 from next_steps.patches import apply_kernels
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
 
 ROUNDING = 512  # bytes: the CUDA allocator's unit
 PARAMETERS, STATE, GRADIENTS, BATCH = "parameters", "optimizer state", "gradients", "batch"

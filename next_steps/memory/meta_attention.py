@@ -6,10 +6,6 @@ one knows no grouped queries: with them all T x T weights are kept.
 """
 
 import torch
-
-import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-
-# isort: split
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from transformers import LlamaConfig
+from triton import KernelInterface
 
+import kernel_support
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -25,10 +28,6 @@ from harness.steps import stepping
 from next_steps.memory.memory_ledger import BATCH, Ledger
 from next_steps.memory.meta_attention import use_meta_attention
 from next_steps.patches import apply_kernels, patch, quantize
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
-from triton import KernelInterface  # isort: skip
 
 MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
 
@@ -45,9 +44,9 @@ def counted_launches(launches: Counter) -> Iterator[None]:
     def subscript(kernel, grid):
         return lambda *args, **options: launches.update([kernel.fn.__name__])
 
-    lessons = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
+    modules = [kernel_support, *(importlib.import_module(row.lesson) for row in ROWS)]
     replaced = [(KernelInterface, "__getitem__", subscript), (torch.Tensor, "is_cpu", True)]
-    replaced += [(lesson, "INTERPRETED", True) for lesson in lessons]
+    replaced += [(m, "INTERPRETED", True) for m in modules if hasattr(m, "INTERPRETED")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, value in replaced:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
 
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.workload import Workload
@@ -30,9 +31,6 @@ from harness.steps import timing
 from next_steps.memory.memory_ledger import Ledger, is_transfer
 from next_steps.memory.meta_step import run_step
 from next_steps.patches import offload
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
 
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of the first factor
 # q @ k.t() and p @ v; the backward computes the first again, and four gradients
