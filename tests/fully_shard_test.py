@@ -19,12 +19,7 @@ from harness.profiling.kernel_facts import MODEL_KERNELS
 from harness.steps import parallel
 from harness.training import saving
 from next_steps.patches import apply_kernels, llama_losses
-from tests.two_processes import (
-    in_two_processes,
-    made_once,
-    one_gpu_is_too_few,
-    results_of_two,
-)
+from tests.two_processes import in_two_processes, made_once, one_gpu_is_too_few, results_of_two
 
 VOCABULARY, B, T = 67, 2, 4
 

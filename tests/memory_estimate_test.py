@@ -312,11 +312,7 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
     # a GPU's defaults
-    assert (record["kind"], record["dtype"], record["seq_len"]) == (
-        "estimate",
-        "bf16",
-        512,
-    )
+    assert (record["kind"], record["dtype"], record["seq_len"]) == ("estimate", "bf16", 512)
     assert [e["kernels"] for e in record["estimates"]] == [[], KERNELS]
     assert "(estimate)" in outcome.out and "chosen: the peak is in the" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace

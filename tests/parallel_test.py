@@ -177,8 +177,7 @@ def test_three_processes_divide_what_two_do_not(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")],
+    ("how", "said"), [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")]
 )
 def test_when_one_process_fails_all_end(how, said):
     start = time.perf_counter()

@@ -156,9 +156,7 @@ def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], Fun
 
 
 def category_of(
-    launcher: FunctionEvent,
-    forward: dict[tuple[int, int], FunctionEvent],
-    rank: int | None = None,
+    launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None = None
 ) -> str:
     """Return the category of a kernel that `launcher` launched.  The heart of the profile.
 

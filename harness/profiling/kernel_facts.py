@@ -196,7 +196,7 @@ ROWS = [
         floor=("logits", 2),  # logits in, their gradient out
         memory={
             "logits and loss": "takes the loss from the hidden states, a chunk of the logits at a "
-            "time",
+            "time"
         },
     ),
     Facts(

@@ -174,10 +174,7 @@ def profiled_step(
 
 
 def timeline(
-    model,
-    optimizer,
-    steps: list[list[dataset.Batch]],
-    take_step: Callable = stepping.training_step,
+    model, optimizer, steps: list[list[dataset.Batch]], take_step: Callable = stepping.training_step
 ) -> tuple[profile, dict]:
     """Return a profile of kernels and CUDA calls alone, and when the GPU was idle or communicating.
 

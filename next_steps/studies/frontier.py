@@ -23,10 +23,7 @@ from harness.profiling.kernel_facts import KERNELS
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
 GPU, CPU = True, False
 # (sequences, tokens in each, micro-batches); on a CPU for Triton's interpreter
-SIZES = {
-    GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)),
-    CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2)),
-}
+SIZES = {GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)), CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2))}
 TIMED = 3  # steps after one to warm up; with several micro-batches one step is timed
 HEADERS = ["Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"]
 HEADERS += ["Better in both"]
