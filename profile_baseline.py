@@ -31,15 +31,8 @@ from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, add_workload_flags, workload_line
+from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
-from harness.profiling.profile_tables import (
-    OF_A_GRAPH,
-    TOP,
-    diagnosis,
-    operations_table,
-    parts_table,
-    totals,
-)
 from harness.records.run_records import environment, environment_line, write_record
 
 TIMED_STEPS = 3
@@ -161,19 +154,19 @@ def render(record: dict) -> str:
         [
             environment_line(record["environment"]),
             workload_line(record),
-            *([OF_A_GRAPH] if record.get("cuda_graph") else []),
+            *([profile_tables.OF_A_GRAPH] if record.get("cuda_graph") else []),
             "",
-            title(f"Top {TOP} {device} Operations by Total {kind} Time"),
-            operations_table(record),
+            title(f"Top {profile_tables.TOP} {device} Operations by Total {kind} Time"),
+            profile_tables.operations_table(record),
             "",
-            parts_table("Category", record["categories"], device),
+            profile_tables.parts_table("Category", record["categories"], device),
             "",
-            parts_table("Phase", record["phases"], device),
+            profile_tables.parts_table("Phase", record["phases"], device),
             "",
-            totals(record),
+            profile_tables.totals(record),
             "",
             # older records have none
-            *([diagnosis(record), ""] if "ceilings" in record else []),
+            *([profile_tables.diagnosis(record), ""] if "ceilings" in record else []),
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]

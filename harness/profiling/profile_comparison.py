@@ -1,15 +1,7 @@
 """What the kernels changed: two profiles of one workload, and what the first one predicted."""
 
+from harness.cli import tables
 from harness.cli.command_line import UserError
-from harness.cli.tables import (
-    NOT_MEANINGFUL,
-    OF_KERNELS,
-    OF_STEPS,
-    decimal_unit,
-    number,
-    table,
-    title,
-)
 from harness.cli.workload import kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.profiling.kernel_facts import FACTS
@@ -93,7 +85,7 @@ def categories_table(before: dict, after: dict) -> str:
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
-    unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
+    unit, size = tables.decimal_unit(n_bytes, "GB", "MB", 1e9)
     for name, old in before["categories"].items():
         new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # not in older records
         if not old["launches"] and not new["launches"]:
@@ -114,14 +106,14 @@ def categories_table(before: dict, after: dict) -> str:
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     rows = [row + [""] * (len(headers) - len(row)) for row in rows]
-    return table(headers, rows)
+    return tables.table(headers, rows)
 
 
 def comparison_row(
     name: str, before_us: float, after_us: float, predicted_us: float | None
 ) -> list[str]:
     gain = f"{(before_us - after_us) / 1e3:,.3f}"
-    predicted = number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    predicted = tables.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
@@ -153,8 +145,8 @@ def render_comparison(before: dict, after: dict) -> str:
         run_line("After: ", after),
         f"{model_line(before)}; {size_in_words(before)}",
         "",
-        title(f"What the kernels changed{'' if on_gpu else NOT_MEANINGFUL}"),
-        *([OF_KERNELS, OF_STEPS, ""] if on_gpu else []),
+        tables.title(f"What the kernels changed{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
         categories_table(before, after),
         "",
         only_in("Went away:", old, new),

@@ -4,32 +4,8 @@ The tables show operations, categories and phases, each with its share.  The dia
 part beside its ceilings, what it could gain and what to do (diagnose.py).
 """
 
-from harness.cli.tables import (
-    NOT_MEANINGFUL,
-    OF_KERNELS,
-    OF_STEPS,
-    decimal_unit,
-    number,
-    table,
-    title,
-)
-from harness.profiling.diagnose import (
-    LEAST_SHARE,
-    SYNCHRONIZATION,
-    TARGET,
-    Finding,
-    exposed_us,
-    host_us,
-    judge_categories,
-    judge_idle,
-    judge_operations,
-    loads_too_slowly,
-    ranking,
-    step_ms,
-    waits,
-    waits_for_data,
-    waits_in_words,
-)
+from harness.cli import tables
+from harness.profiling import diagnose
 from harness.profiling.kernel_facts import ADAPTERS, COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED
 from harness.records.spread import spread
 from harness.steps.power import power_in_words
@@ -52,7 +28,7 @@ def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
         [name, f"{us / 1e3:,.3f}ms", f"{100 * us / total:.1f}%", f"{count:,}"]
         for name, us, count in rows
     ]
-    return table(headers, cells)
+    return tables.table(headers, cells)
 
 
 def operations_table(record: dict) -> str:
@@ -79,7 +55,7 @@ def totals(record: dict) -> str:
     on_gpu = record["device"] == "CUDA"
     busy_ms, median_ms = record["busy_us"] / 1e3, record["median_step_ms"]
     idle = max(0.0, 1 - busy_ms / median_ms)
-    resting = number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
     profiled_ms = record["profiled_step_ms"]
     profiled = [("Step under the profiler:", f"{profiled_ms:,.1f} ms")]
     if record.get("timeline"):
@@ -101,7 +77,7 @@ def totals(record: dict) -> str:
         ("Memory before the step:", in_memory),
         (peak, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
     ]
-    clocks = [OF_KERNELS, OF_STEPS] if on_gpu else []
+    clocks = [tables.OF_KERNELS, tables.OF_STEPS] if on_gpu else []
     return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])
 
 
@@ -116,7 +92,7 @@ def flop_rate(tflops: float) -> str:
     return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:,.1f} GFLOP/s"
 
 
-def achieved(finding: Finding) -> str:
+def achieved(finding: diagnose.Finding) -> str:
     """Return the rate in the unit of the ceiling that applies."""
     if finding.flops_us > finding.bytes_us:
         return flop_rate(finding.flops / finding.us / 1e6)
@@ -124,9 +100,9 @@ def achieved(finding: Finding) -> str:
     return f"{gbs:,.0f} GB/s" if gbs >= 100 else f"{gbs:,.1f} GB/s"
 
 
-def findings_table(header: str, findings: list[Finding]) -> str:
-    bytes_unit, byte = decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    flops_unit, flop = decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
+    bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = tables.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
     headers = [header, "Time, ms", f"Moved, {bytes_unit}", flops_unit]
     headers += ["FLOP/byte", "Achieved", "% of ceiling", "Verdict"]
     rows = []
@@ -134,40 +110,45 @@ def findings_table(header: str, findings: list[Finding]) -> str:
         work = [short(f.n_bytes / byte), short(f.flops / flop), short(f.flops / f.n_bytes)]
         judged = [achieved(f), f"{100 * f.share:.0f}", f.verdict]
         rows.append([f.name[:60], f"{f.us / 1e3:,.3f}", *work, *judged])
-    return table(headers, rows, ["left", *["right"] * 6, "left"])
+    return tables.table(headers, rows, ["left", *["right"] * 6, "left"])
 
 
-def gains_table(record: dict, findings: list[Finding]) -> str:
+def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
     """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
-    unit, size = decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
-    headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", f"At {100 * TARGET:.0f} %, ms"]
+    unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    headers = [
+        "Recoverable",
+        "Now, ms",
+        f"Necessary, {unit}",
+        f"At {100 * diagnose.TARGET:.0f} %, ms",
+    ]
     headers += ["Gain, ms", "Step", "What to do"]
     rows = []
     for f in findings:
         now, at_target, gain = (f"{us / 1e3:,.3f}" for us in (f.us, f.target_us, f.gain_us))
         gained = [gain, percent_of_step(f, record), f.advice]
         rows.append([f.name, now, short(f.needed / size), at_target, *gained])
-    return table(headers, rows, ["left", *["right"] * 5, "left"])
+    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
 
 
-def percent_of_step(finding: Finding, record: dict) -> str:
-    return f"{-finding.gain_us / step_ms(record) / 10:.1f} %"
+def percent_of_step(finding: diagnose.Finding, record: dict) -> str:
+    return f"{-finding.gain_us / diagnose.step_ms(record) / 10:.1f} %"
 
 
-def decision(record: dict, findings: list[Finding]) -> list[str]:
+def decision(record: dict, findings: list[diagnose.Finding]) -> list[str]:
     """Return three lines: the largest recoverable cost, what to do, what that should gain."""
     if not findings:
-        shorter = f"{100 * LEAST_SHARE:.1f} % shorter"
+        shorter = f"{100 * diagnose.LEAST_SHARE:.1f} % shorter"
         return [f"Nothing is left to recover: no part of it could make the step {shorter}."]
     first = findings[0]
     now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
-    cost = f"{first.name}, {now_ms:,.1f} of {step_ms(record):,.1f} ms, {first.verdict}"
+    cost = f"{first.name}, {now_ms:,.1f} of {diagnose.step_ms(record):,.1f} ms, {first.verdict}"
     if first.necessary is not None:
-        unit, size = decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        unit, size = tables.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         moved, necessary = first.n_bytes / size, first.necessary / size
         cost += f": it moves {moved:,.1f} {unit}, {necessary:,.1f} are necessary"
-    roof = "matmul" if first.flops_us / TARGET == first.target_us else "copy"
-    where = f"at {100 * TARGET:.0f} % of the {roof} rate " if first.target_us else ""
+    roof = "matmul" if first.flops_us / diagnose.TARGET == first.target_us else "copy"
+    where = f"at {100 * diagnose.TARGET:.0f} % of the {roof} rate " if first.target_us else ""
     gain = f"{where}{target_ms:,.1f} ms instead of {now_ms:,.1f}"
     return [
         f"Largest recoverable cost:  {cost}",
@@ -192,7 +173,7 @@ def host_line(record: dict) -> str:
     if record["timeline"] is None:
         interpreted = "; kernels of ours are interpreted, and not counted"
         return f"No GPU: the times are the CPU's{interpreted if record['kernels'] else ''}"
-    us = host_us(record)
+    us = diagnose.host_us(record)
     slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
     return f"Where the GPU waits for the host: {slow}"
 
@@ -206,14 +187,14 @@ def communication_lines(record: dict) -> list[str]:
     lines = []
     if "communication" in record:
         expected = record["communication"]
-        unit, size = decimal_unit([*expected["bytes"].values()], "GB", "MB", 1e9)
+        unit, size = tables.decimal_unit([*expected["bytes"].values()], "GB", "MB", 1e9)
         parts = [
             f"{n_bytes / size:,.1f} {unit} by {name} at {expected['gbs'][name]:,.1f} GB/s"
             for name, n_bytes in expected["bytes"].items()
         ]
         lines.append(f"Communication, predicted: {expected['ms']:,.1f} ms, {', '.join(parts)}")
     if total_us := (record.get("timeline") or {}).get("communication_us", 0.0):
-        exposed = exposed_us(record)
+        exposed = diagnose.exposed_us(record)
         hidden, share = total_us - exposed, exposed / record["median_step_ms"] / 10
         lines.append(
             f"Communication: {total_us / 1e3:,.1f} ms, of which other kernels hide "
@@ -239,9 +220,9 @@ def waiting_lines(record: dict) -> list[str]:
 
 
 def loading_verdict(record: dict) -> str:
-    if not waits_for_data(record):
+    if not diagnose.waits_for_data(record):
         return "No: both together take no longer than the resident batch, it is not the loader."
-    if loads_too_slowly(record):
+    if diagnose.loads_too_slowly(record):
         return "Yes: both together and the loader alone take longer than the step: loader-bound."
     return (
         "Yes: both together take longer than the step, the loader alone does not: "
@@ -250,34 +231,34 @@ def loading_verdict(record: dict) -> str:
 
 
 def synchronization_verdict(record: dict) -> str:
-    operations = waits_in_words(record)
+    operations = diagnose.waits_in_words(record)
     if not operations:
         return "No: no operation does."
     if record["timeline"] is None:
         return f"It would, on a GPU: host-synchronization at {operations}."
-    if waits(record) and SYNCHRONIZATION in judge_idle(record):
+    if diagnose.waits(record) and diagnose.SYNCHRONIZATION in diagnose.judge_idle(record):
         return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
     return f"Yes, while the GPU had enough to do: {operations}."
 
 
 def diagnosis(record: dict) -> str:
     """Return the diagnosis of a profile, from its record."""
-    findings = ranking(record)
+    findings = diagnose.ranking(record)
     on_gpu = record["device"] == "CUDA"
     power = [f"Power and clock during the steps: {power_in_words(record.get('power'))}"]
     return "\n".join(
         [
-            title(f"Diagnosis{'' if on_gpu else NOT_MEANINGFUL}"),
+            tables.title(f"Diagnosis{'' if on_gpu else tables.NOT_MEANINGFUL}"),
             ceilings_line(record),
             *(power if "power" in record else []),  # not in older records and those of a CPU
             host_line(record),
             *communication_lines(record),
             *waiting_lines(record),
-            *([OF_KERNELS] if on_gpu else []),
+            *([tables.OF_KERNELS] if on_gpu else []),
             "",
-            findings_table("Category", list(judge_categories(record).values())),
+            findings_table("Category", list(diagnose.judge_categories(record).values())),
             "",
-            findings_table("Operation", judge_operations(record)),
+            findings_table("Operation", diagnose.judge_operations(record)),
             "",
             *([gains_table(record, findings), ""] if findings else []),
             *decision(record, findings),

@@ -19,14 +19,7 @@ from harness.cli.output_files import write_output
 from harness.data import dataset
 from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
-from harness.profiling.attribution import (
-    WITH_ADAPTER,
-    WITHOUT_ADAPTER,
-    busy_us,
-    communication_times,
-    gpu_events,
-    idle_times,
-)
+from harness.profiling import attribution
 from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping, timing
 
@@ -100,8 +93,8 @@ def category_ranges(
     ]
     for module in model.modules():
         if has_adapter(module) and module not in fused:
-            handles += range_hooks(module, WITH_ADAPTER)
-            handles += range_hooks(module.base_layer, WITHOUT_ADAPTER)
+            handles += range_hooks(module, attribution.WITH_ADAPTER)
+            handles += range_hooks(module.base_layer, attribution.WITHOUT_ADAPTER)
     loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
     setattr(model, loss, in_range("loss", loss_function))
     modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
@@ -150,7 +143,7 @@ def last_of(
         for batches in steps:
             step_ms = timed_step(model, optimizer, batches, take_step)
             profiler.step()
-    if HAS_GPU and not gpu_events(profiler.events()):
+    if HAS_GPU and not attribution.gpu_events(profiler.events()):
         raise RunError(
             "no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)"
         )
@@ -184,8 +177,8 @@ def timeline(
     profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
     step_ms = last_of(profiler, model, optimizer, steps, take_step)
     events = profiler.events()
-    times = {**idle_times(events), **communication_times(events)}
-    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **times}
+    times = {**attribution.idle_times(events), **attribution.communication_times(events)}
+    return profiler, {"step_ms": step_ms, "busy_us": attribution.busy_us(events), **times}
 
 
 def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:

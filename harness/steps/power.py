@@ -29,10 +29,10 @@ class PowerMeter:
         import torch
 
         if torch.cuda.is_available():
-            self.thread = threading.Thread(
-                target=self._read, args=[torch.cuda.current_device()], daemon=True
-            )
-            self.thread.start()
+            device = torch.cuda.current_device()
+            if self._read(device):
+                self.thread = threading.Thread(target=self._read_on, args=[device], daemon=True)
+                self.thread.start()
         return self
 
     def __exit__(self, *exception) -> None:
@@ -40,17 +40,20 @@ class PowerMeter:
         if self.thread:
             self.thread.join()
 
-    def _read(self, device: int) -> None:
-        """Read until the block ends, or the first time that a reading fails."""
+    def _read(self, device: int) -> bool:
+        """Add a reading; return False if there is none."""
         import torch
 
-        while not self.ended.is_set():
-            try:
-                watts = torch.cuda.power_draw(device) / 1e3
-                self.readings.append((watts, float(torch.cuda.clock_rate(device))))
-            except Exception:  # no nvidia-ml-py, no driver, or a GPU that does not say
-                return
-            self.ended.wait(EVERY_S)
+        try:
+            watts, mhz = torch.cuda.power_draw(device) / 1e3, float(torch.cuda.clock_rate(device))
+        except Exception:  # no nvidia-ml-py, no driver, or a GPU that does not say
+            return False
+        self.readings.append((watts, mhz))
+        return True
+
+    def _read_on(self, device: int) -> None:
+        while not self.ended.wait(EVERY_S) and self._read(device):
+            pass
 
     def restart(self) -> None:
         """Forget what has been read so far."""

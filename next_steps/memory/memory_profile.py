@@ -7,23 +7,17 @@ The first command shows the parts, in numbers and over the step.  The second wri
 allocation, for pytorch.org/memory_viz.
 
 The allocator knows how many bytes it has given away, but not what for.  The ledger
-(memory_ledger.py) knows: it sees each tensor that an operation returns, who asked for the tensor
-and when it dies.  The step really runs, and after each operation `Observer` asks the allocator for
-the most bytes it had given away meanwhile.  The parts come from the ledger, the height from the
-allocator.  What lies between the two has a row of its own: what operations allocate and free
-inside, and blocks larger than what was asked for.  So the rows add up to the measured peak, and
-that row says how much of the peak is not explained.
+(memory_ledger.py) knows.  The step really runs, and after each operation `Observer` asks the
+allocator for the most bytes it had given away meanwhile.  The parts come from the ledger, the
+height from the allocator, and what lies between has a row of its own: what operations allocate and
+free inside, and blocks larger than what was asked for.  So the rows add up to the measured peak.
 
-Why not from the allocator's own history, of which the snapshot is made?  The history misses
-nothing, but holds Python stacks and no tensors: the backward has no stack, and whether a block is a
-gradient, kept or a temporary would be a guess.  It also needs a GPU.  Without one the ledger counts
-the living tensors' own bytes, in units of 512.
+The allocator's own history, of which the snapshot is made, holds Python stacks and no tensors.  The
+backward has no stack: whether a block is a gradient, kept or a temporary would be a guess.  The
+history also needs a GPU.  Without one the ledger counts the living tensors' own bytes.
 
 Observing costs time but no memory: the step before runs without the ledger, and the record has both
-peaks.
-
-Fragmentation is what the allocator has reserved and not given away: free pieces that did not fit.
-nvidia-smi shows what is reserved, and the CUDA context with it.
+peaks.  Fragmentation is what the allocator has reserved and not given away.
 """
 
 import gc

@@ -68,16 +68,11 @@ def render(record: dict) -> str:
     if on_gpu:
         rows.append((FRAGMENTATION, [each["fragmentation_bytes"] for each in moments]))
     peak_rows = [[*row(label, of[0]), f"{100 * of[0] / peak:.1f}%"] for label, of in rows]
-    group_rows = [
-        [
-            group["part"],
-            group["maker"],
-            f"{group['tensors']:,}",
-            f"{group['bytes'] / 1e6:,.1f}",
-            f"{group['dtype']} ({', '.join(map(str, group['shape']))})",
-        ]
-        for group in record["largest"]
-    ]
+    group_rows = []
+    for group in record["largest"]:
+        example = f"{group['dtype']} ({', '.join(map(str, group['shape']))})"
+        numbers = f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}"
+        group_rows.append([group["part"], group["maker"], *numbers, example])
     where_counted = "" if on_gpu else " (CPU: the tensors' own bytes)"
     where = stage_in_words(record["phase"], record["layer"], record["layers"])
     largest = ["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"]
