@@ -1,7 +1,7 @@
-"""Whose time is a kernel?  The attribution of a profile's events, on hand-made ones.
+"""The attribution of kernels' time, on events made by hand.
 
-They are PyTorch's own FunctionEvents, nested by PyTorch's own code, so that what a GPU would record
-can be checked without one.
+The events are PyTorch's own FunctionEvents, nested by PyTorch's own code.  So the tests need no GPU
+to check what a GPU would record.
 """
 
 import contextlib

@@ -258,6 +258,17 @@ def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
     assert grouped > 2 * weights > kept()
 
 
+def test_large_heads_that_share_keys_get_copies_of_them_as_transformers_does_it():
+    """So the memory-efficient attention, which knows no grouped queries, runs for them too."""
+    config = architecture.tiny_config()
+    workload = Workload(dtype="fp32", seq_len=8)
+    for head_dim, efficient in ((256, False), (264, True)):
+        config.head_dim = head_dim
+        ledger = meta_step.run_step(config, workload)
+        operations = {block.operation for block in ledger.blocks}
+        assert ("_scaled_dot_product_efficient_attention" in operations) == efficient
+
+
 def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
     interpreted = tiny_estimate(*KERNELS)
     for module in (kernel_support, *(importlib.import_module(row.lesson) for row in ROWS)):
