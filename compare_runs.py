@@ -12,7 +12,7 @@ something else is wrong.
 import math
 import os
 
-from harness.cli import command_line, output_files, pictures, tables
+from harness.cli import command_line, output_files, tables
 from harness.cli.command_line import UserError
 from harness.cli.workload import (
     PRETRAINED,
@@ -230,8 +230,10 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     """Draw loss curves, tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    figure, axes = pictures.pyplot().subplots(1, 3, figsize=(12, 4), width_ratios=[2, 1, 1])
-    losses, throughput, memory = axes
+    plt = tables.pyplot()
+    figure, (losses, throughput, memory) = plt.subplots(
+        1, 3, figsize=(12, 4), width_ratios=[2, 1, 1]
+    )
     for name, record in zip(names, records):
         style = "-" if record is records[0] else "--"
         losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)
@@ -259,7 +261,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    pictures.save_plot(figure, path, dpi=130)
+    tables.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:

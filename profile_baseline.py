@@ -10,14 +10,13 @@
     python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
-that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
-norm, the loss or AdamW.  To tell them apart the script opens named ranges around parts of the
-model, and finds for each kernel the range that it was launched for
-(harness/profiling/attribution.py).
+The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
+that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
+the loss or AdamW.  To tell these apart, the script opens named ranges around parts of the model,
+and finds the range that each kernel was launched for (harness/profiling/attribution.py).
 
-Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean,
-harness/profiling/diagnose.py tells.
+Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean:
+harness/profiling/diagnose.py.
 """
 
 import argparse
@@ -32,22 +31,20 @@ from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, workload_line
-from harness.profiling import diagnosis_tables
+from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
-from harness.profiling.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
 from harness.records.run_records import environment, environment_line, write_record
-from harness.steps import parallel
 
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
-    """Train a few steps, profile one, write its trace; returns the record.
+    """Train a few steps, profile one, write its trace; return the record.
 
-    Time and peak memory come from steps without the profiler, which slows the CPU down.  With
-    cuda_graph all that is measured is replays', and their kernels' operations and ranges, which a
-    replay does not know, are those of a step before the recording.
+    Time and peak memory come from steps without the profiler, which slows the CPU down.  With a
+    CUDA graph the replays are measured.  A replay knows no operations and ranges: these come from a
+    step before the recording.
     """
     import torch
 
@@ -57,7 +54,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, power, stepping, timing, waiting
+    from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
     from next_steps.patches import apply_kernels, fp8_model, lora, patch
 
@@ -68,7 +65,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, model.config, n_steps + waiting.NEEDED)
+    data = load_data(workload, model.config, n_steps + profiler.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     loader = Loader(data.train, workload.micro_batches)
     steps = list(itertools.islice(loader, n_steps))
@@ -102,7 +99,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
-        loading = waiting.measure_loading(
+        loading = profiler.measure_loading(
             loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
         )
     moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
@@ -134,7 +131,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
 
 def category_ranges(model) -> contextlib.AbstractContextManager:
-    """The ranges of `harness.profiling.profiler`, for a model with or without kernels."""
+    """Open the profiler's ranges around a model with or without kernels."""
     from harness.profiling import profiler
     from next_steps.patches import apply_kernels
 
@@ -145,7 +142,7 @@ def category_ranges(model) -> contextlib.AbstractContextManager:
 
 
 def render(record: dict) -> str:
-    """Everything that the script prints about a run, from its record."""
+    """Return everything that the script prints about a run."""
     device = record["device"]
     kind = "GPU" if device == "CUDA" else "CPU"
     trace_mb = record["trace_bytes"] / 1e6
@@ -153,19 +150,19 @@ def render(record: dict) -> str:
         [
             environment_line(record["environment"]),
             workload_line(record),
-            *([OF_A_GRAPH] if record.get("cuda_graph") else []),
+            *([profile_tables.OF_A_GRAPH] if record.get("cuda_graph") else []),
             "",
-            title(f"Top {TOP} {device} Operations by Total {kind} Time"),
-            operations_table(record),
+            title(f"Top {profile_tables.TOP} {device} Operations by Total {kind} Time"),
+            profile_tables.operations_table(record),
             "",
-            parts_table("Category", record["categories"], device),
+            profile_tables.parts_table("Category", record["categories"], device),
             "",
-            parts_table("Phase", record["phases"], device),
+            profile_tables.parts_table("Phase", record["phases"], device),
             "",
-            totals(record),
+            profile_tables.totals(record),
             "",
             # older records have none
-            *([diagnosis_tables.render(record), ""] if "ceilings" in record else []),
+            *([profile_tables.diagnosis(record), ""] if "ceilings" in record else []),
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]
@@ -222,6 +219,8 @@ def main() -> None:
         from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    from harness.steps import parallel
+
     parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")

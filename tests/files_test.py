@@ -27,7 +27,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.cli import command_line, output_files, pictures
+from harness.cli import command_line, output_files, tables
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import OPPONENTS, finetune_parser
 from harness.cli.workload import Workload
@@ -164,12 +164,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
     path = str(small_disk / "written.png")
     (small_disk / "other").write_bytes(bytes(60_000))
     Path(path).write_text('{"traceEvents": []}')
-    before, figure = contents(small_disk), pictures.pyplot().figure()
+    before, figure = contents(small_disk), tables.pyplot().figure()
     profiler, trace = profiled
     trace["more"] = "x" * 70_000
     write = {
         "record": lambda: run_records.write_record(path, {"losses": [0.123456789] * 10_000}),
-        "picture": lambda: pictures.save_plot(figure, path),
+        "picture": lambda: tables.save_plot(figure, path),
         "trace": lambda: write_trace(profiler, path),
     }
     expected = rf"^the {what} could not be written to .*written\.png: No space left"
@@ -507,11 +507,11 @@ def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_pat
         assert len(found) > 10
         for path in found:
             output_files.check_outputs(argparse.Namespace(**{name: str(path)}))
-    figure = pictures.pyplot().figure(figsize=(1, 1))
+    figure = tables.pyplot().figure(figsize=(1, 1))
     drawn, trace, snapshot, empty = (
         str(tmp_path / name) for name in ("drawn.png", "trace.json", "step.pickle", "empty.png")
     )
-    pictures.save_plot(figure, drawn)
+    tables.save_plot(figure, drawn)
     _, content = read_trace(profiler)
     Path(trace).write_bytes(content)
     Path(f"{trace}.gz").write_bytes(gzip.compress(content))

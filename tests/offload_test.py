@@ -12,7 +12,7 @@ from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.memory import memory_estimate
-from next_steps.memory.memory_ledger import KEPT
+from next_steps.memory.peak_attribution import KEPT
 from next_steps.patches import offload
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu

@@ -11,9 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from harness.cli import command_line
+from harness.cli import command_line, processes
 from harness.cli.command_line import RunError
-from harness.steps import parallel
 from next_steps import finetune_options
 from tests.small_workloads import TINY, smaller_config
 
@@ -49,7 +48,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
     flags += ["--steps", "4", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
-    flags += ["--parallel", way] if parallel.world_size() > 1 else []
+    flags += ["--parallel", way] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
@@ -71,7 +70,7 @@ def fail(how: str) -> None:
 
     def training_step(*arguments):
         calls.append(arguments)
-        if parallel.rank() == 1 and len(calls) == 2:
+        if processes.rank() == 1 and len(calls) == 2:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise {"raise": RunError, "fault": ValueError}[how]("planted")

@@ -19,6 +19,9 @@ from harness.model import architecture
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import LlamaConfig
 
+# of a record that no machine made
+MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}
+MADE_UP |= dict.fromkeys(("torch", "triton", "transformers"), "0")
 # A few hundred rows are all that Triton's interpreter gets through in a second.
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size", "1"]
 

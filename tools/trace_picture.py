@@ -134,7 +134,7 @@ def plot(record: dict, path: str) -> None:
     """Draw a lane for each stream, over time."""
     from matplotlib.patches import Patch
 
-    from harness.cli.pictures import pyplot, save_plot
+    from harness.cli.tables import pyplot, save_plot
 
     panels = record["panels"]
     figure, axes = pyplot().subplots(len(panels), 1, figsize=(12, 5), layout="constrained")

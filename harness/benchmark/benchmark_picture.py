@@ -18,8 +18,7 @@ from harness.benchmark.benchmark_specs import (
     numbers,
 )
 from harness.benchmark.benchmark_tables import gpu_line, sections_of
-from harness.cli.pictures import pyplot, save_plot
-from harness.cli.tables import NOT_MEANINGFUL
+from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 
 FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
 HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}

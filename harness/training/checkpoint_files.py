@@ -24,7 +24,6 @@ from pathlib import Path
 from harness.cli.command_line import UserError
 from harness.cli.output_files import UNFINISHED
 from harness.cli.processes import is_first, rank, world_size
-from harness.steps.parallel import gather
 
 FACTS = "run.json"
 CHECKSUMS = "checksums.json"
@@ -74,6 +73,8 @@ def alone_in(folder: str | None) -> Iterator[None]:
     Raises:
         UserError: another run holds the folder, or nothing can be written there.
     """
+    from harness.steps.parallel import gather  # with PyTorch, which flags are read without
+
     with contextlib.ExitStack() as stack:
         taken = not is_first() or folder is None or take_lock(folder, stack)
         if folder is not None and not all(mine for (mine,) in gather(taken)):
@@ -130,6 +131,8 @@ def check(path: Path) -> None:
     Raises:
         UserError: a file is not the one that was written; the sentence names it.
     """
+    from harness.steps.parallel import gather
+
     resume_another = "expected what --checkpoint wrote: resume another"
     try:
         listed = listed_files(path)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from harness.cli import processes
 from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.flags import WARMUP_STEPS
@@ -33,7 +34,7 @@ from harness.model.adapters import counts, flops_per_token
 from harness.model.architecture import TORCH_DTYPES
 from harness.profiling.attribution import busy_us, gpu_events
 from harness.profiling.costs import least_ms
-from harness.profiling.diagnosis_tables import ceilings_line
+from harness.profiling.profile_tables import ceilings_line
 from harness.profiling.profiler import measure_ceilings
 from harness.records.run_records import environment, environment_line, write_record
 from harness.records.spread import spread, timed, waited
@@ -229,7 +230,7 @@ class Run:
         seconds, tokens = timed(steps), timed(steps, "tokens")
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
-        n = parallel.world_size()
+        n = processes.world_size()
         config, workload = self.model.config, self.workload
         flops = flops_per_token(config, workload, self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
@@ -265,9 +266,9 @@ def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """
     model.eval()
     total, count = 0.0, 0
-    n = parallel.world_size()
+    n = processes.world_size()
     for first in range(0, len(batches), n):
-        i = first + parallel.rank()
+        i = first + processes.rank()
         batch = batches[i % len(batches)].to(DEVICE)
         loss = model(**batch.inputs()).loss.item()
         if i < len(batches):
