@@ -17,7 +17,8 @@ import kernel_support
 import profile_baseline
 from harness.cli import device
 from harness.cli.device import DEVICE
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload
 from harness.model import architecture, config_file
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
