@@ -30,7 +30,7 @@ BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 OPTIMIZED = "finetune_optimized.py"
 IN_FP8 = "all kernels, fp8"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
-IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
+IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
 
