@@ -1,8 +1,11 @@
 """Every function inside of torch.compile: in one graph, in memory that the compiler lays out,
 without new compilations.
 
-The first size of each graph has rows that the compiler pads: it leaves gaps only between long rows
-whose length it knows, and so a compiled graph shows strides that eager PyTorch never does.
+Without a GPU Inductor compiles the larger graph alone, and calls C++'s compiler for it.  The other
+contracts ask what is traced, in which "aot_eager" is like Inductor and costs a tenth.
+
+The first size of each graph has rows that the compiler pads.  It leaves gaps only between long rows
+whose length it knows.  So a compiled graph shows strides that eager PyTorch never does.
 """
 
 import contextlib
@@ -12,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import COMPILED_DTYPE, compiled_once
@@ -32,6 +35,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("compiler_pads_rows"),
 ]
+
+
+def compiled(subject: Subject, backend="inductor" if HAS_GPU else "aot_eager", **options):
+    return torch.compile(subject.function, fullgraph=True, backend=backend, **options)
 
 
 def always(subject, case=None):
