@@ -27,7 +27,7 @@ def small_tiles(monkeypatch):
 
 
 def make(subject, dtype=torch.float32):
-    return subject.make((3, 4), subject.size, dtype)
+    return subject.make((2, 3), subject.size, dtype)
 
 
 @functools.cache
