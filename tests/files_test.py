@@ -32,7 +32,8 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, output_files, pictures
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import OPPONENTS, Workload, add_workload_flags, finetune_parser
+from harness.cli.flags import OPPONENTS, finetune_parser
+from harness.cli.workload import Workload
 from harness.data import dataset, samples
 from harness.model import config_file, loading
 from harness.profiling.kernel_facts import KERNELS
@@ -692,16 +693,6 @@ def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
     for command in commands:
         monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
         assert finetune_options.parse_args("").lr == 0.25
-
-
-def test_a_flag_counts_as_given_when_its_value_is_the_default():
-    parser = command_line.Parser("")
-    add_workload_flags(parser)
-    args = parser.parse_args(["--seed", "0", "--data=stdlib", "--random-init"])
-    assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
-    parser = finetune_parser("")
-    finetune_options.add_flags(parser)
-    assert parser.parse_args([]).given == set()
 
 
 # ---------------------------------------------------------------- the trace

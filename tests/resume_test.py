@@ -17,7 +17,7 @@ import torch
 import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import DEVICE
-from harness.cli import fp8_flags
+from harness.cli import flags
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
@@ -152,7 +152,7 @@ def test_with_all_kernels_it_is_too(trained, data):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", fp8_flags.MODES)
+@pytest.mark.parametrize("mode", flags.FP8_MODES)
 def test_in_fp8_it_is_too(trained, examples, mode, monkeypatch):
     """There is no history of scales to save."""
     if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py

@@ -38,7 +38,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     reads no fsdp or ddp.
     """
     from harness.cli.device import HAS_GPU
-    from harness.cli.workload import Workload, finetune_parser
+    from harness.cli.flags import finetune_parser
+    from harness.cli.workload import Workload
     from harness.model import architecture
     from next_steps.finetuning import kernel_training
 

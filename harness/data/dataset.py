@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.workload import DEFAULT_MODEL, TINY, Workload, read_file
+from harness.cli.flags import DEFAULT_MODEL, TINY
+from harness.cli.workload import Workload, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
 from harness.model.architecture import IGNORE_INDEX

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from harness.cli.adapter_flags import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
+from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, draws_weights, same_place
 from harness.model import architecture

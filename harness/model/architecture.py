@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-from harness.cli.adapter_flags import ATTENTION, MLP
+from harness.cli.adapter_config import ATTENTION, MLP
 
 # isort: split
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils

@@ -12,7 +12,8 @@ import torch
 
 from harness.cli.command_line import UserError, ran_out_of_memory
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import DEFAULT_MODEL, TINY, Workload
+from harness.cli.flags import DEFAULT_MODEL, TINY
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.architecture import (
     build_model,

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from harness.cli import adapter_flags
+from harness.cli import adapter_config
 from harness.cli.command_line import RunError
 from harness.cli.output_files import UNFINISHED
 from harness.cli.processes import is_first
@@ -109,11 +109,11 @@ def write_adapters(
         base: from `facts_of_base`.
     """
     peft_config(workload).save_pretrained(folder)
-    file = folder / adapter_flags.CONFIG
+    file = folder / adapter_config.CONFIG
     said = json.loads(file.read_text())
     said["target_modules"] = sorted(said["target_modules"])  # peft writes a set as it comes
     file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
-    save_file(weights, folder / adapter_flags.WEIGHTS, metadata={"format": "pt"} | base)
+    save_file(weights, folder / adapter_config.WEIGHTS, metadata={"format": "pt"} | base)
 
 
 def put_adapters_in_place(folder: Path, target: Path) -> None:
@@ -122,10 +122,10 @@ def put_adapters_in_place(folder: Path, target: Path) -> None:
     Of the same settings one rename is all.  Other settings and their weights cannot be renamed at
     once: the old settings go first, and until the new ones are there nothing loads.
     """
-    old, new = (place / adapter_flags.CONFIG for place in (target, folder))
+    old, new = (place / adapter_config.CONFIG for place in (target, folder))
     if not (old.exists() and old.read_bytes() == new.read_bytes()):
         old.unlink(missing_ok=True)
-    (folder / adapter_flags.WEIGHTS).replace(target / adapter_flags.WEIGHTS)
+    (folder / adapter_config.WEIGHTS).replace(target / adapter_config.WEIGHTS)
     new.replace(old)
 
 

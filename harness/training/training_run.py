@@ -24,15 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.flags import WARMUP_STEPS
 from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, number, title
-from harness.cli.workload import (
-    WARMUP_STEPS,
-    Workload,
-    kernels_in_words,
-    model_line,
-    size_in_words,
-    teacher_line,
-)
+from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words, teacher_line
 from harness.data.dataset import Batch, load_data, load_tokenizer
 from harness.data.loader import Loader
 from harness.model.adapters import counts, flops_per_token
