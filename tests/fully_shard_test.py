@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from harness.benchmark.checking import relative_error
 from harness.cli.workload import Workload
@@ -24,10 +25,6 @@ from tests.two_processes import (
     one_gpu_is_too_few,
     results_of_two,
 )
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 VOCABULARY, B, T = 67, 2, 4
 

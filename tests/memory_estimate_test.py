@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
 
 import profile_baseline
 from harness.cli import device
@@ -37,10 +38,6 @@ from next_steps.memory.memory_ledger import (
 )
 from next_steps.patches.apply_kernels import apply_kernels
 from tests.small_workloads import as_kernels_module, imported_anew
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]

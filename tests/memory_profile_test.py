@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import profile_baseline
 from harness.benchmark.checking import HAS_GPU
@@ -48,10 +49,6 @@ from next_steps.memory.memory_profile import Observer
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T

@@ -12,6 +12,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import harness
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
@@ -29,11 +31,6 @@ from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from next_steps.patches.apply_kernels import apply_kernels
 from rmsnorm_kernel import TritonRMSNorm, TritonRMSNormFunction, rmsnorm_reference
 from tools.page_records import HERE, RESULTS
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 CLAIMS = {}  # phrase: (page, check)
 

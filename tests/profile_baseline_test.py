@@ -11,6 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama import modeling_llama
 
 import profile_baseline
 from harness.cli import device
@@ -34,11 +36,6 @@ from harness.steps import stepping
 from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
 from tests.fixtures import needs_gpu
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.models.llama import modeling_llama
 
 # ---------------------------------------------------------------- what is printed
 

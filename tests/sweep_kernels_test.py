@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# after the kernels, which decide how Triton will run
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
+
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel
@@ -29,10 +33,6 @@ from next_steps.comparisons.sweep_kernels import (
     sweep,
     try_setting,
 )
-
-# after the kernels, which decide how Triton will run
-from triton.errors import TritonError  # isort: skip
-from triton.runtime.errors import OutOfResources  # isort: skip
 
 SMALL = {"rmsnorm": (5, 96), "cross_entropy": (5, 100)}
 NAMES = {"rmsnorm": ["RMSNorm forward", "RMSNorm backward"]}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 
 import check_toolchain
 from harness.benchmark.checking import HAS_GPU, Check
@@ -16,10 +17,6 @@ from harness.cli import device
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
-
-# isort: split
-# after the tools, which decide how triton will run
-from triton.backends.compiler import GPUTarget
 
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)", "Access"]

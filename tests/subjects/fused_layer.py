@@ -217,7 +217,9 @@ def bad_layer_input():
     x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
     return {
         "x of another H": BadInput(
-            (x[:, :-1], norm_weight, *weights), ValueError, r"x has shape \(4, 23\)"
+            (x[:, :-1], norm_weight, *weights),
+            ValueError,
+            r"weight has shape \(24,\), expected \(23,\)",
         )
     }
 
