@@ -7,6 +7,8 @@ TINY = --model tiny --batch-size 2 --seq-len 64
 
 # The tiny model is too small for several threads: they wait for each other longer than they work.
 export OMP_NUM_THREADS ?= 1
+# Many containers set this variable.  Then each of the tests' processes compiles every file anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-gpu compile-check lint clean
 
@@ -31,7 +33,7 @@ test: $(SETUP)
 	$(PY) -m tools.compile_check --targets sm_103
 	$(PY) -m tools.run_tests
 
-# What is run once for a change, and takes an hour on two cores.
+# What is run once for a change, and takes half an hour on two cores.
 test-all: $(SETUP) compile-check
 	$(PY) -m tools.run_tests --all
 

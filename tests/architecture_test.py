@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from harness.model import architecture, loading
 from next_steps.studies import frontier, scaling
 from tests.small_workloads import tiny_workload
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import finetune_baseline
 import finetune_optimized
@@ -23,10 +24,6 @@ from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
 from next_steps.memory import memory_estimate
 from tests.cli_test import assert_refused, change_config, hub_error, hub_errors, raising
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 STEPS = ["--seq-len", "8", "--steps", "1"]

@@ -663,7 +663,7 @@ remedies = [
 ]
 arguments = lambda t: (t(8, 32_768), t(8, 32_768))
 one_tile = Case("one tile", ObviousReverseKLFunction, arguments, (1,), ("bf16",))
-rows = compile_all([one_tile, *remedies], ["sm_90"])
+rows = compile_all([one_tile, *remedies], "sm_90")
 print([(row.kernel, row.registers, row.spills) for row in rows])
 """
     env = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}

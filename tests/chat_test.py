@@ -5,6 +5,8 @@ import json
 from datetime import date
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 import finetune_baseline
 from harness.cli.command_line import UserError
@@ -13,11 +15,6 @@ from harness.model import architecture
 from tests.cli_test import assert_refused
 from tests.small_workloads import TINY
 from tests.token_cache_test import tokenizer_of
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 WORDS = "<user> <system> <assistant> <end> hello there how are you fine thanks bye"
 TURNS = (

@@ -19,6 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import errors as hub_errors
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import finetune_baseline
 import finetune_optimized
@@ -37,12 +40,6 @@ from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
 from tests.conftest import Outcome
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from huggingface_hub import errors as hub_errors
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]

@@ -11,13 +11,10 @@ if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
-# isort: split
-import harness.cli.device  # noqa: F401  decides how triton will run, before peft imports it
-
-# isort: split
 import pytest
 import torch
 
+import kernel_support  # noqa: F401  decides how Triton runs, before any test imports it
 from harness.cli import command_line
 from tests.fixtures import (  # noqa: F401
     as_dtensor,

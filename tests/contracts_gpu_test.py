@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
-from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
+from rmsnorm_kernel import triton
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden

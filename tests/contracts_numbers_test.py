@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
-from rmsnorm_kernel import triton  # a kernel file decides, before triton is imported, how it runs
+from rmsnorm_kernel import triton
 from tests import tiles
 from tests.contracts import contract
 from tests.layouts import Layout, layouts_of

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import benchmark_kernels
 import compare_runs
@@ -43,9 +44,6 @@ from tests import make_samples_test
 from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
 from tools.page_records import HERE, RESULTS
-
-# after `measure`, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaConfig  # isort: skip
 
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "8"]
 NOBODY = 65534  # a user without rights

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.small_workloads import jsonl
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
 from tests.token_cache_test import tokenizer_of
 
 HERE = Path(__file__).parents[1]  # the project's folder

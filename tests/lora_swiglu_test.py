@@ -3,6 +3,7 @@
 What every function has to do is asked in tests/contracts_*_test.py, of lora_swiglu.
 """
 
+import peft
 import pytest
 import torch
 
@@ -13,8 +14,6 @@ from next_steps.lessons import lora_swiglu
 from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward
 from rmsnorm_kernel import TritonRMSNorm
-
-import peft  # isort: skip
 
 H, INNER, N = 24, 40, 21
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"

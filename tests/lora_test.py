@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 import compare_runs
 import finetune_baseline
@@ -36,12 +39,6 @@ from tests.files_test import assert_one_sentence, killed_before_change
 from tests.parallel_test import torchrun
 from tests.small_workloads import TINY, smaller_config, tiny_batch, tiny_workload, uneven_norms
 from tests.two_processes import one_gpu_is_too_few
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 RANK = ["--lora-rank", "4", "--lora-alpha", "6"]
 SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]

@@ -1,14 +1,14 @@
 """Would the tests notice if a kernel were wrong?
 
-The tables in tests/faults plant faults in the sources and name, for each, the test that must fail.
+The tables in tests/faults plant faults in the sources.  Each fault names the test that must fail.
 A mutant is imported in its kernel's place, and pytest runs that test inside this process, on a
 fresh import of the test's file, which so finds the mutant.  Only a failed assertion counts as
-caught; a mutant that crashes proves nothing.  Nor would "caught" prove anything if the source
-without a fault, treated likewise, did not pass every test named here.
+caught: a mutant that crashes proves nothing.  The source without a fault is treated likewise, and
+must pass every test that a fault names.
 
-Only on a CPU: there a wrong address usually reads some number; a GPU ends all work of the process.
-And no fault stores outside its tensor.  Where that takes one certain layout, the table names that
-one case of the test.
+Mutants run on a CPU only.  There a wrong address usually reads some number, where a GPU ends all
+work of the process.  No fault stores outside its tensor.  Where that takes one certain layout, the
+table names that one case of the test.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from unittest import mock
 import pytest
 
 from harness.benchmark.checking import HAS_GPU
-from tests import faults
-
-# so that every kernel is imported before the first mutant, which no other one may find
-from tests import subjects  # noqa: F401  # isort: skip
+from tests import (
+    faults,
+    subjects,  # noqa: F401  every kernel is imported before the first mutant
+)
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
 
@@ -39,7 +39,7 @@ TABLES = {
 
 
 class Outcomes:
-    """A pytest plugin that counts the tests that pass and keeps what the others raise."""
+    """A pytest plugin: count the tests that pass, keep what the others raise."""
 
     def __init__(self):
         self.passed, self.raised = 0, []
@@ -51,21 +51,21 @@ class Outcomes:
         self.raised.append(call.excinfo.value)
 
 
-def tests_imported() -> list[str]:
-    """The modules that have imported a kernel in order to test it, and the package of most of them,
-    whose attributes they are.
-    """
+def modules_of_tests() -> list[str]:
+    """Return the modules that may have imported a kernel to test it, and their package."""
     others = {__name__, "tests.conftest", "tests.fixtures"}  # they know no kernel
-    names = [
-        name for name in sys.modules if f"{name}.".startswith("tests.") or name.endswith("_test")
+    return [
+        name
+        for name in sys.modules
+        if name not in others and not name.startswith("tests.faults")
+        if name == "tests" or name.startswith("tests.") or name.endswith("_test")
     ]
-    return [name for name in names if name not in others and not name.startswith("tests.faults")]
 
 
 @contextlib.contextmanager
 def imported_instead(kernel, file):
     """`import kernel` gives this file meanwhile, also to the tests, which are imported anew."""
-    names = [name for name in (kernel, *tests_imported()) if name in sys.modules]
+    names = [name for name in (kernel, *modules_of_tests()) if name in sys.modules]
     before = {name: sys.modules.pop(name) for name in names}
     spec = importlib.util.spec_from_file_location(kernel, file)
     sys.modules[kernel] = importlib.util.module_from_spec(spec)
@@ -78,32 +78,24 @@ def imported_instead(kernel, file):
             spec.loader.exec_module(sys.modules[kernel])
             yield
         finally:
-            for name in (kernel, *tests_imported()):
+            for name in (kernel, *modules_of_tests()):
                 sys.modules.pop(name, None)
             sys.modules.update(before)
 
 
 def run_tests(kernel, source, tests, folder) -> Outcomes:
-    """Of the tests, up to the first that fails with this source as the kernel's."""
-    file = (
-        folder / f"{kernel.rpartition('.')[2]}.py"
-    )  # a file, because Triton reads a kernel's source from one
-    # With operators of its own: a name that is registered once more is lost to the kernel that had
-    # it.
+    """Run the tests with this source as the kernel's, up to the first that fails."""
+    # Triton reads a kernel's source from a file.
+    file = folder / f"{kernel.rpartition('.')[2]}.py"
+    # The mutant's operators have names of their own, or the kernel would lose its operators.
     file.write_text(source.replace('"tutorial::', '"mutant::'))
     paths = [test if "::" in test else f"{TABLES[kernel].TESTS}::{test}" for test in tests]
     files_and_names = [path.split("::", 1) for path in paths]
     paths = [f"{HERE / file.replace('.', '/')}.py::{name}" for file, name in files_and_names]
-    # Without the plugins that take half a second for collecting garbage, or the outer run's
-    # handlers and cache.
+    # Two of these plugins collect garbage for half a second.  Two belong to the outer run.
     plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider"
-    options = [
-        "--noconftest",
-        "-ptests.fixtures",
-        "--capture=no",
-        "--exitfirst",
-        *(f"-pno:{plugin}" for plugin in plugins),
-    ]
+    options = ["--noconftest", "-ptests.fixtures", "--capture=no", "--exitfirst"]
+    options += [f"-pno:{plugin}" for plugin in plugins]
     outcomes = Outcomes()
     with imported_instead(kernel, file):
         pytest.main([*options, *paths], plugins=[outcomes])
@@ -114,19 +106,13 @@ def source_of(kernel: str) -> str:
     return (HERE / f"{kernel.replace('.', '/')}.py").read_text()
 
 
-# A reader sees that faults are caught; that all of them are is asked once for a change.
-SHOWN = 2  # of each table
+def asked(kernel, *values, name="", shown=False):
+    """Return a case of a test.  A reader sees some of them; a change is asked all of them."""
+    marks = [] if shown else [pytest.mark.exhaustive]
+    return pytest.param(kernel, *values, id=f"{kernel}{name and f': {name}'}", marks=marks)
 
 
-def exhaustive_unless(shown: bool) -> list:
-    return [] if shown else [pytest.mark.exhaustive]
-
-
-def sources():
-    return [pytest.param(k, id=k, marks=exhaustive_unless(k == "rmsnorm_kernel")) for k in TABLES]
-
-
-@pytest.mark.parametrize("kernel", sources())
+@pytest.mark.parametrize("kernel", [asked(k, shown=k == "rmsnorm_kernel") for k in TABLES])
 def test_source_without_a_fault_passes_every_test_named_here(kernel, tmp_path):
     modules = dict(sys.modules)
     tests = list(TABLES[kernel].FAULTS)
@@ -138,11 +124,11 @@ def test_source_without_a_fault_passes_every_test_named_here(kernel, tmp_path):
 
 
 def planted():
+    """Yield each fault.  A reader sees the first one of each table."""
     for kernel, table in TABLES.items():
         faults = [(test, fault) for test, found in table.FAULTS.items() for fault in found]
         for number, (test, (name, *fault)) in enumerate(faults):
-            marks = exhaustive_unless(number < SHOWN)
-            yield pytest.param(kernel, test, fault, id=f"{kernel}: {name}", marks=marks)
+            yield asked(kernel, test, fault, name=name, shown=number == 0)
 
 
 @pytest.mark.parametrize("kernel, test, fault", list(planted()))

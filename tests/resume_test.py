@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import finetune_baseline
 import finetune_optimized
@@ -38,10 +39,6 @@ from tests.fp8_layer_test import REFERENCES
 from tests.resume_shards_test import one_step, save_checkpoint
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
 from tests.token_cache_test import tokenizer_of
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import LlamaConfig
 
 STEPS = 6
 SMALL = ["--seq-len", "8", "--steps", str(STEPS)]

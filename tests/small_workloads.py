@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from transformers import LlamaConfig
 
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.cli.device import HAS_GPU
@@ -14,10 +15,6 @@ from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import LlamaConfig
 
 # of a record that no machine made
 MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}

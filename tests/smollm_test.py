@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import finetune_baseline
 import finetune_optimized
@@ -23,10 +24,6 @@ from next_steps.layers import fp8_layer
 from next_steps.patches import apply_kernels, fp8_model, lora
 from tests import fp8_layer_test, packaged_model
 from tests.small_workloads import loss_and_gradients
-
-# isort: split
-# after `measure`, which decides how triton (imported by these) will run
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 pytestmark = pytest.mark.skipif(
     not packaged_model.is_installed(),

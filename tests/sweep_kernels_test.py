@@ -14,6 +14,7 @@ import torch
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
+# after the kernels, which decide how Triton will run
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from harness.data import dataset, samples, token_cache
 from harness.model import architecture
 from tests.small_workloads import jsonl, tiny_workload
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 FOLDER = token_cache.folder  # before a fixture replaces it
 CONFIG = architecture.tiny_config()

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import finetune_baseline
 import finetune_optimized
@@ -25,11 +27,6 @@ from harness.training import training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, jsonl, tiny_workload
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 PLAYBOOK = ["rmsnorm", "cross_entropy"]
 # of a record: what clocks, meters and allocators say, and what is computed from it

@@ -18,6 +18,8 @@ no power of two divides are exempt.)
 """
 
 import argparse
+import itertools
+import multiprocessing
 import os
 
 from harness.cli import command_line, tables
@@ -63,6 +65,28 @@ def parse_targets(text: str) -> list[str]:
     return names
 
 
+def rows_of(job: tuple[str, str]) -> list[Row]:
+    """Compile the cases of a lesson for a target."""
+    from tools import compile_cases, pretended_gpu
+
+    target, lesson = job
+    return pretended_gpu.compile_all(compile_cases.CASES[lesson], target)
+
+
+def compile_side_by_side(jobs: list[tuple[str, str]]) -> list[Row]:
+    """Return the rows of all (target, lesson), with as many processes at a time as cores.
+
+    Each job has a process of its own, which inherits what is imported here.  A kernel that a lesson
+    before has launched, too, is listed once.
+    """
+    rows, seen = [], set()
+    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        for found in pool.imap(rows_of, jobs):
+            rows += [row for row in found if row.error or (row.target, row.binary) not in seen]
+            seen |= {(row.target, row.binary) for row in found}
+    return rows
+
+
 def main() -> int:
     parser = command_line.Parser(__doc__)
     named = {"type": parse_targets, "default": "all", "metavar": "NAME,NAME|all"}
@@ -73,12 +97,11 @@ def main() -> int:
     import triton
     from triton.backends import backends
 
-    from tools import compile_cases, pretended_gpu
+    from tools import compile_cases, pretended_gpu  # noqa: F401  each process needs both
 
     missing = [name for name in names if TARGETS[name].vendor not in backends]
     names = [name for name in names if name not in missing]
-    cases = [case for cases in compile_cases.CASES.values() for case in cases]
-    rows = pretended_gpu.compile_all(cases, names)
+    rows = compile_side_by_side(list(itertools.product(names, compile_cases.CASES)))
     found = failures(rows)
     version = f"Triton {triton.__version__}"
     print(tables.title(f"Ahead-of-time compilation, {version}, {', '.join(names)}"))

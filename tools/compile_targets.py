@@ -42,3 +42,4 @@ class Row:
     shared: int | None = None  # bytes per program
     widest: int | None = None  # bytes of a thread's widest access to memory; None: not read
     error: str | None = None
+    binary: str = ""  # its SHA-256

@@ -5,6 +5,7 @@ but no memory.  Triton's driver names a target to compile for, and keeps the bin
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import subprocess
@@ -32,13 +33,10 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 class StubDriver:
-    """The part of Triton's driver that a launch touches.
+    """The part of Triton's driver that a launch touches."""
 
-    Each target is a device of its own number: Triton has a table of compiled kernels per device.
-    """
-
-    def __init__(self, names: list[str]):
-        self.names, self.device = names, 0
+    def __init__(self, target: str):
+        self.target = target
         self.loaded: list[tuple[str, bytes, int]] = []
         self.utils = self  # where Triton looks for load_binary and get_device_properties
 
@@ -51,13 +49,13 @@ class StubDriver:
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": TARGETS[self.names[self.device]].max_shared}
+        return {"max_shared_mem": TARGETS[self.target].max_shared}
 
     def get_current_target(self) -> GPUTarget:
-        return gpu_target(self.names[self.device])
+        return gpu_target(self.target)
 
     def get_current_device(self) -> int:
-        return self.device
+        return 0
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -171,29 +169,28 @@ def amd_note(binary: bytes, key: bytes) -> int:
     return value[0] if width is None else int.from_bytes(value[1 : 1 + width], "big")
 
 
-def compile_all(cases: Sequence[Case], names: list[str]) -> list[Row]:
-    """Return a row for every different kernel that the cases launch on the named targets.
+def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
+    """Return a row for every different kernel that the cases launch on the named target.
 
     A kernel that two cases share is listed at the first case.
     """
-    driver = StubDriver(names)
+    driver, gpu = StubDriver(target), gpu_target(target)
     triton.runtime.driver.set_active(driver)
     rows = []
     with pretend_gpu():
-        for driver.device, name in enumerate(names):
-            for case in (case for case in cases if name.startswith(case.targets)):
-                for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
-                    label = f"{case.name}, {dtype_name}"
-                    error = None
-                    try:
-                        launch(case, DTYPES[dtype_name])
-                    except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
-                        error = f"{type(failure).__name__}: {str(failure).strip()}"
-                    for kernel, binary, shared in driver.loaded:
-                        gpu = driver.get_current_target()
-                        found = *resources(binary, gpu), shared, widest_access(binary, gpu)
-                        rows.append(Row(kernel, label, name, *found))
-                    driver.loaded.clear()
-                    if error:
-                        rows.append(Row("(none)", label, name, error=error))
+        for case in (case for case in cases if target.startswith(case.targets)):
+            for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
+                label = f"{case.name}, {dtype_name}"
+                error = None
+                try:
+                    launch(case, DTYPES[dtype_name])
+                except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
+                    error = f"{type(failure).__name__}: {str(failure).strip()}"
+                for kernel, binary, shared in driver.loaded:
+                    found = *resources(binary, gpu), shared, widest_access(binary, gpu)
+                    digest = hashlib.sha256(binary).hexdigest()
+                    rows.append(Row(kernel, label, target, *found, binary=digest))
+                driver.loaded.clear()
+                if error:
+                    rows.append(Row("(none)", label, target, error=error))
     return rows

@@ -5,9 +5,9 @@
     python -m tools.run_tests --gpu     # all tests, spread over the GPUs of this machine
     python -m tools.run_tests --gpu tests/rope_test.py    # the tests of these files alone
 
-Tests marked alone time a GPU, so that they run first and one at a time.  With --gpu and more than
-one GPU each worker of pytest-xdist uses one of them (tests/conftest.py); tests marked several_gpus
-then run in a call of their own, in which every worker sees all GPUs.
+Tests marked alone time a GPU.  Where there is one, they run first and one at a time.  With --gpu
+and more than one GPU each worker of pytest-xdist uses one of them (tests/conftest.py).  Tests
+marked several_gpus then run in a call of their own, in which every worker sees all GPUs.
 
 The last line counts the tests of all calls: "N passed, N failed, N skipped".  The exit code is 1 if
 a test failed, if a call broke off, or if no test ran.
@@ -70,8 +70,11 @@ def visible_gpus() -> list[str]:
     return given.split(",")[:count] if given else [str(number) for number in range(count)]
 
 
-def calls(everything: bool, gpus: list[str]) -> list[tuple[str, int]]:
-    """Return (the marks that are selected, the number of workers) of each call of pytest."""
+def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, int]]:
+    """Return (the marks that are selected, the number of workers) of each call of pytest.
+
+    gpus: the GPUs that the tests are spread over.
+    """
     cores = os.cpu_count() or 1
     if len(gpus) > 1:
         workers = min(cores - 1, MOST_ON_A_GPU * len(gpus))
@@ -81,10 +84,11 @@ def calls(everything: bool, gpus: list[str]) -> list[tuple[str, int]]:
             ("several_gpus and not alone", SEVERAL_AT_A_TIME),
         ]
     workers = min(cores - 1, MOST_ON_A_GPU) if gpus else cores
-    selections = [("alone", 0), ("not alone", workers)]
+    # without a GPU nothing is timed: a call more would only import all tests once more
+    selections = [("alone", 0), ("not alone", workers)] if has_gpu else [("", workers)]
     if everything:
         return selections
-    return [(f"{selected} and {SHORT}", workers) for selected, workers in selections]
+    return [(" and ".join(filter(None, (marks, SHORT))), n) for marks, n in selections]
 
 
 def environment_of(selected: str, gpus: list[str]) -> dict[str, str]:
@@ -104,12 +108,15 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="all tests, spread over the GPUs")
     parser.add_argument("files", nargs="*", help="only the tests of these files or folders")
     args = parser.parse_args()
-    gpus = visible_gpus() if args.gpu else []
+    visible = visible_gpus()
+    gpus = visible if args.gpu else []
     if args.gpu and not gpus:
         parser.error("--gpu needs a CUDA GPU, and PyTorch sees none: leave the flag out")
     total, failures, broken = Count(), [], False
     with tempfile.TemporaryDirectory() as folder:
-        for number, (selected, workers) in enumerate(calls(args.all or args.gpu, gpus)):
+        for number, (selected, workers) in enumerate(
+            calls(args.all or args.gpu, gpus, bool(visible))
+        ):
             report = Path(folder) / f"{number}.xml"
             command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", selected]
             command += ["-n", str(workers), "--dist", "worksteal"] if workers else []

@@ -184,7 +184,7 @@ def bad_norm_input():
         "x of another H": BadInput(
             (x[:, :-1], norm_weight, w_gate, w_up),
             ValueError,
-            r"x has shape \(4, 23\), expected \(..., 24\)",
+            r"weight has shape \(24,\), expected \(23,\)",
         ),
         "x is float64": BadInput(
             (x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"
@@ -217,7 +217,9 @@ def bad_layer_input():
     x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
     return {
         "x of another H": BadInput(
-            (x[:, :-1], norm_weight, *weights), ValueError, r"x has shape \(4, 23\)"
+            (x[:, :-1], norm_weight, *weights),
+            ValueError,
+            r"weight has shape \(24,\), expected \(23,\)",
         )
     }
 

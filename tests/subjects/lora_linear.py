@@ -250,7 +250,7 @@ def bad_lora_input():
 
 def bad_norm_input():
     x, *others = make_norm((4,), SIZE, torch.float32)[0].values()
-    sentence = r"x has shape \(4, 23\), expected \(..., 24\)"
+    sentence = r"weight has shape \(24,\), expected \(23,\)"
     return {"x of another H": BadInput((x[:, :-1], *others), ValueError, sentence)}
 
 
