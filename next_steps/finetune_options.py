@@ -27,6 +27,8 @@ from harness.cli.workload import FLOAT8_OPPONENTS, OPPONENTS, Workload, finetune
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.training.resuming import Checkpoints
 
+PAGES = {"Baseline": (), "Optimized": PLAYBOOK_KERNELS}  # a script's run: the kernels on its page
+BASELINE, OPTIMIZED = PAGES
 CHECKPOINTS = "checkpoint", "checkpoint_every", "keep", "resume"
 OWN_GRAPHS = "compile-reduce-overhead"  # of OPPONENTS
 COMPILED = "compile", OWN_GRAPHS, "unsloth", *FLOAT8_OPPONENTS
@@ -44,13 +46,15 @@ IGNORED = {  # by each of the flags below
 }
 
 
-def parse_args(doc: str) -> argparse.Namespace:
-    """finetune_optimized.py's arguments, in which --model is --teacher's unless told.
+def parse_args(doc: str, name: str = OPTIMIZED) -> argparse.Namespace:
+    """The arguments of the script whose run has this name; --model is --teacher's unless told.
 
     Raises:
         UserError: a flag needs another one, or cannot be used with one that is there.
     """
     parser = finetune_parser(doc)
+    if name == BASELINE:
+        return parser.parse_args()
     add_flags(parser)
     args = parser.parse_args()
     if args.teacher is not None and "model" not in args.given:
@@ -141,12 +145,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
-    """Do what the flags ask for, if it is anything but the playbook's two kernels; was it?
+def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
+    """Do what the flags ask for, if the script's page does not show it; return True if so.
+
+    Args:
+        name: of the script's run, in PAGES.
 
     Raises:
-        UserError: the workload's dtype or this GPU cannot do it.
+        UserError: the workload's dtype or this GPU cannot do it, or its kernels cannot take the
+            model's config.json.
     """
+    if name == BASELINE:
+        return takes_steps(args, workload, name)
     if workload.stochastic_rounding and workload.dtype != "bf16":
         given = f"--stochastic-rounding is for bf16 and does nothing in {workload.dtype}"
         raise UserError(f"{given}: add --dtype bf16")
@@ -172,19 +182,19 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
 
         distill.train(workload, record_to=args.json, save_to=args.save)
     else:
-        return takes_steps(args, workload, "Optimized", PLAYBOOK_KERNELS)
+        return takes_steps(args, workload, name)
     return True
 
 
-def takes_steps(
-    args: argparse.Namespace, workload: Workload, name: str, page_kernels: tuple[str, ...] = ()
-) -> bool:
-    """Train with kernel_training.py if a flag asks for what the page of a script with these
-    kernels does not show; was it so?
-    """
+def takes_steps(args: argparse.Namespace, workload: Workload, name: str) -> bool:
+    """Train with kernel_training.py if the flags ask for a step that the page does not show."""
     checkpoints = Checkpoints.from_flags(args)
-    on_the_page = workload.kernels == page_kernels and workload.is_on_the_page
+    on_the_page = workload.kernels == PAGES[name] and workload.is_on_the_page
     if on_the_page and not checkpoints.is_asked:
+        if workload.kernels:
+            from next_steps.memory.memory_estimate import try_kernels
+
+            try_kernels(workload)
         return False
     from next_steps.finetuning import kernel_training
 

@@ -125,7 +125,7 @@ def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded
     run_script, monkeypatch, name, module, said
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(opponents.lora, "load", lambda workload: pytest.fail("loaded"))
+    monkeypatch.setattr(opponents.patched_model, "load", lambda workload: pytest.fail("loaded"))
     outcome = run_script(finetune_optimized, *SMALL, "--opponent", name)
     assert (outcome.code, outcome.err) == (2, f"error: {said}\n")
 

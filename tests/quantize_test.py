@@ -13,15 +13,10 @@ from harness.cli.command_line import UserError
 from harness.model import architecture, loading
 from harness.model.adapters import merged_weights
 from harness.profiling.kernel_facts import MODEL_KERNELS
-from next_steps.patches import quantize
+from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.quantize import (
-    NF4Linear,
-    children_of,
-    draw_quantized,
-    load_quantized,
-    quantize_model,
-)
+from next_steps.patches.patched_model import draw_quantized, load_quantized
+from next_steps.patches.quantize import NF4Linear, children_of, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
 from tests.small_workloads import largest_error, tiny_batch, tiny_workload, uneven_norms
@@ -194,12 +189,13 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
     if pretrained:
         loading.load_model(workload).save_pretrained(tmp_path)
         workload = tiny_workload("--model", str(tmp_path))
-        monkeypatch.setattr(quantize, "DEVICE", "meta")
+        monkeypatch.setattr(patched_model, "DEVICE", "meta")
     counts, models = [], []
-    make, quantize_layer = quantize.build_model, quantize.quantize_layer
-    load = quantize.load_weights
-    monkeypatch.setattr(quantize, "build_model", lambda *a: models.append(make(*a)) or models[-1])
-    monkeypatch.setattr(quantize, "load_weights", lambda *a: models.append(load(*a)) or models[-1])
+    quantize_layer = patched_model.quantize_layer
+    for name in ("build_model", "load_weights"):
+        make = getattr(patched_model, name)
+        remember = lambda *args, make=make: models.append(make(*args)) or models[-1]  # noqa: E731
+        monkeypatch.setattr(patched_model, name, remember)
 
     def on_gpu(layer: torch.nn.Module) -> bool:
         return any(p.is_meta == pretrained and p.ndim > 1 for p in layer.parameters())
@@ -208,7 +204,7 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
         counts.append([on_gpu(each) for each in models[0].model.layers].count(True))
         quantize_layer(layer)
 
-    monkeypatch.setattr(quantize, "quantize_layer", count)
+    monkeypatch.setattr(patched_model, "quantize_layer", count)
     load_quantized(workload)
     assert counts == [1, 1]
 

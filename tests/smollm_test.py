@@ -20,7 +20,7 @@ from harness.cli.workload import Workload, finetune_parser
 from harness.data import dataset
 from harness.model import config_file, loading, patching
 from next_steps.layers import fp8_layer
-from next_steps.patches import apply_kernels, fp8_model, lora
+from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
 from tests.small_workloads import loss_and_gradients
 
@@ -180,7 +180,7 @@ LORA = ["--lora-rank", "16", "--lr", "1e-3"]
 @pytest.mark.exhaustive
 def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, english):
     workload = workload_of(flags(smollm, english, 16, "--steps", "1", *LORA))
-    model = lora.load(workload)
+    model = patched_model.load(workload)
     torch.manual_seed(1)
     for name, p in model.named_parameters():
         if "lora_B" in name:  # at 0 the gradients of A are 0 too
@@ -197,7 +197,7 @@ def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, en
 
     eager = loss_and_gradients(model)
     found = loss_and_gradients(apply_kernels.apply_kernels(model))
-    exact = lora.load(workload)
+    exact = patched_model.load(workload)
     exact.load_state_dict(state)
     ref64 = loss_and_gradients(in_float64(exact))
     assert len(found) == 1 + 30 * 7 * 2  # the loss; 30 layers of 7 projections

@@ -24,7 +24,7 @@ from harness.cli.workload import Workload
 from harness.model import architecture, loading
 from harness.records import run_records
 from next_steps.finetuning import unsloth_model
-from next_steps.patches import lora
+from next_steps.patches import patched_model
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 
@@ -194,7 +194,7 @@ def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_
     plain, saved = (loading.load_model(small_workload()) for _ in range(2))
     before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
     assert not torch.allclose(before, after, atol=1e-3)
-    ours = lora.load(small_workload("--adapter", first))
+    ours = patched_model.load(small_workload("--adapter", first))
     theirs = unsloth_model.load(small_workload("--adapter", first))
     torch.testing.assert_close(logits(ours), after)
     torch.testing.assert_close(logits(theirs), after)

@@ -62,7 +62,7 @@ from next_steps.memory.memory_ledger import (
     Ledger,
     stage_in_words,
 )
-from next_steps.patches import apply_kernels, offload, patch, quantize
+from next_steps.patches import apply_kernels, offload, patched_model, quantize
 
 # after the kernels, which decide how triton (imported by transformers) will run
 from transformers import LlamaConfig  # isort: skip
@@ -162,7 +162,7 @@ def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = No
             model.config._attn_implementation = "sdpa"  # the other fused ones keep the same
         shape = workload.batch_size, workload.seq_len
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
-        patch.patch(model, workload)
+        patched_model.patch(model, workload)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, kernels)
         ledger.follow(model, optimizer)
@@ -178,6 +178,15 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
     """For `load_config`: two steps with these kernels, which raise what the kernels refuse."""
     small = Workload(dtype="fp32", seq_len=2, kernels=tuple(kernels))
     return functools.partial(run_step, workload=small)
+
+
+def try_kernels(workload: Workload) -> None:
+    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded.
+
+    Raises:
+        UserError: what `load_config` refuses, or what the kernels refuse.
+    """
+    config_file.load_config(workload, step_tryer(workload.kernels))
 
 
 # ---------------------------------------------------------------- the estimate

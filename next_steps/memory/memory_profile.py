@@ -48,7 +48,7 @@ from harness.data import dataset
 from harness.model.adapters import counts
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory.memory_estimate import step_tryer
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.memory.memory_ledger import (
     BATCH,
     KEPT,
@@ -62,10 +62,9 @@ from next_steps.memory.memory_ledger import (
     name_of,
 )
 from next_steps.memory.memory_tables import plot, render
-from next_steps.patches import lora
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
-from next_steps.patches.patch import patch
+from next_steps.patches.patched_model import load_patched
 
 TOP = 6  # groups of tensors
 # of the timeline: in all layers of a phase, and in each other stage of the step
@@ -163,7 +162,8 @@ def cublas_workspaces() -> int:
 def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, look at the memory of the last one; returns the record."""
     kernels, warmup = workload.kernels, workload.warmup
-    model = patch(lora.load(workload, step_tryer(kernels)), workload)
+    try_kernels(workload)
+    model = load_patched(workload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
