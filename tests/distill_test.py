@@ -3,6 +3,7 @@
 The loss and its gradients are held against F.kl_div, which no code here shares.
 """
 
+import functools
 import json
 import os
 import types
@@ -20,7 +21,6 @@ from harness.cli.workload import DEFAULT_MODEL, Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
-from harness.records import run_records
 from harness.steps import stepping, timing
 from harness.training import training_run
 from next_steps import finetune_options
@@ -47,6 +47,7 @@ ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that g
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
+TEACHER = ["--teacher", "tiny"]
 
 
 def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
@@ -205,33 +206,24 @@ def small_model(monkeypatch):
 
 
 @pytest.fixture
-def distilled(run_script, tmp_path, small_model):
-    """distilled(*flags) -> (record, what was printed) of a run with --teacher tiny, unless told."""
-
-    def run(*flags: str) -> tuple[dict, str]:
-        path = tmp_path / "run.json"
-        flags = ["--teacher", "tiny", *SMALL, *flags, "--json", str(path)]
-        outcome = run_script(finetune_optimized, *flags)
-        assert outcome.code == 0, outcome.err
-        return run_records.read_record(str(path), "finetune"), outcome.out
-
-    return run
+def distilled(recorded, small_model):
+    """distilled(*flags): the record of a run with --teacher tiny, unless told."""
+    return functools.partial(recorded, finetune_optimized, *TEACHER, *SMALL)
 
 
 @pytest.fixture
-def trained_teacher(run_script, tmp_path, small_model) -> str:
+def trained_teacher(recorded, tmp_path, small_model) -> str:
     """The directory of a teacher that has learned something."""
     folder = str(tmp_path / "teacher")
     flags = ["--model", "tiny", "--dtype", "fp32", "--batch-size", "8", "--seq-len", "32"]
     flags += ["--steps", "60"]
-    outcome = run_script(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
-    assert outcome.code == 0, outcome.err
+    recorded(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
     return folder
 
 
 @pytest.mark.exhaustive
 def test_a_run_says_who_taught_whom(distilled):
-    record, printed = distilled("--temperature", "2", "--student-layers", "2")
+    record = distilled("--temperature", "2", "--student-layers", "2")
     expected = {
         "title": "Distillation",
         "model": "tiny",
@@ -244,6 +236,7 @@ def test_a_run_says_who_taught_whom(distilled):
     assert {key: record[key] for key in expected} == expected
     n = architecture.parameter_count(architecture.tiny_config())
     assert record["teacher_parameters"] == n > record["parameters"]
+    printed = record["printed"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
     assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
     first, last = record["losses"]
@@ -319,7 +312,7 @@ def test_without_a_teacher_the_model_is_the_default(workload_of):
 @pytest.mark.exhaustive
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
     flags = ["--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER]
-    record, _ = distilled("--teacher", trained_teacher, *flags)
+    record = distilled("--teacher", trained_teacher, *flags)
     losses = record["losses"]
     assert record["data"] == "stdlib" and record["teacher_weights"] == "pretrained weights"
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
@@ -328,8 +321,8 @@ def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, train
 
 @pytest.mark.exhaustive
 def test_all_kernels_train_the_same_student(distilled):
-    eager, _ = distilled(*EAGER)
-    fused, _ = distilled("--kernels", "all")
+    eager = distilled(*EAGER)
+    fused = distilled("--kernels", "all")
     assert eager["kernels"] == []
     assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*LOSS_KERNELS}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
@@ -339,17 +332,15 @@ def test_all_kernels_train_the_same_student(distilled):
 
 @pytest.mark.exhaustive
 def test_stochastic_rounding_is_said(distilled):
-    record, _ = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
+    record = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
     assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
 
 
-def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path):
-    folder, path = tmp_path / "student", tmp_path / "again.json"
-    record, _ = distilled(*EAGER, "--student-layers", "2", "--save", str(folder))
+def test_the_saved_student_is_an_ordinary_model(distilled, recorded, tmp_path):
+    folder = tmp_path / "student"
+    record = distilled(*EAGER, "--student-layers", "2", "--save", str(folder))
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
-    outcome = run_script(finetune_baseline, *SMALL, "--model", str(folder), "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    again = run_records.read_record(str(path), "finetune")
+    again = recorded(finetune_baseline, *SMALL, "--model", str(folder))
     after = record["validation_loss_after"]
     assert again["validation_loss_before"] == pytest.approx(after, rel=1e-5)
     assert again["parameters"] == record["parameters"] and "teacher" not in again
@@ -357,7 +348,7 @@ def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path)
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
     monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
-    record, _ = distilled("--dtype", "bf16", *EAGER)
+    record = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
     flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
@@ -365,8 +356,8 @@ def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
     assert record["model_flops_utilization"] == pytest.approx(expected)
 
 
-def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tmp_path):
-    tiny, _ = distilled(*EAGER)
+def test_runs_with_different_teachers_are_not_compared(distilled):
+    tiny = distilled(*EAGER)
     first = tiny | {"teacher": "other"}  # whose weights may be random or not; those of tiny are
     for change in (
         {"temperature": 2.0},
@@ -400,7 +391,6 @@ def refused(run_script, monkeypatch):
     return run
 
 
-TEACHER = ["--teacher", "tiny"]
 ON_LABELS = "trains on labels, --teacher does not: leave one of the two out"
 SAME = "name two models with the same"
 REFUSED = {
@@ -513,7 +503,7 @@ def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
 def test_captured_steps_are_the_same_steps(distilled, dtype):
     flags = ["--dtype", dtype, "--batch-size", "2", "--seq-len", "64", "--steps", "6"]
     flags += ["--kernels", "all"]
-    plain, captured = (distilled(*flags, *more)[0]["losses"] for more in ([], ["--cuda-graph"]))
+    plain, captured = (distilled(*flags, *more)["losses"] for more in ([], ["--cuda-graph"]))
     assert plain[5] != plain[2], "this comparison cannot fail"
     assert captured == pytest.approx(plain, rel=1e-4 if dtype == "fp32" else 2e-2)
 

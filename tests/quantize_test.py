@@ -1,6 +1,4 @@
-"""A model whose projections are in NF4: the same wherever its weights come from, with adapters of
-peft around it and kernels in it.
-"""
+"""A model whose projections are in NF4, whether loaded, adapted, recomputed or sharded."""
 
 import copy
 
@@ -23,6 +21,11 @@ from tests.small_workloads import largest_error, tiny_batch, tiny_workload, unev
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def assert_same_step(model: torch.nn.Module, expected: dict, allowed: float) -> None:
+    error, name = largest_error(loss_and_gradients(model), expected)
+    assert error < allowed, name
 
 
 def make_linear(dtype=torch.float32, out_features=24, in_features=64) -> torch.nn.Linear:
@@ -128,8 +131,7 @@ def test_one_graph_under_torch_compile():
     found, expected = (
         (y.detach(), *torch.autograd.grad(y, x, dy)) for y in (compiled(x), layer(2 * x))
     )
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, expected)
 
 
 # ---- A model -----------------------------------------------------------------------------------
@@ -145,9 +147,10 @@ def test_projections_are_quantized_and_nothing_else():
     assert kinds["lm_head"] is torch.nn.Linear
     for name, weight in model.named_parameters():
         assert torch.equal(weight, plain.get_parameter(name))
-    assert {name.rpartition(".")[0] for name, _ in plain.named_parameters()} - set(quantized) == {
-        name.rpartition(".")[0] for name, _ in model.named_parameters()
-    }
+    of_plain, of_model = (
+        {name.rpartition(".")[0] for name, _ in each.named_parameters()} for each in (plain, model)
+    )
+    assert of_plain - set(quantized) == of_model
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -268,8 +271,7 @@ def test_adapters_train_as_around_the_dense_weight():
         weight = linear.dequantized()
         setattr(parent, name, torch.nn.Linear(*weight.T.shape, bias=False, device="meta"))
         getattr(parent, name).weight = torch.nn.Parameter(weight, requires_grad=False)
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-6, name
+    assert_same_step(model, expected, 1e-6)
 
 
 def test_merged_it_is_an_ordinary_model():
@@ -287,16 +289,13 @@ def test_kernels_change_no_number():
     expected = loss_and_gradients(with_adapters(make_model()))
     model = apply_kernels(with_adapters(make_model()), MODEL_KERNELS)
     assert "TritonRMSNorm" in {type(module).__name__ for module in model.modules()}
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-5, name
+    assert_same_step(model, expected, 1e-5)
 
 
 @pytest.mark.parametrize("level", ["norm", "mlp", "layer"])
 def test_recomputed_it_gives_the_same_numbers(level):
     expected = loss_and_gradients(with_adapters(make_model()))
-    model = set_recompute(with_adapters(make_model()), level)
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-6, name
+    assert_same_step(set_recompute(with_adapters(make_model()), level), expected, 1e-6)
 
 
 # ---- In two processes --------------------------------------------------------------------------

@@ -12,9 +12,8 @@ This is the mean reverse KL of reverse_kl_kernel.py.  It is 0 where both agree. 
 positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
 count.  The validation loss stays the usual loss on labels.
 
-The teacher computes no gradient and keeps no activations.  So the memory holds its weights and,
-once, its logits (B, T, V).  The student's logits exist once, beside their gradient.  The kernels go
-into both models.
+The teacher computes no gradient and keeps no activations, so the memory holds its weights and once
+its logits (B, T, V).  The kernels go into both models.
 """
 
 import types

@@ -1,12 +1,12 @@
 """What others offer for the same training: `finetune_optimized.py --opponent NAME`.
 
-Each opponent is a row of RECIPES: how its model is made, and whether torch.compile takes all of it.
-All of them have PyTorch's fused AdamW and the loop of our own runs.
+RECIPES says how each opponent's model is made.  All of them have PyTorch's fused AdamW and the loop
+of our own runs.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -96,22 +96,18 @@ def compiled(model: torch.nn.Module, mode: str) -> Callable:
     return begin_step
 
 
-@dataclass(frozen=True)
-class Recipe:
-    load: Callable[[Workload], torch.nn.Module] = patched_model.load
-    compile_mode: str | None = None  # of torch.compile; None: it is not compiled
-
-
-RECIPES = {  # by the words of --opponent
-    "fused-adamw": Recipe(),
-    "rms-norm": Recipe(load=with_rms_norm),
-    "compile": Recipe(compile_mode="default"),
-    "compile-reduce-overhead": Recipe(compile_mode="reduce-overhead"),
-    "liger": Recipe(load=with_liger),
-    "unsloth": Recipe(load=unsloth_model.load),
-    "torchao-tensorwise": Recipe(load=functools.partial(with_float8, "tensorwise")),
-    "torchao-rowwise": Recipe(load=functools.partial(with_float8, "rowwise")),
+RECIPES = {  # by the words of --opponent: what makes the model
+    "fused-adamw": patched_model.load,
+    "rms-norm": with_rms_norm,
+    "compile": patched_model.load,
+    "compile-reduce-overhead": patched_model.load,
+    "liger": with_liger,
+    "unsloth": unsloth_model.load,
+    "torchao-tensorwise": functools.partial(with_float8, "tensorwise"),
+    "torchao-rowwise": functools.partial(with_float8, "rowwise"),
 }
+# of torch.compile, which takes these models whole
+COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhead"}
 
 
 def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
@@ -120,12 +116,12 @@ def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.
     Raises:
         UserError: the opponent is not installed.
     """
-    recipe, capturable = RECIPES[workload.opponent], workload.cuda_graph
-    model = recipe.load(workload)
+    name, graph = workload.opponent, workload.cuda_graph
+    model = RECIPES[name](workload)
     called = parallel.wrap(model, workload)
-    if recipe.compile_mode:
-        called = compiled(model, recipe.compile_mode)
-    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=capturable)
+    if name in COMPILE_MODES:
+        called = compiled(model, COMPILE_MODES[name])
+    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=graph)
     return model, called, optimizer
 
 

@@ -157,12 +157,12 @@ def make_optimizer(
 
 
 def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
-    """Return the kernel's module for a LlamaRMSNorm, or the norm where somebody changed it."""
+    """Return the kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
     return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
 
 
 def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
-    """Return the kernel's module for a LlamaMLP, or the MLP where it or its activation changed."""
+    """Return the kernel's module for a LlamaMLP; the MLP where it or its activation changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
 
@@ -180,9 +180,9 @@ def has_kernel(model: torch.nn.Module, name: str) -> bool:
 def change_class(model: torch.nn.Module, cls: type) -> None:
     """Give every module that is exactly of `cls`'s base class the class `cls`.
 
-    Nothing happens if somebody replaced the base class's forward.  The module gets no forward among
-    its attributes: it would be bound to that module, also in the copies that
-    torch.nn.DataParallel makes, and transformers.Trainer with it where it sees several GPUs.
+    Nothing happens if somebody replaced the base class's forward.  A forward among the module's
+    attributes would stay bound to that module in the copies that torch.nn.DataParallel makes, and
+    transformers.Trainer with it where it sees several GPUs.
     """
     (base,) = cls.__bases__
     if not is_as_written(base):
@@ -200,10 +200,7 @@ def is_rotary_as_written() -> bool:
 
 
 def is_plain_head(head: torch.nn.Module) -> bool:
-    """Return True if the head is no more than x @ weight.t().
-
-    The head is called, so fully_shard may have made it a unit.
-    """
+    """Return True if a call of the head is x @ weight.t(), also as a unit of fully_shard."""
     return class_of(head) in HEAD and head.bias is None and is_untouched(head)
 
 

@@ -10,23 +10,23 @@ their own.
     stream        out 1     out 2     out 3          stream  in 3    in 2      in 1
 
 autograd asks for each tensor that it wants to keep (torch.autograd.graph.saved_tensors_hooks), and
-gets a `Note`: which copy, and how the tensor lay in its storage.  Whole storages are copied, each
-once.  The first tensor of a layer that the backward asks for brings all of its layer, and starts
+gets a function that brings it back from a copy of its storage.  Each storage is copied once, as a
+whole.  The first tensor of a layer that the backward asks for brings all of its layer, and starts
 the copies of the layer before.
 
-Copies of a layer take n_bytes / (rate of the host's link).  The layer's forward must last that
-long, or the GPU waits: at the end of each layer it waits for the copies of the layer before, so
-that never more than two layers' tensors are on the GPU.  64 MiB of layer input (8,192 tokens of
-4,096 bf16 numbers) take 1.3 ms at 50 GB/s, the 736 MiB of level mlp 15 ms.
+The layer's forward must last as long as its copies, or the GPU waits: at the end of each layer it
+waits for the copies of the layer before, so that never more than two layers' tensors are on the
+GPU.  docs/recompute.md has the numbers.
 
 The host's memory is pinned, or a copy would need the processor.  PyTorch rounds such blocks up to
-powers of two and keeps them for the next step.
-
-Parameters, what all layers share (the rotary embedding's angles), and small tensors stay.
+powers of two and keeps them for the next step.  Parameters, what all layers share (the rotary
+embedding's angles), and small tensors stay.
 """
 
+import functools
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -86,11 +86,7 @@ class Offloader:
         self.layer: Layer | None = None  # the last one that ran
 
     def take(self, n_bytes: int) -> torch.Tensor:
-        """Return pinned memory.
-
-        Raises:
-            HostMemoryError: the host has less.
-        """
+        """Return pinned memory, or raise HostMemoryError if the host has less."""
         n_bytes_rounded = 1 << (n_bytes - 1).bit_length()
         self.n_bytes += n_bytes_rounded
         self.most_bytes = max(self.most_bytes, self.n_bytes)
@@ -145,7 +141,7 @@ class Layer:
         self.leaving: list[torch.Tensor] = []
         self.is_fetched = False
 
-    def pack(self, t: torch.Tensor) -> "torch.Tensor | Note":
+    def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         storage = t.untyped_storage()
         if storage._cdata in self.stay or storage.nbytes() < SMALL:
             return t
@@ -156,7 +152,8 @@ class Layer:
             copy = Copy(self, storage)
             self.copies[key] = weakref.ref(copy)
         copy.users += 1
-        return Note(copy, t)
+        geometry = t.storage_offset(), t.size(), t.stride()
+        return functools.partial(copy.tensor, t.dtype, *geometry)
 
     def fetch(self) -> None:
         """Start the way back of all that somebody may still ask for, the last copy first."""
@@ -201,14 +198,7 @@ class Copy:
             self.there = None
         return there
 
-
-class Note:
-    """What autograd holds in the place of a tensor."""
-
-    def __init__(self, copy: Copy, t: torch.Tensor):
-        self.copy, self.dtype = copy, t.dtype
-        self.geometry = t.storage_offset(), t.size(), t.stride()
-
-    def unpack(self) -> torch.Tensor:
-        storage = self.copy.use().untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.geometry)
+    def tensor(self, dtype: torch.dtype, *geometry) -> torch.Tensor:
+        """Return a tensor on the GPU that lies in the storage as the packed one did."""
+        storage = self.use().untyped_storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)

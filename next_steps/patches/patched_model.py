@@ -11,8 +11,7 @@ have one layer at a time in the model's own dtype, and quantizes it before the n
     pretrained    the host's memory reads all weights
     drawn         each layer is drawn where it stays, with the numbers that `load_model` draws
 
-Nothing here tries the kernels on a config.json before loading: `memory_estimate.try_kernels` does.
-What LoRA and QLoRA are for, and what they cost: docs/lora.md.
+`memory_estimate.try_kernels` refuses a config.json that the kernels cannot take, before loading.
 """
 
 import torch
@@ -35,11 +34,7 @@ from transformers import LlamaConfig  # isort: skip
 
 
 def load_patched(workload: Workload) -> torch.nn.Module:
-    """Return the workload's model with all that the workload asks for.
-
-    Raises:
-        UserError: what `load` and `patch` refuse.
-    """
+    """Return the workload's model, or raise the UserError of `load` or `patch`."""
     return patch(load(workload), workload)
 
 

@@ -16,32 +16,24 @@ keep its input, whoever made it.  So autograd is asked to keep something else:
     y = norm(x)                 made by `Recomputed`, which keeps x and forgets y
     linear(y)                   autograd keeps y: the hook `pack` recognizes y and returns a
                                 placeholder that names its producer
-    backward of linear          `unpack` reads the placeholder and computes y again, once for q, k
-                                and v
+    backward of linear          `unpack` calls the placeholder, which computes y again, once for q,
+                                k and v
     backward of `Recomputed`    uses the graph that was made with y, and forgets both
 
 These hooks are torch.autograd.graph.saved_tensors_hooks, and need no copy of Hugging Face's layer.
 A tensor is recognized by a weak reference to its storage: another tensor may soon have the same
 address.
 
-`layer` is torch.utils.checkpoint around the whole layer.  It keeps the layer's input and, for long
-sequences, attention's output.  Is the output worth its memory?  Per token, attention's forward
-takes 2 T H FLOPs and its output is H numbers: each that is kept saves 2 T FLOPs.  All that mlp
-keeps beyond the layer's input saves the 2 P FLOPs of the products with a layer's P weights: in
-LLaMA 3.1 8B 43,008 numbers save 436 MFLOP, 10,142 each.  So from T = 5,072 on a number of
-attention's output saves more than a number that mlp keeps, and it is kept: `attention_pays`.
-
-What a layer keeps can also wait in the host's memory, at any level: offload.py.
-
-Dropout in a layer draws the same masks both times.  With dropout `layer` cannot be recorded as a
-CUDA graph.
+`layer` is torch.utils.checkpoint around the whole layer.  It keeps the layer's input and, where
+`attention_pays`, attention's output.  Dropout in a layer draws the same masks both times, and with
+it `layer` cannot be recorded as a CUDA graph.  docs/recompute.md counts what each level keeps and
+computes.
 
 Limits: no torch.compile, no second derivative of what is computed again.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -66,7 +58,7 @@ NONE, NORM, MLP, LAYER = RECOMPUTE
 
 
 class Instead(functools.partial):
-    """A forward that this file has put into a module, in the place of the class's."""
+    """A forward that this file put into a module, in the place of the class's."""
 
 
 def set_recompute(
@@ -143,19 +135,13 @@ def again(ctx) -> tuple[list[torch.Tensor], torch.Tensor]:
     return ctx.made
 
 
-@dataclass(frozen=True)
-class Result:
-    """What autograd holds in the place of a `Recomputed`'s result, or of a view of it."""
-
-    maker: object  # its node in the graph
-    geometry: tuple  # size, stride, storage_offset
-
-    def unpack(self) -> torch.Tensor:
-        return again(self.maker)[1].detach().as_strided(*self.geometry)
+def result_of(maker, *geometry) -> torch.Tensor:
+    """Return the result of a `Recomputed`, or a view of it, from its node in the graph."""
+    return again(maker)[1].detach().as_strided(*geometry)
 
 
-def unpack(packed) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+def unpack(packed: torch.Tensor | Callable) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed()
 
 
 class Notes:
@@ -180,10 +166,10 @@ class Notes:
             self.makers[storage] = result._version, result.grad_fn
         return result
 
-    def pack(self, t: torch.Tensor):
+    def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         version, maker = self.makers.get(StorageWeakRef(t.untyped_storage()), (None, None))
         if version == t._version:
-            return Result(maker, (t.size(), t.stride(), t.storage_offset()))
+            return functools.partial(result_of, maker, t.size(), t.stride(), t.storage_offset())
         return self.offloader.layer.pack(t) if self.offloader else t
 
     def around(
@@ -220,7 +206,12 @@ def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.
 
 
 def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
-    """Return True if a number of attention's output saves more FLOPs than one that mlp keeps."""
+    """Return True if a number of attention's output saves more FLOPs than one that mlp keeps.
+
+    Per token, attention's forward takes 2 T H FLOPs and its output is H numbers, so each that is
+    kept saves 2 T.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products
+    with a layer's P weights.  In LLaMA 3.1 8B attention pays from T = 5,072 on.
+    """
     heads = config.num_attention_heads * config.head_dim
     projected = heads + 2 * config.num_key_value_heads * config.head_dim  # q, k, v
     weights = config.hidden_size * (projected + heads + 3 * config.intermediate_size)
