@@ -67,7 +67,7 @@ import triton
 import triton.language as tl
 
 with contextlib.suppress(ModuleNotFoundError):  # beside this file; else a CPU truncates bf16
-    import harness.interpreter_rounding  # noqa: F401
+    import kernel_support  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # are the kernels run on the CPU, by the interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -51,27 +51,21 @@ row in its registers.  Above H = 16,384 (8,192 in fp32) the backward runs out of
 correct, but slower.
 """
 
-import contextlib
-import functools
-import math
-import os
-
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# No GPU: run the kernels on the CPU, slowly; must precede `import triton`.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernel_support import (
+    FLOATS,
+    FP32,
+    as_rows,
+    check_tensors,
+    n_multiprocessors,
+    on_device_of,
+    operator,
+    refuse_second_derivative,
+    tl,
+    triton,
+)
 
-import triton
-import triton.language as tl
-
-# Beside this file; without it bf16 is truncated on a CPU.
-with contextlib.suppress(ModuleNotFoundError):
-    import harness.interpreter_rounding  # noqa: F401
-
-INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HIDDEN_SIZE = 32_768
 MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer, however many rows there are
 
@@ -229,49 +223,78 @@ def _rmsnorm_dw_kernel(
 
 
 # ---- Launchers -------------------------------------------------------------------------------
-#
-# On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
-# So a launcher does without what takes microseconds where nothing depends on it: a view of what is
-# contiguous, an empty tensor by its shape and not by another tensor, the properties of the GPU
-# looked up anew, a change to the device that is the current one.
 
 
+def _check(x: torch.Tensor, weight: torch.Tensor | None, dy=None, rstd=None) -> int:
+    """Refuse what the kernels cannot compute; return the number of rows."""
+    lengths = check_tensors(
+        ("x", x, FLOATS, ("...", "H")),
+        ("weight?", weight, FLOATS, ("H",)),
+        ("dy?", dy, FLOATS, ("...", "H")),
+        ("rstd?", rstd, FP32, ("n_rows",)),
+    )
+    if not 1 <= lengths["H"] <= MAX_HIDDEN_SIZE:
+        allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
+    return lengths["n_rows"]
+
+
+def _forward_results(x, weight, eps):
+    """The forward's results, not yet written."""
+    n_rows = _check(x, weight)
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # (..., H)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
+    return y, rstd
+
+
+@operator(
+    "tutorial::rmsnorm_forward",
+    "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
+    _forward_results,
+)
 def rmsnorm_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
 
-    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
+    weight (H,) may be None.
+
+    Raises:
+        TypeError, ValueError: the kernels cannot take a tensor.
     """
-    launch = _forward_operator if torch.compiler.is_compiling() else _launch_forward
-    return launch(x, weight, eps)
-
-
-def _launch_forward(x, weight, eps):
-    _check(x, weight)
-    rows, row_stride = _as_rows(x)
-    H = x.shape[-1]
-    n_rows = x.numel() // H
-    y, rstd = _y_and_rstd(x, weight, n_rows)
-    weight = None if weight is None else weight.contiguous()
+    y, rstd = _forward_results(x, weight, eps)
+    rows, row_stride = as_rows(x)
+    n_rows, H = rstd.numel(), x.shape[-1]
     if n_rows > 0:
-        with _on_device_of(x):
+        with on_device_of(x):
             _rmsnorm_fwd_kernel[(n_rows,)](
                 rows, row_stride,
-                weight,
+                None if weight is None else weight.contiguous(),
                 y, H,
                 rstd,
                 H,
                 eps,
                 **_options(H),
-                # one instruction for a * b + c: Triton 3.10 no longer does so unless it is told
+                # One instruction for a * b + c.  From Triton 3.10 on a launch has to ask for it.
                 enable_fp_fusion=True,
             )  # fmt: skip
     return y, rstd
 
 
+def _backward_results(dy, x, weight, rstd, need_dweight=True):
+    """The backward's results, not yet written."""
+    _check(x, weight, dy, rstd)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)  # (..., H)
+    return dx, torch.empty_like(weight) if need_dweight and weight is not None else None
+
+
+@operator(
+    "tutorial::rmsnorm_backward",
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight=True) -> Tensor[]",
+    _backward_results,
+    present=lambda dy, x, weight, rstd, need=True: (True, need and weight is not None),
+)
 def rmsnorm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -281,41 +304,31 @@ def rmsnorm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed.
 
-    Raises TypeError or ValueError for what the kernels cannot take; weight (H,) may be None.
+    weight (H,) may be None.
+
+    Raises:
+        TypeError, ValueError: the kernels cannot take a tensor.
     """
-    if torch.compiler.is_compiling():
-        dx, *dweight = _backward_operator(dy, x, weight, rstd, need_dweight)
-        return dx, dweight[0] if dweight else None
-    return _launch_backward(dy, x, weight, rstd, need_dweight)
-
-
-def _launch_backward(dy, x, weight, rstd, need_dweight):
-    _check(x, weight, dy)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)  # (..., H)
-    dy_rows, dy_row_stride = _as_rows(dy)
-    x_rows, x_row_stride = _as_rows(x)
-    H = x.shape[-1]
-    n_rows = x.numel() // H
-    _check_rstd(rstd, n_rows, x.device)
-    rstd = rstd.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    need_dweight = need_dweight and weight is not None
+    dx, dweight = _backward_results(dy, x, weight, rstd, need_dweight)
+    n_rows, H = rstd.numel(), x.shape[-1]
     if n_rows == 0:
-        return dx, torch.zeros_like(weight) if need_dweight else None
-
+        return dx, None if dweight is None else dweight.zero_()
+    dy_rows, dy_row_stride = as_rows(dy)
+    x_rows, x_row_stride = as_rows(x)
     n_programs, stages = _backward_options(H, H * (dy.element_size() + x.element_size()), x.device)
     n_programs = min(n_rows, n_programs)
     options = _options(H)
     if weight is None and H > 2048:  # with fewer warps sm_103 spills 2 to 6 registers; not tuned
         options["num_warps"] = 8 if H <= 4096 else 16
-    dw_partial = x.new_empty((n_programs, H), dtype=torch.float32) if need_dweight else None
-    dweight = torch.empty_like(weight) if need_dweight else None  # (H,)
-    with _on_device_of(x):
+    dw_partial = None  # (n_programs, H) fp32
+    if dweight is not None:
+        dw_partial = x.new_empty((n_programs, H), dtype=torch.float32)
+    with on_device_of(x):
         _rmsnorm_bwd_kernel[(n_programs,)](
             dy_rows, dy_row_stride,
             x_rows, x_row_stride,
-            weight,
-            rstd,
+            None if weight is None else weight.contiguous(),
+            rstd.contiguous(),
             dx, H,
             dw_partial,
             n_rows,
@@ -324,7 +337,7 @@ def _launch_backward(dy, x, weight, rstd, need_dweight):
             **options,
             enable_fp_fusion=True,
         )  # fmt: skip
-        if need_dweight:
+        if dweight is not None:
             # On an H200 at H = 4096: 7.4 us; with 64 x 32: 11.6 us.
             block = {"BLOCK_ROWS": 64, "BLOCK_COLS": 16}
             _rmsnorm_dw_kernel[((H + 15) // 16,)](
@@ -347,136 +360,10 @@ def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int
     if device.type != "cuda":
         return 4, 1  # few enough to make the programs loop on a CPU too
     per_processor = 4 if H <= 2048 else 2 if H <= 4096 else 1
-    n_programs = per_processor * _n_processors(device)
+    n_programs = per_processor * n_multiprocessors(device)
     row_share = per_processor * row_bytes / 2**16
     stages = 1 if H > 8192 else 4 if 3 * row_share <= 1 else 3 if 2 * row_share <= 1 else 2
     return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
-
-
-@functools.cache
-def _n_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _y_and_rstd(x, weight, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward's results, not yet written."""
-    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # (..., H)
-    rstd = x.new_empty(n_rows, dtype=torch.float32)  # (n_rows,) fp32
-    return y, rstd
-
-
-def _as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where t (..., H) lies as rows with adjacent columns, and the stride between rows.
-
-    A contiguous t lies so; any other is viewed as (n_rows, H), copied only if no such view exists.
-    """
-    if t.is_contiguous():
-        return t, t.shape[-1]
-    rows = t.reshape(-1, t.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, rows.stride(0)
-
-
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
-
-
-# ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ----
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor | None = None) -> None:
-    for name, t in (("x", x), ("weight", weight), ("dy", dy)):
-        if t is None and name != "x":
-            continue
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            _refuse_wrapper(name, t)
-        if t.dtype not in FLOATS:
-            expected = "float16, bfloat16 or float32: convert it first."
-            raise TypeError(f"{name} is {t.dtype}, expected {expected}")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
-        if t.device != x.device:
-            expected = f"x's {x.device}: move it with .to(x.device)."
-            raise ValueError(f"{name} is on {t.device}, expected {expected}")
-    if not x.is_cuda and not (INTERPRETED and x.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"x is on {x.device}, expected {expected}")
-    if weight is None:
-        if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
-            allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected {allowed}")
-    elif weight.ndim != 1 or not 1 <= weight.shape[0] <= MAX_HIDDEN_SIZE:
-        allowed = f"(H,) with H from 1 to {MAX_HIDDEN_SIZE:,}"
-        advice = "use rmsnorm_reference for longer rows."
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {allowed}: {advice}")
-    elif x.ndim == 0 or x.shape[-1] != weight.shape[0]:
-        expected = f"(..., {weight.shape[0]}): fit the weight."
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
-    if dy is not None and dy.shape != x.shape:
-        expected = f"x's {tuple(x.shape)}: pass y's gradient."
-        raise ValueError(f"dy has shape {tuple(dy.shape)}, expected {expected}")
-
-
-def _check_rstd(rstd: torch.Tensor, n_rows: int, device: torch.device) -> None:
-    if type(rstd) is not torch.Tensor:
-        _refuse_wrapper("rstd", rstd)
-    if rstd.dtype != torch.float32 or rstd.device != device or rstd.shape != (n_rows,):
-        given = f"rstd has shape {tuple(rstd.shape)} and dtype {rstd.dtype}, on {rstd.device}"
-        expected = f"({n_rows},) and torch.float32, on {device}"
-        raise ValueError(f"{given}, expected {expected}: pass rmsnorm_forward's.")
-
-
-def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
-    if not isinstance(t, torch.Tensor):
-        given = f"{name} is a {type(t).__name__}"
-        raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
-
-
-# ---- What torch.compile is to see: not the kernels but two operators -------------------------
-#
-# It does not run this file, it traces it, and takes what it reads in a tensor for constant: a row's
-# stride would become a number in the compiled code.  Yet inside of a graph it lays out tensors as
-# it likes, with gaps between rows if that aligns them, and the kernel would walk through them with
-# the wrong stride.  An operator's body is not traced but called, with real tensors.  The compiler
-# is told which arguments it writes (none) and, by register_fake, what the results look like.
-
-_forward_operator = torch.library.custom_op(
-    "tutorial::rmsnorm_forward",
-    _launch_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
-)
-
-
-@_forward_operator.register_fake
-def _(x, weight, eps):
-    _check(x, weight)
-    return _y_and_rstd(x, weight, math.prod(x.shape[:-1]))
-
-
-@torch.library.custom_op(
-    "tutorial::rmsnorm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight) -> Tensor[]",
-)
-def _backward_operator(dy, x, weight, rstd, need_dweight):
-    # An operator has no results that may be None, but a list of them may be shorter.
-    return [t for t in _launch_backward(dy, x, weight, rstd, need_dweight) if t is not None]
-
-
-@_backward_operator.register_fake
-def _(dy, x, weight, rstd, need_dweight):
-    _check(x, weight, dy)
-    _check_rstd(rstd, math.prod(x.shape[:-1]), x.device)
-    dweight = [weight.new_empty(weight.shape)] if need_dweight and weight is not None else []
-    return [x.new_empty(x.shape), *dweight]
 
 
 # ---- For autograd, and as a module -----------------------------------------------------------
@@ -493,11 +380,7 @@ class TritonRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # True only under create_graph=True.  `once_differentiable` would let the second derivative
-        # vanish without a word where dy itself needs no gradient.
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for"
-            raise RuntimeError(f"TritonRMSNorm has no second derivative, {asked}.")
+        refuse_second_derivative("TritonRMSNorm")
         x, weight, rstd = ctx.saved_tensors
         need_dweight = ctx.needs_input_grad[1]
         dx, dweight = rmsnorm_backward(dy, x, weight, rstd, need_dweight)

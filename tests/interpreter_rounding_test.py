@@ -287,9 +287,9 @@ def test_users_bf16_weights_keep_their_norm_over_40_steps():
     ],
 )
 def test_every_kernel_file_brings_it(kernel):
-    module = "fused_layer" if kernel == "fused" else f"{kernel}_kernel"
-    module = module if kernel in ("rmsnorm", "cross_entropy") else f"next_steps.{module}"
-    code = f"import sys, {module}; print(int('harness.interpreter_rounding' in sys.modules))"
+    module = "lora_swiglu" if kernel == "fused" else f"{kernel}_kernel"
+    module = module if kernel in ("rmsnorm", "cross_entropy") else f"next_steps.lessons.{module}"
+    code = f"import sys, {module}; print(int('kernel_support' in sys.modules))"
     assert run(code) == [1]
 
 
@@ -298,25 +298,27 @@ def test_every_kernel_file_brings_it(kernel):
     Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"),
     reason="Triton 3.5 and 3.6 interpret no loop with NumPy 2.4, where nobody mends them",
 )
-def test_kernel_file_that_was_carried_away_runs_without_it(tmp_path):
-    (tmp_path / "cross_entropy_kernel.py").write_text(
-        (HERE / "cross_entropy_kernel.py").read_text()
-    )
+def test_kernel_file_that_was_carried_away_with_it_runs(tmp_path):
+    for name in ("cross_entropy_kernel.py", "kernel_support.py"):
+        (tmp_path / name).write_text((HERE / name).read_text())
     errors = run(LARGE_LOGITS, tmp_path, PYTHONPATH="")
     assert len(errors) == 2 and max(errors) < 1e-2
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "first", ["harness.interpreter_rounding", "harness.cli.device", "rmsnorm_kernel"]
+    "first", ["kernel_support", "harness.cli.device", "rmsnorm_kernel", "triton"]
 )
 def test_import_order_does_not_matter(first):
     code = f"""
-import {first}, rmsnorm_kernel
-from harness import interpreter_rounding
+import {first}, torch, rmsnorm_kernel
+import kernel_support
 from triton.runtime.interpreter import InterpreterBuilder
-patched = InterpreterBuilder.cast_impl is interpreter_rounding.cast_impl
-print(int(rmsnorm_kernel.INTERPRETED), int(patched))
+patched = InterpreterBuilder.cast_impl is kernel_support.cast_impl
+x = torch.arange(8.0).view(2, 4)
+y, _ = rmsnorm_kernel.rmsnorm_forward(x, None, 0.0)  # tl.sum was compiled where triton came first
+right = torch.allclose(y, rmsnorm_kernel.rmsnorm_reference(x, None, 0.0))
+print(int(kernel_support.INTERPRETED), int(patched and right))
 """
     assert run(code) == [1, 1]
 
@@ -332,6 +334,6 @@ def test_nothing_is_changed_where_kernels_are_compiled():
 def test_tests_run_with_it():
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from harness import interpreter_rounding
+    import kernel_support
 
-    assert InterpreterBuilder.create_fma is interpreter_rounding.create_fma
+    assert InterpreterBuilder.create_fma is kernel_support.create_fma

@@ -233,10 +233,7 @@ def test_frozen_weight_gets_no_gradient_and_no_buffer(leaves):
         norm(x, weight).backward(dy)
     assert shapes == [(9, 64), (9,), (9, 64)]  # y, rstd, dx; neither partial sums nor dw
     assert weight.grad is None and torch.equal(x.grad, dx)
-    assert (
-        rmsnorm_backward(dy, x, weight, rmsnorm_forward(x, weight, EPS)[1], need_dweight=False)[1]
-        is None
-    )
+    assert rmsnorm_backward(dy, x, weight, rmsnorm_forward(x, weight, EPS)[1], False)[1] is None
 
 
 def test_no_buffer_has_the_size_of_x_but_y_and_dx():
@@ -329,7 +326,7 @@ ONES = torch.ones(4, 64, device=DEVICE)
 
 def test_dy_of_another_shape_is_refused_with_a_sentence():
     rstd = rmsnorm_forward(ONES, ONES[0], EPS)[1]
-    with pytest.raises(ValueError, match=r"dy has shape \(3, 64\), expected x's \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"dy has shape \(3, 64\), expected \(4, 64\)"):
         rmsnorm_backward(ONES[:3], ONES, ONES[0], rstd)
 
 
@@ -338,9 +335,8 @@ def test_dy_of_another_shape_is_refused_with_a_sentence():
 )
 def test_rstd_of_another_shape_or_dtype_is_refused_with_a_sentence(change):
     rstd = rmsnorm_forward(ONES, ONES[0], EPS)[1]
-    with pytest.raises(
-        ValueError, match=r"rstd has shape .* expected \(4,\) and torch.float32, on"
-    ):
+    expected = r"rstd has shape .* expected \(4,\)|rstd is .* expected torch.float32"
+    with pytest.raises((TypeError, ValueError), match=expected):
         rmsnorm_backward(ONES, ONES, ONES[0], change(rstd))
 
 
@@ -387,5 +383,5 @@ def test_operators_promise_torch_compile_what_they_return(shape, affine, need_dw
     weight, dy = (weight, dy) if affine else (None, dy.half())
     x = x.transpose(0, -2).contiguous().transpose(0, -2)
     rstd = rmsnorm_forward(x, weight, EPS)[1]
-    torch.library.opcheck(rmsnorm_kernel._forward_operator, (x, weight, EPS))
-    torch.library.opcheck(rmsnorm_kernel._backward_operator, (dy, x, weight, rstd, need_dweight))
+    torch.library.opcheck(rmsnorm_forward.operator, (x, weight, EPS))
+    torch.library.opcheck(rmsnorm_backward.operator, (dy, x, weight, rstd, need_dweight))

@@ -10,15 +10,16 @@ HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel"}  # at the root: the playbook's
 LONGEST = 500  # lines of a module; lessons and tests are as long as they read well
 WIDEST = 100  # columns
-INTERPRETER = "harness.interpreter_rounding"  # a lesson goes without it where it is carried away to
+SUPPORT = "kernel_support"  # lies beside every lesson; a lesson is carried away with it
 
 # Arrows only go down: a floor, and what it may import.
 BELOW = {
-    "scripts": {"next_steps", "lessons", "harness", "tools"},
-    "tools": {"scripts", "tools", "next_steps", "lessons", "harness"},
-    "next_steps": {"next_steps", "lessons", "harness"},
-    "harness": {"harness"},
-    "lessons": set(),
+    "scripts": {"next_steps", "lessons", "harness", "tools", "support"},
+    "tools": {"scripts", "tools", "next_steps", "lessons", "harness", "support"},
+    "next_steps": {"next_steps", "lessons", "harness", "support"},
+    "harness": {"harness", "support"},
+    "lessons": {"support"},
+    "support": set(),
 }
 
 # Within a floor the same: each room may import those before it.  What lies in no room, the scripts
@@ -53,8 +54,8 @@ SOURCES = {name_of(file): file for file in tracked("*.py")}
 
 
 def floor_of(module: str) -> str:
-    if module in LESSONS:
-        return "lessons"
+    if module in LESSONS or module == SUPPORT:
+        return "support" if module == SUPPORT else "lessons"
     package = module.partition(".")[0]
     return package if package in ("harness", "next_steps", "tools", "tests") else "scripts"
 
@@ -86,8 +87,6 @@ def imports(module: str) -> set[str]:
 def test_arrows_only_go_down(module):
     floor = floor_of(module)
     for other in imports(module):
-        if IS_LESSON[module] and other == INTERPRETER:
-            continue
         assert floor_of(other) in BELOW[floor], f"{module} ({floor}) imports {other}"
 
 
@@ -100,7 +99,7 @@ def room_of(module: str) -> tuple[str, int] | None:
 def test_a_room_imports_only_rooms_before_it():
     """Neither does it import what lies in no room of its floor, except the floor's __init__."""
     for module in MODULES:
-        for other in imports(module) - {floor_of(module), INTERPRETER} if room_of(module) else ():
+        for other in imports(module) - {floor_of(module)} if room_of(module) else ():
             if floor_of(other) == floor_of(module):
                 assert room_of(other) and room_of(other) <= room_of(module), f"{module}: {other}"
 
@@ -117,7 +116,7 @@ def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
 @pytest.mark.parametrize("module", [module for module in MODULES if IS_LESSON[module]])
 def test_a_lesson_can_be_carried_away(module):
     """It needs PyTorch and Triton; linear + cross-entropy may need cross-entropy beside it."""
-    needed = imports(module) - {INTERPRETER}
+    needed = imports(module) - {SUPPORT}
     assert needed <= ({"cross_entropy_kernel"} if "linear_cross" in module else set())
 
 

@@ -1,6 +1,6 @@
-"""What everything runs on: a CUDA GPU, or without one the CPU through Triton's interpreter.
+"""The device that everything runs on: a CUDA GPU, or without one the CPU by Triton's interpreter.
 
-Imports PyTorch and Triton, which takes seconds: scripts import it after their flags.
+Importing it imports PyTorch and Triton, which takes seconds: scripts read their flags before.
 """
 
 import gc
@@ -8,17 +8,13 @@ import os
 
 import torch
 
+from harness.cli.command_line import UserError
+from kernel_support import INTERPRETED
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-if not HAS_GPU:  # read when triton is first imported: kernels then run on the CPU
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# else PyTorch's profiler announces its start and stop on stderr
+# PyTorch's profiler shall not announce its start and stop on stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-import triton  # noqa: E402
-
-from harness import interpreter_rounding  # noqa: E402, F401  on the CPU kernels round as on a GPU
-from harness.cli.command_line import UserError  # noqa: E402
 
 
 def synchronize() -> None:
@@ -27,7 +23,7 @@ def synchronize() -> None:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more: what a size took, or a whole model."""
+    """Return unused memory to the GPU, for example that of a model that was deleted."""
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
@@ -39,7 +35,7 @@ def require_interpreter() -> None:
     Raises:
         UserError: TRITON_INTERPRET is set to 0.
     """
-    if not HAS_GPU and not triton.knobs.runtime.interpret:
+    if not HAS_GPU and not INTERPRETED:
         raise UserError(
             f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r} and no CUDA GPU was "
             "found, so no kernel can run; unset it, and Triton's interpreter runs them on the CPU"

@@ -74,7 +74,7 @@ import triton.language as tl
 
 # Beside this file's folder; without it bf16 is truncated on a CPU.
 with contextlib.suppress(ModuleNotFoundError):
-    import harness.interpreter_rounding  # noqa: F401
+    import kernel_support  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

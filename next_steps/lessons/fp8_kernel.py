@@ -77,7 +77,7 @@ import triton.language as tl
 
 # Beside this file's folder; without it codes are not rounded to nearest on a CPU.
 with contextlib.suppress(ModuleNotFoundError):
-    import harness.interpreter_rounding  # noqa: F401
+    import kernel_support  # noqa: F401
 
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -35,9 +35,6 @@ FAULTS = {
     "tests.contracts_numbers_test::test_any_strides[rmsnorm-x-gaps and an odd offset]": [
         ("y's stride for x", "x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)\n    w =", "y_row_stride + cols, mask=mask, other=0.0).to(tl.float32)\n    w ="),
     ],
-    "tests.contracts_numbers_test::test_any_strides[rmsnorm-x-every second column]": [
-        ("columns taken for adjacent", "rows if rows.stride(1) == 1 else rows.contiguous()", "rows"),
-    ],
     "tests.contracts_numbers_test::test_any_strides[rmsnorm-x-one row repeated (stride 0)]": [
         ("x's stride for dx", "row * dx_row_stride", "row * x_row_stride"),
     ],
@@ -45,7 +42,7 @@ FAULTS = {
         ("x's stride for dy", "row * dy_row_stride", "row * x_row_stride"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rmsnorm-weight-every second column]": [
-        ("weight taken for contiguous", "weight = None if weight is None else weight.contiguous()", "weight = weight", 2),
+        ("weight taken for contiguous", "None if weight is None else weight.contiguous()", "weight", 2),
     ],
     "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[rmsnorm_without_weight-fp32]": [
         ("gradient without a weight is 0", "held = _load_weight(w_ptr, cols, mask)", "held = 0.0 if w_ptr is None else _load_weight(w_ptr, cols, mask)"),
@@ -54,10 +51,10 @@ FAULTS = {
         ("any length without a weight", "if self.weight is None and x.shape[-1:] != (self.hidden_size,):", "if False:"),
     ],
     "test_rstd_of_another_shape_or_dtype_is_refused_with_a_sentence": [
-        ("any rstd", "if rstd.dtype != torch.float32 or rstd.device != device or rstd.shape != (n_rows,):", "if False:"),
+        ("any rstd", "        (\"rstd?\", rstd, FP32, (\"n_rows\",)),\n", ""),
     ],
     "test_rstd_may_have_gaps": [
-        ("rstd taken for adjacent", "    rstd = rstd.contiguous()\n", ""),
+        ("rstd taken for adjacent", "rstd.contiguous()", "rstd"),
     ],
     "tests.contracts_numbers_test::test_rows_beyond_int32[rmsnorm-x-0]": [
         ("32-bit offsets forward", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
@@ -67,6 +64,6 @@ FAULTS = {
         ("dw for a frozen weight", "need_dweight = ctx.needs_input_grad[1]", "need_dweight = True"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rmsnorm-True]": [
-        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+        ("second derivative is zero", 'refuse_second_derivative("TritonRMSNorm")', "pass"),
     ],
 }  # fmt: skip

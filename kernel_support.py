@@ -1,0 +1,392 @@
+"""What every kernel needs from PyTorch and Triton, and what no lesson is about.
+
+    from kernel_support import tl, triton          Triton; without a GPU its interpreter
+    check_tensors(("x", x, FLOATS, ("...", "H")))  refuses what a kernel cannot take
+    with on_device_of(x): ...                      launches on the GPU that holds x
+    rows, row_stride = as_rows(x)                  (..., H) as rows with adjacent columns
+    refuse_to_overwrite(gate=gate, up=up)          before a kernel writes over its inputs
+    refuse_second_derivative("RMSNorm")            in a backward
+    @operator("tutorial::rmsnorm", ...)            one operation for torch.compile
+
+A lesson is carried away as two files: itself and this one.
+
+Without a GPU Triton's interpreter runs the kernels, on the CPU.  Importing this file first or late
+makes no difference: functions of Triton that were compiled for a GPU already are replaced.  In
+Triton 3.6 and 3.7 the interpreter gives other numbers than a GPU in three places, which this file
+mends:
+
+- fp32 -> bf16 drops the lower 16 bits, where a GPU rounds to nearest, ties to even.  The
+  interpreter so rounds towards zero: weights in bf16 lose norm in every step of an optimizer.
+  Besides, some NaN become infinity, a number beyond bf16's range does not, subnormal numbers come
+  out wrong in both directions, and integers and fp64 are not converted at all.
+- fp32 -> fp8 (e4m3) adds the first bit that is dropped, and may lose the carry: 1.99 becomes 1.
+  Ties do not go to even, subnormal numbers are truncated, NaN becomes a number, and a number that
+  is too large becomes any number.  A GPU rounds to nearest, ties to even, and stops at 448.
+- `tl.fma(x, y, z)` rounds x * y, and then the sum; a GPU rounds once.  For a logit of 10,000 the
+  first rounding is already 5e-4, and exp turns it into a relative error.
+
+With NumPy 2.4 the interpreter of Triton 3.5 and 3.6 also runs no loop whose bound is a number of
+the kernel: it converts an array of one number to int, which NumPy now refuses.
+
+Four things are not mended.  No kernel here needs them:
+
+- `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first;
+- arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
+  integers.  Convert to fp32 first, as all kernels here do;
+- fp8 of other formats than e4m3 (`tl.float8e4nv`), or to and from anything but fp32;
+- casts with `fp_downcast_rounding=`.
+"""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+INTERPRETED = triton.knobs.runtime.interpret  # does the interpreter run the kernels, on the CPU?
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FP32 = (torch.float32,)
+INTEGERS = (torch.int64, torch.int32)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that are looked at no closer
+
+
+# ---- Checks: a kernel is handed addresses, so a wrong tensor must be refused before ------------
+
+
+def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
+    """Refuse tensors that a kernel cannot take; return the lengths that the words stand for.
+
+        check_tensors(("x", x, FLOATS, ("...", "H")), ("w?", w, FLOATS, ("H",)))["H"]
+
+    Args:
+        arguments: (name, tensor, dtypes, shape) for each tensor.  The tensor may be None if the
+            name ends in "?", except for the first one.
+            shape has a number or a word for each dimension.  A word stands for any length, and for
+            the same length in each shape.  "..." comes first in a shape and stands for any number
+            of dimensions; after it, "n_rows" is their product.  None: any shape.
+
+    Raises:
+        TypeError: something is no plain tensor, or has another dtype or layout.
+        ValueError: a tensor is on another device than the first one, or has another shape; or the
+            first one is not on a GPU, although the kernels are not interpreted.
+    """
+    device, patterns, shapes, is_plain = None, (), (), True
+    for name, t, dtypes, pattern in arguments:
+        if t is None and name.endswith("?"):
+            continue
+        if type(t) not in PLAIN or t.layout is not torch.strided:
+            check_memory(name.rstrip("?"), t)
+            is_plain = False
+        if t.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise TypeError(f"{name.rstrip('?')} is {t.dtype}, expected {expected}: convert it.")
+        if device is None:
+            device = t.device
+            if not t.is_cuda and not (INTERPRETED and t.is_cpu):
+                expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
+                raise ValueError(f"{name} is on {device}, expected {expected}")
+        elif t.device != device:
+            expected = f"{arguments[0][0]}'s {device}: move it there."
+            raise ValueError(f"{name.rstrip('?')} is on {t.device}, expected {expected}")
+        patterns += (pattern,)
+        shapes += (t.shape,)
+    # torch.compile's tensors have lengths that cannot be keys of a cache
+    lengths, misfit = (_known_lengths if is_plain else _lengths)(patterns, shapes)
+    if misfit is not None:
+        name = [name for name, t, *_ in arguments if t is not None][misfit].rstrip("?")
+        given = f"{name} has shape {tuple(shapes[misfit])}"
+        expected = _in_words(patterns[misfit], lengths)
+        raise ValueError(f"{given}, expected {expected}: reshape it.")
+    return lengths
+
+
+def check_memory(name: str, t: torch.Tensor) -> None:
+    """Refuse what holds no memory of its own with an element at each address.
+
+    A wrapper such as DTensor has a data_ptr(), but nothing lies there.
+
+    Raises:
+        TypeError: t is no tensor, a wrapper of tensors, or sparse.
+    """
+    if type(t) not in PLAIN:
+        given = f"{name} is a {type(t).__name__}"
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
+        if is_traceable_wrapper_subclass(t):
+            has_local = hasattr(t, "to_local")
+            advice = "pass its to_local() or full_tensor()" if has_local else "unwrap it"
+            raise TypeError(f"{given}, expected a plain tensor: {advice}.")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
+
+
+def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
+    """Return the lengths of words, and the number of the first shape that is not as expected."""
+    lengths = {}
+    for number, (pattern, shape) in enumerate(zip(patterns, shapes)):
+        if pattern is None:
+            continue
+        shape = tuple(shape)
+        if pattern and pattern[0] == "...":
+            n_before = max(len(shape) - len(pattern) + 1, 0)
+            lengths.setdefault("n_rows", math.prod(shape[:n_before]))
+            shape = shape[:n_before], *shape[n_before:]
+        if len(shape) != len(pattern):
+            return lengths, number
+        for length, word in zip(shape, pattern):
+            if length != (lengths.setdefault(word, length) if type(word) is str else word):
+                return lengths, number
+    return lengths, None
+
+
+_known_lengths = functools.lru_cache(maxsize=4096)(_lengths)
+
+
+def _in_words(pattern: tuple, lengths: dict) -> str:
+    """Write an expected shape, with the lengths that are known: (..., 4096)."""
+    words = []
+    for word in pattern:
+        known = lengths.get(word, word)
+        words += known if isinstance(known, tuple) else (known,)
+    return f"({', '.join(map(str, words))}{',' if len(words) == 1 else ''})"
+
+
+def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
+    """Refuse to write over tensors unless each is a contiguous result that shares no memory.
+
+    A leaf's gradient would lie in the leaf's own memory.
+
+    Raises:
+        ValueError: a tensor is a leaf that requires a gradient, is not contiguous, or shares
+            memory with another one of them.
+    """
+    compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
+    seen = []  # (owner of the memory, first and last + 1 of its elements) of each tensor so far
+    for name, t in tensors.items():
+        owner = t if compiling or t._base is None else t._base
+        leaf = owner.is_leaf and owner.requires_grad
+        first, last = t.storage_offset(), t.storage_offset() + t.numel()
+        shared = any(owner is its and first < end and start < last for its, start, end in seen)
+        if leaf or shared or not t.is_contiguous():
+            given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
+            expected = "expected a contiguous result of its own to overwrite"
+            raise ValueError(f"{given}; {expected}: use inplace=False.")
+        seen.append((owner, first, last))
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Call it first in a backward: autograd is on there only under create_graph=True.
+
+    `once_differentiable` would let the second derivative vanish without a word where the incoming
+    gradient itself needs no gradient.
+
+    Raises:
+        RuntimeError: create_graph=True asks for the derivative of this backward.
+    """
+    if torch.is_grad_enabled():
+        asked = "which create_graph=True asks for"
+        raise RuntimeError(f"{name} has no second derivative, {asked}.")
+
+
+# ---- Launches -----------------------------------------------------------------------------------
+#
+# On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
+# So nothing here takes microseconds where nothing depends on it: no view of what is contiguous, no
+# change to the device that is the current one, no property of the GPU looked up twice.
+
+
+def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Make t's GPU the current one, on which Triton launches."""
+    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
+
+
+def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return t (..., H) as rows with adjacent columns, and the stride between two rows.
+
+    A contiguous t comes back as it is.  Any other becomes a view (n_rows, H), or a copy where no
+    such view exists.
+    """
+    n_cols = t.shape[-1] if t.ndim > 0 else 1
+    if t.is_contiguous():
+        return t, n_cols
+    rows = t.reshape(t.numel() // max(n_cols, 1), n_cols)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+@functools.cache
+def n_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 1 for a CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- What torch.compile sees --------------------------------------------------------------------
+#
+# torch.compile does not run a launcher, it traces it, and takes what it reads in a tensor for
+# constant: the stride of a row would become a number in the compiled code.  Yet inside of a graph
+# it lays out tensors as it likes, with gaps between rows if that aligns them, and a kernel would
+# walk through them with the wrong stride.  The body of an operator is not traced but called, with
+# real tensors.  The compiler is told which arguments it writes, and what the results look like.
+
+
+def operator(
+    name: str,
+    schema: str,
+    results: Callable,
+    mutates: Sequence[str] = (),
+    present: Callable | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> Callable:
+    """Decorate a launcher: torch.compile sees one operator in its place, launcher.operator.
+
+    Eager code calls the launcher itself, because an operator takes host time.  Arguments are
+    positional.
+
+    Args:
+        name: "namespace::name", used once in a process.
+        schema: the arguments and results, as torch.library writes them.
+        results: takes the launcher's arguments and returns new tensors that look like its results.
+        mutates: the arguments that the launcher writes.
+        present: where a result may be None.  It takes the launcher's arguments and returns, for
+            each result, whether there is one.  The schema then ends in "-> Tensor[]".
+        tags: of the operator.
+    """
+
+    def decorate(launch: Callable) -> Callable:
+        def without_none(function):
+            if present is None:
+                return function
+            return lambda *args: [t for t in function(*args) if t is not None]
+
+        compiled = torch.library.custom_op(
+            name, without_none(launch), mutates_args=mutates, schema=schema, tags=tags
+        )
+        compiled.register_fake(without_none(results))
+
+        @functools.wraps(launch)
+        def call(*args):
+            if not torch.compiler.is_compiling():
+                return launch(*args)
+            if present is None:
+                return compiled(*args)
+            found = iter(compiled(*args))
+            return tuple(next(found) if is_there else None for is_there in present(*args))
+
+        call.operator = compiled
+        return call
+
+    return decorate
+
+
+# ---- The interpreter rounds as a GPU does -------------------------------------------------------
+
+
+def round_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Return the bits (uint16) of fp32 x, rounded to nearest even in bf16.
+
+    A number beyond the range of bf16 becomes infinity; NaN stays NaN.
+    """
+    bits = x.view(np.uint32)
+    # The sum carries into the upper bits from the middle on; at a tie, only if they are odd.
+    halfway = 0x7FFF + ((bits >> 16) & 1)
+    quiet_nan = bits | 0x400000  # so that the upper bits of a NaN are not all 0
+    rounded = np.where(np.isnan(x), quiet_nan, bits + halfway)
+    return (rounded >> 16).astype(np.uint16)
+
+
+def widen_bf16(bits: np.ndarray) -> np.ndarray:
+    """Return the bf16 numbers with these bits (uint16) as fp32: exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def round_to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Return the codes (uint8) of fp32 x, rounded to nearest even in e4m3.
+
+    A number beyond 448, the largest of e4m3, becomes 448; NaN stays NaN.
+    """
+    # PyTorch 2.11 turns a larger number into NaN, so limit it first.
+    limited = torch.from_numpy(np.array(x, np.float32)).clamp(-448, 448)
+    return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def widen_e4m3(codes: np.ndarray) -> np.ndarray:
+    """Return the fp32 numbers that codes (uint8) of e4m3 stand for: exact."""
+    return torch.from_numpy(np.array(codes)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Return x * y + z of fp32 or fp16 arrays, rounded once.
+
+    In float64 the product is exact, but the sum may not be.  The float64 nearest to the sum could
+    lie in the middle of two fp32 numbers although the sum does not.  So an inexact sum becomes the
+    one of its two float64 neighbours whose last bit is 1: it never lies in such a middle, and it
+    lies on the same side of each middle as the sum (rounding to odd: Boldo and Melquiond, 2008).
+    """
+    with np.errstate(all="ignore"):  # infinities and NaN come out as they should
+        product, z64 = x.astype(np.float64) * y, z.astype(np.float64)
+        total = product + z64
+        z_part = total - product
+        # product + z64 - total, exactly (Knuth's two-sum)
+        lost = (product - (total - z_part)) + (z64 - z_part)
+        even = total.view(np.int64) & 1 == 0
+        other = np.nextafter(total, np.copysign(np.inf, lost))
+        return np.where(even & (np.abs(lost) > 0), other, total).astype(z.dtype)
+
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+    # Triton may have been imported before this file, to compile: then tl.sum and others of its own
+    # functions are compiled ones.
+    for namespace in (tl, tl.standard, tl.random, tl.core.tensor):
+        for name, function in list(vars(namespace).items()):
+            if isinstance(function, JITFunction):
+                setattr(namespace, name, InterpretedFunction(function.fn))
+
+    _patch_lang_tensor = interpreter._patch_lang_tensor  # called at every launch
+    _cast = InterpreterBuilder.cast_impl
+    _convert = InterpreterBuilder.create_fp_to_fp
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.bfloat16 and target == tl.float32:
+            return TensorHandle(widen_bf16(src.data), target)
+        if source != tl.bfloat16 and target == tl.bfloat16:
+            with np.errstate(over="ignore"):
+                return TensorHandle(round_to_bf16(src.data.astype(np.float32)), target)
+        return _cast(self, src, dst_type)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.float32 and target == tl.float8e4nv:
+            return TensorHandle(round_to_e4m3(src.data), target)
+        if source == tl.float8e4nv and target == tl.float32:
+            return TensorHandle(widen_e4m3(src.data), target)
+        return _convert(self, src, dst_type, rounding_mode)
+
+    def create_fma(self, x, y, z):
+        return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
+
+    def patch_tensor(tensor, *scope):
+        _patch_lang_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.create_fma = create_fma
