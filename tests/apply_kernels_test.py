@@ -21,7 +21,15 @@ import accelerate
 import peft
 import pytest
 import torch
+import transformers
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import cross_entropy_kernel
 import rmsnorm_kernel
@@ -47,17 +55,6 @@ from next_steps.patches import llama_losses
 from next_steps.patches.apply_kernels import apply_kernels, modeling_llama, triton_adamw
 from tests.fixtures import is_freed, needs_gpu, waiting_forbidden
 from tests.small_workloads import as_kernels_module, imported_anew
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
 
 HERE = Path(__file__).parents[1]  # the project's folder
 IGNORE = dataset.IGNORE_INDEX

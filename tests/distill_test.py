@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import compare_runs
 import finetune_baseline
@@ -37,10 +38,6 @@ from tests.apply_kernels_test import (
 )
 from tests.fixtures import needs_gpu, waiting_forbidden
 from tests.token_cache_test import tokenizer_of
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoConfig, AutoModelForCausalLM
 
 IGNORE = dataset.IGNORE_INDEX
 ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that go into both models

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 import compare_runs
 import finetune_baseline
@@ -41,12 +44,6 @@ from tests.small_workloads import (
     uneven_norms,
 )
 from tests.two_processes import one_gpu_is_too_few
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 RANK = ["--lora-rank", "4", "--lora-alpha", "6"]
 SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.data.dataset import IGNORE_INDEX as IGNORE
@@ -16,11 +18,6 @@ from tests.small_workloads import (
     tiny_workload,
     uneven_norms,
 )
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 # ---------------------------------------------------------------- loss
 

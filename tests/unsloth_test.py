@@ -15,6 +15,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama import modeling_llama
 
 import finetune_baseline
 import finetune_optimized
@@ -26,12 +29,6 @@ from next_steps.finetuning import unsloth_model
 from next_steps.patches import patched_model
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, smaller_config, tiny_workload
-
-# isort: split
-# after the harness, which decides how triton (imported by these) will run
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.llama import modeling_llama
 
 EIGHT = ["--seq-len", "8"]
 SMALL = [*TINY, *EIGHT, "--steps", "3"]

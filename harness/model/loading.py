@@ -1,6 +1,7 @@
 """The model that a workload names, with its weights, ready to be trained."""
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, require_interpreter
@@ -8,10 +9,6 @@ from harness.cli.workload import Workload, draws_weights, read_file
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
 from harness.model.config_file import load_config, reading
 from harness.model.packed_attention import use_packed_attention
-
-# isort: split
-# after `device`, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 
 def load_model(workload: Workload) -> torch.nn.Module:

@@ -15,9 +15,6 @@ try:
 except ImportError:  # PyTorch 2.9
     varlen_attn = None
 
-import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-
-# isort: split
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "packed_samples"

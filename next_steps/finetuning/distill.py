@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
@@ -35,10 +37,6 @@ from next_steps.finetuning.kernel_training import optimizer_for, take_steps
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import apply_kernels, model_kernels
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig, PreTrainedTokenizerBase  # isort: skip
-from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 
 REVERSE_KL = "reverse_kl"
 

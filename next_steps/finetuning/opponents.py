@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import OPPONENTS, Workload
@@ -20,9 +21,6 @@ from next_steps.finetuning import unsloth_model
 from next_steps.finetuning.kernel_training import take_steps
 from next_steps.lessons.fp8_kernel import fp8_support
 from next_steps.patches import patched_model
-
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers.models.llama.modeling_llama import LlamaRMSNorm  # isort: skip
 
 
 def with_rms_norm(workload: Workload) -> torch.nn.Module:

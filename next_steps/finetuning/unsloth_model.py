@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from harness.cli.adapter_flags import TARGETS
 from harness.cli.command_line import UserError
@@ -19,11 +21,6 @@ from harness.model.adapters import read_adapters, use_saved
 from harness.model.architecture import TORCH_DTYPES
 from harness.model.config_file import reading
 from harness.model.loading import begin, make_model
-
-# isort: split
-# after `device`, which decides how triton (imported by transformers) will run
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 
 def load(workload: Workload) -> torch.nn.Module:

@@ -21,6 +21,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
 
 from harness.model.exact_modules import (
     class_of,
@@ -40,11 +43,6 @@ from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from rmsnorm_kernel import TritonRMSNorm
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
-from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
 
 # the rotary kernel stands for this function and no other
 ROTARY = modeling_llama.apply_rotary_pos_emb

@@ -15,6 +15,7 @@ have one layer at a time in the model's own dtype, and quantizes it before the n
 """
 
 import torch
+from transformers import LlamaConfig
 
 from harness.cli.device import DEVICE
 from harness.cli.workload import Workload, draws_weights
@@ -28,9 +29,6 @@ from next_steps.patches.apply_kernels import apply_kernels, model_kernels
 from next_steps.patches.fp8_model import fp8_layers
 from next_steps.patches.quantize import quantize_layer
 from next_steps.patches.recompute import set_recompute
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
 
 
 def load_patched(workload: Workload) -> torch.nn.Module:

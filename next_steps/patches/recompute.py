@@ -45,14 +45,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from harness.cli.workload import RECOMPUTE
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
 
 NONE, NORM, MLP, LAYER = RECOMPUTE
 
