@@ -808,7 +808,8 @@ class Wrapped(torch.nn.Module):
         return self.base.weight
 
     def forward(self, x):
-        return self.base(x) + x.sum(dim=-1, keepdim=True) / 4
+        out = self.base(x)
+        return out + torch.tanh(out)
 
 
 def wrap(model, name, wrapper):
