@@ -38,6 +38,7 @@ from harness.benchmark.benchmark_specs import (
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError, positive_int
+from harness.cli.flags import Parser, row, switch
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import environment, write_record
 
@@ -140,18 +141,18 @@ def benchmark(
 
 
 def number_list(text: str) -> list[int]:
-    """argparse type: positive numbers, separated by commas; sorted, and each one once."""
+    """argparse type: positive numbers with commas between them; sorted, and each one once."""
     return sorted({positive_int(part) for part in text.split(",")})
 
 
 def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
-    """A default with a GPU, and in brackets without."""
+    """Return a default with a GPU and, in brackets, without."""
     with_gpu, without = (",".join(map(str, each)) for each in (gpu, cpu))
     return with_gpu if gpu == cpu else f"{with_gpu} ({without})"
 
 
 def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[Size]:
-    """Every combination of its dimensions, as the flags or the defaults have them."""
+    """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
     choices = [
         (each.flag and getattr(args, each.flag)) or each.defaults(on_gpu)
         for each in SPECS[kernel].dimensions
@@ -160,7 +161,7 @@ def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[Size]:
 
 
 def refusal(kernel: str, args: argparse.Namespace) -> str | None:
-    """Why these flags cannot be followed for this kernel, if they cannot."""
+    """Return why a kernel cannot be measured with these flags; None if it can."""
     spec = SPECS[kernel]
     flags = {each.flag for each in spec.dimensions}
     flags |= {"tokens"} if spec.rows == "Tokens" else set()
@@ -171,64 +172,47 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
         return f"--sweep knows the settings of {' and '.join(SWEPT)} alone, not of {kernel}"
     if args.dtype == "fp16" and kernel == "adamw":
         return "adamw is not measured in fp16: PyTorch's moments would be fp16 and ours fp32"
-    if unused and args.kernel == kernel:  # of all kernels, each takes what concerns it
+    if unused and args.kernel == kernel:  # with "all", a flag counts for the kernels that have it
         return f"--{unused[0]} changes nothing for --kernel {kernel}: leave it out"
     return None
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--kernel",
-        choices=[*SPECS, "all"],
-        default="all",
-        help="what to measure (default: %(default)s)",
-    )
-    sizes = "; ".join(
-        f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}"
-        for name, spec in SPECS.items()
-        if spec.rows == "Tokens"
-    )
-    add(
-        "--tokens",
-        type=number_list,
-        metavar="N,N,...",
-        help=f"rows of the input (default, in brackets without a GPU: {sizes})",
-    )
-    for flag in ("hidden", "vocab"):
-        defaults = "; ".join(
-            f"{name} {in_words(each.gpu, each.cpu)}"
-            for name, spec in SPECS.items()
-            for each in spec.dimensions
-            if each.flag == flag
-        )
-        add(
-            f"--{flag}",
+    defaults = {"tokens": [], "hidden": [], "vocab": []}
+    for name, spec in SPECS.items():
+        if spec.rows == "Tokens":
+            defaults["tokens"].append(f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}")
+        for each in spec.dimensions:
+            if each.flag:
+                defaults[each.flag].append(f"{name} {in_words(each.gpu, each.cpu)}")
+    sizes = {
+        f"--{flag}": row(
+            f"{'rows of the input' if flag == 'tokens' else 'columns'} "
+            f"(default, in brackets without a GPU: {'; '.join(words)})",
             type=number_list,
             metavar="N,N,...",
-            help=f"columns (default, in brackets without a GPU: {defaults})",
         )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="bf16",
-        help="of inputs and gradients (default: %(default)s)",
+        for flag, words in defaults.items()
+    }
+    kernels = [*SPECS, "all"]
+    parser = Parser(
+        __doc__,
+        {"--kernel": row("what to measure (default: %(default)s)", choices=kernels, default="all")},
+        sizes,
+        {
+            "--dtype": row(
+                "of inputs and gradients (default: %(default)s)", choices=DTYPES, default="bf16"
+            ),
+            "--sweep": switch("time our kernels alone, with other settings than their files carry"),
+            "--json": row("write the measurements as a JSON record", metavar="FILE"),
+            "--plot": row(
+                "write latency and bandwidth over tokens as a picture", metavar="FILE.png"
+            ),
+        },
     )
-    add(
-        "--sweep",
-        action="store_true",
-        help="time our kernels alone, with other settings than their files carry",
-    )
-    add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add("--plot", metavar="FILE.png", help="write latency and bandwidth over tokens as a picture")
     args = parser.parse_args()
     if args.kernel != "all" and (reason := refusal(args.kernel, args)):
         raise UserError(reason)
-    if args.sweep and args.plot:
-        raise UserError(
-            "--plot draws the benchmark; --sweep prints tables alone, so give one of the two"
-        )
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
     check_outputs(args)
@@ -236,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def refuse_width(args: argparse.Namespace) -> None:
-    """UserError where --hidden is more than RMSNorm's kernel takes."""
+    """Refuse --hidden beyond what RMSNorm's kernel takes, which imports PyTorch to know it."""
     from rmsnorm_kernel import MAX_HIDDEN_SIZE
 
     if args.kernel in ("rmsnorm", "all") and args.hidden and max(args.hidden) > MAX_HIDDEN_SIZE:

@@ -13,9 +13,15 @@ import math
 import os
 
 from harness.cli import command_line, output_files, pictures, tables
-from harness.cli.adapter_flags import lora_in_words
 from harness.cli.command_line import UserError
-from harness.cli.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
+from harness.cli.workload import (
+    PRETRAINED,
+    RANDOM,
+    Workload,
+    kernels_in_words,
+    lora_in_words,
+    size_in_words,
+)
 from harness.records import run_records
 from harness.records.run_records import (
     is_count,

@@ -27,11 +27,11 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.cli import command_line, fp8_flags
-from harness.cli.command_line import UserError, positive_int
+from harness.cli import command_line
+from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
-from harness.cli.workload import Workload, add_workload_flags, workload_line
+from harness.cli.workload import Workload, workload_line
 from harness.profiling import diagnosis_tables
 from harness.profiling.kernel_facts import KERNELS
 from harness.profiling.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
@@ -40,10 +40,6 @@ from harness.steps import parallel
 
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
-IGNORED = {  # flags, by others
-    "estimate": ["data", "seed", "pack", "warmup", "trace", "stacks", "cuda_graph"],
-    "memory": ["trace", "stacks", "cuda_graph"],
-}
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
@@ -178,52 +174,10 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add_workload_flags(parser)
-    command_line.add_kernels_flag(parser, KERNELS, default="none")
-    fp8_flags.add_fp8_flag(parser)
-    add = parser.add_argument
-    add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
-    add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
-    add("--warmup", type=positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
-    add(
-        "--trace",
-        metavar="FILE[.gz]",
-        help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)",
-    )
-    add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
-    add_mode = parser.add_mutually_exclusive_group().add_argument
-    add_mode(
-        "--estimate",
-        action="store_true",
-        help="how much memory a step will need on a GPU; runs none",
-    )
-    add_mode("--memory", action="store_true", help="what the memory of a step is made of; runs it")
-    add_mode(
-        "--compare",
-        nargs=2,
-        metavar=("BEFORE.json", "AFTER.json"),
-        help="two records of --json; runs nothing",
-    )
-    add(
-        "--plot",
-        metavar="FILE.png",
-        help="the roofline as a picture; with --memory: the parts over the step",
-    )
-    add(
-        "--memory-snapshot",
-        metavar="FILE.pickle",
-        help="with --memory: a step for https://pytorch.org/memory_viz",
-    )
+    parser = Parser(__doc__, OF_TRAINING)
+    parser.add_kernels(KERNELS, default="none")
+    parser.add_flags(OF_KERNELS, OF_PROFILER)
     args = parser.parse_args(arguments)
-    if args.memory_snapshot and not args.memory:
-        raise UserError("--memory-snapshot shows the memory of a step: add --memory")
-    ignored = IGNORED | {"compare": sorted(vars(args).keys() - {"compare", "plot"})}
-    command_line.refuse_ignored(args, ignored)
-    if args.plot and args.estimate:
-        raise UserError(
-            "--plot draws the operations of a step, and --estimate runs none; give one of the two"
-        )
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args

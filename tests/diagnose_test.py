@@ -14,8 +14,9 @@ import pytest
 import profile_baseline
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE
+from harness.cli.flags import finetune_parser
 from harness.cli.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
 from harness.model import loading as loading_module

@@ -18,7 +18,8 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import HAS_GPU, relative_error
 from harness.cli import tables
-from harness.cli.workload import DEFAULT_MODEL, Workload, teacher_line
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
@@ -388,16 +389,17 @@ def refused(run_script, monkeypatch):
     return run
 
 
+ALONE = "needs --teacher, the model to distil: add it, or leave"
 ON_LABELS = "trains on labels, --teacher does not: leave one of the two out"
 SAME = "name two models with the same"
 REFUSED = {
     "layers alone": (
         ["--model", "tiny", "--student-layers", "1"],
-        "--student-layers needs --teacher, the model to distil",
+        f"--student-layers {ALONE} --student-layers out",
     ),
     "temperature alone": (
         ["--model", "tiny", "--temperature", "1"],
-        "--temperature needs --teacher, the model to distil",
+        f"--temperature {ALONE} --temperature out",
     ),
     "ladder": ([*TEACHER, "--ladder"], f"--ladder {ON_LABELS}"),
     "longest": ([*TEACHER, "--longest"], f"--longest {ON_LABELS}"),

@@ -13,7 +13,8 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import OPPONENTS, Workload, finetune_parser
+from harness.cli.flags import OPPONENTS, finetune_parser
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS

@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 import profile_baseline
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.flags import finetune_parser
+from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
 from next_steps.studies import fp8_accuracy

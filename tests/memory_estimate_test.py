@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import profile_baseline
 from harness.cli import device
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload
 from harness.model import architecture, config_file
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS, ROWS

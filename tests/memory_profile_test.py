@@ -466,7 +466,7 @@ def test_flags_that_do_not_go_together_are_refused(run_script, tmp_path, monkeyp
 
 
 def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_profile, "HAS_GPU", False)
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", False)
     outcome = run_script(
         profile_baseline, *TINY, "--memory-snapshot", str(tmp_path / "step.pickle")
     )

@@ -9,7 +9,8 @@ import torch
 
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import RECOMPUTE, Workload
+from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.memory import memory_estimate

@@ -17,7 +17,8 @@ import harness
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU
 from harness.cli.command_line import UserError
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload
 from harness.data.samples import IGNORE_INDEX
 from harness.model import architecture, config_file
 from harness.records import spread

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import RECOMPUTE, Workload
+from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.loading import load_model
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS

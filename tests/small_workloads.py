@@ -10,7 +10,8 @@ import torch
 
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.flags import finetune_parser
+from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, patching
 

@@ -15,6 +15,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
     <!-- table: NAME WORD ... -->                      a table of page_gains.py or of one of
                                                        page_*_tables.py: TABLES[NAME](WORD, ...)
+    <!-- table: flags -->                              the rules of harness/cli/flags.py
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 Sentences hold no measured figure: what they say is in a block beside them.
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.cli import command_line, output_files
+from harness.cli import command_line, flags, output_files
 from harness.records import run_records
 from tools.page_records import HERE, RESULTS, load
 
@@ -47,7 +48,7 @@ def fill(text: str) -> str:
     from tools.page_outputs import output_block
 
     tables = page_gains.TABLES | page_kernel_tables.TABLES
-    tables |= page_step_tables.TABLES | page_run_tables.TABLES
+    tables |= page_step_tables.TABLES | page_run_tables.TABLES | {"flags": flags.page}
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":

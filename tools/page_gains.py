@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
-from harness.cli.workload import OPPONENTS
+from harness.cli.flags import OPPONENTS
 from next_steps.studies import ladder
 from tools.page_records import in_words, is_ours, load, markdown, rows_at, times, us_of
 from tools.page_step_tables import SHORT_NAMES, Step

@@ -5,8 +5,7 @@ The records of a table are of one run of a GPU, one after the other.
 
 from collections.abc import Callable
 
-from harness.cli.fp8_flags import ALL
-from harness.cli.workload import OPPONENTS
+from harness.cli.flags import FP8_ALL, OPPONENTS
 from tools.page_records import load, markdown, size_label
 from tools.page_step_tables import SHORT_NAMES, Step
 
@@ -22,7 +21,7 @@ def run_label(record: dict) -> str:
             name = SHORT_NAMES[OPPONENTS[record["opponent"]]]
         return name + "".join(f", `{flag}`" for flag in flags)
     if mode := record.get("fp8"):
-        flags.append("--fp8" if mode == ALL else f"--fp8 {mode}")
+        flags.append("--fp8" if mode == FP8_ALL else f"--fp8 {mode}")
     flags += ["--cuda-graph"] if record.get("cuda_graph") else []
     return f"`{' '.join(['--kernels all', *flags])}`"
 

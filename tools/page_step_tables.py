@@ -6,8 +6,8 @@ Beside each time of a step stands how far the steps lie apart; a ratio that is l
 from collections.abc import Callable
 from typing import NamedTuple
 
+from harness.cli.flags import OPPONENTS
 from harness.cli.processes import PARALLEL
-from harness.cli.workload import OPPONENTS
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.cli import adapter_flags, fp8_flags
+from harness.cli import adapter_config, flags
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.adapters import trained_count
@@ -92,10 +92,10 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     shapes = architecture.projection_shapes(config)
     rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
     weights = copies * architecture.projection_weights(config)
-    sharing = adapter_flags.ATTENTION[:3], adapter_flags.MLP[:2]  # that share an input
+    sharing = adapter_config.ATTENTION[:3], adapter_config.MLP[:2]  # that share an input
     qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
     results = qkv + rows["o_proj"] + rows["down_proj"]  # whose gradients come in bf16
-    if workload.fp8 == fp8_flags.INPUTS:
+    if workload.fp8 == flags.FP8_INPUTS:
         numbers = columns["o_proj"] + results + gate_up
         return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
     inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
@@ -138,7 +138,7 @@ def least_ms(
 
 def fp8_flops_per_token(config, workload: Workload) -> float:
     """FLOPs of the layers' projections that --fp8 takes: 2 a weight in each of three products."""
-    n_products = {None: 0, fp8_flags.INPUTS: 2, fp8_flags.ALL: 3}[workload.fp8]
+    n_products = {None: 0, flags.FP8_INPUTS: 2, flags.FP8_ALL: 3}[workload.fp8]
     n_weights = config.num_hidden_layers * architecture.projection_weights(config)
     return 2.0 * n_products * n_weights
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.fp8_flags import ALL, MODES
+from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
 from harness.model.exact_modules import is_matrix
 from next_steps.layers.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
@@ -25,7 +25,7 @@ class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
     Evaluation and generation compute the same products, without a backward.
     """
 
-    fp8 = ALL  # of fp8_flags.MODES; `fp8_layers` sets it
+    fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
 
     def compute(
         self, hidden_states, attention_mask, *, position_embeddings, past_key_values, **kwargs
@@ -68,14 +68,14 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 
     Args:
         model: a LlamaForCausalLM.
-        mode: of fp8_flags.MODES.
+        mode: of flags.FP8_MODES.
 
     Raises:
         UserError: this GPU has no FP8, or FP8 takes none of the layers.
         ValueError: there is no such mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}.")
+    if mode not in FP8_MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")
     require_fp8()
     layers, n_fp8 = model.model.layers, 0
     for layer in layers:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.cli.adapter_flags import TARGETS
+from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
 from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
 

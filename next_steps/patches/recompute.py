@@ -48,7 +48,7 @@ from torch.utils.checkpoint import (
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from harness.cli.workload import RECOMPUTE
+from harness.cli.flags import RECOMPUTE
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 

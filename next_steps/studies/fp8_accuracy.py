@@ -37,12 +37,12 @@ from pathlib import Path
 
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.fp8_flags import ALL, INPUTS
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS
 from harness.cli.tables import number
-from harness.cli.workload import DTYPES, Workload, model_line, size_in_words
+from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS
 
-MODES = None, INPUTS, ALL  # of --fp8; the first is what the others are compared with
+MODES = None, FP8_INPUTS, FP8_ALL  # of --fp8; the first is what the others are compared with
 POINTS = 10  # of a validation curve, after the one before the first step
 HEADERS = (
     *("Products", "Validation loss", "Difference", "Smallest", "Largest", "More steps"),
@@ -252,7 +252,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.kernels, args.fp8 = KERNELS, ALL  # so that what refuses FP8 refuses it now
+    args.kernels, args.fp8 = KERNELS, FP8_ALL  # so that what refuses FP8 refuses it now
     from harness.cli.device import HAS_GPU
     from harness.cli.output_files import check_outputs
     from harness.model.packaged_model import NAME, PACKAGES, is_installed, unpack

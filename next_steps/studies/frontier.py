@@ -17,7 +17,8 @@ import statistics
 from dataclasses import dataclass, replace
 
 from harness.cli import command_line
-from harness.cli.workload import DEFAULT_MODEL, RECOMPUTE, Workload, model_line
+from harness.cli.flags import DEFAULT_MODEL, RECOMPUTE
+from harness.cli.workload import Workload, model_line
 from harness.profiling.kernel_facts import KERNELS
 
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]

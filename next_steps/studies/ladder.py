@@ -10,20 +10,14 @@ as CUDA graphs, and what others offer.  Each run has a process of its own.
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from harness.cli import command_line, fp8_flags, pictures, tables
+from harness.cli import command_line, flags, pictures, tables
 from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import (
-    FLOAT8_OPPONENTS,
-    OPPONENTS,
-    WARMUP_STEPS,
-    Workload,
-    model_line,
-    size_in_words,
-)
+from harness.cli.flags import FP8_ALL, OPPONENTS, WARMUP_STEPS
+from harness.cli.workload import Workload, model_line, size_in_words
 from harness.model.config_file import load_config
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
@@ -34,7 +28,7 @@ from next_steps.patches.fp8_model import require_fp8
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 IN_FP8 = "all kernels, fp8"
-FLOAT8 = [OPPONENTS[name] for name in FLOAT8_OPPONENTS]
+FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
@@ -90,9 +84,9 @@ def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workl
         add(title, "finetune_optimized.py", opponent=opponent)
     if graphs:
         add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
-        how = {"kernels": tuple(KERNELS), "fp8": fp8_flags.ALL}
+        how = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}
         try:
-            fp8_flags.refuse(replace(workload, **how), HAS_GPU)
+            flags.refuse(asdict(replace(workload, **how)), on_gpu=HAS_GPU)
             require_fp8()
             for graph in (False, True):
                 add(IN_FP8, "finetune_optimized.py", **how, cuda_graph=graph)

@@ -15,10 +15,11 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from harness.cli import command_line
+from harness.cli import command_line, flags
 from harness.cli.command_line import UserError
+from harness.cli.flags import DEFAULT_MODEL
 from harness.cli.processes import PARALLEL
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
 
 GPU, CPU = True, False
@@ -166,7 +167,7 @@ def walk(workload: Workload, record_to: str | None) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
     add("--random-init", action="store_true", help="random weights; nothing is downloaded")
@@ -182,8 +183,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
-    measuring = "model", "random_init", "parallel", "json"
-    command_line.refuse_ignored(args, {"compare": measuring})
     return args
 
 
