@@ -8,19 +8,20 @@ compare_runs.py lays two runs side by side.
 """
 
 from harness.cli import command_line
-from harness.cli.flags import finetune_parser
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 
+NAME = "Baseline"
+
 
 def main() -> None:
-    args = finetune_parser(__doc__).parse_args()
+    args = finetune_options.parse_args(__doc__, NAME)
     check_outputs(args)
     from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if finetune_options.takes_steps(args, workload, "Baseline"):  # beyond this page
+    if finetune_options.takes_over(args, workload, NAME):  # flags that lead beyond this page
         return
 
     import torch
@@ -31,7 +32,7 @@ def main() -> None:
     model = load_model(workload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
 
-    run = Run("Baseline", workload, model, record_to=args.json, save_to=args.save)
+    run = Run(NAME, workload, model, record_to=args.json, save_to=args.save)
     for batch in run.batches():
         loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
         loss.backward()

@@ -12,14 +12,16 @@ from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 
+NAME = "Optimized"
+
 
 def main() -> None:
-    args = finetune_options.parse_args(__doc__)
+    args = finetune_options.parse_args(__doc__, NAME)
     check_outputs(args)
     from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if finetune_options.takes_over(args, workload):  # anything but the playbook's two kernels
+    if finetune_options.takes_over(args, workload, NAME):  # flags that lead beyond this page
         return
 
     import torch
@@ -29,19 +31,17 @@ def main() -> None:
     from harness.model.loading import load_model
     from harness.model.patching import causal_lm_loss, replace_modules
     from harness.training.training_run import Run
-    from next_steps.memory.memory_estimate import step_tryer
     from rmsnorm_kernel import TritonRMSNorm
 
     def cross_entropy(logits, targets, ignore_index):
         return TritonCrossEntropyLoss(ignore_index, inplace=True)(logits, targets)
 
-    # loaded if the kernels can take it; then norms and loss are replaced by ours
-    model = load_model(workload, step_tryer(workload.kernels))
+    model = load_model(workload)
     replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
     model.loss_function = causal_lm_loss(cross_entropy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
 
-    run = Run("Optimized", workload, model, record_to=args.json, save_to=args.save)
+    run = Run(NAME, workload, model, record_to=args.json, save_to=args.save)
     for batch in run.batches():
         loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
         loss.backward()

@@ -56,11 +56,12 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
-    from next_steps.patches import apply_kernels, fp8_model, lora, patch
+    from next_steps.patches import apply_kernels, fp8_model, patched_model
 
     kernels, graph = workload.kernels, workload.cuda_graph
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
-    model = patch.patch(lora.load(workload, memory_estimate.step_tryer(kernels)), workload)
+    memory_estimate.try_kernels(workload)
+    model = patched_model.load_patched(workload)
     called = parallel.wrap(model, workload)
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)

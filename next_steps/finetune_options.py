@@ -19,10 +19,18 @@ from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.training.resuming import Checkpoints
 
+PAGES = {"Baseline": (), "Optimized": PLAYBOOK_KERNELS}  # a script's run: the kernels on its page
+BASELINE, OPTIMIZED = PAGES
 
-def parse_args(doc: str) -> argparse.Namespace:
-    """Return finetune_optimized.py's arguments, in which --model is --teacher's unless told."""
+
+def parse_args(doc: str, name: str = OPTIMIZED) -> argparse.Namespace:
+    """Return the arguments of the script whose run has this name.
+
+    --model is --teacher's unless told.
+    """
     parser = finetune_parser(doc)
+    if name == BASELINE:
+        return parser.parse_args()
     add_flags(parser)
     args = parser.parse_args()
     if args.teacher is not None and "model" not in args.given:
@@ -36,12 +44,17 @@ def add_flags(parser: Parser) -> None:
     parser.add_flags(OF_KERNELS, OF_OPTIMIZED)
 
 
-def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
-    """Return True if the flags ask for more than the playbook's two kernels, after doing it.
+def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
+    """Do what the flags ask for, if the script's page does not show it; return True if so.
+
+    Args:
+        name: of the script's run, in PAGES.
 
     Raises:
-        UserError: this GPU cannot do it.
+        UserError: this GPU cannot do it, or the kernels cannot take the model's config.json.
     """
+    if name == BASELINE:
+        return takes_steps(args, workload, name)
     if workload.fp8:
         from next_steps.patches.fp8_model import require_fp8
 
@@ -63,21 +76,19 @@ def takes_over(args: argparse.Namespace, workload: Workload) -> bool:
 
         distill.train(workload, record_to=args.json, save_to=args.save)
     else:
-        return takes_steps(args, workload, "Optimized", PLAYBOOK_KERNELS)
+        return takes_steps(args, workload, name)
     return True
 
 
-def takes_steps(
-    args: argparse.Namespace, workload: Workload, name: str, page_kernels: tuple[str, ...] = ()
-) -> bool:
-    """Return True after training with kernel_training.py, False where the page shows it all.
-
-    Args:
-        page_kernels: the kernels of the loop on the script's own page.
-    """
+def takes_steps(args: argparse.Namespace, workload: Workload, name: str) -> bool:
+    """Train with kernel_training.py if the flags ask for a step that the page does not show."""
     checkpoints = Checkpoints.from_flags(args)
-    on_the_page = workload.kernels == page_kernels and workload.is_on_the_page
+    on_the_page = workload.kernels == PAGES[name] and workload.is_on_the_page
     if on_the_page and not checkpoints.is_asked:
+        if workload.kernels:
+            from next_steps.memory.memory_estimate import try_kernels
+
+            try_kernels(workload)
         return False
     from next_steps.finetuning import kernel_training
 

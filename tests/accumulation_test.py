@@ -38,12 +38,12 @@ from tests.small_workloads import (
 
 T = 8
 MASKED = 2, T, 6  # tokens without a label at each micro-batch's beginning: the second is without
-KERNEL_SETS = {"none": (), "the playbook's": PLAYBOOK_KERNELS, "all": tuple(KERNELS)}
 every_kernel_set = pytest.mark.parametrize(
     "kernels",
     [
-        pytest.param(kernels, id=name, marks=[pytest.mark.exhaustive] if kernels else [])
-        for name, kernels in KERNEL_SETS.items()
+        pytest.param((), id="none"),
+        pytest.param(PLAYBOOK_KERNELS, id="the playbook's", marks=pytest.mark.exhaustive),
+        pytest.param(tuple(KERNELS), id="all", marks=pytest.mark.exhaustive),
     ],
 )
 
@@ -67,13 +67,18 @@ def micro_batches(seed: int = 0) -> list[Batch]:
 
 
 def one_large(batches: list[Batch]) -> list[Batch]:
-    ids, labels = (
-        torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels")
-    )
-    n_tokens, n_targets = (
-        sum(getattr(batch, name) for batch in batches) for name in ("n_tokens", "n_targets")
-    )
+    ids, labels = (torch.cat(each) for each in zip(*((b.input_ids, b.labels) for b in batches)))
+    n_tokens, n_targets = map(sum, zip(*((b.n_tokens, b.n_targets) for b in batches)))
     return [Batch(ids, labels, n_tokens, n_targets)]
+
+
+def assert_close(found: dict, expected: dict, allowed: float) -> None:
+    error, name = largest_error(found, expected)
+    assert error < allowed, f"{name} is off by {error:.1e}"
+
+
+def assert_same_parameters(models, allowed: float) -> None:
+    assert_close(*(dict(model.named_parameters()) for model in models), allowed)
 
 
 def make_model(kernels=(), dtype="fp32") -> torch.nn.Module:
@@ -124,9 +129,8 @@ def test_a_mean_of_means_would_be_noticed():
 @every_kernel_set
 def test_gradients_are_those_of_one_large_batch(kernels):
     model = make_model(kernels)
-    found = loss_and_gradients(model, micro_batches())
-    error, name = largest_error(found, loss_and_gradients(model, one_large(micro_batches())))
-    assert error < 1e-6, f"{name} is off by {error:.1e}"
+    expected = loss_and_gradients(model, one_large(micro_batches()))
+    assert_close(loss_and_gradients(model, micro_batches()), expected, 1e-6)
 
 
 @pytest.mark.exhaustive
@@ -155,9 +159,7 @@ def test_three_steps_leave_the_parameters_of_three_large_ones(kernels):
         ]
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
         assert all(p.grad is None for p in models[0].parameters())
-    ours, theirs = (dict(model.named_parameters()) for model in models)
-    error, name = largest_error(ours, theirs)
-    assert error < 1e-5, f"{name} is off by {error:.1e}"
+    assert_same_parameters(models, 1e-5)
     assert {int(state["step"]) for state in optimizers[0].state.values()} == {3}
 
 
@@ -167,8 +169,7 @@ def test_the_optimizer_in_the_backward_is_pytorchs_after_steps_of_the_same_micro
     for seed in range(3):
         for model, optimizer in zip(models, optimizers):
             stepping.training_step(model, optimizer, micro_batches(seed))
-    error, name = largest_error(*(dict(model.named_parameters()) for model in models))
-    assert error < 1e-6, f"{name} is off by {error:.1e}"
+    assert_same_parameters(models, 1e-6)
 
 
 @every_kernel_set
@@ -184,34 +185,24 @@ def test_without_any_target_the_loss_is_nan_and_no_gradient_is(kernels):
 def test_one_micro_batch_is_called_as_ever(monkeypatch):
     model, calls = make_model(), []
     forward = model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda **inputs: calls.append(inputs) or forward(**inputs)
-    )
+    monkeypatch.setattr(model, "forward", lambda **given: calls.append(given) or forward(**given))
     loss_and_gradients(model, [micro_batch(2)])
     loss_and_gradients(model, micro_batches())
-    assert [set(inputs) for inputs in calls] == [
-        {"input_ids", "labels"},
-        *[{"input_ids", "labels", "num_items_in_batch"}] * len(MASKED),
-    ]
+    ever = {"input_ids", "labels"}
+    assert list(map(set, calls)) == [ever, *[ever | {"num_items_in_batch"}] * len(MASKED)]
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_distilled_student_s_gradients_are_those_of_one_large_batch(fused):
     teacher = make_model().eval().requires_grad_(False)
-    student = distill.learn_from(
-        uneven_norms(loading.load_model(tiny_workload("--seq-len", "8", "--seed", "1"))),
-        teacher,
-        2.0,
-        fused,
-    )
+    student = uneven_norms(loading.load_model(tiny_workload("--seq-len", "8", "--seed", "1")))
+    distill.learn_from(student, teacher, 2.0, fused)
     found = loss_and_gradients(student, micro_batches())
     expected = loss_and_gradients(student, one_large(micro_batches()))
     # 0.003, a mean of differences of log-probabilities near -6, whose last bit in fp32 is 5e-7
     assert found.pop("loss").item() == pytest.approx(expected.pop("loss").item(), abs=5e-7)
-    error, name = largest_error(found, expected)
     # a GPU multiplies batches of other shapes by other kernels, which add up in other orders
-    allowed = 4e-6 if HAS_GPU else 1e-6
-    assert error < allowed, f"{name} is off by {error:.1e}"
+    assert_close(found, expected, 4e-6 if HAS_GPU else 1e-6)
     empty = [micro_batch(T, seed) for seed in range(2)]
     for each in (empty, one_large(empty)):
         found = loss_and_gradients(student, each)
@@ -251,8 +242,7 @@ def test_a_replay_trains_on_every_micro_batch_and_counts_its_targets(monkeypatch
         found = replay(models[0], optimizers[0], batches).item()
         expected = graph.real(models[1], optimizers[1], batches).item()
         assert found == pytest.approx(expected, rel=1e-6)
-    error, name = largest_error(*(dict(model.named_parameters()) for model in models))
-    assert error < 1e-6, f"{name} is off by {error:.1e}"
+    assert_same_parameters(models, 1e-6)
 
 
 @needs_gpu
@@ -344,45 +334,33 @@ SCRIPTS = {
 }
 
 
-def record_of(run_script, tmp_path, script, *flags: str) -> dict:
-    path = tmp_path / "record.json"
-    outcome = run_script(script, *TINY, "--seq-len", "8", *flags, "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    return json.loads(path.read_text()) | {"printed": outcome.out}
+EIGHT = [*TINY, "--seq-len", "8"]
+SEVERAL, LARGE = ["--accumulate", "3"], ["--batch-size", "3"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("script, flags", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_run_of_micro_batches_is_the_run_of_large_batches(run_script, tmp_path, script, flags):
-    flags = [*flags, "--steps", "2"]
-    several, large = (
-        record_of(run_script, tmp_path, script, *flags, *size)
-        for size in (["--accumulate", "3"], ["--batch-size", "3"])
-    )
+def test_a_run_of_micro_batches_is_the_run_of_large_batches(recorded, script, flags):
+    flags = [*EIGHT, *flags, "--steps", "2"]
+    several, large = (recorded(script, *flags, *size) for size in (SEVERAL, LARGE))
     assert several["losses"] == pytest.approx(large["losses"], rel=1e-5)
     assert several["tokens"] == large["tokens"] == [24] * 2
     assert several["accumulate"] == 3 and "accumulate" not in large
 
 
 @pytest.mark.exhaustive
-def test_distillation_of_micro_batches_is_that_of_large_batches(run_script, tmp_path, monkeypatch):
+def test_distillation_of_micro_batches_is_that_of_large_batches(recorded, monkeypatch):
     monkeypatch.setattr(architecture, "tiny_config", REAL_TINY_CONFIG)  # which can be halved
-    flags = ["--teacher", "tiny", "--kernels", "none", "--steps", "3"]
-    several, large = (
-        record_of(run_script, tmp_path, finetune_optimized, *flags, *size)
-        for size in (["--accumulate", "3"], ["--batch-size", "3"])
-    )
+    flags = [*EIGHT, "--teacher", "tiny", "--kernels", "none", "--steps", "3"]
+    several, large = (recorded(finetune_optimized, *flags, *size) for size in (SEVERAL, LARGE))
     # a mean of differences of log-probabilities near -6, whose last bit in fp32 is 5e-7
     assert several["losses"] == pytest.approx(large["losses"], rel=1e-5, abs=5e-7)
 
 
 @pytest.mark.exhaustive
-def test_a_profile_counts_every_micro_batch(run_script, tmp_path):
-    flags = ["--warmup", "1", "--trace", str(tmp_path / "trace.json")]
-    one, three = (
-        record_of(run_script, tmp_path, profile_baseline, *flags, *size)
-        for size in ([], ["--accumulate", "3"])
-    )
+def test_a_profile_counts_every_micro_batch(recorded, tmp_path):
+    flags = [*EIGHT, "--warmup", "1", "--trace", str(tmp_path / "trace.json")]
+    one, three = (recorded(profile_baseline, *flags, *size) for size in ([], SEVERAL))
     assert "; 3 micro-batches of 1 x 8 tokens; " in three["printed"]
     for count in ("bytes", "flops", "launches"):
         old, new = (record["categories"]["matmul"][count] for record in (one, three))
@@ -393,28 +371,25 @@ def test_a_profile_counts_every_micro_batch(run_script, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", ["none", "all"])
-def test_the_measured_memory_has_all_gradients_in_the_last_forward(run_script, tmp_path, kernels):
-    flags = ["--memory", "--warmup", "1", "--kernels", kernels]
+def test_the_measured_memory_has_all_gradients_in_the_last_forward(recorded, tmp_path, kernels):
+    flags = [*EIGHT, "--memory", "--warmup", "1", "--kernels", kernels]
     flags += ["--accumulate", "2", "--plot", str(tmp_path / "memory.png")]
-    record = record_of(run_script, tmp_path, profile_baseline, *flags)
+    record = recorded(profile_baseline, *flags)
     assert record["phases"]["forward"]["parts"][GRADIENTS] >= 4 * record["parameters"]
     phases = [stage["phase"] for stage in record["timeline"]["stages"]]
     order = [phase for phase, before in zip(phases, [None, *phases]) if phase != before]
     assert order == [*["forward", "loss", "backward"] * 2, "optimizer"]
 
 
-def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(run_script, tmp_path, monkeypatch):
+def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(recorded, monkeypatch):
     real, steps = stepping.timed_step, []
-    monkeypatch.setattr(
-        stepping, "timed_step", lambda *step: steps.append(len(step[2])) or real(*step)
-    )
+    timed_step = lambda *step: steps.append(len(step[2])) or real(*step)  # noqa: E731
+    monkeypatch.setattr(stepping, "timed_step", timed_step)
     monkeypatch.setattr(longest, "LENGTH_STEP", 6)
     flags = ["--longest", "--kernels", "none", "--seq-len", "6", "--accumulate", "2"]
-    path = tmp_path / "record.json"
-    outcome = run_script(finetune_optimized, *TINY[:4], *flags, "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    assert steps == [2] * 4 and json.loads(path.read_text())["accumulate"] == 2
-    assert "batch 1, 2 micro-batches a step: 12 tokens" in outcome.out
+    record = recorded(finetune_optimized, *TINY[:4], *flags)
+    assert steps == [2] * 4 and record["accumulate"] == 2
+    assert "batch 1, 2 micro-batches a step: 12 tokens" in record["printed"]
 
 
 def test_graphs_that_write_over_gradients_are_refused(run_script):

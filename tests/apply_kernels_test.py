@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
@@ -49,8 +50,9 @@ from next_steps.finetuning import opponents
 from next_steps.layers import fused_layer
 from next_steps.lessons import adamw_kernel, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
 from next_steps.lessons.adamw_kernel import TritonAdamW
-from next_steps.patches import apply_kernels, llama_losses
-from next_steps.patches.apply_kernels import modeling_llama, triton_adamw
+from next_steps.patches import apply_kernels as patches
+from next_steps.patches import llama_losses
+from next_steps.patches.apply_kernels import apply_kernels, modeling_llama, triton_adamw
 from tests.fixtures import is_freed, needs_gpu, waiting_forbidden
 from tests.small_workloads import as_kernels_module, imported_anew
 
@@ -58,7 +60,6 @@ HERE = Path(__file__).parents[1]  # the project's folder
 IGNORE = dataset.IGNORE_INDEX
 LAYERS, VOCABULARY = 2, 67
 B, T = 2, 4
-EACH = [[name] for name in MODEL_KERNELS]
 
 
 def rarely(*values) -> list:
@@ -66,9 +67,12 @@ def rarely(*values) -> list:
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
-ALONE_AND_TOGETHER = [*EACH, MODEL_KERNELS]
-TOGETHER_AND_ALONE = [*rarely(*EACH), MODEL_KERNELS]
-LOSSES = [*rarely(["cross_entropy"], ["linear_cross_entropy"]), MODEL_KERNELS]
+EACH = [[name] for name in MODEL_KERNELS]
+ALONE_AND_TOGETHER = pytest.mark.parametrize("names", [*EACH, MODEL_KERNELS], ids="+".join)
+TOGETHER_AND_ALONE = pytest.mark.parametrize("names", [*rarely(*EACH), MODEL_KERNELS], ids="+".join)
+LOSS_SETS = [*rarely(["cross_entropy"], ["linear_cross_entropy"]), MODEL_KERNELS]
+LOSSES = pytest.mark.parametrize("names", LOSS_SETS, ids="+".join)
+IN_TRAINING_AND_EVALUATION = pytest.mark.parametrize("training", [True, False])
 
 
 def small_config(**values):
@@ -90,7 +94,11 @@ def make_model(names=(), dtype=torch.float32, **values) -> LlamaForCausalLM:
                 weight.uniform_(0.5, 1.5)
             elif "layers" in name:
                 weight.mul_(5)  # so that the layers count beside the embedding
-    return apply_kernels.apply_kernels(model.train(), names)
+    return apply_kernels(model.train(), names)
+
+
+def without_and_with(names=MODEL_KERNELS, **values) -> list[LlamaForCausalLM]:
+    return [make_model(each, **values) for each in ((), names)]
 
 
 N_TARGETS = B * (T - 2) - 1
@@ -104,6 +112,10 @@ def make_batch(**more) -> dict:
     return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE), **more}
 
 
+def counted_batch() -> dataset.Batch:
+    return dataset.Batch(**make_batch(), n_tokens=B * T, n_targets=N_TARGETS)
+
+
 def padding_mask() -> torch.Tensor:
     """The first sequence begins with a token of padding, the second ends with one."""
     mask = torch.ones(B, T, dtype=torch.int64)
@@ -112,17 +124,22 @@ def padding_mask() -> torch.Tensor:
 
 
 def own_positions() -> torch.Tensor:
-    """Only differences count, so those of the second sequence are larger.  To be given together
-    with a mask:
-    without one, transformers takes a gap between positions for the end of a sequence."""
+    """Positions of which only differences count, so those of the second sequence are larger.
+
+    They need a mask: without one, transformers takes a gap for the end of a sequence.
+    """
     return torch.stack([torch.arange(T), 3 * torch.arange(T)]).to(DEVICE)
 
 
-def loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
+def gradients_of(model) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def loss_and_gradients(model, batch=None) -> dict[str, torch.Tensor | None]:
     model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
+    loss = model(**(batch or make_batch())).loss
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return {"loss": loss.detach(), **gradients_of(model)}
 
 
 def assert_equal(found: dict, expected: dict, allowed: float = 1e-5) -> None:
@@ -134,22 +151,21 @@ def assert_equal(found: dict, expected: dict, allowed: float = 1e-5) -> None:
     assert errors and not wrong, wrong
 
 
+def assert_same_step(found, expected, batch=None) -> None:
+    """Two models, or what `loss_and_gradients` said of one, have equal losses and gradients."""
+    said = expected if isinstance(expected, dict) else loss_and_gradients(expected, batch)
+    assert_equal(loss_and_gradients(found, batch), said)
+
+
 def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
-    """The loss, and all gradients in one: of a model as small as this, a single one is off by
-    chance.
-    """
+    """Check the loss, and all gradients as one: in so small a model one may be off by chance."""
     # Hugging Face takes the loss in fp32
     ref64 = {name: value.double() for name, value in ref64.items()}
     assert all(found[name] is not None for name in ref64)
+    names = [name for name in ref64 if name != "loss"]
 
     def together(values):
-        return torch.cat(
-            [
-                values[name].double().flatten() / ref64[name].norm()
-                for name in ref64
-                if name != "loss"
-            ]
-        )
+        return torch.cat([values[n].double().flatten() / ref64[n].norm() for n in names])
 
     losses = found["loss"].float(), ref64["loss"], eager["loss"].float()
     return [
@@ -172,16 +188,16 @@ def launches(monkeypatch) -> Counter:
     """How often each kernel was launched, by its name without `_kernel`."""
     counter = Counter()
     for module, names in {
-        rmsnorm_kernel: ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel"],
-        cross_entropy_kernel: ["_cross_entropy_fwd_kernel", "_cross_entropy_inplace_kernel"],
-        linear_cross_entropy_kernel: ["_scale_kernel"],
-        swiglu_kernel: ["_swiglu_fwd_kernel", "_swiglu_bwd_kernel"],
-        rope_kernel: ["_rope_kernel"],
-        adamw_kernel: ["_adamw_kernel"],
+        rmsnorm_kernel: ["rmsnorm_fwd", "rmsnorm_bwd"],
+        cross_entropy_kernel: ["cross_entropy_fwd", "cross_entropy_inplace"],
+        linear_cross_entropy_kernel: ["scale"],
+        swiglu_kernel: ["swiglu_fwd", "swiglu_bwd"],
+        rope_kernel: ["rope"],
+        adamw_kernel: ["adamw"],
     }.items():
         for name in names:
-            short = name.removeprefix("_").removesuffix("_kernel")
-            monkeypatch.setattr(module, name, CountedKernel(getattr(module, name), short, counter))
+            kernel = CountedKernel(getattr(module, f"_{name}_kernel"), name, counter)
+            monkeypatch.setattr(module, f"_{name}_kernel", kernel)
     return counter
 
 
@@ -210,17 +226,20 @@ ALL_LAUNCHES = FUSED | {
 }
 
 
+def expected_launches(names) -> dict:
+    return LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES
+
+
 # ---------------------------------------------------------------- training
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@ALONE_AND_TOGETHER
 def test_patched_model_has_the_unpatched_loss_and_gradients(names, launches):
-    batch = make_batch()
-    expected = loss_and_gradients(make_model(), batch)
+    expected = loss_and_gradients(make_model())
     assert not launches
-    assert_equal(loss_and_gradients(make_model(names), batch), expected)
-    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+    assert_same_step(make_model(names), expected)
+    assert launches == expected_launches(names)
 
 
 INPUTS = {
@@ -246,59 +265,61 @@ INPUTS = {
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["rope"])], ids="+".join)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_inputs_beside_tokens_and_labels_are_honoured(names, inputs):
-    batch, plain = make_batch(**INPUTS[inputs]()), make_batch()
-    expected = loss_and_gradients(make_model(), batch)
-    assert (
-        relative_error(expected["loss"], loss_and_gradients(make_model(), plain)["loss"]) > 1e-4
-    ), "cannot fail"
-    assert_equal(loss_and_gradients(make_model(names), batch), expected)
+    batch = make_batch(**INPUTS[inputs]())
+    expected, plain = loss_and_gradients(make_model(), batch), loss_and_gradients(make_model())
+    assert relative_error(expected["loss"], plain["loss"]) > 1e-4, "cannot fail"
+    assert_same_step(make_model(names), expected, batch)
 
 
 @pytest.mark.exhaustive
 def test_embeddings_may_be_given_and_labels_may_come_shifted():
-    model, patched = make_model(), make_model(MODEL_KERNELS)
+    model, patched = without_and_with()
     batch = make_batch()
-    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
     batch["inputs_embeds"] = model.model.embed_tokens(batch.pop("input_ids")).detach()
-    batch["shift_labels"] = shifted
-    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert_same_step(patched, model, batch)
+
+
+def unrotated(q, k, cos, sin):
+    return q, k
+
+
+def not_silu(gate, up, projection, keep):
+    return projection(torch.sigmoid(gate) * up)
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_layer_would_be_noticed(monkeypatch):
-    batch = make_batch()
-    expected = loss_and_gradients(make_model(), batch)
-    for module, name, wrong in (
-        (apply_kernels, "triton_apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k)),
-        (
-            fused_layer,
-            "swiglu_linear",
-            lambda gate, up, projection, keep: projection(torch.sigmoid(gate) * up),
-        ),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, wrong)
-            with pytest.raises(AssertionError):
-                assert_equal(loss_and_gradients(make_model(MODEL_KERNELS), batch), expected)
+@pytest.mark.parametrize(
+    "module, name, wrong",
+    [
+        (patches, "triton_apply_rotary_pos_emb", unrotated),
+        (fused_layer, "swiglu_linear", not_silu),
+    ],
+    ids=["rotary", "swiglu"],
+)
+def test_a_wrong_layer_would_be_noticed(monkeypatch, module, name, wrong):
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(AssertionError):
+        assert_same_step(make_model(MODEL_KERNELS), make_model())
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@IN_TRAINING_AND_EVALUATION
+@LOSSES
 def test_another_label_may_be_ignored(names, training):
     batch = make_batch(ignore_index=5)
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][:, :3] = 5
-    model, patched = make_model().train(training), make_model(names).train(training)
+    model, patched = (each.train(training) for each in without_and_with(names))
     for items in ({}, {"num_items_in_batch": 7}):
         expected = loss_and_gradients(model, batch | items)
-        assert_equal(loss_and_gradients(patched, batch | items), expected)
+        assert_same_step(patched, expected, batch | items)
     all_count = loss_and_gradients(model, batch | {"ignore_index": IGNORE})
     assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
     model, batch = make_model(names), make_batch()
     assert model(**batch).logits is None and model(**batch, return_dict=True).loss is not None
@@ -313,38 +334,31 @@ def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
     assert without_labels.loss is None and without_labels.logits.shape == (B, T, VOCABULARY)
 
 
-@pytest.fixture
-def inplace(monkeypatch) -> list[bool]:
-    """For each loss that cross_entropy computed: was it allowed to overwrite the logits?"""
-    seen = []
+def test_the_gradient_takes_the_logits_memory_in_training_only(monkeypatch):
+    allowed = []
 
     class Watched(llama_losses.TritonCrossEntropyLoss):
         def forward(self, logits, targets):
-            seen.append(self.inplace)
+            allowed.append(self.inplace)
             return super().forward(logits, targets)
 
     monkeypatch.setattr(llama_losses, "TritonCrossEntropyLoss", Watched)
-    return seen
-
-
-def test_the_gradient_takes_the_logits_memory_in_training_only(inplace):
-    model, batch = make_model(["cross_entropy"]), make_batch()
-    model(**batch)
-    model.eval()(**batch)
-    assert inplace == [True, False]
+    model = make_model(["cross_entropy"])
+    model(**make_batch())
+    model.eval()(**make_batch())
+    assert allowed == [True, False]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [*rarely(["cross_entropy"]), MODEL_KERNELS], ids="+".join)
 def test_logits_that_somebody_else_holds_are_not_overwritten(names):
-    batch, held = make_batch(), []
-    models = make_model(), make_model(names)
+    held, models = [], without_and_with(names)
     for model in models:
         model.lm_head.register_forward_hook(lambda module, inputs, output: held.append(output))
-    expected, found = (loss_and_gradients(model, batch) for model in models)
+    expected, found = map(loss_and_gradients, models)
     assert_equal(found, expected)
     assert relative_error(held[1], held[0]) < 1e-5
-    given = models[1](**batch).logits
+    given = models[1](**make_batch()).logits
     assert given is held[-1], "they are right, and need not be kept back"
 
 
@@ -360,58 +374,51 @@ class SoftCap(torch.nn.Module):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_head_whose_backward_needs_the_logits(names):
-    batch = make_batch()
-    expected = loss_and_gradients(wrap(make_model(), "lm_head", SoftCap), batch)
-    assert_equal(loss_and_gradients(wrap(make_model(names), "lm_head", SoftCap), batch), expected)
+    model, patched = (wrap(each, "lm_head", SoftCap) for each in without_and_with(names))
+    assert_same_step(patched, model)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [2, torch.tensor([1, 3])])
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_logits_to_keep_are_kept(names, keep):
     batch = make_batch(logits_to_keep=keep)
     batch["shift_labels"] = batch["input_ids"][:, :2].contiguous()
-    model, patched = make_model(), make_model(names)
-    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    model, patched = without_and_with(names)
+    assert_same_step(patched, model, batch)
     assert relative_error(patched(**batch).logits, model(**batch).logits) < 1e-5
 
 
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_head_of_another_size_than_the_configuration_is_refused(names):
+    said = r"vocab_size is 68, expected 67|shape '\[-1, 68\]'"
     for training in (True, False):
         model = make_model(names).train(training)
         model.config.vocab_size += 1
-        with pytest.raises(
-            (ValueError, RuntimeError), match=r"vocab_size is 68, expected 67|shape '\[-1, 68\]'"
-        ):
+        with pytest.raises((ValueError, RuntimeError), match=said):
             model(**make_batch())
 
 
 @pytest.mark.exhaustive
 def test_head_of_another_size_that_comes_later_has_the_kernel_too(launches):
-    models = make_model(), make_model(["linear_cross_entropy"])
+    models = without_and_with(["linear_cross_entropy"])
     for model in models:
         model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
         with torch.no_grad():  # what was added is random
             model.lm_head.weight[VOCABULARY:], model.model.embed_tokens.weight[VOCABULARY:] = 0, 0
-    batch = make_batch()
-    assert_equal(loss_and_gradients(models[1], batch), loss_and_gradients(models[0], batch))
-    assert launches["cross_entropy_inplace"] == 1 and models[1](**batch).logits is None
+    assert_same_step(models[1], models[0])
+    assert launches["cross_entropy_inplace"] == 1 and models[1](**make_batch()).logits is None
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["linear_cross_entropy"])], ids="+".join)
 def test_tied_embeddings(names):
     """The head's gradient and the embedding's are added up in one tensor."""
-    batch = make_batch()
-    model, patched = (
-        make_model(tie_word_embeddings=True),
-        make_model(names, tie_word_embeddings=True),
-    )
+    model, patched = without_and_with(names, tie_word_embeddings=True)
     assert patched.lm_head.weight is patched.model.embed_tokens.weight
-    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert_same_step(patched, model)
 
 
 @pytest.mark.exhaustive
@@ -419,64 +426,56 @@ def test_tied_embeddings(names):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [MODEL_KERNELS, *rarely(["swiglu", "rope"])], ids="+".join)
 def test_gradient_checkpointing(names, reentrant, launches):
-    batch = make_batch()
-    expected = loss_and_gradients(make_model(), batch)
-    model = make_model(names)
+    expected, model = loss_and_gradients(make_model()), make_model(names)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_equal(loss_and_gradients(model, batch), expected)
+    assert_same_step(model, expected)
     assert launches["swiglu_fwd"] == 2 * LAYERS, "no layer was computed again: nothing is saved"
     assert launches["rope"] == 3 * LAYERS and launches["swiglu_bwd"] == LAYERS
     model.gradient_checkpointing_disable()
     launches.clear()
-    assert_equal(loss_and_gradients(model, batch), expected)
+    assert_same_step(model, expected)
     assert launches["swiglu_fwd"] == LAYERS
 
 
 TRAINED = {
-    "norms": lambda name: "norm" in name,
-    "one projection of the last layer": lambda name: "layers.1.mlp.down_proj" in name,
-    "middle of the first layer": lambda name: (
-        "layers.0.self_attn.k_proj" in name or "layers.0.mlp.up_proj" in name
-    ),
-    "head": lambda name: "lm_head" in name,
-    "embedding": lambda name: "embed_tokens" in name,
+    "norms": ["norm"],
+    "one projection of the last layer": ["layers.1.mlp.down_proj"],
+    "middle of the first layer": ["layers.0.self_attn.k_proj", "layers.0.mlp.up_proj"],
+    "head": ["lm_head"],
+    "embedding": ["embed_tokens"],
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("trained", TRAINED)
 def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
-    batch, models = make_batch(), [make_model(), make_model(MODEL_KERNELS)]
+    models = without_and_with()
     for model in models:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(TRAINED[trained](name))
-    expected, found = (loss_and_gradients(model, batch) for model in models)
+            parameter.requires_grad_(any(part in name for part in TRAINED[trained]))
+    expected, found = map(loss_and_gradients, models)
     assert sum(gradient is None for gradient in expected.values()) > len(expected) / 2
     assert_equal(found, expected)
 
 
 @pytest.mark.exhaustive
 def test_gradients_of_micro_batches_add_up():
-    model, patched, batch = make_model(), make_model(MODEL_KERNELS), make_batch()
+    patched, batch = make_model(MODEL_KERNELS), make_batch()
     n_items = int((batch["labels"][:, 1:] != IGNORE).sum())
-    expected = loss_and_gradients(model, batch)
     losses = []
     for row in range(2):
         part = {key: value[row : row + 1] for key, value in batch.items()}
         losses.append(patched(**part, num_items_in_batch=n_items).loss)
         losses[-1].backward()
-    found = {
-        "loss": sum(losses).detach(),
-        **{name: p.grad for name, p in patched.named_parameters()},
-    }
-    assert_equal(found, expected)
+    found = {"loss": sum(losses).detach(), **gradients_of(patched)}
+    assert_equal(found, loss_and_gradients(make_model()))
 
 
 @pytest.mark.exhaustive
 def test_two_backwards_through_one_graph():
-    model, batch = make_model(MODEL_KERNELS), make_batch()
-    _, *expected = loss_and_gradients(make_model(), batch).values()
-    loss = model(**batch).loss
+    model = make_model(MODEL_KERNELS)
+    _, *expected = loss_and_gradients(make_model()).values()
+    loss = model(**make_batch()).loss
     parameters = list(model.parameters())
     for retain in (True, False):
         found = torch.autograd.grad(loss, parameters, retain_graph=retain)
@@ -489,20 +488,18 @@ def test_two_backwards_through_one_graph():
 )
 def test_autocast_is_as_wrong_as_without_the_kernels(names):
     """Judged against float64: bf16 products round, with and without kernels."""
-    batch, kind = make_batch(), torch.device(DEVICE).type
-    ref64 = loss_and_gradients(make_model(dtype=torch.float64), batch)
-    with torch.autocast(kind, torch.bfloat16):
-        eager, found = (loss_and_gradients(make_model(n), batch) for n in ((), names))
+    ref64 = loss_and_gradients(make_model(dtype=torch.float64))
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        eager, found = map(loss_and_gradients, without_and_with(names))
     assert_all_passed(checks_against(ref64, found, eager))
 
 
 @pytest.mark.exhaustive
 def test_adamw_steps_in_the_backward_and_leaves_no_gradient(launches):
-    models = make_model(), make_model(["linear_cross_entropy"])
+    models = without_and_with(["linear_cross_entropy"])
     optimizers = stepping.make_optimizer(models[0], 1e-3), triton_adamw(models[1], 1e-3)
-    batch = dataset.Batch(make_batch()["input_ids"], make_batch()["labels"], B * T, N_TARGETS)
     losses = [
-        [stepping.training_step(m, o, [batch]).item() for _ in range(3)]
+        [stepping.training_step(m, o, [counted_batch()]).item() for _ in range(3)]
         for m, o in zip(models, optimizers)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][2] < losses[0][0]
@@ -527,16 +524,14 @@ def with_wide_weights_in_norms(model):
 CASTS = [torch.nn.Module.double, with_wide_head, with_wide_weights_in_norms]
 
 
-@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="+".join)
+@ALONE_AND_TOGETHER
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.__name__)
 def test_a_model_that_is_cast_later_runs_as_without_the_kernels(cast, names):
     """In float64 the kernels refused it, where the unpatched model runs."""
-    batch = make_batch()
-    models = cast(make_model()), cast(make_model(names))
-    expected, found = (loss_and_gradients(model, batch) for model in models)
+    models = [cast(each) for each in without_and_with(names)]
+    expected, found = map(loss_and_gradients, models)
     assert_equal(found, expected, allowed=2e-2 if cast is with_wide_head else 1e-5)
-    ids = batch["input_ids"]
-    logits = [model.eval()(ids).logits for model in models]
+    logits = [model.eval()(make_batch()["input_ids"]).logits for model in models]
     assert logits[0].dtype == logits[1].dtype
     of = [{name: value.dtype for name, value in values.items()} for values in (expected, found)]
     assert of[0] == of[1]
@@ -556,8 +551,7 @@ def rows_of_products(monkeypatch) -> list[int]:
 
 
 def test_a_step_tells_the_model_how_many_targets_its_batch_has(monkeypatch):
-    batch = dataset.Batch(**make_batch(), n_tokens=B * T, n_targets=N_TARGETS)
-    model, plain = make_model(["linear_cross_entropy"]), make_model()
+    batch, (plain, model) = counted_batch(), without_and_with(["linear_cross_entropy"])
     assert stepping.inputs_of(batch, plain) == batch.inputs()
     rows = rows_of_products(monkeypatch)
     found = loss_and_gradients(model, stepping.inputs_of(batch, model))
@@ -577,15 +571,13 @@ def test_the_number_of_targets_changes_nothing_where_no_row_is_left_out(names):
 # ---------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
+@TOGETHER_AND_ALONE
 def test_logits_and_loss_in_evaluation(names, launches):
     batch = make_batch(attention_mask=padding_mask())
     with torch.no_grad():
-        expected, found = (make_model(n).eval()(**batch) for n in ((), names))
-    assert (
-        relative_error(found.logits, expected.logits) < 1e-5
-        and relative_error(found.loss, expected.loss) < 1e-5
-    )
+        expected, found = (each.eval()(**batch) for each in without_and_with(names))
+    assert relative_error(found.logits, expected.logits) < 1e-5
+    assert relative_error(found.loss, expected.loss) < 1e-5
     assert launches or names == ["linear_cross_entropy"]  # which is for training
 
 
@@ -595,24 +587,21 @@ def z_loss_and_gradients(model, batch) -> dict[str, torch.Tensor | None]:
     output = model(**batch)
     loss = output.loss + 0.1 * output.logits.logsumexp(dim=-1).square().mean()
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": loss.detach(), "logits": output.logits.detach(), **gradients}
+    return {"loss": loss.detach(), "logits": output.logits.detach(), **gradients_of(model)}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted(names):
-    batch = make_batch()
-    expected, found = (z_loss_and_gradients(make_model(n).eval(), batch) for n in ((), names))
+    models = without_and_with(names)
+    expected, found = (z_loss_and_gradients(each.eval(), make_batch()) for each in models)
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_in_evaluation_a_tuple_may_be_asked_for(names):
-    batch = make_batch()
-    expected, found = (
-        make_model(n).eval()(**batch, return_dict=False, use_cache=False) for n in ((), names)
-    )
+    asked = make_batch(return_dict=False, use_cache=False)
+    expected, found = (each.eval()(**asked) for each in without_and_with(names))
     assert len(found) == len(expected) == 2
     assert all(relative_error(f, e) < 1e-5 for f, e in zip(found, expected))
 
@@ -620,16 +609,10 @@ def test_in_evaluation_a_tuple_may_be_asked_for(names):
 @pytest.mark.exhaustive
 def test_generation_with_and_without_a_cache(launches):
     ids = make_batch()["input_ids"]
-    options = {
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "attention_mask": padding_mask(),
-    }
-    models = make_model().eval(), make_model(MODEL_KERNELS).eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     texts = [
-        model.generate(ids, use_cache=cache, **options)
-        for model in models
+        model.eval().generate(ids, use_cache=cache, attention_mask=padding_mask(), **options)
+        for model in without_and_with()
         for cache in (True, False)
     ]
     assert texts[0].shape[1] > T and all(torch.equal(text, texts[0]) for text in texts[1:])
@@ -637,11 +620,8 @@ def test_generation_with_and_without_a_cache(launches):
 
 
 def test_one_token_after_the_other_through_the_cache():
-    ids, model, patched = (
-        make_batch()["input_ids"],
-        make_model().eval(),
-        make_model(MODEL_KERNELS).eval(),
-    )
+    ids = make_batch()["input_ids"]
+    model, patched = (each.eval() for each in without_and_with())
     with torch.no_grad():
         expected = model(ids).logits
         cache, logits = None, []
@@ -654,73 +634,54 @@ def test_one_token_after_the_other_through_the_cache():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("training", [True, False])
+@IN_TRAINING_AND_EVALUATION
 def test_hidden_states_and_attentions_are_returned_on_request(training, launches):
-    """And the recorders that transformers leaves behind for them do not keep the fused layer from
-    being used.
-    """
-    batch = make_batch()
-    model, patched = (
-        make_model(n, _attn_implementation="eager").train(training) for n in ((), MODEL_KERNELS)
-    )
-    for request in (
-        {"output_hidden_states": True},
-        {"output_attentions": True, "output_hidden_states": True},
-    ):
-        expected, found = (m(**batch, **request) for m in (model, patched))
-        assert (
-            len(found.hidden_states) == LAYERS + 1
-            and relative_error(found.loss, expected.loss) < 1e-5
-        )
+    """The recorders that transformers leaves behind for them do not keep the fused layer away."""
+    models = [each.train(training) for each in without_and_with(_attn_implementation="eager")]
+    for attentions in (False, True):
+        request = {"output_hidden_states": True}
+        request |= {"output_attentions": True} if attentions else {}
+        expected, found = (each(**make_batch(), **request) for each in models)
+        assert relative_error(found.loss, expected.loss) < 1e-5
+        assert len(found.hidden_states) == LAYERS + 1
         pairs = list(zip(found.hidden_states, expected.hidden_states))
-        if "output_attentions" in request:
+        if attentions:
             assert len(found.attentions) == LAYERS
             pairs += zip(found.attentions, expected.attentions)
         assert all(relative_error(f, e) < 1e-5 for f, e in pairs)
     launches.clear()
-    assert_equal(loss_and_gradients(patched, batch), loss_and_gradients(model, batch))
+    assert_same_step(models[1], models[0])
     assert launches["rmsnorm_fwd"] == 4 * LAYERS + 1
 
 
 # ---------------------------------------------------------------- it is still a Hugging Face model
 
 
-@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
+@TOGETHER_AND_ALONE
 def test_parameters_and_keys_are_the_same(names):
     model = make_model()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
-    assert apply_kernels.apply_kernels(model, names) is model and isinstance(
-        model, LlamaForCausalLM
-    )
+    assert apply_kernels(model, names) is model and isinstance(model, LlamaForCausalLM)
     assert (type(model) is LlamaForCausalLM) == (not set(LOSS_KERNELS) & set(names))
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys
-    # by these transformers and FSDP know them
-    parts = {
-        name: model.get_submodule(name)
-        for name in ("", "model.layers.0", "model.layers.0.self_attn")
-    }
-    assert {name: type(part).__name__ for name, part in parts.items()} == {
-        "": "LlamaForCausalLM",
-        "model.layers.0": "LlamaDecoderLayer",
-        "model.layers.0.self_attn": "LlamaAttention",
-    }
+    # by these names transformers and FSDP know them
+    for part, name in (
+        ("", "LlamaForCausalLM"),
+        ("model.layers.0", "LlamaDecoderLayer"),
+        ("model.layers.0.self_attn", "LlamaAttention"),
+    ):
+        assert type(model.get_submodule(part)).__name__ == name
 
 
 @pytest.mark.exhaustive
-def test_applied_twice_is_applied_once(launches):
-    model = apply_kernels.apply_kernels(make_model(MODEL_KERNELS), MODEL_KERNELS)
-    loss_and_gradients(model, make_batch())
-    assert launches == ALL_LAUNCHES
-
-
-@pytest.mark.exhaustive
-def test_kernels_may_come_one_after_the_other(launches):
+@pytest.mark.parametrize("sets", [[MODEL_KERNELS, MODEL_KERNELS], EACH], ids=["twice", "in turn"])
+def test_applied_twice_or_one_after_the_other_is_applied_once(sets, launches):
     model = make_model()
-    for name in MODEL_KERNELS:
-        apply_kernels.apply_kernels(model, [name])
-    loss_and_gradients(model, make_batch())
+    for names in sets:
+        apply_kernels(model, names)
+    loss_and_gradients(model)
     assert launches == ALL_LAUNCHES
 
 
@@ -732,23 +693,27 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
+def zero(model) -> None:
+    """So that a copy which shares weights would be noticed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))]
+    "through", [saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy]
 )
-@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
-def test_pickled(names, through, launches):
-    original, batch = make_model(names), make_batch()
+@TOGETHER_AND_ALONE
+def test_pickled_or_copied_it_is_patched_and_on_its_own(names, through, launches):
+    original = make_model(names)
     loaded = through(original)
-    assert [type(module) for module in loaded.modules()] == [
-        type(module) for module in original.modules()
-    ]
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.zero_()
+    assert list(map(type, loaded.modules())) == list(map(type, original.modules()))
+    zero(original)
     assert not launches
-    assert_equal(loss_and_gradients(loaded, batch), loss_and_gradients(make_model(), batch))
-    assert launches == (LAUNCHES[names[0]] if len(names) == 1 else ALL_LAUNCHES)
+    assert_same_step(loaded, make_model())
+    assert launches == expected_launches(names)
+    assert all(parameter.grad is None for parameter in original.parameters())
 
 
 LOAD = """
@@ -775,39 +740,22 @@ def test_pickled_model_is_loaded_by_another_process(tmp_path):
 
 @pytest.mark.exhaustive
 def test_saved_and_loaded(tmp_path):
-    batch, patched = make_batch(), make_model(MODEL_KERNELS)
-    expected = loss_and_gradients(make_model(), batch)
+    expected, patched = loss_and_gradients(make_model()), make_model(MODEL_KERNELS)
     patched.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
-        "LlamaForCausalLM"
-    ]
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLM"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE).train()
-    assert_equal(loss_and_gradients(plain, batch), expected)
-    assert_equal(loss_and_gradients(apply_kernels.apply_kernels(plain), batch), expected)
+    assert_same_step(plain, expected)
+    assert_same_step(apply_kernels(plain), expected)
     changed = {name: 0.5 * value for name, value in patched.state_dict().items()}
     patched.load_state_dict(changed)
     assert torch.equal(patched.state_dict()["model.norm.weight"], changed["model.norm.weight"])
 
 
-@pytest.mark.exhaustive
-def test_a_copy_is_patched_and_on_its_own(launches):
-    batch, original = make_batch(), make_model(MODEL_KERNELS)
-    expected = loss_and_gradients(make_model(), batch)
-    duplicate = copy.deepcopy(original)
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.zero_()
-    assert_equal(loss_and_gradients(duplicate, batch), expected)
-    assert launches == ALL_LAUNCHES
-    assert all(parameter.grad is None for parameter in original.parameters())
-
-
 def replica(
     module: torch.nn.Module, weights: dict[str, torch.Tensor], name: str = ""
 ) -> torch.nn.Module:
-    """A copy with other weights, made as torch.nn.DataParallel makes one for each GPU: attributes
-    are shared.
-    """
+    """A copy with other weights and shared attributes, as torch.nn.DataParallel makes for a GPU."""
     twin = module._replicate_for_data_parallel()
     for key, parameter in module._parameters.items():
         setattr(twin, key, None if parameter is None else weights[name + key])
@@ -817,73 +765,51 @@ def replica(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
+@TOGETHER_AND_ALONE
 def test_replica_for_another_gpu_computes_with_its_own_weights(names, launches):
-    model, other, batch = make_model(names), make_model(), make_batch()
+    other, model = without_and_with(names)
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(1.25)
-    expected = loss_and_gradients(other, batch)
+    expected = loss_and_gradients(other)
     assert not launches
     twin = replica(model, dict(other.named_parameters()))
     other.zero_grad()
-    loss = twin(**batch).loss
+    loss = twin(**make_batch()).loss
     loss.backward()
-    found = {
-        "loss": loss.detach(),
-        **{name: weight.grad for name, weight in other.named_parameters()},
-    }
-    assert_equal(found, expected)
+    assert_equal({"loss": loss.detach(), **gradients_of(other)}, expected)
     assert launches and all(weight.grad is None for weight in model.parameters())
 
 
 def test_another_model_in_the_same_process_is_not_affected(launches):
-    functions = (
-        modeling_llama.apply_rotary_pos_emb,
-        modeling_llama.LlamaAttention.forward,
-        LlamaForCausalLM.forward,
-    )
-    batch, model = make_batch(), make_model()
+    def functions():
+        forwards = modeling_llama.LlamaAttention.forward, LlamaForCausalLM.forward
+        return (*forwards, modeling_llama.apply_rotary_pos_emb)
+
+    before, earlier = functions(), make_model()
     make_model(MODEL_KERNELS)
-    later = make_model()
-    loss_and_gradients(model, batch)
-    loss_and_gradients(later, batch)
-    assert not launches
-    now = (
-        modeling_llama.apply_rotary_pos_emb,
-        modeling_llama.LlamaAttention.forward,
-        LlamaForCausalLM.forward,
-    )
-    assert now == functions
+    for model in (earlier, make_model()):
+        loss_and_gradients(model)
+    assert not launches and functions() == before
 
 
 # ---------------------------------------------------------------- where a kernel must step back
 
 
-class LoRA(torch.nn.Module):
-    """A low-rank addition to a frozen linear layer, as PEFT wraps it; hides `weight` from nobody,
-    as PEFT does.
-    """
+class Wrapped(torch.nn.Module):
+    """Somebody's module around a linear layer, whose weight it shows as the layer does."""
 
     def __init__(self, base: torch.nn.Linear):
         super().__init__()
-        self.base = base.requires_grad_(False)
-        generator = torch.Generator().manual_seed(2)
-        self.a, self.b = (
-            torch.nn.Parameter((torch.randn(shape, generator=generator) / 4).to(DEVICE))
-            for shape in ((2, base.in_features), (base.out_features, 2))
-        )
+        self.base, self.bias = base, None
 
     @property
     def weight(self):
         return self.base.weight
 
-    @property
-    def bias(self):
-        return self.base.bias
-
     def forward(self, x):
-        return self.base(x) + x @ self.a.t() @ self.b.t()
+        out = self.base(x)
+        return out + torch.tanh(out)
 
 
 def wrap(model, name, wrapper):
@@ -893,19 +819,19 @@ def wrap(model, name, wrapper):
     return model
 
 
+def changed_model(change: Callable, first: bool) -> LlamaForCausalLM:
+    """A model with all kernels and a change, which comes before the kernels or after them."""
+    return apply_kernels(change(make_model())) if first else change(make_model(MODEL_KERNELS))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "lm_head"]
 )
-def test_lora_is_not_bypassed(name, wrapped_first, launches):
-    batch = make_batch()
-    expected = loss_and_gradients(wrap(make_model(), name, LoRA), batch)
-    if wrapped_first:
-        model = apply_kernels.apply_kernels(wrap(make_model(), name, LoRA), MODEL_KERNELS)
-    else:
-        model = wrap(make_model(MODEL_KERNELS), name, LoRA)
-    assert_equal(loss_and_gradients(model, batch), expected)
+def test_wrapper_around_a_projection_is_called(name, wrapped_first, launches):
+    model = changed_model(lambda model: wrap(model, name, Wrapped), wrapped_first)
+    assert_not_bypassed(wrap(make_model(), name, Wrapped), model)
     n_fused = LAYERS if name == "lm_head" else LAYERS - 1
     assert launches["rmsnorm_fwd"] == N_NORMS + 2 * n_fused, "the other layers are fused"
     assert launches["scale"] == (0 if name == "lm_head" else 2)
@@ -936,8 +862,7 @@ def add_adapters(model, targets="all", trained=False, **options):
 def with_adapters(names, first, targets="all", dtype=torch.float32, **options):
     """A model with adapters and the kernels named, of which one is there first."""
     if first == "adapters":
-        model = add_adapters(make_model(dtype=dtype), targets, **options)
-        return apply_kernels.apply_kernels(model, names)
+        return apply_kernels(add_adapters(make_model(dtype=dtype), targets, **options), names)
     return add_adapters(make_model(names, dtype), targets, **options)
 
 
@@ -950,11 +875,9 @@ FIRST = pytest.mark.parametrize("first", ["adapters", "kernels"])
 def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
     targets, trained, first, launches
 ):
-    batch = make_batch()
-    expected = loss_and_gradients(add_adapters(make_model(), targets, trained), batch)
-    assert relative_error(expected["loss"], make_model()(**batch).loss) > 1e-4, "cannot fail"
-    model = with_adapters(MODEL_KERNELS, first, targets, trained=trained)
-    assert_equal(loss_and_gradients(model, batch), expected)
+    expected = loss_and_gradients(add_adapters(make_model(), targets, trained))
+    assert relative_error(expected["loss"], make_model()(**make_batch()).loss) > 1e-4, "cannot fail"
+    assert_same_step(with_adapters(MODEL_KERNELS, first, targets, trained=trained), expected)
     # a norm runs again where something in the layer needs its result: a weight, or an A of its own
     needed = 2 if trained or targets in ("all", "some") else 1
     assert launches["rmsnorm_fwd"] == N_NORMS + needed * LAYERS, "a layer is not fused"
@@ -966,9 +889,7 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
     "names", [["rmsnorm", "swiglu"], ["rope"], ["fused_layer"], ["cross_entropy"]], ids="+".join
 )
 def test_adapters_have_the_same_loss_and_gradients_with_some_kernels(names, first, launches):
-    batch = make_batch()
-    expected = loss_and_gradients(add_adapters(make_model()), batch)
-    assert_equal(loss_and_gradients(with_adapters(names, first), batch), expected)
+    assert_same_step(with_adapters(names, first), add_adapters(make_model()))
     if "swiglu" in names:
         assert launches["swiglu_fwd"] == launches["swiglu_bwd"] == LAYERS
         assert launches["rmsnorm_fwd"] == N_NORMS
@@ -977,68 +898,66 @@ def test_adapters_have_the_same_loss_and_gradients_with_some_kernels(names, firs
 @pytest.mark.exhaustive
 @FIRST
 def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
-    batch = make_batch()
     bf16 = torch.bfloat16
-    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double(), batch)
-    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)), batch)
-    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16), batch)
+    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double())
+    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)))
+    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16))
     trained = [name for name, value in ref64.items() if value is not None]
     assert len(trained) == 1 + 2 * 7 * LAYERS
     of_trained = ({name: values[name] for name in trained} for values in (ref64, found, eager))
     assert_all_passed(checks_against(*of_trained))
 
 
+LORA_A = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+
+
 @pytest.mark.exhaustive
 def test_adamw_in_the_backward_moves_adapters_as_it_moves_pefts():
     """Those of q, k and v's A have their gradients in one tensor."""
-    batch, models = make_batch(), []
+    models = []
     for names in (["rmsnorm"], MODEL_KERNELS):
         model = with_adapters(names, "kernels")
         optimizer = triton_adamw(model, 1e-3)
         for _ in range(3):
-            model(**batch).loss.backward()
+            model(**make_batch()).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         models.append({name: p.detach() for name, p in model.named_parameters()})
     assert_equal(models[1], models[0], allowed=1e-4)
-    moved = relative_error(
-        models[1][LORA_A], dict(with_adapters([], "").named_parameters())[LORA_A]
-    )
-    assert moved > 1e-3, "cannot fail"
-
-
-LORA_A = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-STEPS_ASIDE = {
-    "merged": lambda model: [layer.merge() for layer in lora_layers(model)],
-    "disabled": lambda model: [layer.enable_adapters(False) for layer in lora_layers(model)],
-    "two adapters": lambda model: [
-        peft.inject_adapter_in_model(
-            peft.LoraConfig(target_modules=TARGETS["all"], init_lora_weights=False),
-            model,
-            adapter_name="other",
-        ),
-        [layer.set_adapter(["default", "other"]) for layer in lora_layers(model)],
-    ],
-}
+    before = with_adapters([], "").get_parameter(LORA_A)
+    assert relative_error(models[1][LORA_A], before) > 1e-3, "cannot fail"
 
 
 def lora_layers(model):
     return [module for module in model.modules() if isinstance(module, peft.tuners.lora.Linear)]
 
 
+def add_other_adapters(model):
+    config = peft.LoraConfig(target_modules=TARGETS["all"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model, adapter_name="other")
+    for layer in lora_layers(model):
+        layer.set_adapter(["default", "other"])
+
+
+STEPS_ASIDE = {
+    "merged": lambda model: [layer.merge() for layer in lora_layers(model)],
+    "disabled": lambda model: [layer.enable_adapters(False) for layer in lora_layers(model)],
+    "two adapters": add_other_adapters,
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("change", STEPS_ASIDE)
 def test_what_happens_to_adapters_later_is_seen(change, launches):
     """Asked in every call; and the embedding is trained, or else nothing is where they are off."""
-    batch, models = make_batch(), [add_adapters(make_model()), with_adapters(["fused_layer"], "")]
+    models = [add_adapters(make_model()), with_adapters(["fused_layer"], "")]
     for model in models:
         model.model.embed_tokens.requires_grad_(True)
-        loss_and_gradients(model, batch)
+        loss_and_gradients(model)
         torch.manual_seed(5)
         STEPS_ASIDE[change](model)
     launches.clear()
-    expected, found = (loss_and_gradients(model, batch) for model in models)
-    assert_equal(found, expected)
+    assert_same_step(models[1], models[0])
     assert not launches, "a layer is fused"
 
 
@@ -1047,13 +966,13 @@ def test_what_happens_to_adapters_later_is_seen(change, launches):
     "options", [{"lora_dropout": 0.3}, {"use_dora": True}, {"rank_pattern": {"q_proj": 5}}], ids=str
 )
 def test_adapters_of_another_kind(options, launches):
-    batch, losses = make_batch(), []
+    losses = []
     for model in (
         add_adapters(make_model(), **options),
         with_adapters(["fused_layer"], "adapters", **options),
     ):
         torch.manual_seed(4)  # what dropout draws
-        losses.append(loss_and_gradients(model, batch))
+        losses.append(loss_and_gradients(model))
     assert_equal(losses[1], losses[0])
     assert bool(launches) == ("rank_pattern" in options)
 
@@ -1064,42 +983,31 @@ def test_a_peft_model_is_given_unwrapped(launches):
     torch.manual_seed(2)
     model = peft.get_peft_model(make_model(), config)
     with pytest.raises(TypeError, match="expected a LlamaForCausalLM: unwrap it first"):
-        apply_kernels.apply_kernels(model)
-    batch = make_batch()
-    expected = loss_and_gradients(model, batch)
-    apply_kernels.apply_kernels(model.get_base_model())
-    assert_equal(loss_and_gradients(model, batch), expected)
+        apply_kernels(model)
+    expected = loss_and_gradients(model)
+    apply_kernels(model.get_base_model())
+    assert_same_step(model, expected)
     assert launches["rmsnorm_fwd"] == N_NORMS + 2 * LAYERS
 
 
 @pytest.mark.exhaustive
 def test_bias_is_not_forgotten():
-    batch = make_batch()
-    models = [make_model(n, attention_bias=True, mlp_bias=True) for n in ((), MODEL_KERNELS)]
+    models = without_and_with(attention_bias=True, mlp_bias=True)
     for model in models:
         torch.manual_seed(3)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
-    expected, found = (loss_and_gradients(model, batch) for model in models)
-    assert_equal(found, expected)
+    assert_same_step(models[1], models[0])
 
 
 PARTS = [
-    "model",
-    "model.embed_tokens",
-    "model.norm",
-    "lm_head",
-    "model.layers.0",
-    "model.layers.0.self_attn",
-    "model.layers.0.self_attn.k_proj",
-    "model.layers.0.self_attn.o_proj",
-    "model.layers.0.input_layernorm",
-    "model.layers.1.post_attention_layernorm",
-    "model.layers.1.mlp",
-    "model.layers.1.mlp.up_proj",
-    "model.layers.1.mlp.down_proj",
+    *("model", "model.embed_tokens", "model.norm", "lm_head", "model.layers.0"),
+    *("model.layers.0.self_attn", "model.layers.0.self_attn.k_proj"),
+    *("model.layers.0.self_attn.o_proj", "model.layers.0.input_layernorm"),
+    *("model.layers.1.post_attention_layernorm", "model.layers.1.mlp"),
+    *("model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"),
 ]
 REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"
 
@@ -1109,20 +1017,13 @@ REGISTER = "register_forward_hook", "register_forward_pre_hook", "register_full_
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("register", REGISTER)
 def test_hooks_on_parts_are_called(register):
-    model, batch, called = make_model(MODEL_KERNELS), make_batch(), Counter()
-    expected = loss_and_gradients(make_model(), batch)
-    for name in PARTS:
-        if register != "register_full_backward_hook" or name not in ("model", "model.embed_tokens"):
-            getattr(model.get_submodule(name), register)(
-                lambda *_, name=name: called.update([name])
-            )
-    assert_equal(loss_and_gradients(model, batch), expected)
-    missing = (
-        set(PARTS)
-        - set(called)
-        - ({"model", "model.embed_tokens"} if "backward" in register else set())
-    )
-    assert not missing and set(called.values()) == {1}
+    model, called = make_model(MODEL_KERNELS), Counter()
+    parts = PARTS[2:] if "backward" in register else PARTS  # tokens have no gradient
+    for name in parts:
+        part = model.get_submodule(name)
+        getattr(part, register)(lambda *_, name=name: called.update([name]))
+    assert_same_step(model, make_model())
+    assert called == dict.fromkeys(parts, 1)
 
 
 def test_hook_on_the_activation_of_a_fused_layer_is_called():
@@ -1134,25 +1035,23 @@ def test_hook_on_the_activation_of_a_fused_layer_is_called():
 
 @pytest.mark.exhaustive
 def test_hook_changes_what_comes_after_it():
-    batch = make_batch()
-    models = make_model(), make_model(MODEL_KERNELS)
+    models = without_and_with()
     for model in models:
         model.model.layers[0].mlp.up_proj.register_forward_hook(
             lambda module, inputs, output: 2 * output
         )
-    expected, found = (loss_and_gradients(model, batch) for model in models)
-    assert_equal(found, expected)
+    assert_same_step(models[1], models[0])
 
 
 def test_hooks_on_every_module_are_called():
-    batch, counts = make_batch(), []
-    for names in ((), MODEL_KERNELS):
-        model, called = make_model(names), Counter()
+    counts = []
+    for model in without_and_with():
+        called = Counter()
         handle = register_module_forward_hook(
             lambda module, *_, called=called: called.update([type(module).__name__])
         )
         try:
-            model(**batch)
+            model(**make_batch())
         finally:
             handle.remove()
         counts.append(called)
@@ -1169,8 +1068,7 @@ def test_forward_that_a_library_replaced_is_called(name, launches):
     part = model.model.layers[0].get_submodule(name)
     theirs = part.forward
     part.forward = lambda *args, **kwargs: (called.append(1), theirs(*args, **kwargs))[1]
-    expected = loss_and_gradients(make_model(), make_batch())
-    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert_same_step(model, make_model())
     assert called == [1] and launches["rmsnorm_fwd"] == N_NORMS + 2 * (LAYERS - 1)
 
 
@@ -1178,9 +1076,7 @@ def test_forward_that_a_library_replaced_is_called(name, launches):
 
 
 def doubled(cls):
-    """A forward for, or in place of, cls's, which gives twice its result; of the model, of the
-    loss.
-    """
+    """A forward in the place of cls's, which gives twice its result; of the model, of the loss."""
     theirs = cls.forward
 
     def forward(self, *args, **kwargs):
@@ -1216,13 +1112,11 @@ def of_class(model, name, cls):
     return model
 
 
-def assert_not_bypassed(expected, found, without):
-    """Three models: somebody's code without kernels, with kernels, and neither."""
-    expected, found, plain = (
-        loss_and_gradients(m, make_batch()) for m in (expected, found, without)
-    )
+def assert_not_bypassed(expected, found):
+    """Two models with somebody's code, without kernels and with them; the code counts."""
+    expected, plain = loss_and_gradients(expected), loss_and_gradients(make_model())
     assert relative_error(expected["loss"], plain["loss"]) > 1e-4, "this comparison cannot fail"
-    assert_equal(found, expected)
+    assert_same_step(found, expected)
 
 
 @pytest.mark.exhaustive
@@ -1230,32 +1124,25 @@ def assert_not_bypassed(expected, found, without):
 @pytest.mark.parametrize("name", CLASSES)
 def test_subclass_of_a_part_keeps_its_forward(name, named_alike, launches):
     cls = subclass(CLASSES[name], CLASSES[name].__name__ if named_alike else None)
-    before = apply_kernels.apply_kernels(of_class(make_model(), name, cls))
-    after = make_model(MODEL_KERNELS)
-    parent, _, attribute = name.rpartition(".")
-    setattr(
-        after.get_submodule(parent),
-        attribute,
-        of_class(make_model(), name, cls).get_submodule(name),
-    )
-    for model in (before, after):
-        assert_not_bypassed(of_class(make_model(), name, cls), model, make_model())
-    assert launches["rmsnorm_fwd"] and launches["rope"] and launches["swiglu_fwd"], (
-        "the other parts have kernels"
-    )
+
+    def theirs():
+        return of_class(make_model(), name, cls)
+
+    after = wrap(make_model(MODEL_KERNELS), name, lambda _: theirs().get_submodule(name))
+    for model in (apply_kernels(theirs()), after):
+        assert_not_bypassed(theirs(), model)
+    assert launches["rmsnorm_fwd"] and launches["rope"] and launches["swiglu_fwd"], "in other parts"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("training", [True, False])
+@IN_TRAINING_AND_EVALUATION
 def test_subclass_of_the_model_keeps_its_forward(training, launches):
-    cls, batch = subclass(LlamaForCausalLM), make_batch()
-    models = [make_model().train(training) for _ in range(2)]
-    for model in models:
-        model.__class__ = cls
-    expected = loss_and_gradients(models[0], batch)
-    apply_kernels.apply_kernels(models[1])
+    cls = subclass(LlamaForCausalLM)
+    models = [of_class(make_model().train(training), "", cls) for _ in range(2)]
+    expected = loss_and_gradients(models[0])
+    apply_kernels(models[1])
     assert type(models[1]) is cls
-    assert_equal(loss_and_gradients(models[1], batch), expected)
+    assert_same_step(models[1], expected)
     assert not launches["cross_entropy_fwd"]
     assert launches["rope"], "the parts inside have their kernels"
 
@@ -1287,9 +1174,7 @@ class LNTuning(torch.nn.Module):
 
 
 class AdaptedAttention(torch.nn.Module):
-    """Adds an attention to learned tokens to that of the module inside, as PEFT's AdaptedAttention
-    does.
-    """
+    """Adds attention to learned tokens to that of the module inside, as PEFT's class does."""
 
     def __init__(self, attention):
         super().__init__()
@@ -1323,11 +1208,8 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrapper_around_a_part_is_called(wrapper, wrapped_first, launches):
     name, make = WRAPPERS[wrapper]
-    if wrapped_first:
-        model = apply_kernels.apply_kernels(wrap(make_model(), name, make))
-    else:
-        model = wrap(make_model(MODEL_KERNELS), name, make)
-    assert_not_bypassed(wrap(make_model(), name, make), model, make_model())
+    model = changed_model(lambda model: wrap(model, name, make), wrapped_first)
+    assert_not_bypassed(wrap(make_model(), name, make), model)
     assert launches["rope"] == 2 * LAYERS, "also in the attention inside a wrapper"
     assert launches["swiglu_fwd"] == LAYERS
 
@@ -1340,8 +1222,8 @@ def test_forward_that_a_part_had_before_is_called(name):
         part.forward = doubled(type(part)).__get__(part)
         return model
 
-    found = apply_kernels.apply_kernels(with_their_forward(make_model()))
-    assert_not_bypassed(with_their_forward(make_model()), found, make_model())
+    found = changed_model(with_their_forward, first=True)
+    assert_not_bypassed(with_their_forward(make_model()), found)
 
 
 @pytest.mark.exhaustive
@@ -1350,12 +1232,12 @@ def test_forward_that_a_part_had_before_is_called(name):
 )
 @pytest.mark.parametrize("before_import", [False, True])
 def test_forward_that_was_put_into_a_class_before_is_called(cls, before_import, monkeypatch):
-    expected = loss_and_gradients(make_model(), make_batch())
+    expected = loss_and_gradients(make_model())
     monkeypatch.setattr(cls, "forward", doubled(cls))
-    patches = imported_anew(apply_kernels) if before_import else apply_kernels
-    theirs = loss_and_gradients(make_model(), make_batch())
+    ours = imported_anew(patches) if before_import else patches
+    theirs = loss_and_gradients(make_model())
     assert relative_error(theirs["loss"], expected["loss"]) > 1e-4, "this comparison cannot fail"
-    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+    assert_same_step(ours.apply_kernels(make_model()), theirs)
 
 
 def turned_back(q, k, cos, sin):
@@ -1365,12 +1247,12 @@ def turned_back(q, k, cos, sin):
 
 @pytest.mark.parametrize("before_import", [False, True])
 def test_rotary_function_that_was_replaced_before_is_called(before_import, monkeypatch, launches):
-    expected = loss_and_gradients(make_model(), make_batch())
+    expected = loss_and_gradients(make_model())
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", turned_back)
-    patches = imported_anew(apply_kernels) if before_import else apply_kernels
-    theirs = loss_and_gradients(make_model(), make_batch())
+    ours = imported_anew(patches) if before_import else patches
+    theirs = loss_and_gradients(make_model())
     assert max(relative_error(theirs[name], expected[name]) for name in theirs) > 1e-4
-    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+    assert_same_step(ours.apply_kernels(make_model()), theirs)
     assert not launches["rope"] and launches["swiglu_fwd"] == LAYERS
 
 
@@ -1382,11 +1264,10 @@ def test_rotary_function_in_a_module_of_kernels(kernelized, monkeypatch, launche
     """
     module = as_kernels_module(called_function(modeling_llama.apply_rotary_pos_emb))
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", module)
-    patches = imported_anew(apply_kernels)
+    ours = imported_anew(patches)
     if kernelized:
         module.forward = as_kernels_module(turned_back).forward
-    theirs = loss_and_gradients(make_model(), make_batch())
-    assert_equal(loss_and_gradients(patches.apply_kernels(make_model()), make_batch()), theirs)
+    assert_same_step(ours.apply_kernels(make_model()), make_model())
     assert bool(launches["rope"]) is not kernelized and launches["swiglu_fwd"] == LAYERS
 
 
@@ -1398,8 +1279,8 @@ def test_another_activation_in_one_mlp_is_called(before):
         return model
 
     found = with_gelu(make_model(() if before else ["fused_layer"]))
-    apply_kernels.apply_kernels(found, MODEL_KERNELS if before else ["fused_layer"])
-    assert_not_bypassed(with_gelu(make_model()), found, make_model())
+    apply_kernels(found, MODEL_KERNELS if before else ["fused_layer"])
+    assert_not_bypassed(with_gelu(make_model()), found)
 
 
 @pytest.mark.exhaustive
@@ -1410,10 +1291,9 @@ def test_hook_that_a_part_had_before_is_called(name):
     model, called = make_model(), []
     part = model.model.layers[0].get_submodule(name)
     part.register_forward_hook(lambda *_: called.append(1))
-    expected = loss_and_gradients(model, make_batch())
+    expected = loss_and_gradients(model)
     called.clear()
-    apply_kernels.apply_kernels(model)
-    assert_equal(loss_and_gradients(model, make_batch()), expected)
+    assert_same_step(apply_kernels(model), expected)
     assert called == [1]
 
 
@@ -1422,32 +1302,26 @@ def their_loss(logits, labels, vocab_size, **kwargs):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("training", [True, False])
+@IN_TRAINING_AND_EVALUATION
 @pytest.mark.parametrize("set_first", [True, False])
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_loss_function_of_the_users_own_wins(names, set_first, training, launches):
-    model, patched = (
-        make_model().train(training),
-        make_model(() if set_first else names).train(training),
-    )
-    model.loss_function = patched.loss_function = their_loss
-    apply_kernels.apply_kernels(patched, names)
-    assert_equal(loss_and_gradients(patched, make_batch()), loss_and_gradients(model, make_batch()))
+    models = without_and_with(() if set_first else names)
+    for model in models:
+        model.train(training).loss_function = their_loss
+    apply_kernels(models[1], names)
+    assert_same_step(models[1], models[0])
     assert not launches["cross_entropy_fwd"]
-    assert relative_error(patched(**make_batch()).logits, model(**make_batch()).logits) < 1e-5
+    logits = [model(**make_batch()).logits for model in models]
+    assert relative_error(logits[1], logits[0]) < 1e-5
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
+@LOSSES
 def test_another_loss_of_transformers_wins(names):
-    model, patched = make_model(), make_model(names)
+    model, patched = without_and_with(names)
     model.loss_type = patched.loss_type = "ForMaskedLM"  # which does not shift the labels
-    expected = loss_and_gradients(model, make_batch())
-    assert (
-        relative_error(expected["loss"], loss_and_gradients(make_model(), make_batch())["loss"])
-        > 1e-3
-    )
-    assert_equal(loss_and_gradients(patched, make_batch()), expected)
+    assert_not_bypassed(model, patched)
 
 
 # ---------------------------------------------------------------- errors
@@ -1455,19 +1329,17 @@ def test_another_loss_of_transformers_wins(names):
 
 def test_something_else_than_a_llama_is_refused():
     model = make_model()
-    qwen2 = transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen2Config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=4)
+    stands = "expected a LlamaForCausalLM: the kernels stand for LLaMA's code"
     for other, advice in (
         (torch.nn.Sequential(model), "unwrap it first"),
-        (qwen2, "of type qwen2, expected a LlamaForCausalLM: the kernels stand for LLaMA's code"),
-        (model.model, "of type llama, expected a LlamaForCausalLM: the kernels stand for LLaMA's"),
-        (torch.nn.Linear(2, 2), "expected a LlamaForCausalLM: the kernels stand for LLaMA's code"),
+        (AutoModelForCausalLM.from_config(config), f"of type qwen2, {stands}"),
+        (model.model, f"of type llama, {stands}"),
+        (torch.nn.Linear(2, 2), stands),
     ):
         with pytest.raises(TypeError, match=f"model is a {type(other).__name__}.*{advice}"):
-            apply_kernels.apply_kernels(other)
+            apply_kernels(other)
 
 
 def hook_all(model, cls):
@@ -1476,11 +1348,15 @@ def hook_all(model, cls):
             module.register_forward_hook(lambda *args: None)
 
 
+def replace_rotary(model, patch):
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", None)
+
+
 IDLE = {  # kernel: what somebody did, after which it finds nothing
     "rmsnorm": lambda model, _: hook_all(model, modeling_llama.LlamaRMSNorm),
     "swiglu": lambda model, _: hook_all(model, modeling_llama.LlamaMLP),
-    "rope": lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None),
-    "fused_layer": lambda _, patch: patch.setattr(modeling_llama, "apply_rotary_pos_emb", None),
+    "rope": replace_rotary,
+    "fused_layer": replace_rotary,
     "fused_layer, hooks": lambda model, _: hook_all(model, modeling_llama.LlamaMLP),
     "cross_entropy": lambda model, _: of_class(model, "", subclass(LlamaForCausalLM)),
     "linear_cross_entropy": lambda model, _: of_class(model, "lm_head", subclass(torch.nn.Linear)),
@@ -1493,37 +1369,35 @@ def test_a_kernel_that_finds_nothing_to_replace_is_refused(case, monkeypatch):
     model, name = make_model(), case.partition(",")[0]
     IDLE[case](model, monkeypatch)
     with pytest.raises(ValueError, match=f"{name} finds nothing in the model to replace, expected"):
-        apply_kernels.apply_kernels(model, [name])
-    apply_kernels.apply_kernels(model)  # of all kernels, those that find something are put in
+        apply_kernels(model, [name])
+    apply_kernels(model)  # of all kernels, those that find something are put in
+
+
+def test_a_model_with_nothing_to_replace_is_refused_with_all_kernels(monkeypatch):
+    model = make_model()
+    for change in IDLE.values():
+        change(model, monkeypatch)
+    with pytest.raises(ValueError, match=r"rmsnorm, .* find nothing in the model to replace"):
+        apply_kernels(model)
 
 
 def test_kernels_that_are_there_already_are_no_error():
     model = make_model(MODEL_KERNELS)
     for name in MODEL_KERNELS:
-        apply_kernels.apply_kernels(model, [name])
+        apply_kernels(model, [name])
 
 
 def test_names_may_come_from_a_generator():
-    model = apply_kernels.apply_kernels(make_model(), (name for name in ["rmsnorm"]))
-    assert apply_kernels.has_kernel(model, "rmsnorm")
-
-
-def test_a_model_with_nothing_to_replace_is_refused_with_all_kernels(monkeypatch):
-    model = of_class(make_model(), "", subclass(LlamaForCausalLM))
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", None)
-    hook_all(model, modeling_llama.LlamaRMSNorm), hook_all(model, modeling_llama.LlamaMLP)
-    of_class(model, "lm_head", subclass(torch.nn.Linear))
-    with pytest.raises(ValueError, match=r"rmsnorm, .* find nothing in the model to replace"):
-        apply_kernels.apply_kernels(model)
+    model = apply_kernels(make_model(), (name for name in ["rmsnorm"]))
+    assert patches.has_kernel(model, "rmsnorm")
 
 
 @pytest.mark.parametrize("names", [["flash"], ["rmsnorm", "adamw"], ["RMSNorm"]])
 def test_unknown_name_is_refused_and_nothing_is_replaced(names, launches):
     model = make_model()
-    with pytest.raises(
-        ValueError, match=f"unknown kernel '{names[-1]}', expected some of rmsnorm, cross_entropy"
-    ):
-        apply_kernels.apply_kernels(model, names)
+    said = f"unknown kernel '{names[-1]}', expected some of rmsnorm, cross_entropy"
+    with pytest.raises(ValueError, match=said):
+        apply_kernels(model, names)
     model(**make_batch())
     assert not launches
 
@@ -1532,25 +1406,21 @@ def test_unknown_name_is_refused_and_nothing_is_replaced(names, launches):
 @pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu"], ["fused_layer"]], ids="+".join)
 def test_another_activation_is_refused(names, launches):
     model = make_model(hidden_act="gelu")
-    with pytest.raises(
-        ValueError, match="hidden_act is 'gelu', expected 'silu': name the kernels without swiglu"
-    ):
-        apply_kernels.apply_kernels(model, names)
+    said = "hidden_act is 'gelu', expected 'silu': name the kernels without swiglu"
+    with pytest.raises(ValueError, match=said):
+        apply_kernels(model, names)
     others = [name for name in MODEL_KERNELS if name not in ("swiglu", "fused_layer")]
-    expected = loss_and_gradients(model, make_batch())
+    expected = loss_and_gradients(model)
     assert not launches
-    assert_equal(
-        loss_and_gradients(apply_kernels.apply_kernels(model, others), make_batch()), expected
-    )
+    assert_same_step(apply_kernels(model, others), expected)
 
 
 def test_model_whose_parts_accelerate_moves_is_refused():
     model = make_model()
     accelerate.hooks.add_hook_to_module(model.model.layers[1], accelerate.hooks.ModelHook())
-    with pytest.raises(
-        ValueError, match="accelerate has spread the model over devices, expected one"
-    ):
-        apply_kernels.apply_kernels(model)
+    said = "accelerate has spread the model over devices, expected one"
+    with pytest.raises(ValueError, match=said):
+        apply_kernels(model)
 
 
 # ---------------------------------------------------------------- transformers.Trainer
@@ -1588,14 +1458,13 @@ def trained(folder, names, accumulate=1, optimizer=None, **options) -> tuple[Tra
         seed=0,
         **options,
     )
-    optimizers = (optimizer(model) if optimizer else None), None
     trainer = Trainer(
         model,
         args,
         default_data_collator,
         examples(6 * accumulate * N_REPLICAS),
         examples(3),
-        optimizers=optimizers,
+        optimizers=((optimizer(model) if optimizer else None), None),
     )
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -1635,12 +1504,6 @@ def test_trainer_takes_triton_adamw(tmp_path, launches):
     assert launches["adamw"] == 3 * len(list(trainer.model.parameters()))
 
 
-def weights_and_norms(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """A trained model's weights, and the gradients' norm at each step."""
-    norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
-    return {name: p.detach() for name, p in trainer.model.named_parameters()}, norms
-
-
 @pytest.mark.parametrize("max_norm", [1.0, 0.0])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_trainer_clips_as_it_is_told_to_or_not_at_all(tmp_path, max_norm, in_backward):
@@ -1650,8 +1513,11 @@ def test_trainer_clips_as_it_is_told_to_or_not_at_all(tmp_path, max_norm, in_bac
         return triton_adamw(model, 3e-3) if in_backward else TritonAdamW(model.parameters(), 3e-3)
 
     def run(optimizer):
+        """Return the trained weights, and the gradients' norm at each step."""
         clipping = {} if max_norm else {"max_grad_norm": max_norm}
-        return weights_and_norms(trained(tmp_path, (), optimizer=optimizer, **clipping)[0])
+        trainer, _ = trained(tmp_path, (), optimizer=optimizer, **clipping)
+        norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        return {name: p.detach() for name, p in trainer.model.named_parameters()}, norms
 
     if in_backward and max_norm:
         with pytest.raises(RuntimeError, match=r"to be clipped.*max_grad_norm=0"):
@@ -1669,11 +1535,10 @@ def test_trainer_clips_as_it_is_told_to_or_not_at_all(tmp_path, max_norm, in_bac
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", TOGETHER_AND_ALONE, ids="+".join)
+@TOGETHER_AND_ALONE
 def test_bf16_is_as_wrong_as_without_the_kernels(names):
-    batch = make_batch()
-    ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double(), batch)
-    eager, found = (loss_and_gradients(make_model(n, torch.bfloat16), batch) for n in ((), names))
+    ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double())
+    eager, found = map(loss_and_gradients, without_and_with(names, dtype=torch.bfloat16))
     assert_all_passed(checks_against(ref64, found, eager))
 
 
@@ -1695,10 +1560,10 @@ def test_a_compiled_model_makes_the_same_step(compiled, adapted, monkeypatch):
 
     (Nor does it in others from a transformers between 5.17 and 5.23 on.)
     """
-    model, batch = make_model(MODEL_KERNELS), make_batch()
+    model = make_model(MODEL_KERNELS)
     if adapted:
         add_adapters(model)
-    expected = loss_and_gradients(model, batch)
+    expected = loss_and_gradients(model)
     masks = []
     attend = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -1709,18 +1574,16 @@ def test_a_compiled_model_makes_the_same_step(compiled, adapted, monkeypatch):
     monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa)
     model.zero_grad(set_to_none=True)
     torch.compiler.reset()
-    loss = compiled(model)(**batch).loss
+    loss = compiled(model)(**make_batch()).loss
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    assert_equal({"loss": loss.detach(), **gradients}, expected)
+    assert_equal({"loss": loss.detach(), **gradients_of(model)}, expected)
     assert len(masks) >= 1 and set(masks) == {None}
 
 
 @needs_gpu
 def test_training_step_does_not_wait_for_the_gpu():
-    model, batch = make_model(MODEL_KERNELS, torch.bfloat16), make_batch()
+    model, batch = make_model(MODEL_KERNELS, torch.bfloat16), counted_batch()
     optimizer = triton_adamw(model, 1e-5)
-    batch = dataset.Batch(batch["input_ids"], batch["labels"], B * T, N_TARGETS)
     for _ in range(2):  # compiling may wait
         stepping.training_step(model, optimizer, [batch])
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 tests/fixtures.py.
 """
 
+import json
 import os
 from dataclasses import dataclass
 
@@ -61,5 +62,18 @@ def run_script(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             command_line.run_main(script.main)
         return Outcome(stop.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def recorded(run_script, tmp_path):
+    """recorded(module, "--flag", ...): the record of a run, and under `printed` what it printed."""
+
+    def run(script, *flags: str) -> dict:
+        path = tmp_path / "recorded.json"
+        outcome = run_script(script, *flags, "--json", str(path))
+        assert outcome.code == 0, outcome.err
+        return json.loads(path.read_text()) | {"printed": outcome.out}
 
     return run

@@ -1,9 +1,9 @@
-"""Does the student learn what the teacher says, at the positions that count, and does nothing else
-change?
+"""The student learns what the teacher says, at the positions that count; nothing else changes.
 
 The loss and its gradients are held against F.kl_div, which no code here shares.
 """
 
+import functools
 import json
 import os
 import types
@@ -23,7 +23,6 @@ from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
-from harness.records import run_records
 from harness.steps import stepping, timing
 from harness.training import training_run
 from next_steps import finetune_options
@@ -33,6 +32,7 @@ from next_steps.patches import apply_kernels
 from tests.apply_kernels_test import (
     CountedKernel,
     assert_equal,
+    counted_batch,
     loss_and_gradients,
     make_batch,
     make_model,
@@ -45,6 +45,7 @@ ALL = apply_kernels.model_kernels(distill.replace_loss(KERNELS))  # those that g
 # A row of logits takes Triton's interpreter some hundredths of a second.
 SMALL = ["--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"]
 EAGER = ["--kernels", "none"]
+TEACHER = ["--teacher", "tiny"]
 
 
 def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
@@ -58,9 +59,8 @@ def confident_model(names=(), dtype=torch.float32, **values) -> torch.nn.Module:
 def pair(names=(), dtype=torch.float32, **options) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(student of one layer, its teacher of three)."""
     teacher = confident_model(names, dtype, num_hidden_layers=3).eval().requires_grad_(False)
-    return distill.learn_from(
-        confident_model(names, dtype, num_hidden_layers=1), teacher, **options
-    ), teacher
+    student = confident_model(names, dtype, num_hidden_layers=1)
+    return distill.learn_from(student, teacher, **options), teacher
 
 
 def plain_loss(logits, teacher_logits, labels, temperature=1.0):
@@ -77,9 +77,8 @@ def plain_student(teacher, loss=plain_loss, **options):
 
     def forward(self, input_ids, labels):
         logits = type(self).forward(self, input_ids=input_ids).logits
-        return types.SimpleNamespace(
-            loss=loss(logits, teacher(input_ids=input_ids).logits, labels, **options)
-        )
+        teacher_logits = teacher(input_ids=input_ids).logits
+        return types.SimpleNamespace(loss=loss(logits, teacher_logits, labels, **options))
 
     student = confident_model(num_hidden_layers=1)
     student.forward = types.MethodType(forward, student)
@@ -95,10 +94,10 @@ def plain_student(teacher, loss=plain_loss, **options):
     "names, fused", [([], False), ([], True), (ALL, True)], ids=["eager", "loss", "all"]
 )
 def test_loss_and_gradients_are_pytorchs(names, fused, temperature):
-    expected = loss_and_gradients(plain_student(pair()[1], temperature=temperature), make_batch())
+    expected = loss_and_gradients(plain_student(pair()[1], temperature=temperature))
     student, teacher = pair(names, temperature=temperature, fused=fused)
     assert expected["loss"] > 0.1
-    assert_equal(loss_and_gradients(student, make_batch()), expected)
+    assert_equal(loss_and_gradients(student), expected)
     assert all(p.grad is None for p in teacher.parameters())
 
 
@@ -122,23 +121,20 @@ def on_labels(logits, teacher_logits, labels):
 @pytest.mark.parametrize("wrong", [forward_kl, unshifted, every_position, on_labels])
 def test_another_loss_would_be_noticed(wrong):
     student, teacher = pair()
-    other = loss_and_gradients(plain_student(teacher, wrong), make_batch())
-    found = loss_and_gradients(student, make_batch())
+    other, found = (loss_and_gradients(each) for each in (plain_student(teacher, wrong), student))
     assert min(relative_error(other[name], found[name]) for name in found) > 1e-3
 
 
 def test_a_student_that_agrees_has_no_loss_and_no_gradient():
     teacher = confident_model().eval().requires_grad_(False)
-    found = loss_and_gradients(distill.learn_from(confident_model(), teacher), make_batch())
+    found = loss_and_gradients(distill.learn_from(confident_model(), teacher))
     assert all(value.abs().max() < 1e-6 for value in found.values())
 
 
 def test_the_validation_loss_is_that_of_the_labels():
-    student, batch = pair()[0].eval(), make_batch()
+    models = pair()[0].eval(), confident_model(num_hidden_layers=1).eval()
     with torch.no_grad():
-        assert torch.equal(
-            student(**batch).loss, confident_model(num_hidden_layers=1).eval()(**batch).loss
-        )
+        assert torch.equal(*(model(**make_batch()).loss for model in models))
 
 
 def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
@@ -146,11 +142,8 @@ def test_the_teacher_stays_as_it_is_and_outside_of_the_student():
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     alone = confident_model(num_hidden_layers=1)
     assert student.state_dict().keys() == alone.state_dict().keys()
-    assert [name for name, _ in student.named_modules()] == [
-        name for name, _ in alone.named_modules()
-    ]
-    batch = dataset.Batch(*make_batch().values(), n_tokens=8, n_targets=6)
-    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), [batch])
+    assert list(dict(student.named_modules())) == list(dict(alone.named_modules()))
+    stepping.training_step(student, stepping.make_optimizer(student, 1e-2), [counted_batch()])
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not torch.equal(student.lm_head.weight, alone.lm_head.weight)
 
@@ -160,11 +153,9 @@ def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
     # the kernel would refuse a teacher's logits that are part of a graph
     student, teacher = pair(ALL, fused=False)
     seen = []
-    teacher.lm_head.register_forward_hook(
-        lambda module, inputs, output: seen.append((*inputs, output))
-    )
+    teacher.lm_head.register_forward_hook(lambda _, inputs, output: seen.append((*inputs, output)))
     teacher.requires_grad_(True)  # so that only no_grad stands between it and a graph
-    loss_and_gradients(student, make_batch())
+    loss_and_gradients(student)
     ((hidden, logits),) = seen
     assert hidden.grad_fn is None and logits.grad_fn is None and not logits.requires_grad
 
@@ -177,10 +168,9 @@ def test_the_kernels_named_run_in_both_models(monkeypatch):
     monkeypatch.setattr(module, name, lambda *args: pytest.fail("Hugging Face's MLP ran"))
     kernel = CountedKernel(reverse_kl_kernel._reverse_kl_fwd_kernel, "reverse_kl", counter)
     monkeypatch.setattr(reverse_kl_kernel, "_reverse_kl_fwd_kernel", kernel)
-    loss_and_gradients(students[0], make_batch())
-    assert counter["reverse_kl"] == 1
-    loss_and_gradients(students[1], make_batch())
-    assert counter["reverse_kl"] == 1
+    for student in students:  # of which only the first has the kernel
+        loss_and_gradients(student)
+        assert counter["reverse_kl"] == 1
 
 
 @pytest.mark.parametrize(
@@ -206,57 +196,32 @@ def small_model(monkeypatch):
 
     def config(real=architecture.tiny_config):
         small = real()
-        small.hidden_size, small.intermediate_size, small.head_dim, small.num_hidden_layers = (
-            32,
-            48,
-            8,
-            3,
-        )
-        small.initializer_range = 0.1
+        small.hidden_size, small.intermediate_size, small.head_dim = 32, 48, 8
+        small.num_hidden_layers, small.initializer_range = 3, 0.1
         return small
 
     monkeypatch.setattr(architecture, "tiny_config", config)
 
 
 @pytest.fixture
-def distilled(run_script, tmp_path, small_model):
-    """distilled(*flags) -> (record, what was printed) of a run with --teacher tiny, unless told."""
-
-    def run(*flags: str) -> tuple[dict, str]:
-        path = tmp_path / "run.json"
-        outcome = run_script(
-            finetune_optimized, "--teacher", "tiny", *SMALL, *flags, "--json", str(path)
-        )
-        assert outcome.code == 0, outcome.err
-        return run_records.read_record(str(path), "finetune"), outcome.out
-
-    return run
+def distilled(recorded, small_model):
+    """distilled(*flags): the record of a run with --teacher tiny, unless told."""
+    return functools.partial(recorded, finetune_optimized, *TEACHER, *SMALL)
 
 
 @pytest.fixture
-def trained_teacher(run_script, tmp_path, small_model) -> str:
+def trained_teacher(recorded, tmp_path, small_model) -> str:
     """The directory of a teacher that has learned something."""
     folder = str(tmp_path / "teacher")
-    flags = [
-        "--model",
-        "tiny",
-        "--dtype",
-        "fp32",
-        "--batch-size",
-        "8",
-        "--seq-len",
-        "32",
-        "--steps",
-        "60",
-    ]
-    outcome = run_script(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
-    assert outcome.code == 0, outcome.err
+    flags = ["--model", "tiny", "--dtype", "fp32", "--batch-size", "8", "--seq-len", "32"]
+    flags += ["--steps", "60"]
+    recorded(finetune_baseline, *flags, "--lr", "1e-2", "--save", folder)
     return folder
 
 
 @pytest.mark.exhaustive
 def test_a_run_says_who_taught_whom(distilled):
-    record, printed = distilled("--temperature", "2", "--student-layers", "2")
+    record = distilled("--temperature", "2", "--student-layers", "2")
     expected = {
         "title": "Distillation",
         "model": "tiny",
@@ -267,11 +232,9 @@ def test_a_run_says_who_taught_whom(distilled):
         "kernels": ["rmsnorm", "reverse_kl"],
     }
     assert {key: record[key] for key in expected} == expected
-    assert (
-        record["teacher_parameters"]
-        == architecture.parameter_count(architecture.tiny_config())
-        > record["parameters"]
-    )
+    n = architecture.parameter_count(architecture.tiny_config())
+    assert record["teacher_parameters"] == n > record["parameters"]
+    printed = record["printed"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
     assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
     first, last = record["losses"]
@@ -292,8 +255,7 @@ def workload_of(monkeypatch):
 
 
 def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_model):
-    flags = "--teacher", "tiny", "--student-layers", "2", *EAGER
-    workload = workload_of(*flags)
+    workload = workload_of("--teacher", "tiny", "--student-layers", "2", *EAGER)
     student = distill.load_student(workload)[0].state_dict()
     teacher = loading.load_model(workload).state_dict()
     assert set(student) == {name for name in teacher if ".layers.2." not in name}
@@ -313,14 +275,14 @@ def test_the_student_begins_as_the_teachers_first_layers(workload_of, small_mode
     ids=str,
 )
 def test_which_student_and_how_many_layers(
-    workload_of, small_model, tmp_path, flags, model, n_layers
+    workload_of, small_model, tmp_path, monkeypatch, flags, model, n_layers
 ):
+    monkeypatch.chdir(tmp_path)
     config = architecture.tiny_config()
     config.num_hidden_layers = 2
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    flags = [str(tmp_path) if flag == "OTHER" else flag for flag in flags]
+    AutoModelForCausalLM.from_config(config).save_pretrained("OTHER")
     workload = workload_of("--teacher", "tiny", *EAGER, *flags)
-    assert workload.model == (str(tmp_path) if model == "OTHER" else model)
+    assert workload.model == model
     student, workload, more = distill.load_student(workload)
     layers = len(student.model.layers), student.config.num_hidden_layers, workload.student_layers
     assert set(layers) == {n_layers}
@@ -347,9 +309,8 @@ def test_without_a_teacher_the_model_is_the_default(workload_of):
 
 @pytest.mark.exhaustive
 def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, trained_teacher):
-    record, _ = distilled(
-        "--teacher", trained_teacher, "--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER
-    )
+    flags = ["--seq-len", "64", "--steps", "40", "--lr", "3e-3", *EAGER]
+    record = distilled("--teacher", trained_teacher, *flags)
     losses = record["losses"]
     assert record["data"] == "stdlib" and record["teacher_weights"] == "pretrained weights"
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
@@ -358,49 +319,43 @@ def test_the_loss_falls_on_real_text_and_labels_become_likelier(distilled, train
 
 @pytest.mark.exhaustive
 def test_all_kernels_train_the_same_student(distilled):
-    eager, _ = distilled(*EAGER)
-    fused, _ = distilled("--kernels", "all")
+    eager = distilled(*EAGER)
+    fused = distilled("--kernels", "all")
     assert eager["kernels"] == []
     assert set(fused["kernels"]) == {*KERNELS, "reverse_kl"} - {*LOSS_KERNELS}
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4) and eager["losses"][0] > 0.01
-    for which in ("before", "after"):
-        assert fused[f"validation_loss_{which}"] == pytest.approx(
-            eager[f"validation_loss_{which}"], rel=1e-5
-        )
+    for key in ("validation_loss_before", "validation_loss_after"):
+        assert fused[key] == pytest.approx(eager[key], rel=1e-5)
 
 
 @pytest.mark.exhaustive
 def test_stochastic_rounding_is_said(distilled):
-    record, _ = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
+    record = distilled("--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding")
     assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
 
 
-def test_the_saved_student_is_an_ordinary_model(distilled, run_script, tmp_path):
-    folder, path = tmp_path / "student", tmp_path / "again.json"
-    record, _ = distilled(*EAGER, "--student-layers", "2", "--save", str(folder))
+def test_the_saved_student_is_an_ordinary_model(distilled, recorded, tmp_path):
+    folder = tmp_path / "student"
+    record = distilled(*EAGER, "--student-layers", "2", "--save", str(folder))
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
-    outcome = run_script(finetune_baseline, *SMALL, "--model", str(folder), "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    again = run_records.read_record(str(path), "finetune")
-    assert again["validation_loss_before"] == pytest.approx(
-        record["validation_loss_after"], rel=1e-5
-    )
+    again = recorded(finetune_baseline, *SMALL, "--model", str(folder))
+    after = record["validation_loss_after"]
+    assert again["validation_loss_before"] == pytest.approx(after, rel=1e-5)
     assert again["parameters"] == record["parameters"] and "teacher" not in again
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
     monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
-    record, _ = distilled("--dtype", "bf16", *EAGER)
+    record = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
     flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
-    assert record["model_flops_utilization"] == pytest.approx(
-        flops * record["tokens_per_second"] / 2e12
-    )
+    expected = flops * record["tokens_per_second"] / 2e12
+    assert record["model_flops_utilization"] == pytest.approx(expected)
 
 
-def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tmp_path):
-    tiny, _ = distilled(*EAGER)
+def test_runs_with_different_teachers_are_not_compared(distilled):
+    tiny = distilled(*EAGER)
     first = tiny | {"teacher": "other"}  # whose weights may be random or not; those of tiny are
     for change in (
         {"temperature": 2.0},
@@ -421,87 +376,114 @@ def test_runs_with_different_teachers_are_not_compared(distilled, run_script, tm
 # ---------------------------------------------------------------- what is refused
 
 
-def assert_refused(outcome, sentence: str) -> None:
-    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {sentence}\n")
-
-
 @pytest.fixture
-def no_weights(monkeypatch):
-    """Loading a model fails the test: what is refused is refused before."""
+def refused(run_script, monkeypatch):
+    """refused(*flags): the sentence with which they are refused, before a model is loaded."""
+
+    def run(*flags: str) -> str:
+        outcome = run_script(finetune_optimized, *SMALL, *flags)
+        assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+        return outcome.err.removeprefix("error: ").rstrip("\n")
+
     monkeypatch.setattr(distill, "load_model", lambda workload: pytest.fail("loaded"))
+    return run
 
 
-@pytest.mark.parametrize("flag", ["--student-layers", "--temperature"])
-def test_flags_of_a_teacher_are_refused_without_one(run_script, no_weights, flag):
-    outcome = run_script(finetune_optimized, "--model", "tiny", *SMALL, flag, "1")
-    advice = f"add it, or leave {flag} out"
-    assert_refused(outcome, f"{flag} needs --teacher, the model to distil: {advice}")
+ALONE = "needs --teacher, the model to distil: add it, or leave"
+ON_LABELS = "trains on labels, --teacher does not: leave one of the two out"
+SAME = "name two models with the same"
+REFUSED = {
+    "layers alone": (
+        ["--model", "tiny", "--student-layers", "1"],
+        f"--student-layers {ALONE} --student-layers out",
+    ),
+    "temperature alone": (
+        ["--model", "tiny", "--temperature", "1"],
+        f"--temperature {ALONE} --temperature out",
+    ),
+    "ladder": ([*TEACHER, "--ladder"], f"--ladder {ON_LABELS}"),
+    "longest": ([*TEACHER, "--longest"], f"--longest {ON_LABELS}"),
+    "opponent": ([*TEACHER, "--opponent", "liger"], f"--opponent {ON_LABELS}"),
+    "2 layers": (
+        [*TEACHER, "--student-layers", "2"],
+        "--student-layers 2 is not fewer than the 2 of tiny",
+    ),
+    "3 layers": (
+        [*TEACHER, "--student-layers", "3"],
+        "--student-layers 3 is not fewer than the 2 of tiny",
+    ),
+    # an empty name is not taken for no name
+    "empty teacher": (
+        ["--teacher", ""],
+        "the directory  holds no config.json, so it is not a saved model",
+    ),
+    "empty model": (
+        [*TEACHER, "--model", ""],
+        "the directory  holds no config.json, so it is not a saved model",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "flags", [["--ladder"], ["--longest"], ["--opponent", "liger"]], ids=" ".join
-)
-def test_flags_that_train_on_labels_are_refused_with_a_teacher(run_script, no_weights, flags):
-    outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, *flags)
-    assert_refused(
-        outcome, f"{flags[0]} trains on labels, --teacher does not: leave one of the two out"
-    )
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_do_not_go_together_are_refused(refused, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    flags, sentence = REFUSED[case]
+    assert refused(*flags) == sentence
 
 
 @pytest.mark.parametrize(
     "flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")]
 )
-def test_impossible_values_are_refused(run_script, no_weights, flag, value):
-    outcome = run_script(finetune_optimized, "--teacher", "tiny", *SMALL, flag, value)
-    assert (
-        outcome.code == 2
-        and flag in outcome.err
-        and repr(value) in outcome.err
-        and outcome.err.count("\n") == 1
-    )
-
-
-@pytest.mark.parametrize("n_layers", ["2", "3"])
-def test_a_student_as_deep_as_its_model_is_refused(run_script, no_weights, n_layers):
-    outcome = run_script(
-        finetune_optimized, "--teacher", "tiny", *SMALL, "--student-layers", n_layers
-    )
-    assert_refused(outcome, f"--student-layers {n_layers} is not fewer than the 2 of tiny")
+def test_impossible_values_are_refused(refused, flag, value):
+    sentence = refused(*TEACHER, flag, value)
+    assert flag in sentence and repr(value) in sentence
 
 
 def saved_config(folder, **values) -> str:
-    config = architecture.tiny_config()
-    for name, value in values.items():
-        setattr(config, name, value)
-    config.save_pretrained(folder)
+    """The folder of tiny's config.json with these values."""
+    architecture.tiny_config().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
     return str(folder)
 
 
-def test_a_teacher_that_cannot_be_halved_is_refused(run_script, no_weights, tmp_path):
-    outcome = run_script(
-        finetune_optimized, "--teacher", saved_config(tmp_path, num_hidden_layers=1), *SMALL
-    )
-    assert_refused(
-        outcome, f"{tmp_path} has a single layer, which cannot be halved; name a smaller --model"
-    )
+UNSUITABLE = {
+    "one layer": (
+        {"num_hidden_layers": 1},
+        [],
+        "{folder} has a single layer, which cannot be halved; name a smaller --model",
+    ),
+    "vocabulary": (
+        {"vocab_size": 300},
+        ["--model", "tiny"],
+        f"tiny has a vocabulary of 257 tokens and the teacher {{folder}} one of 300; {SAME}",
+    ),
+    "positions": (
+        {"max_position_embeddings": 4},
+        ["--model", "tiny"],
+        "--seq-len 8 is longer than the 4 positions of {folder}",
+    ),
+    "type": (
+        {"model_type": "gpt2"},
+        ["--model", "tiny"],
+        "{folder} is a 'gpt2' model; these scripts train LLaMA models",
+    ),
+}
 
 
-def test_another_vocabulary_is_refused(run_script, no_weights, tmp_path):
-    folder = saved_config(tmp_path, vocab_size=300)
-    outcome = run_script(finetune_optimized, "--teacher", folder, "--model", "tiny", *SMALL)
-    sentence = f"tiny has a vocabulary of 257 tokens and the teacher {folder} one of 300"
-    sentence += "; name two models with the same"
-    assert_refused(outcome, sentence)
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_an_unsuitable_teacher_is_refused_by_its_name(refused, tmp_path, case):
+    values, flags, sentence = UNSUITABLE[case]
+    folder = saved_config(tmp_path, **values)
+    assert refused("--teacher", folder, *flags) == sentence.format(folder=folder)
 
 
-def test_another_tokenizer_with_as_many_tokens_is_refused(run_script, no_weights, tmp_path):
-    folders = [saved_config(tmp_path / name) for name in ("teacher", "student")]
-    for folder, words in zip(folders, ("a b c d", "a c b e")):
+def test_another_tokenizer_with_as_many_tokens_is_refused(refused, tmp_path):
+    teacher, student = (saved_config(tmp_path / name) for name in ("teacher", "student"))
+    for folder, words in ((teacher, "a b c d"), (student, "a c b e")):
         tokenizer_of(words).save_pretrained(folder)
-    flags = ["--teacher", folders[0], "--model", folders[1], *SMALL]
-    outcome = run_script(finetune_optimized, *flags)
-    said = f"the tokenizers of {folders[1]} and the teacher {folders[0]} differ in 4 tokens"
-    assert_refused(outcome, f"{said}, 'b' among them; name two models with the same")
+    said = f"the tokenizers of {student} and the teacher {teacher} differ in 4 tokens"
+    assert refused("--teacher", teacher, "--model", student) == f"{said}, 'b' among them; {SAME}"
 
 
 def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
@@ -512,54 +494,15 @@ def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
     assert distill.differing_tokens(extended, renumbered) == ["<pad>"]
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"max_position_embeddings": 4}, "--seq-len 8 is longer than the 4 positions of {folder}"),
-        ({"model_type": "gpt2"}, "{folder} is a 'gpt2' model; these scripts train LLaMA models"),
-    ],
-    ids=["positions", "type"],
-)
-def test_an_unsuitable_teacher_is_refused_by_its_name(
-    run_script, no_weights, tmp_path, values, sentence
-):
-    folder = saved_config(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    outcome = run_script(finetune_optimized, "--teacher", folder, "--model", "tiny", *SMALL)
-    assert_refused(outcome, sentence.format(folder=folder))
-
-
-@pytest.mark.parametrize(
-    "flags", [["--teacher", ""], ["--teacher", "tiny", "--model", ""]], ids=str
-)
-def test_an_empty_name_is_not_taken_for_no_name(
-    run_script, no_weights, tmp_path, monkeypatch, flags
-):
-    monkeypatch.chdir(tmp_path)
-    outcome = run_script(finetune_optimized, *SMALL, *flags)
-    assert_refused(outcome, "the directory  holds no config.json, so it is not a saved model")
-
-
 # ---------------------------------------------------------------- on a GPU
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", architecture.TORCH_DTYPES)
 def test_captured_steps_are_the_same_steps(distilled, dtype):
-    flags = [
-        "--dtype",
-        dtype,
-        "--batch-size",
-        "2",
-        "--seq-len",
-        "64",
-        "--steps",
-        "6",
-        "--kernels",
-        "all",
-    ]
-    plain, captured = (distilled(*flags, *more)[0]["losses"] for more in ([], ["--cuda-graph"]))
+    flags = ["--dtype", dtype, "--batch-size", "2", "--seq-len", "64", "--steps", "6"]
+    flags += ["--kernels", "all"]
+    plain, captured = (distilled(*flags, *more)["losses"] for more in ([], ["--cuda-graph"]))
     assert plain[5] != plain[2], "this comparison cannot fail"
     assert captured == pytest.approx(plain, rel=1e-4 if dtype == "fp32" else 2e-2)
 
@@ -568,7 +511,7 @@ def test_captured_steps_are_the_same_steps(distilled, dtype):
 def test_a_step_does_not_wait_for_the_gpu():
     student, _ = pair(ALL, torch.bfloat16)
     optimizer = apply_kernels.triton_adamw(student, 1e-3)
-    batch = dataset.Batch(*make_batch().values(), n_tokens=8, n_targets=6)
+    batch = counted_batch()
     stepping.training_step(student, optimizer, [batch])
     with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
         stepping.training_step(student, optimizer, [batch])
@@ -576,9 +519,7 @@ def test_a_step_does_not_wait_for_the_gpu():
 
 @needs_gpu
 def test_teacher_and_student_logits_exist_once_each():
-    """And the student's gradient: 3 x (B, T, V) in bf16 is the most that the two models add to
-    small layers.
-    """
+    """With the student's gradient: the two models add at most 3 x (B, T, V) to small layers."""
     config = architecture.tiny_config()
     config.vocab_size = 65_536
     with torch.device("cuda"):

@@ -19,7 +19,6 @@ from harness.cli.workload import Workload
 from harness.data.dataset import Batch
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
-from harness.records import run_records
 from harness.steps import stepping
 from next_steps.finetuning import kernel_training, opponents
 from next_steps.patches import apply_kernels
@@ -46,11 +45,12 @@ def small_workload(*flags: str) -> Workload:
 
 def test_a_picture_without_a_ladder_is_refused(run_script, tmp_path):
     outcome = run_script(finetune_optimized, *SMALL, "--plot", str(tmp_path / "x.png"))
-    assert (
-        outcome.code == 2
-        and "draws the ladder: add --ladder" in outcome.err
-        and not list(tmp_path.iterdir())
-    )
+    assert outcome.code == 2 and "draws the ladder: add --ladder" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+def assert_refused(outcome, sentence: str) -> None:
+    assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,7 @@ def test_stochastic_rounding_is_refused_without_the_adamw_kernel(run_script, ker
 def test_a_graph_without_a_gpu_is_refused(run_script, monkeypatch, script, flags):
     monkeypatch.setattr(device, "HAS_GPU", False)
     outcome = run_script(script, *flags, "--cuda-graph")
-    assert (outcome.code, outcome.err) == (
-        2,
-        "error: --cuda-graph needs a CUDA GPU and none was found: leave it out\n",
-    )
+    assert_refused(outcome, "--cuda-graph needs a CUDA GPU and none was found: leave it out")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +91,7 @@ def test_a_graph_of_a_pages_own_step_is_handed_over(run_script, monkeypatch, scr
 
     monkeypatch.setattr(device, "HAS_GPU", True)  # for the flags alone
     monkeypatch.setattr(
-        kernel_training,
-        "Run",
-        lambda name, workload, *rest, **more: SimpleNamespace(name=name, workload=workload),
+        kernel_training, "Run", lambda n, w, *rest, **more: SimpleNamespace(name=n, workload=w)
     )
     monkeypatch.setattr(kernel_training, "take_steps", take_steps)
     outcome = run_script(script, *SMALL, "--cuda-graph")
@@ -111,24 +106,20 @@ def test_every_opponent_has_a_recipe():
 
 
 @pytest.mark.parametrize(
-    "name, module, said",
+    "name, module, title, package",
     [
-        (
-            "liger",
-            "liger_kernel.transformers",
-            "Liger-Kernel is not installed: pip install liger-kernel",
-        ),
-        ("torchao-tensorwise", "torchao.float8", "torchao is not installed: pip install torchao"),
-        ("torchao-rowwise", "torchao.float8", "torchao is not installed: pip install torchao"),
+        ("liger", "liger_kernel.transformers", "Liger-Kernel", "liger-kernel"),
+        ("torchao-tensorwise", "torchao.float8", "torchao", "torchao"),
+        ("torchao-rowwise", "torchao.float8", "torchao", "torchao"),
     ],
 )
 def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded(
-    run_script, monkeypatch, name, module, said
+    run_script, monkeypatch, name, module, title, package
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(opponents.lora, "load", lambda workload: pytest.fail("loaded"))
+    monkeypatch.setattr(opponents.patched_model, "load", lambda workload: pytest.fail("loaded"))
     outcome = run_script(finetune_optimized, *SMALL, "--opponent", name)
-    assert (outcome.code, outcome.err) == (2, f"error: {said}\n")
+    assert_refused(outcome, f"{title} is not installed: pip install {package}")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -164,11 +155,8 @@ def test_an_unknown_opponent_is_refused(run_script):
 def test_a_graph_of_what_records_graphs_itself_is_refused(run_script):
     flags = ["--cuda-graph", "--opponent", "compile-reduce-overhead"]
     outcome = run_script(finetune_optimized, *SMALL, *flags)
-    assert (outcome.code, outcome.err) == (
-        2,
-        "error: --opponent compile-reduce-overhead records CUDA graphs of its own: "
-        "leave --cuda-graph out\n",
-    )
+    own = "--opponent compile-reduce-overhead records CUDA graphs of its own"
+    assert_refused(outcome, f"{own}: leave --cuda-graph out")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +168,7 @@ def test_a_graph_of_what_records_graphs_itself_is_refused(run_script):
         pytest.param("compile-reduce-overhead", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_opponent_trains_the_same(run_script, tmp_path, monkeypatch, small_model, name):
+def test_an_opponent_trains_the_same(recorded, monkeypatch, small_model, name):
     optimizers, calls = [], []
     make_optimizer, compiled = stepping.make_optimizer, torch.compile
 
@@ -194,13 +182,8 @@ def test_an_opponent_trains_the_same(run_script, tmp_path, monkeypatch, small_mo
 
     monkeypatch.setattr(stepping, "make_optimizer", spy_optimizer)
     monkeypatch.setattr(torch, "compile", spy_compile)
-    records = []
-    for script, flags in ((finetune_baseline, []), (finetune_optimized, ["--opponent", name])):
-        path = tmp_path / "run.json"
-        outcome = run_script(script, *SMALL, *flags, "--json", str(path))
-        assert outcome.code == 0, outcome.err
-        records.append(run_records.read_record(str(path), "finetune"))
-    baseline, opponent = records
+    baseline = recorded(finetune_baseline, *SMALL)
+    opponent = recorded(finetune_optimized, *SMALL, "--opponent", name)
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert baseline["losses"][0] != pytest.approx(baseline["losses"][2], rel=1e-3)
     assert (opponent["title"], opponent["kernels"]) == (OPPONENTS[name], [])
@@ -244,32 +227,27 @@ def test_a_compiled_opponent_keeps_causal_attention_and_is_compiled_once(small_m
 
 @pytest.mark.exhaustive
 def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
-    monkeypatch, tmp_path, run_script, small_model
+    monkeypatch, recorded, small_model
 ):
-    made, path = [], tmp_path / "run.json"
-    real = apply_kernels.triton_adamw
+    made, real = [], apply_kernels.triton_adamw
 
     def triton_adamw(*args, **options):
         made.append(real(*args, **options))
         return made[-1]
 
     monkeypatch.setattr(apply_kernels, "triton_adamw", triton_adamw)
-    flags = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding", "--json", str(path)]
-    outcome = run_script(finetune_optimized, *SMALL, *flags)
-    assert outcome.code == 0, outcome.err
+    flags = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
+    record = recorded(finetune_optimized, *SMALL, *flags)
     assert made[0].param_groups[0]["stochastic_rounding"]
-    record = run_records.read_record(str(path), "finetune")
     assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
-    assert "Custom kernels: adamw, stochastic_rounding;" in outcome.out
+    assert "Custom kernels: adamw, stochastic_rounding;" in record["printed"]
 
 
 # ---------------------------------------------------------------- the captured step
 
 
 def attention_masks(model, monkeypatch) -> list:
-    """What attention is told about the mask in one forward: None where it is causal and nothing
-    else.
-    """
+    """What attention is told about the mask in one forward: None where it is only causal."""
     masks, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args, attn_mask=None, **options):
@@ -328,19 +306,10 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence(monkeypatch, error, expe
     with pytest.raises(expected) as caught:
         stepping.captured_step(model, None, [Batch(ids, ids, 4, n_targets=3)], None)
     if expected is command_line.RunError:
-        assert str(caught.value) == (
-            "this step cannot be recorded as a CUDA graph (RuntimeError: CUDA error: not "
-            "permitted): leave --cuda-graph out"
-        )
+        given = "this step cannot be recorded as a CUDA graph (RuntimeError: CUDA error: not "
+        assert str(caught.value) == f"{given}permitted): leave --cuda-graph out"
     else:
         assert caught.value is error
-
-
-def losses_of_six_steps(run_script, path, script, *flags) -> list[float]:
-    workload = ["--model", "tiny", "--batch-size", "2", "--seq-len", "64", "--steps", "6"]
-    outcome = run_script(script, *workload, *flags, "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    return run_records.read_record(str(path), "finetune")["losses"]
 
 
 @needs_gpu
@@ -358,11 +327,10 @@ def losses_of_six_steps(run_script, path, script, *flags) -> list[float]:
         (finetune_optimized, ["--opponent", "compile"]),
     ],
 )
-def test_captured_steps_are_the_same_steps(run_script, tmp_path, dtype, script, flags):
+def test_captured_steps_are_the_same_steps(recorded, dtype, script, flags):
+    flags = [*SMALL, "--batch-size", "2", "--seq-len", "64", "--steps", "6", *flags]
     plain, captured = (
-        losses_of_six_steps(
-            run_script, tmp_path / "run.json", script, "--dtype", dtype, *flags, *graph
-        )
+        recorded(script, *flags, "--dtype", dtype, *graph)["losses"]
         for graph in ([], ["--cuda-graph"])
     )
     assert plain[5] != plain[2], "this comparison cannot fail"
@@ -387,8 +355,6 @@ def test_batch_of_another_shape_is_refused_by_the_graph():
         before = model.lm_head.weight.clone()
         step(model, optimizer, [batch(16)])
         assert not torch.equal(model.lm_head.weight, before)
-        with pytest.raises(
-            command_line.UserError,
-            match=r"the shape \(1, 8\), but the CUDA graph was recorded with \(1, 16",
-        ):
+        said = r"the shape \(1, 8\), but the CUDA graph was recorded with \(1, 16"
+        with pytest.raises(command_line.UserError, match=said):
             step(model, optimizer, [batch(8)])

@@ -1,5 +1,4 @@
-"""LLaMA's MLP on SwiGLU's kernels: one autograd function where its layers are plain, the layers
-themselves where not.
+"""LLaMA's MLP on SwiGLU's kernels: one Function where its layers are plain, the layers where not.
 
 What every function has to do is asked in tests/contracts_*_test.py, there under the name of
 swiglu_mlp.
@@ -10,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
 from tests import tiles
+from tests.calls import Calls
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
 from tests.subjects.fused_layer import mlp_reference
 
@@ -31,9 +30,7 @@ def small_blocks(monkeypatch):
 
 
 def run(function, *inputs):
-    """Output and gradients, of one forward and one backward; the last input is the gradient for the
-    output.
-    """
+    """Output and gradients of a step; the last input is the gradient for the output."""
     *inputs, dout = inputs
     leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
     out = function(*leaves)
@@ -61,6 +58,7 @@ def mlp_checks(inputs, function=SwiGLUMLPFunction.apply, name="MLP") -> list[Che
 # ---- The MLP -------------------------------------------------------------------------------------
 
 SMALL = (9, 40, 112)
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 def llama_mlp(dtype=torch.float32, hidden_act="silu", bias=False):
@@ -84,9 +82,7 @@ def grads_of(module, x, dout, run_module=None):
 
 
 def compare_modules(theirs, ours, x, dout, run_ours=None) -> list[Check]:
-    """One check for the output and each gradient of `ours`, which shares its parameters with
-    `theirs`.
-    """
+    """A check for the output and each gradient of `ours`, which shares `theirs`' parameters."""
     eager, found = grads_of(theirs, x, dout), grads_of(ours, x, dout, run_ours)
     assert found.keys() == eager.keys()
     dtype = x.dtype
@@ -95,20 +91,23 @@ def compare_modules(theirs, ours, x, dout, run_ours=None) -> list[Check]:
     return [compare(name, found[name], ref64[name], eager[name]) for name in found]
 
 
+def modules_and_inputs(dtype=torch.float32, change=lambda mlp: None, **options):
+    """LlamaMLP after change(mlp), ours that shares its weights, x and dout."""
+    theirs = llama_mlp(dtype, **options)
+    change(theirs)
+    x, *_, dout = make_mlp_inputs(dtype, SMALL)
+    return theirs, TritonLlamaMLP.from_llama_mlp(theirs), x, dout
+
+
 def is_fused(out):
     return type(out.grad_fn).__name__ == "SwiGLUMLPFunctionBackward"
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_module_replaces_llama_mlp_and_shares_its_weights(dtype):
-    theirs = llama_mlp(dtype).eval()
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    theirs, ours, x, dout = modules_and_inputs(dtype, torch.nn.Module.eval)
     assert ours.state_dict().keys() == theirs.state_dict().keys() and not ours.training
-    assert all(
-        ours.get_submodule(n) is theirs.get_submodule(n)
-        for n in ("gate_proj", "up_proj", "down_proj")
-    )
-    x, *_, dout = make_mlp_inputs(dtype, SMALL)
+    assert all(getattr(ours, name) is getattr(theirs, name) for name in PROJECTIONS)
     assert is_fused(ours(x))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
@@ -123,30 +122,16 @@ def test_mlp_of_another_activation_is_refused_with_a_sentence(hidden_act):
 def test_mlp_of_any_batch(lead):
     _, *weights, _ = make_mlp_inputs(sizes=SMALL)
     x, dout = (t.view(*lead, SMALL[1]) for t in torch.randn(2, *lead, SMALL[1], device=DEVICE))
-    checks = mlp_checks((x, *weights, dout))
-    assert_all_passed(checks)
+    assert_all_passed(mlp_checks((x, *weights, dout)))
 
 
 def test_mlp_of_unusual_strides():
     x, *weights, dout = make_mlp_inputs(sizes=SMALL)
     x, dout = (t.view(3, 3, -1).transpose(0, 1) for t in (x, dout))
     assert_all_passed(mlp_checks((x, *weights, dout.contiguous())))
-    assert_all_passed(
-        mlp_checks((x[:, :, :1].expand_as(x), *weights, dout[:1, :1, :1].expand_as(dout)))
-    )
+    expanded = x[:, :, :1].expand_as(x), *weights, dout[:1, :1, :1].expand_as(dout)
+    assert_all_passed(mlp_checks(expanded))
     assert_all_passed(mlp_checks((x, *(w.t().contiguous().t() for w in weights), dout)))
-
-
-class Recorder(TorchDispatchMode):
-    """Names of the operations that run meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any(wanted)]
@@ -161,16 +146,13 @@ def test_frozen_weights_get_no_gradient_and_no_matmul(wanted):
     _, *expected = run(SwiGLUMLPFunction.apply, *inputs, dout)
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted)]
     out = SwiGLUMLPFunction.apply(*leaves)
-    with Recorder() as recorder, poisoned_outputs() as shapes:
+    with Calls() as calls, poisoned_outputs() as shapes:
         out.backward(dout)
     for leaf, need, grad in zip(leaves, wanted, expected):
         assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
     # dy is one, dx one and one that adds; and nothing else adds
-    assert (
-        recorder.names.count("mm") == 1 + sum(wanted)
-        and recorder.names.count("addmm_") == wanted[0]
-    )
-    assert not {"add", "add_", "addmm"} & set(recorder.names) and shapes == []
+    assert (calls.counts["mm"], calls.counts["addmm_"]) == (1 + sum(wanted), wanted[0])
+    assert not {"add", "add_", "addmm"} & set(calls.counts) and shapes == []
 
 
 def test_mlp_backward_that_was_interrupted_cannot_be_repeated():
@@ -201,8 +183,7 @@ def saving_on_the_cpu(mlp, x):
     ids=["checkpoint", "reentrant checkpoint", "saved on the CPU"],
 )
 def test_mlp_recomputed_or_offloaded(way):
-    mlp = TritonLlamaMLP.from_llama_mlp(llama_mlp())
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    _, mlp, x, dout = modules_and_inputs()
     expected = grads_of(mlp, x, dout)
     x.requires_grad_()
     out = way(mlp, x)
@@ -229,36 +210,30 @@ class LoRALinear(torch.nn.Module):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(
-    "names", [("gate_proj", "up_proj", "down_proj"), ("down_proj",), ("up_proj",)]
-)
+@pytest.mark.parametrize("names", [PROJECTIONS, ("down_proj",), ("up_proj",)])
 def test_lora_around_the_projections(names, inplace):
-    theirs = llama_mlp()
-    for name in names:
-        setattr(theirs, name, LoRALinear(getattr(theirs, name)))
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    def wrap(mlp):
+        for name in names:
+            setattr(mlp, name, LoRALinear(getattr(mlp, name)))
+
+    theirs, ours, x, dout = modules_and_inputs(change=wrap)
     ours.act_fn.inplace = inplace
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
     assert not is_fused(ours(x))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
 def test_bias_is_added():
-    theirs = llama_mlp(bias=True)
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    theirs, ours, x, dout = modules_and_inputs(bias=True)
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
-@pytest.mark.parametrize("where", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("where", PROJECTIONS)
 @pytest.mark.parametrize(
     "register",
     ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
 )
 def test_hooks_are_called_and_what_they_keep_is_not_overwritten(where, register):
-    theirs = llama_mlp()
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    theirs, ours, x, dout = modules_and_inputs()
     kept = []
 
     def hook(module, *tensors):
@@ -269,15 +244,12 @@ def test_hooks_are_called_and_what_they_keep_is_not_overwritten(where, register)
     found = grads_of(ours, x, dout)
     handle.remove()
     assert kept and all(torch.equal(t, copy) for t, copy in kept)
-    assert all(
-        torch.allclose(a, b, atol=1e-5)
-        for a, b in zip(found.values(), grads_of(theirs, x, dout).values())
-    )
+    expected = grads_of(theirs, x, dout)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
 
 
 def test_global_hooks_are_called():
-    ours = TritonLlamaMLP.from_llama_mlp(llama_mlp())
-    x = make_mlp_inputs(sizes=SMALL)[0]
+    _, ours, x, _ = modules_and_inputs()
     called = []
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, *_: called.append(module)
@@ -288,8 +260,7 @@ def test_global_hooks_are_called():
 
 
 def test_forward_that_a_library_replaced_is_called():
-    ours = TritonLlamaMLP.from_llama_mlp(llama_mlp())
-    x = make_mlp_inputs(sizes=SMALL)[0]
+    _, ours, x, _ = modules_and_inputs()
     called, forward = [], ours.up_proj.forward
     ours.up_proj.forward = lambda x: called.append(x) or forward(x)  # as offloading does it
     ours(x)
@@ -297,17 +268,13 @@ def test_forward_that_a_library_replaced_is_called():
 
 
 def test_parametrized_weight_is_used():
-    theirs = llama_mlp()
-    torch.nn.utils.parametrizations.weight_norm(theirs.up_proj)
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    theirs, ours, x, dout = modules_and_inputs(change=lambda mlp: weight_norm(mlp.up_proj))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
 def test_autocast_casts_as_it_does_for_llama_mlp():
-    theirs = llama_mlp()
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
+    theirs, ours, x, dout = modules_and_inputs()
 
     def autocast(module):
         return lambda x: torch.autocast(x.device.type, torch.bfloat16)(module)(x)
@@ -316,16 +283,14 @@ def test_autocast_casts_as_it_does_for_llama_mlp():
     eager = grads_of(theirs, x, dout.bfloat16(), autocast(theirs))
     ref64 = grads_of(theirs.double(), x.double(), dout.double())
     assert found["out"].dtype == torch.bfloat16 and found["gate_proj.weight"].dtype == torch.float32
-    assert_all_passed(
-        [compare(n, found[n], ref64[n], eager[n], dtype=torch.bfloat16) for n in found]
-    )
+    bf16 = torch.bfloat16
+    assert_all_passed([compare(n, found[n], ref64[n], eager[n], dtype=bf16) for n in found])
 
 
 def test_layer_that_keeps_its_output_raises_in_place():
-    mlp = TritonLlamaMLP.from_llama_mlp(llama_mlp())
+    _, mlp, x, dout = modules_and_inputs()
     mlp.gate_proj = torch.nn.Sequential(mlp.gate_proj, torch.nn.Tanh())
     mlp.act_fn.inplace = True
-    x, *_, dout = make_mlp_inputs(sizes=SMALL)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         mlp(x).backward(dout)
 
@@ -336,8 +301,7 @@ def test_layer_that_keeps_its_output_raises_in_place():
 @pads_rows
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
-    theirs = llama_mlp(COMPILED_DTYPE)
-    ours = TritonLlamaMLP.from_llama_mlp(theirs)
+    theirs, ours, *_ = modules_and_inputs(COMPILED_DTYPE)
     compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic)
     for n_rows in (9, 6):
         x, *_, dout = make_mlp_inputs(COMPILED_DTYPE, (n_rows, *SMALL[1:]))
@@ -348,9 +312,7 @@ def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
 
 
 def measure_saved_memory() -> dict[str, int]:
-    """Bytes that stay allocated between the forward and the backward of one MLP, its output
-    apart.
-    """
+    """Bytes that one MLP keeps between its forward and its backward, without its output."""
     x, *weights, _ = (t.requires_grad_() for t in make_mlp_inputs(torch.bfloat16))
     saved = {}
     for way, function in (("eager PyTorch", mlp_reference), ("ours", SwiGLUMLPFunction.apply)):
@@ -361,6 +323,3 @@ def measure_saved_memory() -> dict[str, int]:
         saved[way] = torch.cuda.memory_allocated() - before - out.nbytes
         del out
     return saved
-
-
-# ---- The table -----------------------------------------------------------------------------------

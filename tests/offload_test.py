@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,18 @@ from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Workload
+from harness.model import architecture
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.memory import memory_estimate
 from next_steps.memory.peak_attribution import KEPT
 from next_steps.patches import offload
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
-from tests.memory_estimate_test import architecture
-from tests.recompute_test import LEVELS, make_model
+from tests.recompute_test import (
+    LEVELS,
+    assert_two_backwards_give_twice_the_gradients,
+    make_model,
+)
 from tests.small_workloads import largest_error, loss_and_gradients, tiny_batch, tiny_workload
 
 KERNELS = pytest.mark.parametrize("kernels", [[], ["swiglu"], MODEL_KERNELS], ids=len)
@@ -103,9 +108,8 @@ def test_a_copy_that_is_not_waited_for_is_noticed(late, forgotten, monkeypatch):
     expected = loss_and_gradients(model, batch)
     set_recompute(model, "mlp", offload=True)
     if forgotten == "the way out":
-        monkeypatch.setattr(
-            offload.Layer, "leaving", property(lambda s: [], lambda s, v: None), raising=False
-        )
+        nothing = property(lambda layer: [], lambda layer, value: None)
+        monkeypatch.setattr(offload.Layer, "leaving", nothing, raising=False)
     else:
         monkeypatch.setattr(offload.Offloader, "wait", lambda self, event: None)
     try:
@@ -117,14 +121,7 @@ def test_a_copy_that_is_not_waited_for_is_noticed(late, forgotten, monkeypatch):
 
 
 def test_two_backwards_through_one_graph():
-    model, batch = set_recompute(make_model([]), "mlp", offload=True), tiny_batch()
-    once = loss_and_gradients(model, batch)
-    model.zero_grad()
-    loss = model(**batch.inputs()).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
-    assert largest_error(twice | {"loss": loss.detach()}, once)[0] <= 1e-6
+    assert_two_backwards_give_twice_the_gradients(set_recompute(make_model([]), "mlp", True))
 
 
 def test_parameters_and_what_layers_share_stay(monkeypatch):
@@ -145,20 +142,21 @@ def test_parameters_and_what_layers_share_stay(monkeypatch):
     assert left and angles and not (stay | set(angles)) & set(left)
 
 
-def test_a_host_without_room_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(offload, "host_memory", lambda: 10_000)
+def refuse(n_bytes):
+    raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(
+    "name, replacement, said",
+    [
+        ("host_memory", lambda: 10_000, "GB of the host's memory and more"),
+        ("pinned", refuse, "leave --offload out"),
+    ],
+)
+def test_a_host_without_room_is_one_sentence(monkeypatch, name, replacement, said):
+    monkeypatch.setattr(offload, name, replacement)
     model = set_recompute(make_model([]), "none", offload=True)
-    with pytest.raises(offload.HostMemoryError, match="GB of the host's memory and more"):
-        loss_and_gradients(model, tiny_batch())
-
-
-def test_pinned_memory_that_is_refused_is_one_sentence(monkeypatch):
-    def refuse(n_bytes):
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(offload, "pinned", refuse)
-    model = set_recompute(make_model([]), "none", offload=True)
-    with pytest.raises(offload.HostMemoryError, match="leave --offload out"):
+    with pytest.raises(offload.HostMemoryError, match=said):
         loss_and_gradients(model, tiny_batch())
 
 
@@ -185,14 +183,12 @@ def test_offload_without_a_gpu_is_refused():
 def test_the_estimate_has_no_more_than_two_layers_on_the_gpu(kernels):
     config = architecture.llama_3_1_8b_config()
     config.num_hidden_layers, config.vocab_size = 6, 512
-    parts = {}
-    for offloaded in (False, True):
-        workload = Workload(
-            seq_len=1024, kernels=(*kernels, "adamw"), recompute="mlp", offload=offloaded
-        )
-        found = memory_estimate.estimate(config, workload)
-        parts[offloaded] = found["parts"][KEPT]
-    assert parts[True] < parts[False] * 3 / 6
+    workload = Workload(seq_len=1024, kernels=(*kernels, "adamw"), recompute="mlp")
+    kept, kept_offloaded = (
+        memory_estimate.estimate(config, each)["parts"][KEPT]
+        for each in (workload, replace(workload, offload=True))
+    )
+    assert kept_offloaded < kept * 3 / 6
 
 
 @needs_gpu

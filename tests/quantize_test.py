@@ -1,6 +1,4 @@
-"""A model whose projections are in NF4: the same wherever its weights come from, with adapters of
-peft around it and kernels in it.
-"""
+"""A model whose projections are in NF4, whether loaded, adapted, recomputed or sharded."""
 
 import copy
 
@@ -13,21 +11,21 @@ from harness.cli.command_line import UserError
 from harness.model import architecture, loading
 from harness.model.adapters import merged_weights
 from harness.profiling.kernel_facts import MODEL_KERNELS
-from next_steps.patches import quantize
+from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.quantize import (
-    NF4Linear,
-    children_of,
-    draw_quantized,
-    load_quantized,
-    quantize_model,
-)
+from next_steps.patches.patched_model import draw_quantized, load_quantized
+from next_steps.patches.quantize import NF4Linear, children_of, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
 from tests.small_workloads import largest_error, tiny_batch, tiny_workload, uneven_norms
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def assert_same_step(model: torch.nn.Module, expected: dict, allowed: float) -> None:
+    error, name = largest_error(loss_and_gradients(model), expected)
+    assert error < allowed, name
 
 
 def make_linear(dtype=torch.float32, out_features=24, in_features=64) -> torch.nn.Linear:
@@ -133,8 +131,7 @@ def test_one_graph_under_torch_compile():
     found, expected = (
         (y.detach(), *torch.autograd.grad(y, x, dy)) for y in (compiled(x), layer(2 * x))
     )
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, expected)
 
 
 # ---- A model -----------------------------------------------------------------------------------
@@ -150,9 +147,10 @@ def test_projections_are_quantized_and_nothing_else():
     assert kinds["lm_head"] is torch.nn.Linear
     for name, weight in model.named_parameters():
         assert torch.equal(weight, plain.get_parameter(name))
-    assert {name.rpartition(".")[0] for name, _ in plain.named_parameters()} - set(quantized) == {
-        name.rpartition(".")[0] for name, _ in model.named_parameters()
-    }
+    of_plain, of_model = (
+        {name.rpartition(".")[0] for name, _ in each.named_parameters()} for each in (plain, model)
+    )
+    assert of_plain - set(quantized) == of_model
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -194,12 +192,13 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
     if pretrained:
         loading.load_model(workload).save_pretrained(tmp_path)
         workload = tiny_workload("--model", str(tmp_path))
-        monkeypatch.setattr(quantize, "DEVICE", "meta")
+        monkeypatch.setattr(patched_model, "DEVICE", "meta")
     counts, models = [], []
-    make, quantize_layer = quantize.build_model, quantize.quantize_layer
-    load = quantize.load_weights
-    monkeypatch.setattr(quantize, "build_model", lambda *a: models.append(make(*a)) or models[-1])
-    monkeypatch.setattr(quantize, "load_weights", lambda *a: models.append(load(*a)) or models[-1])
+    quantize_layer = patched_model.quantize_layer
+    for name in ("build_model", "load_weights"):
+        make = getattr(patched_model, name)
+        remember = lambda *args, make=make: models.append(make(*args)) or models[-1]  # noqa: E731
+        monkeypatch.setattr(patched_model, name, remember)
 
     def on_gpu(layer: torch.nn.Module) -> bool:
         return any(p.is_meta == pretrained and p.ndim > 1 for p in layer.parameters())
@@ -208,7 +207,7 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
         counts.append([on_gpu(each) for each in models[0].model.layers].count(True))
         quantize_layer(layer)
 
-    monkeypatch.setattr(quantize, "quantize_layer", count)
+    monkeypatch.setattr(patched_model, "quantize_layer", count)
     load_quantized(workload)
     assert counts == [1, 1]
 
@@ -272,8 +271,7 @@ def test_adapters_train_as_around_the_dense_weight():
         weight = linear.dequantized()
         setattr(parent, name, torch.nn.Linear(*weight.T.shape, bias=False, device="meta"))
         getattr(parent, name).weight = torch.nn.Parameter(weight, requires_grad=False)
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-6, name
+    assert_same_step(model, expected, 1e-6)
 
 
 def test_merged_it_is_an_ordinary_model():
@@ -291,16 +289,13 @@ def test_kernels_change_no_number():
     expected = loss_and_gradients(with_adapters(make_model()))
     model = apply_kernels(with_adapters(make_model()), MODEL_KERNELS)
     assert "TritonRMSNorm" in {type(module).__name__ for module in model.modules()}
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-5, name
+    assert_same_step(model, expected, 1e-5)
 
 
 @pytest.mark.parametrize("level", ["norm", "mlp", "layer"])
 def test_recomputed_it_gives_the_same_numbers(level):
     expected = loss_and_gradients(with_adapters(make_model()))
-    model = set_recompute(with_adapters(make_model()), level)
-    error, name = largest_error(loss_and_gradients(model), expected)
-    assert error < 1e-6, name
+    assert_same_step(set_recompute(with_adapters(make_model()), level), expected, 1e-6)
 
 
 # ---- In two processes --------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""What is computed again is what was there, only what a level says is computed again, and memory
-falls by what it says.
-"""
+"""What is computed again is what was there; only what a level says is; and memory falls by that."""
 
 import peft
 import pytest
@@ -43,6 +41,22 @@ def make_model(kernels, dtype="fp32") -> torch.nn.Module:
     return uneven_norms(apply_kernels(load_model(tiny_workload("--dtype", dtype)), kernels))
 
 
+def assert_close(found: dict, expected: dict, allowed: float, what: str = "") -> None:
+    error, name = largest_error(found, expected)
+    assert error <= allowed, f"{what}: {name} is off by {error:.1e}"
+
+
+def assert_two_backwards_give_twice_the_gradients(model) -> None:
+    batch = tiny_batch()
+    once = loss_and_gradients(model, batch)
+    model.zero_grad()
+    loss = model(**batch.inputs()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
+    assert_close(twice | {"loss": loss.detach()}, once, 1e-6)
+
+
 def calls_of_a_step(model) -> Calls:
     with Calls() as calls:
         loss_and_gradients(model, tiny_batch())
@@ -59,8 +73,7 @@ def test_every_level_has_the_loss_and_gradients_of_none(kernels, dtype):
     expected = loss_and_gradients(model, batch)
     for level in RECOMPUTE:
         found = loss_and_gradients(set_recompute(model, level), batch)
-        error, name = largest_error(found, expected)
-        assert error <= ALLOWED[dtype], f"{level}: {name} is off by {error:.1e}"
+        assert_close(found, expected, ALLOWED[dtype], level)
 
 
 def with_adapters(kernels, **options) -> torch.nn.Module:
@@ -70,7 +83,9 @@ def with_adapters(kernels, **options) -> torch.nn.Module:
     return peft.inject_adapter_in_model(config, make_model(kernels)).train()
 
 
-def loss_and_trained(model) -> dict[str, torch.Tensor]:
+def loss_and_trained(model, seed=None) -> dict[str, torch.Tensor]:
+    if seed is not None:
+        torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     loss = model(**tiny_batch().inputs()).loss
     loss.backward()
@@ -85,9 +100,9 @@ def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
     expected = loss_and_trained(model)
     assert len(expected) == 1 + 2 * 7 * LAYERS
     for level in RECOMPUTE:
-        error, name = largest_error(loss_and_trained(set_recompute(model, level)), expected)
         # six, not three, gradients of one tensor where the products are peft's
-        assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
+        allowed = 2 * ALLOWED["fp32"]
+        assert_close(loss_and_trained(set_recompute(model, level)), expected, allowed, level)
 
 
 @pytest.mark.parametrize("attention_pays", [False, True])
@@ -101,44 +116,25 @@ def test_what_runs_twice_drops_the_same_both_times(kernels, attention, attention
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = attention
 
-    def seeded(model):
-        torch.manual_seed(5)
-        return loss_and_trained(model)
-
-    expected = seeded(model)
-    again = loss_and_trained(model)
+    expected, again = loss_and_trained(model, seed=5), loss_and_trained(model)
     assert largest_error(again, expected)[0] > 0.1, "nothing is dropped: cannot fail"
     for level in RECOMPUTE:
-        error, name = largest_error(seeded(set_recompute(model, level)), expected)
-        assert error <= 2 * ALLOWED["fp32"], f"{level}: {name} is off by {error:.1e}"
+        found = loss_and_trained(set_recompute(model, level), seed=5)
+        assert_close(found, expected, 2 * ALLOWED["fp32"], level)
 
 
 @pytest.mark.parametrize("attention_pays", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"], rank_dropout=0.5),
-        peft.LoKrConfig(r=4, target_modules=["q_proj", "up_proj"], rank_dropout=0.5),
-    ],
-    ids=["LoHa", "LoKr"],
-)
-def test_what_draws_without_a_dropout_draws_the_same_both_times(
-    config, attention_pays, monkeypatch
-):
+@pytest.mark.parametrize("kind", [peft.LoHaConfig, peft.LoKrConfig])
+def test_what_draws_without_a_dropout_draws_the_same_both_times(kind, attention_pays, monkeypatch):
     """peft's other dropouts are no modules of torch's: gradients were wrong by up to 260 %."""
     monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
-    config.init_weights = False
+    config = kind(r=4, target_modules=["q_proj", "up_proj"], rank_dropout=0.5, init_weights=False)
     model = peft.inject_adapter_in_model(config, make_model([])).train()
-
-    def seeded(model, seed=5):
-        torch.manual_seed(seed)
-        return loss_and_trained(model)
-
-    expected = seeded(model)
-    others = [seeded(model, seed) for seed in range(4)]
+    expected = loss_and_trained(model, seed=5)
+    others = [loss_and_trained(model, seed) for seed in range(4)]
     assert max(largest_error(other, expected)[0] for other in others) > 0.1, "cannot fail"
-    error, name = largest_error(seeded(set_recompute(model, "layer")), expected)
-    assert error <= 2 * ALLOWED["fp32"], f"{name} is off by {error:.1e}"
+    found = loss_and_trained(set_recompute(model, "layer"), seed=5)
+    assert_close(found, expected, 2 * ALLOWED["fp32"])
 
 
 @pytest.mark.exhaustive
@@ -169,14 +165,7 @@ def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):
 
 @LEVELS
 def test_two_backwards_through_one_graph(level):
-    model, batch = set_recompute(make_model([]), level), tiny_batch()
-    once = loss_and_gradients(model, batch)
-    model.zero_grad()
-    loss = model(**batch.inputs()).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
-    assert largest_error(twice | {"loss": loss.detach()}, once)[0] <= 1e-6
+    assert_two_backwards_give_twice_the_gradients(set_recompute(make_model([]), level))
 
 
 @LEVELS
@@ -258,10 +247,6 @@ def test_attention_is_kept_for_long_sequences():
 
 # ---------------------------------------------------------------- what is kept
 
-# Numbers per token and layer, of hidden size H, inner size I, heads' sizes Q and K: without what a
-# layer's own kernels keep of each row, and with eager norms' fp32 copies in the first column.
-EAGER, FUSED = [], MODEL_KERNELS
-
 
 def kept_by_arithmetic(level: str, fused: bool, config) -> float:
     """bf16 numbers that a layer keeps per token, by the table in docs/recompute.md."""
@@ -277,7 +262,7 @@ def kept_by_arithmetic(level: str, fused: bool, config) -> float:
     return numbers
 
 
-@pytest.mark.parametrize("kernels", [EAGER, FUSED], ids=["none", "all"])
+@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 @LEVELS
 def test_a_layer_keeps_what_the_arithmetic_says(level, kernels):
     config = architecture.llama_3_1_8b_config()

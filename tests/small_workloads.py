@@ -8,13 +8,14 @@ from types import ModuleType
 
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
-from harness.model import architecture
+from harness.model import architecture, patching
 
 # of a record that no machine made
 MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}
@@ -72,6 +73,24 @@ def uneven_norms(model: torch.nn.Module) -> torch.nn.Module:
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
                 weight.uniform_(0.5, 1.5)
+    return model
+
+
+def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+    """Hugging Face's norm and loss compute in fp32 whatever they are given; these do not."""
+
+    def norm(module):
+        replacement = torch.nn.RMSNorm(module.weight.shape[0], module.variance_epsilon)
+        replacement.weight = module.weight
+        return replacement
+
+    model = model.double()
+    patching.replace_modules(model, LlamaRMSNorm, norm)
+    model.loss_function = patching.causal_lm_loss(
+        lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
+        )
+    )
     return model
 
 

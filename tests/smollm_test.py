@@ -1,16 +1,13 @@
-"""A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, through --model
-DIR.
+"""A real model: pretrained SmolLM2-135M with its own tokenizer, on English text, by --model DIR.
 
-A package carries it, so that this needs no access to Hugging Face: tests/packaged_model.py.
+A package carries it, so that this needs no access to Hugging Face: packaged_model.py.
 """
 
-import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import finetune_baseline
 import finetune_optimized
@@ -19,11 +16,11 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import FP8_ALL, FP8_INPUTS, FP8_MODES, finetune_parser
 from harness.cli.workload import Workload
 from harness.data import dataset
-from harness.model import config_file, loading, patching
+from harness.model import config_file, loading
 from next_steps.layers import fp8_layer
-from next_steps.patches import apply_kernels, fp8_model, lora
+from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
-from tests.small_workloads import loss_and_gradients
+from tests.small_workloads import in_float64, loss_and_gradients
 
 pytestmark = pytest.mark.skipif(
     not packaged_model.is_installed(),
@@ -46,19 +43,16 @@ def english(tmp_path_factory) -> Path:
 
 
 def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
-    return [
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        f"--seq-len={seq_len}",
-        "--dtype=fp32",
-        *others,
-    ]
+    given = ["--model", str(model), "--data", str(data), "--dtype", "fp32", *others]
+    return [*given, "--seq-len", str(seq_len)]
 
 
 def workload_of(flags: list[str]) -> Workload:
     return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
+
+
+def validation_losses(record: dict) -> list[float]:
+    return [record["validation_loss_before"], record["validation_loss_after"]]
 
 
 @pytest.mark.exhaustive
@@ -74,29 +68,9 @@ def test_text_is_tokenized_into_words(own_cache, smollm, english):
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
 
 
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """Hugging Face's norm and loss compute in fp32 whatever they are given; these do not."""
-
-    def norm(module):
-        replacement = torch.nn.RMSNorm(module.weight.shape[0], module.variance_epsilon)
-        replacement.weight = module.weight
-        return replacement
-
-    model = model.double()
-    patching.replace_modules(model, LlamaRMSNorm, norm)
-    model.loss_function = patching.causal_lm_loss(
-        lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index
-        )
-    )
-    return model
-
-
 @pytest.mark.exhaustive
 def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
-    """Against float64: some of the unpatched fp32 gradients are themselves 1e-4 off on these
-    weights.
-    """
+    """Against float64: on these weights some unpatched fp32 gradients are 1e-4 off themselves."""
     workload = workload_of(flags(smollm, english, 16, "--steps", "1"))
     model = loading.load_model(workload)
     batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
@@ -134,37 +108,33 @@ def test_fp8_leaves_loss_and_gradients_of_the_real_model_near(smollm, english, m
 
 
 @pytest.mark.exhaustive
-def test_fine_tuning_lowers_the_validation_loss(smollm, english, monkeypatch, tmp_path):
-    path = tmp_path / "run.json"
-    steps = ["--steps", "4", "--lr", "5e-5", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *flags(smollm, english, 128, *steps)])
-    finetune_baseline.main()
-    record = json.loads(path.read_text())
-    print(
-        f"validation loss {record['validation_loss_before']:.3f} -> "
-        f"{record['validation_loss_after']:.3f}"
+def test_fine_tuning_lowers_the_validation_loss(smollm, english, recorded):
+    steps = ["--steps", "4", "--lr", "5e-5"]
+    before, after = validation_losses(
+        recorded(finetune_baseline, *flags(smollm, english, 128, *steps))
     )
+    print(f"validation loss {before:.3f} -> {after:.3f}")
     # 2.85 measured; random weights give log(49,152) = 10.8
-    assert record["validation_loss_before"] < 3.5
-    assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
+    assert before < 3.5 and after < before - 0.02
+
+
+@pytest.fixture
+def both(smollm, english, recorded, monkeypatch):
+    """both(flags, more): losses of the baseline, and of the optimized script with more flags."""
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
+
+    def run(given: list[str], more: list[str]) -> list[list[float]]:
+        command = flags(smollm, english, 16, *given)
+        baseline = recorded(finetune_baseline, *command)
+        optimized = recorded(finetune_optimized, *command, *more)
+        return [[*each["losses"], *validation_losses(each)] for each in (baseline, optimized)]
+
+    return run
 
 
 @pytest.mark.exhaustive
-def test_fine_tuning_with_kernels_follows_the_baseline(smollm, english, monkeypatch, tmp_path):
-    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # of 16 tokens: the interpreter is slow
-    records = []
-    for script in (finetune_baseline, finetune_optimized):
-        path = tmp_path / f"{script.__name__}.json"
-        steps = ["--steps", "3", "--lr", "1e-4", "--json", str(path)]
-        monkeypatch.setattr(
-            "sys.argv", [f"{script.__name__}.py", *flags(smollm, english, 16, *steps)]
-        )
-        script.main()
-        record = json.loads(path.read_text())
-        records.append(
-            [*record["losses"], record["validation_loss_before"], record["validation_loss_after"]]
-        )
-    baseline, optimized = records
+def test_fine_tuning_with_kernels_follows_the_baseline(both):
+    baseline, optimized = both(["--steps", "3", "--lr", "1e-4"], [])
     assert optimized == pytest.approx(baseline, rel=1e-5)
     assert optimized[-1] < optimized[-2], "the validation loss did not fall"
 
@@ -177,7 +147,7 @@ LORA = ["--lora-rank", "16", "--lr", "1e-3"]
 @pytest.mark.exhaustive
 def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, english):
     workload = workload_of(flags(smollm, english, 16, "--steps", "1", *LORA))
-    model = lora.load(workload)
+    model = patched_model.load(workload)
     torch.manual_seed(1)
     for name, p in model.named_parameters():
         if "lora_B" in name:  # at 0 the gradients of A are 0 too
@@ -185,50 +155,34 @@ def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, en
     state = model.state_dict()
     batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
 
-    def loss_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def of_trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
         loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
         loss.backward()
         trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         return {"loss": loss.detach(), **trained}
 
-    eager = loss_and_gradients(model)
-    found = loss_and_gradients(apply_kernels.apply_kernels(model))
-    exact = lora.load(workload)
+    eager = of_trained(model)
+    found = of_trained(apply_kernels.apply_kernels(model))
+    exact = patched_model.load(workload)
     exact.load_state_dict(state)
-    ref64 = loss_and_gradients(in_float64(exact))
+    ref64 = of_trained(in_float64(exact))
     assert len(found) == 1 + 30 * 7 * 2  # the loss; 30 layers of 7 projections
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
 @pytest.mark.exhaustive
-def test_adapters_lower_the_validation_loss(smollm, english, monkeypatch, tmp_path):
-    path = tmp_path / "run.json"
-    command = flags(smollm, english, 128, "--steps", "6", *LORA, "--json", str(path))
-    monkeypatch.setattr("sys.argv", ["finetune_baseline.py", *command])
-    finetune_baseline.main()
-    record = json.loads(path.read_text())
+def test_adapters_lower_the_validation_loss(smollm, english, recorded):
+    record = recorded(finetune_baseline, *flags(smollm, english, 128, "--steps", "6", *LORA))
     assert record["trained_parameters"] < 0.04 * record["parameters"]
-    assert record["validation_loss_after"] < record["validation_loss_before"] - 0.02
+    before, after = validation_losses(record)
+    assert after < before - 0.02
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 1e-5), ("bf16", 1e-2)])
-def test_adapters_with_kernels_follow_the_baseline(
-    smollm, english, monkeypatch, tmp_path, dtype, allowed
-):
-    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
-    losses = []
-    for script in (finetune_baseline, finetune_optimized):
-        path = tmp_path / f"{script.__name__}.json"
-        more = ["--steps", "2", *LORA, "--dtype", dtype, "--json", str(path)]
-        command = flags(smollm, english, 16, *more)
-        command += ["--kernels", "all"] if script is finetune_optimized else []
-        monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *command])
-        script.main()
-        record = json.loads(path.read_text())
-        losses.append([*record["losses"], record["validation_loss_after"]])
-    baseline, optimized = losses
+def test_adapters_with_kernels_follow_the_baseline(both, dtype, allowed):
+    baseline, optimized = both(["--steps", "2", *LORA, "--dtype", dtype], ["--kernels", "all"])
     assert optimized == pytest.approx(baseline, rel=allowed)
 
 
@@ -236,54 +190,33 @@ def test_adapters_with_kernels_follow_the_baseline(
 
 
 @pytest.fixture
-def half_distilled(smollm, english, monkeypatch, tmp_path):
-    """half_distilled(seq_len, steps, kernels) -> record of distilling SmolLM2 into the first half
-    of its layers.
+def half_distilled(smollm, english, monkeypatch, recorded):
+    """half_distilled(seq_len, *flags): the record of distilling SmolLM2 into half of its layers.
 
     At temperature 4: without its second half the model is sure of wrong tokens, and the others then
     hardly count.
     """
-
-    def run(seq_len: int, steps: int, kernels: str) -> dict:
-        path = tmp_path / "run.json"
-        settings = [
-            "--temperature",
-            "4",
-            "--lr",
-            "1e-4",
-            "--steps",
-            str(steps),
-            "--kernels",
-            kernels,
-        ]
-        command = [
-            *flags(smollm, english, seq_len, *settings),
-            "--teacher",
-            str(smollm),
-            "--json",
-            str(path),
-        ]
-        monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
-        monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
-        finetune_optimized.main()
-        return json.loads(path.read_text())
-
-    return run
+    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
+    teacher = ["--teacher", str(smollm), "--temperature", "4", "--lr", "1e-4"]
+    return lambda seq_len, *more: recorded(
+        finetune_optimized, *flags(smollm, english, seq_len, *teacher, *more)
+    )
 
 
 @pytest.mark.exhaustive
 def test_half_of_the_layers_learn_from_all(half_distilled):
-    record = half_distilled(seq_len=128, steps=5, kernels="none")
+    record = half_distilled(128, "--steps", "5", "--kernels", "none")
     assert record["student_layers"] == 15 and record["teacher_parameters"] == 134_515_008
     assert max(record["losses"][2:]) < 0.9 * record["losses"][0]
-    # 21.6 -> 15.4 measured
-    assert record["validation_loss_after"] < record["validation_loss_before"] - 2
+    before, after = validation_losses(record)
+    assert after < before - 2  # 21.6 -> 15.4 measured
 
 
 @pytest.mark.exhaustive
 def test_the_reverse_kl_kernel_teaches_the_same(half_distilled):
     eager, fused = (
-        half_distilled(seq_len=8, steps=2, kernels=kernels) for kernels in ("none", "cross_entropy")
+        half_distilled(8, "--steps", "2", "--kernels", kernels)
+        for kernels in ("none", "cross_entropy")
     )
     assert fused["kernels"] == ["reverse_kl"]
     assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-5)

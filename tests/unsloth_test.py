@@ -25,9 +25,8 @@ from harness.benchmark.checking import DEVICE
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, loading
-from harness.records import run_records
 from next_steps.finetuning import unsloth_model
-from next_steps.patches import lora
+from next_steps.patches import patched_model
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 
@@ -71,34 +70,35 @@ def stand_in(monkeypatch, own_cache):
     return FastLanguageModel
 
 
+def assert_refused(outcome, said: str) -> None:
+    assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+
+
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_it_is_refused(run_script):
     outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
-    said = "error: --opponent unsloth needs a CUDA GPU and none was found\n"
-    assert (outcome.code, outcome.err) == (2, said)
+    assert_refused(outcome, "error: --opponent unsloth needs a CUDA GPU and none was found\n")
 
 
 def test_where_it_is_not_installed_it_is_refused(run_script, monkeypatch, stand_in):
     monkeypatch.setitem(sys.modules, "unsloth", None)
     outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
-    said = "error: Unsloth is not installed: pip install unsloth\n"
-    assert (outcome.code, outcome.err) == (2, said)
+    assert_refused(outcome, "error: Unsloth is not installed: pip install unsloth\n")
+
+
+QUANTIZED = ["--lora-rank", "4", "--quantize", "nf4"]
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
         (["--pack"], "--opponent unsloth records or compiles a step"),
-        (
-            ["--lora-rank", "4", "--quantize", "nf4", "--save", "x", "--merge"],
-            "--merge cannot read the 4-bit weights",
-        ),
+        ([*QUANTIZED, "--save", "x", "--merge"], "--merge cannot read the 4-bit weights"),
     ],
     ids=lambda each: each[0],
 )
 def test_what_does_not_go_with_it_is_refused(run_script, flags, said):
-    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH, *flags)
-    assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+    assert_refused(run_script(finetune_optimized, *SMALL, *UNSLOTH, *flags), said)
 
 
 def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stand_in):
@@ -145,20 +145,16 @@ def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path)
     assert "tokenizer.json" in without["files"]
 
 
-def test_its_run_is_the_baselines_with_fused_adamw(run_script, tmp_path, stand_in):
-    records = []
-    for script, flags in ((finetune_baseline, []), (finetune_optimized, UNSLOTH)):
-        outcome = run_script(script, *SMALL, *flags, "--json", str(tmp_path / "run.json"))
-        assert outcome.code == 0, outcome.err
-        records.append(run_records.read_record(str(tmp_path / "run.json"), "finetune"))
-    baseline, opponent = records
+def test_its_run_is_the_baselines_with_fused_adamw(recorded, stand_in):
+    baseline = recorded(finetune_baseline, *SMALL)
+    opponent = recorded(finetune_optimized, *SMALL, *UNSLOTH)
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert (opponent["title"], opponent["opponent"]) == ("Unsloth, fused AdamW", "unsloth")
 
 
-def test_what_it_makes_of_transformers_is_not_counted(run_script, monkeypatch, stand_in, tmp_path):
+def test_what_it_makes_of_transformers_is_not_counted(recorded, monkeypatch, stand_in):
     """Its rotary embedding, for one, lacks what transformers' has."""
-    load, path = stand_in.from_pretrained, tmp_path / "run.json"
+    load = stand_in.from_pretrained
 
     def load_and_change(source, **said):
         loaded = load(source, **said)
@@ -166,14 +162,11 @@ def test_what_it_makes_of_transformers_is_not_counted(run_script, monkeypatch, s
         return loaded
 
     monkeypatch.setattr(stand_in, "from_pretrained", load_and_change)
-    flags = [*UNSLOTH, "--lora-rank", "4", "--json", str(path)]
-    outcome = run_script(finetune_optimized, *SMALL, *flags)
-    assert outcome.code == 0, outcome.err
-    record = json.loads(path.read_text())
+    record = recorded(finetune_optimized, *SMALL, *UNSLOTH, "--lora-rank", "4")
     assert record["parameters"] > 10 * record["trained_parameters"] > 0
 
 
-def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_in):
+def test_its_adapters_are_saved_and_trained_further(recorded, tmp_path, stand_in):
     first, then, merged = (str(tmp_path / name) for name in ("first", "then", "merged"))
     flags = [*SMALL, *UNSLOTH, "--lr", "0.05"]
     for more in (
@@ -181,8 +174,7 @@ def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_
         ["--adapter", first, "--save", then],
         ["--adapter", first, "--save", merged, "--merge"],
     ):
-        outcome = run_script(finetune_optimized, *flags, *more)
-        assert outcome.code == 0, outcome.err
+        recorded(finetune_optimized, *flags, *more)
     ids = torch.arange(8, device=DEVICE)[None]
 
     def logits(model):
@@ -191,7 +183,7 @@ def test_its_adapters_are_saved_and_trained_further(run_script, tmp_path, stand_
     plain, saved = (loading.load_model(small_workload()) for _ in range(2))
     before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
     assert not torch.allclose(before, after, atol=1e-3)
-    ours = lora.load(small_workload("--adapter", first))
+    ours = patched_model.load(small_workload("--adapter", first))
     theirs = unsloth_model.load(small_workload("--adapter", first))
     torch.testing.assert_close(logits(ours), after)
     torch.testing.assert_close(logits(theirs), after)
@@ -226,13 +218,9 @@ def test_the_real_one_trains_as_the_baseline_does(tmp_path, flags):
         path = tmp_path / f"{script}.json"
         command = [sys.executable, str(HERE / script), *flags, *more, "--json", str(path)]
         environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        subprocess.run(command, check=True, cwd=tmp_path, env=environment)
         records.append(json.loads(path.read_text()))
     baseline, opponent = records
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-2)
-    assert opponent["validation_loss_before"] == pytest.approx(
-        baseline["validation_loss_before"], rel=1e-3
-    )
+    before = baseline["validation_loss_before"]
+    assert opponent["validation_loss_before"] == pytest.approx(before, rel=1e-3)

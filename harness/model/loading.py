@@ -1,8 +1,7 @@
 """The model that a workload names, with its weights, ready to be trained."""
 
-from collections.abc import Callable
-
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, require_interpreter
@@ -11,52 +10,55 @@ from harness.model.architecture import TORCH_DTYPES, build_model, for_training
 from harness.model.config_file import load_config, reading
 from harness.model.packed_attention import use_packed_attention
 
-# isort: split
-# after `device`, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-
-def load_model(
-    workload: Workload, try_step: Callable | None = None, make: Callable | None = None
-) -> torch.nn.Module:
-    """The model in training mode, on the GPU if there is one, in the workload's dtype.
+def load_model(workload: Workload) -> torch.nn.Module:
+    """Return the model in training mode, on the GPU if there is one, in the workload's dtype.
 
     With `pack` its attention is that of packed batches.
 
-    Random weights are drawn on the device itself from the seed, so that two runs
-    start from the same point and 8B parameters take seconds.
-
-    Args:
-        workload: which model, and what is trained with it.
-        try_step: see `load_config`.
-        make: (workload, config) -> the model, from the seed that is set; `make_model` unless told.
+    Random weights are drawn on the device from the seed.  So two runs start from the same point,
+    and 8B parameters take seconds.
 
     Raises:
-        UserError: what `load_config` refuses; weights that are damaged, or not those of the
-            configuration: every weight of the model is in the file and every one of the file in
-            the model, but for what transformers knows to be superfluous.
+        UserError: what `load_config` and `load_weights` refuse.
     """
-    config = load_config(workload, try_step)
-    if workload.kernels:
-        require_interpreter()
-    if workload.data not in ("stdlib", "synthetic"):
-        read_file(workload.data)  # a wrong path is refused here, not after minutes of loading
-    torch.manual_seed(workload.seed)
-    model = (make or make_model)(workload, config)
+    config = begin(workload)
+    model = make_model(workload, config)
     if workload.pack:
         use_packed_attention(model)
     return model
 
 
+def begin(workload: Workload) -> LlamaConfig:
+    """Return the model's configuration, with the seed set; refuse what must not wait for loading.
+
+    Raises:
+        UserError: what `load_config` refuses, or a data file that cannot be read.
+    """
+    config = load_config(workload)
+    if workload.kernels:
+        require_interpreter()
+    if workload.data not in ("stdlib", "synthetic"):
+        read_file(workload.data)
+    torch.manual_seed(workload.seed)
+    return config
+
+
 def make_model(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
-    """The model with drawn or with pretrained weights."""
+    """Return the model with drawn or with pretrained weights."""
     if draws_weights(workload.model, workload):
         return build_model(config, TORCH_DTYPES[workload.dtype], DEVICE)
     return for_training(load_weights(workload))
 
 
 def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
-    """The pretrained model on a device, if all its weights are there, and no others."""
+    """Return the pretrained model on a device.
+
+    Raises:
+        UserError: the weights are damaged, or not those of the configuration: each weight of the
+            model must be in the file, and each of the file in the model, but for those that
+            transformers knows to be superfluous.
+    """
     with reading(f"the weights of {workload.model}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,
@@ -65,8 +67,8 @@ def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    # transformers fills what is missing with random numbers and drops what it has no place for;
-    # that would train, from the wrong start
+    # transformers fills what is missing with random numbers and drops what it has no place for:
+    # training would start from the wrong weights
     misfits = {
         "missing": sorted(report["missing_keys"]),
         "of another shape": sorted(name for name, *_ in report["mismatched_keys"]),

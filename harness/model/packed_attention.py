@@ -1,9 +1,9 @@
-"""Causal attention within each sample of a packed row, and none between them.
+"""Causal attention within each sample of a packed row, and none between samples.
 
-transformers looks the function up by a name in the model's configuration, and hands it whatever
-the model is called with beyond its own arguments: `Batch.inputs()`.  It makes no mask for a name
-that it knows none for; so there is none of (T, T), and no look at the positions, for which the host
-would wait for the GPU.
+transformers finds the function by a name in the model's configuration.  It hands over what the
+model is called with beyond its own arguments: `Batch.inputs()`.  transformers makes no mask for a
+name that it does not know.  So there is no mask of (T, T), and nobody looks at the positions, for
+which the host would wait for the GPU.
 """
 
 import inspect
@@ -15,9 +15,6 @@ try:
 except ImportError:  # PyTorch 2.9
     varlen_attn = None
 
-import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-
-# isort: split
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "packed_samples"
@@ -29,7 +26,7 @@ GROUPS = {"enable_gqa": True} if "enable_gqa" in PARAMETERS else {}
 
 
 def use_packed_attention(model: torch.nn.Module) -> None:
-    """From now on the model is called with the inputs of packed batches, and of no others."""
+    """Let the model attend within samples; from now on call it with packed batches only."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
     model.config._attn_implementation = NAME
 
@@ -48,13 +45,13 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute attention as transformers calls it.
 
     Args:
         query: (1, heads, T, D); key and value are (1, KV heads, T, D).
         cu_seq_lens_q: (n + 1,) int32 on the device: 0, and where each sample ends.
         max_length_q: the longest sample's tokens.
-        sample_lengths: of all samples, as numbers of the host, in sum T.
+        sample_lengths: of all samples, on the host; their sum is T.
 
     Returns:
         (1, T, heads, D), and None for the weights.
@@ -62,7 +59,7 @@ def packed_attention(
     if HAS_KERNEL and query.is_cuda and query.dtype in HALVES and not dropout:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
         ends, longest = cu_seq_lens_q, max_length_q
-        causal = -1, 0  # all keys before a query, none behind it
+        causal = -1, 0  # all keys before a query, none after it
         attended = varlen_attn(
             q, k, v, ends, ends, longest, longest, scale=scaling, window_size=causal, **GROUPS
         )

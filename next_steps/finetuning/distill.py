@@ -3,18 +3,17 @@
     python finetune_optimized.py --teacher MODEL
 
 A label says which token came next.  A teacher says how probable every token of the vocabulary was.
-The student learns to agree: with p its own probabilities and q the teacher's, at the positions
+The student learns to agree.  With its own probabilities p and the teacher's q, at the positions
 whose label counts,
 
     loss = KL(student || teacher) = sum p * (log p - log q)
 
-the reverse KL of reverse_kl_kernel.py, a mean.  It is 0 where both agree.  Labels do no more than
-mark positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
-count.  The validation loss stays the usual one, of the labels.
+This is the mean reverse KL of reverse_kl_kernel.py.  It is 0 where both agree.  Labels only mark
+positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
+count.  The validation loss stays the usual loss on labels.
 
-The teacher computes no gradient and keeps no activations, so of it the memory holds the weights
-and, once, the logits (B, T, V).  The student's logits exist once, beside their gradient.  The
-kernels go into both models.
+The teacher computes no gradient and keeps no activations, so the memory holds its weights and once
+its logits (B, T, V).  The kernels go into both models.
 """
 
 import types
@@ -22,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
@@ -34,30 +35,26 @@ from harness.profiling.kernel_facts import LOSS_KERNELS
 from harness.training.training_run import Run
 from next_steps.finetuning.kernel_training import optimizer_for, take_steps
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
-from next_steps.memory.memory_estimate import step_tryer
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import apply_kernels, model_kernels
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig, PreTrainedTokenizerBase  # isort: skip
-from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
 
 REVERSE_KL = "reverse_kl"
 
 
 def replace_loss(kernels: Sequence[str]) -> list[str]:
-    """`kernels` with reverse_kl in place of those for a loss on labels.
+    """Return `kernels` with reverse_kl in place of those for a loss on labels, if there is one.
 
-    Without one of them the loss is PyTorch's.
+    Without such a kernel the loss is PyTorch's.
     """
     others = [name for name in kernels if name not in LOSS_KERNELS]
     return others + [REVERSE_KL] * (len(others) < len(kernels))
 
 
 def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
-    """How many layers of the model, whose configuration is `config`, the student has.
+    """Return how many layers of the model with `config` the student has.
 
     Raises:
-        UserError: the vocabularies differ, or these layers are not fewer than the model's.
+        UserError: the vocabularies differ, or the student would have all of the model's layers.
     """
     model, teacher, asked = workload.model, workload.teacher, workload.student_layers
     if config.vocab_size != teacher_config.vocab_size:
@@ -79,10 +76,10 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
 
 
 def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
-    """Refuse a teacher that reads the student's tokens as others.
+    """Refuse a teacher whose tokenizer differs from the student's.
 
     Raises:
-        UserError: both have a tokenizer, and these differ.
+        UserError: both have a tokenizer, and the tokenizers differ.
     """
     tokenizers = [load_tokenizer(each) for each in (workload, taught)]
     if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
@@ -93,7 +90,7 @@ def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
 
 
 def differing_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
-    """The tokens that have another id in each; added ones may be missing in one of the two."""
+    """Return the tokens whose ids differ; a token that was added may be missing in one of them."""
     ours, theirs = one.get_vocab(), other.get_vocab()
     may_be_missing = {*one.get_added_vocab(), *other.get_added_vocab()} - (ours.keys() & theirs)
     differing = {token for token, _ in ours.items() ^ theirs.items()}
@@ -103,16 +100,16 @@ def differing_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBas
 def learn_from(
     student: torch.nn.Module, teacher: torch.nn.Module, temperature: float = 1.0, fused: bool = True
 ) -> torch.nn.Module:
-    """Make the reverse KL to the teacher the student's loss in training; returns the student.
+    """Make the reverse KL to the teacher the student's loss in training; return the student.
 
-    Only the student's `forward` changes.  The teacher does not become a part of it, of its
-    parameters or state_dict.
+    Only the student's `forward` changes.  The teacher is no part of the student, of its parameters
+    or its state_dict.
 
     Args:
         student: a LlamaForCausalLM, with or without kernels.
-        teacher: another, in evaluation mode, with the same vocabulary.
+        teacher: another one in evaluation mode, with the same vocabulary.
         temperature: divides the logits of both.
-        fused: take the loss from the kernel; if not, from PyTorch's operations in fp32.
+        fused: take the loss from the kernel, not from PyTorch's operations in fp32.
     """
 
     def eager(logits, teacher_logits, counts):
@@ -124,7 +121,7 @@ def learn_from(
     reverse_kl = TritonReverseKLLoss(temperature) if fused else eager
 
     def forward(self, input_ids, labels, num_items_in_batch=None, **packing):
-        if not self.training:  # the validation loss is that of the labels
+        if not self.training:  # the validation loss is the loss on labels
             return type(self).forward(self, input_ids=input_ids, labels=labels, **packing)
         with torch.no_grad():
             teacher_logits = teacher(input_ids=input_ids, **packing).logits  # (B, T, V)
@@ -143,43 +140,41 @@ def learn_from(
 
 
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
-    """The model to train, with its teacher behind its loss.
+    """Load the model to train, with its teacher behind its loss.
 
     Args:
         workload: with a teacher; its kernels for a model go into both models.
 
     Returns:
-        The student; the workload with what was open in it: the student's layers, the temperature,
-        the loss's kernel; what else a record says about the teacher.
+        The student; the workload with the student's layers, the temperature and the loss's kernel
+        filled in; what else a record says about the teacher.
     """
-    kernels = replace_loss(workload.kernels)
-    taught = replace(workload, model=workload.teacher)
+    kernels = tuple(replace_loss(workload.kernels))
+    in_models = tuple(model_kernels(kernels))
+    taught = replace(workload, model=workload.teacher, kernels=in_models)
     n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
     refuse_other_tokenizer(workload, taught)
-    workload = replace(
-        workload,
-        kernels=tuple(kernels),
-        student_layers=n_layers,
-        temperature=workload.temperature or 1.0,
-    )
-    try_step = step_tryer(model_kernels(kernels))
-    teacher = load_model(taught, try_step).eval().requires_grad_(False)
-    student = load_model(workload, try_step)
+    temperature = workload.temperature or 1.0
+    workload = replace(workload, student_layers=n_layers, temperature=temperature, kernels=kernels)
+    try_kernels(taught)
+    try_kernels(replace(workload, kernels=in_models))
+    teacher = load_model(taught).eval().requires_grad_(False)
+    student = load_model(workload)
     student.model.layers = student.model.layers[:n_layers]
     student.config.num_hidden_layers = n_layers
     for model in (teacher, student):
-        apply_kernels(model, model_kernels(kernels))
-    learn_from(student, teacher, workload.temperature, fused=REVERSE_KL in kernels)
-    forward_flops = flops_per_token(teacher.config, workload.seq_len) / 3  # a third of a step's
+        apply_kernels(model, in_models)
+    learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels)
     more = {
         "teacher_parameters": sum(p.numel() for p in teacher.parameters()),
-        "teacher_flops_per_token": forward_flops,
+        # the forward is a third of a step's
+        "teacher_flops_per_token": flops_per_token(teacher.config, workload.seq_len) / 3,
     }
     return student, workload, more
 
 
 def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
-    """Distil the workload's teacher into its model; returns the record."""
+    """Distil the workload's teacher into its model; return the record."""
     student, workload, more = load_student(workload)
     run = Run("Distillation", workload, student, record_to, save_to, more)
     return take_steps(run, optimizer_for(student, workload))

@@ -1,11 +1,11 @@
-"""Fine-tuning with any of the kernels or none, its step taken in other ways than the pages'.
+"""Fine-tuning with any of the kernels or none, and with steps that the pages do not show.
 
-    python finetune_optimized.py --kernels all --cuda-graph    # as one CUDA graph
-    python finetune_baseline.py --accumulate 4                 # of several micro-batches
-    torchrun --nproc-per-node 2 finetune_baseline.py           # by several processes
+    python finetune_optimized.py --kernels all --cuda-graph    # a step is one CUDA graph
+    python finetune_baseline.py --accumulate 4                 # a step is several micro-batches
+    torchrun --nproc-per-node 2 finetune_baseline.py           # several processes share a step
 
-The loop of finetune_baseline.py with `apply_kernels` in the place of a page's patch, AdamW as a
-kernel if it is among them, and the step of harness/steps/stepping.py.
+The loop is finetune_baseline.py's.  `load_patched` stands in the place of a page's patch, AdamW is
+a kernel if it is among them, and the step is that of harness/steps/stepping.py.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,10 @@ from harness.training import resuming
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
 from next_steps.finetuning import checkpoint
-from next_steps.memory.memory_estimate import step_tryer
-from next_steps.patches import lora
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
-from next_steps.patches.patch import patch
+from next_steps.patches.patched_model import load_patched
 
 NO_CHECKPOINTS = Checkpoints()
 
@@ -35,7 +34,7 @@ def train(
     name: str = "Optimized",
     checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> dict:
-    """Fine-tune with the workload's kernels; returns the record, in which the run has this name."""
+    """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
     parallel.start(workload)
     with checkpoints.claimed():
         path = before = None
@@ -53,18 +52,17 @@ def train(
         return take_steps(run, optimizer, called, checkpoints)
 
 
-def prepare(
-    workload: Workload,
-) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
-    """(model, what is called in its place, optimizer) with the workload's kernels."""
-    model = patch(lora.load(workload, step_tryer(workload.kernels)), workload)
+def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
+    """Return (model, what is called in its place, optimizer) with the workload's kernels."""
+    try_kernels(workload)
+    model = load_patched(workload)
     called = parallel.wrap(model, workload)
-    # before the run validates, which leaves units of FSDP gathered: their parameters are others
+    # The run validates later, which leaves units of FSDP gathered: their parameters are others.
     return model, called, optimizer_for(model, workload)
 
 
 def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
-    """The workload's AdamW, which counts its steps on the GPU if they are to be a CUDA graph."""
+    """Return the workload's AdamW; for a CUDA graph it counts its steps on the GPU."""
     rounding, graph = workload.stochastic_rounding, workload.cuda_graph
     return make_optimizer(model, workload.lr, workload.kernels, rounding, capturable=graph)
 
@@ -75,7 +73,7 @@ def take_steps(
     model: Callable | None = None,
     checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> dict:
-    """All steps of a run; with cuda_graph those after the first WARMUP_STEPS as one launch each.
+    """Take all steps of a run; with cuda_graph each after the first WARMUP_STEPS is one launch.
 
     Args:
         model: what is called in the place of the run's model: its compiled form, or what
@@ -84,7 +82,7 @@ def take_steps(
     """
     model = run.model if model is None else model
     graph, take_step = run.workload.cuda_graph, stepping.training_step
-    stream = torch.cuda.Stream() if graph else None  # None: as it is
+    stream = torch.cuda.Stream() if graph else None  # None: the current stream
     with checkpoint.Keeper(run, optimizer, checkpoints) as keeper:
         with torch.cuda.stream(stream):
             for step, batches in enumerate(run.steps(), start=1):

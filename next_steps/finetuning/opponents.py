@@ -1,14 +1,15 @@
 """What others offer for the same training: `finetune_optimized.py --opponent NAME`.
 
-Each opponent is a row of RECIPES: how its model is made, and whether torch.compile takes it whole.
-The optimizer is PyTorch's fused AdamW in all of them, the loop that of our own runs.
+RECIPES says how each opponent's model is made.  All of them have PyTorch's fused AdamW and the loop
+of our own runs.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import OPPONENTS
@@ -20,14 +21,11 @@ from harness.training.training_run import Run
 from next_steps.finetuning import unsloth_model
 from next_steps.finetuning.kernel_training import take_steps
 from next_steps.lessons.fp8_kernel import fp8_support
-from next_steps.patches import lora
-
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers.models.llama.modeling_llama import LlamaRMSNorm  # isort: skip
+from next_steps.patches import patched_model
 
 
 def with_rms_norm(workload: Workload) -> torch.nn.Module:
-    """The model with torch.nn.functional.rms_norm in place of LlamaRMSNorm's formula."""
+    """Return the model with torch.nn.functional.rms_norm in place of LlamaRMSNorm's formula."""
 
     def rms_norm(norm: LlamaRMSNorm) -> torch.nn.RMSNorm:
         (hidden_size,) = norm.weight.shape
@@ -35,33 +33,33 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
         made.weight = norm.weight
         return made
 
-    model = lora.load(workload)
+    model = patched_model.load(workload)
     replace_modules(model, LlamaRMSNorm, rms_norm)
     return model
 
 
 def with_liger(workload: Workload) -> torch.nn.Module:
-    """The model with Liger-Kernel's patch for LLaMA.
+    """Return the model with Liger-Kernel's patch for LLaMA.
 
     Raises:
-        UserError: it is not installed.
+        UserError: Liger-Kernel is not installed.
     """
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
     apply_liger_kernel_to_llama()
-    return lora.load(workload)
+    return patched_model.load(workload)
 
 
 def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
-    """The model with torchao's float8 in the layers' projections, each layer compiled by itself.
+    """Return the model with torchao's float8 in the layers' projections, each layer compiled alone.
 
-    Embedding and head stay in bf16, as ours do.  Without torch.compile its casts are operations of
-    their own, and it would be slower than without FP8.
+    Embedding and head stay in bf16, as ours do.  Without torch.compile torchao's casts are separate
+    operations, and the model would be slower than without FP8.
 
     Raises:
-        UserError: it is not installed, or this GPU has no FP8.
+        UserError: torchao is not installed, or this GPU has no FP8.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -69,7 +67,7 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
         raise UserError("torchao is not installed: pip install torchao") from error
     if reason := fp8_support():
         raise UserError(f"--opponent {workload.opponent}: {reason}")
-    model = lora.load(workload)
+    model = patched_model.load(workload)
     config = Float8LinearConfig.from_recipe_name(recipe)
     for layer in model.model.layers:
         convert_to_float8_training(layer, config=config)
@@ -78,10 +76,10 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
 
 
 def compiled(model: torch.nn.Module, mode: str) -> Callable:
-    """What torch.compile makes of the model's call, at the first of them, which takes a minute.
+    """Return the model's call under torch.compile; the first call compiles for a minute.
 
-    Attention is told that no row of a batch holds several sequences.  Without that transformers
-    makes a mask where it is compiled, and the compiled model would be slower than it can be.
+    Attention is told that no row of a batch holds several sequences.  Otherwise transformers makes
+    a mask in the compiled code, and the compiled model is slower than it can be.
     """
     call = torch.compile(model, mode=mode)
 
@@ -94,43 +92,37 @@ def compiled(model: torch.nn.Module, mode: str) -> Callable:
     return begin_step
 
 
-@dataclass(frozen=True)
-class Recipe:
-    load: Callable[[Workload], torch.nn.Module] = lora.load
-    compile_mode: str | None = None  # of torch.compile; None: it is not compiled
-
-
-RECIPES = {  # by the words of --opponent
-    "fused-adamw": Recipe(),
-    "rms-norm": Recipe(load=with_rms_norm),
-    "compile": Recipe(compile_mode="default"),
-    "compile-reduce-overhead": Recipe(compile_mode="reduce-overhead"),
-    "liger": Recipe(load=with_liger),
-    "unsloth": Recipe(load=unsloth_model.load),
-    "torchao-tensorwise": Recipe(load=functools.partial(with_float8, "tensorwise")),
-    "torchao-rowwise": Recipe(load=functools.partial(with_float8, "rowwise")),
+RECIPES = {  # by the words of --opponent: what makes the model
+    "fused-adamw": patched_model.load,
+    "rms-norm": with_rms_norm,
+    "compile": patched_model.load,
+    "compile-reduce-overhead": patched_model.load,
+    "liger": with_liger,
+    "unsloth": unsloth_model.load,
+    "torchao-tensorwise": functools.partial(with_float8, "tensorwise"),
+    "torchao-rowwise": functools.partial(with_float8, "rowwise"),
 }
+# of torch.compile, which takes these models whole
+COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhead"}
 
 
-def prepare(
-    workload: Workload,
-) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
-    """(model, what is called in its place, optimizer) of the workload's opponent.
+def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
+    """Return (model, what is called in its place, optimizer) of the workload's opponent.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the opponent is not installed.
     """
-    recipe, capturable = RECIPES[workload.opponent], workload.cuda_graph
-    model = recipe.load(workload)
+    name, graph = workload.opponent, workload.cuda_graph
+    model = RECIPES[name](workload)
     called = parallel.wrap(model, workload)
-    if recipe.compile_mode:
-        called = compiled(model, recipe.compile_mode)
-    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=capturable)
+    if name in COMPILE_MODES:
+        called = compiled(model, COMPILE_MODES[name])
+    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=graph)
     return model, called, optimizer
 
 
 def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
-    """Fine-tune as the workload's opponent does it; returns the record."""
+    """Fine-tune as the workload's opponent does it; return the record."""
     workload = replace(workload, kernels=())
     parallel.start(workload)
     model, called, optimizer = prepare(workload)

@@ -1,14 +1,16 @@
 """The model as Unsloth loads and patches it: `finetune_optimized.py --opponent unsloth`.
 
 Unsloth takes a model from a folder or the hub, and only together with a tokenizer.  So random
-weights are drawn as for every other run, and written to a temporary folder for it to read: 16 GB
-for the 8B.  Importing it changes transformers in the whole process.
+weights are drawn as for every other run and written to a temporary folder: 16 GB for the 8B.
+Importing Unsloth changes transformers in the whole process.
 """
 
 import tempfile
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
@@ -18,31 +20,22 @@ from harness.data.dataset import load_tokenizer
 from harness.model.adapters import read_adapters, use_saved
 from harness.model.architecture import TORCH_DTYPES
 from harness.model.config_file import reading
-from harness.model.loading import load_model, make_model
-
-# isort: split
-# after `device`, which decides how triton (imported by transformers) will run
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from harness.model.loading import begin, make_model
 
 
 def load(workload: Workload) -> torch.nn.Module:
-    """A LlamaForCausalLM with Unsloth's kernels, each layer compiled, in training mode.
+    """Return a LlamaForCausalLM with Unsloth's kernels, each layer compiled, in training mode.
 
-    With LoRA it has Unsloth's own adapters, in fp32 as it makes them, and with `quantize`
-    bitsandbytes' 4-bit weights; without, all of it is trained.
+    With LoRA it has Unsloth's own adapters, in fp32 as Unsloth makes them, and with `quantize`
+    bitsandbytes' 4-bit weights.  Without LoRA all weights are trained.
 
     Raises:
-        UserError: Unsloth is not installed, or without a GPU; it cannot load the model; the saved
-            adapters do not fit; what `load_model` refuses.
+        UserError: Unsloth is not installed, or there is no GPU; Unsloth cannot load the model; the
+            saved adapters do not fit; what `load_model` refuses.
     """
     if not HAS_GPU:
         raise UserError("--opponent unsloth needs a CUDA GPU and none was found")
-    return load_model(workload, make=loaded_by_unsloth)
-
-
-def loaded_by_unsloth(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
-    """What `load` returns, of a workload whose configuration has been found good."""
+    config = begin(workload)
     try:
         from unsloth import FastLanguageModel
     except ImportError as error:
@@ -81,10 +74,9 @@ def loaded_by_unsloth(workload: Workload, config: LlamaConfig) -> torch.nn.Modul
 
 
 def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
-    """Where weights and tokenizer lie: the model itself, or if it lacks one, what is written here.
+    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here.
 
-    Args:
-        empty: a folder that may be filled.
+    The model's own folder may lack one of the two.
     """
     tokenizer = load_tokenizer(workload)
     if tokenizer is not None and not draws_weights(workload.model, workload):
@@ -96,7 +88,7 @@ def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
 
 
 def placeholder(config: LlamaConfig) -> PreTrainedTokenizerFast:
-    """A tokenizer for Unsloth to look at, where bytes are the tokens: no text passes through it."""
+    """Make a tokenizer for Unsloth where bytes are the tokens: no text passes through it."""
     ids = {"<unknown>": 0, "<padding>": 1, "<end>": config.vocab_size - 1}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(ids, unk_token="<unknown>")),

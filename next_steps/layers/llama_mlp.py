@@ -26,6 +26,7 @@ Limits: those of the kernel; no second derivative.
 
 import torch
 
+from harness.model.exact_modules import has_global_hooks, is_matrix
 from kernel_support import refuse_second_derivative
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
@@ -106,20 +107,11 @@ class TritonLlamaMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         projections = self.gate_proj, self.up_proj, self.down_proj
-        hooked = torch.nn.modules.module._has_any_global_hook()
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         wide = x.dtype == torch.float64
-        if all(map(_is_plain, projections)) and not (hooked or autocast or wide):
+        if all(map(is_matrix, projections)) and not (has_global_hooks() or autocast or wide):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
         gate, up = self.gate_proj(x), self.up_proj(x)
         # a model that was cast to float64 runs as it does without the kernel, which refuses that
         act = swiglu_reference if gate.dtype == torch.float64 else self.act_fn
         return self.down_proj(act(gate, up))
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Is it no more than x @ weight.t(), with nobody who wants to be called before or after it?"""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    if type(module) is not torch.nn.Linear or module.bias is not None:
-        return False
-    return "forward" not in vars(module) and not any(getattr(module, h) for h in hooks)

@@ -56,7 +56,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import linear
 
-from harness.model.patching import has_hooks
+from harness.model.exact_modules import has_global_hooks, is_unchanged
 from kernel_support import refuse_second_derivative
 
 PEFT = "peft.tuners.lora.layer", "Linear"  # by its name: peft is imported by who uses it
@@ -244,10 +244,9 @@ def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.T
     If one of them is no adapted projection of x's dtype (`is_adapted`), all are called as they are;
     and so under autocast, and where somebody has hooks on all modules.
     """
-    hooked = torch.nn.modules.module._has_any_global_hook()
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
-    if hooked or autocast or not fits:
+    if has_global_hooks() or autocast or not fits:
         return tuple(projection(x) for projection in projections)
     scales, bases, tensors = arguments(projections)
     return LoRALinearFunction.apply(x, scales, bases, *tensors)
@@ -287,7 +286,7 @@ def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
 def is_base(layer: torch.nn.Module) -> bool:
     """Is it no more than x @ weight.t(), quantized or not: no bias, no hooks, no other forward?"""
     known = type(layer) is torch.nn.Linear or is_quantized(layer)
-    return known and layer.bias is None and is_as_written(layer)
+    return known and layer.bias is None and is_unchanged(layer)
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:
@@ -318,7 +317,7 @@ def is_adapted(module: torch.nn.Module) -> bool:
     dtypes = {a.weight.dtype, b.weight.dtype}
     if not is_quantized(base):
         dtypes.add(base.weight.dtype)
-    return len(dtypes) == 1 and all(map(is_as_written, layers))
+    return len(dtypes) == 1 and all(map(is_unchanged, layers))
 
 
 def is_peft(module: torch.nn.Module) -> bool:
@@ -330,10 +329,3 @@ def has_dtype(projection: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Has the adapter of an adapted projection this dtype?"""
     (name,) = projection.active_adapters
     return projection.lora_A[name].weight.dtype == dtype
-
-
-def is_as_written(module: torch.nn.Module) -> bool:
-    """Has it its class's own forward, the class that of the file it is from, and no hooks?"""
-    cls = type(module)
-    own = "forward" not in vars(module) and cls.forward.__module__ == cls.__module__
-    return own and not has_hooks(module)

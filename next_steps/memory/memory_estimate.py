@@ -48,6 +48,15 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
     return functools.partial(run_step, workload=small)
 
 
+def try_kernels(workload: Workload) -> None:
+    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded.
+
+    Raises:
+        UserError: what `load_config` refuses, or what the kernels refuse.
+    """
+    config_file.load_config(workload, step_tryer(workload.kernels))
+
+
 def estimate(config: LlamaConfig, workload: Workload) -> dict:
     """Return the peak of a training step in bytes, its stage, and what it is made of."""
     ledger = run_step(config, workload)

@@ -51,7 +51,7 @@ KIND_OF_FUNCTION = {
     meta_attention: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
-    apply_kernels.LlamaDecoderLayer.forward: "residual stream",
+    apply_kernels.LlamaDecoderLayer.compute: "residual stream",
     modeling_llama.LlamaModel.forward: "embedding",
     modeling_llama.LlamaForCausalLM.forward: LOSS,
     apply_kernels.LlamaForCausalLM.forward: LOSS,

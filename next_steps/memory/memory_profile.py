@@ -33,14 +33,13 @@ from harness.data import dataset
 from harness.model.adapters import counts
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory.memory_estimate import step_tryer
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.memory.memory_ledger import BATCH, Observer
 from next_steps.memory.memory_tables import plot, render
 from next_steps.memory.peak_attribution import account
-from next_steps.patches import lora
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
-from next_steps.patches.patch import patch
+from next_steps.patches.patched_model import load_patched
 
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
@@ -81,7 +80,8 @@ def cublas_workspaces() -> int:
 def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, observe the memory of the last one, return the record."""
     kernels, warmup = workload.kernels, workload.warmup
-    model = patch(lora.load(workload, step_tryer(kernels)), workload)
+    try_kernels(workload)
+    model = load_patched(workload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)

@@ -27,7 +27,7 @@ from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping
 from next_steps.memory.memory_ledger import BATCH, Ledger
 from next_steps.memory.meta_attention import use_meta_attention
-from next_steps.patches import apply_kernels, patch, quantize
+from next_steps.patches import apply_kernels, patched_model, quantize
 
 MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
 
@@ -89,7 +89,7 @@ def run_step(
         use_meta_attention(model)
         shape = workload.batch_size, workload.seq_len
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
-        patch.patch(model, workload)
+        patched_model.patch(model, workload)
         ledger.follow_gradients(model)
         optimizer = make_optimizer(model, workload.kernels)
         ledger.follow(model, optimizer)

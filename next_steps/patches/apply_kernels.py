@@ -4,17 +4,16 @@
     apply_kernels(model)                       # or apply_kernels(model, ["rmsnorm", "rope"])
     model(input_ids, labels=labels).loss       # as before; also inside transformers.Trainer
 
-Parameters and the keys of the `state_dict` stay.  Norms and MLPs become other modules; attention,
-decoder layers, lm_head and the model itself get a class that derives from their own.  Every weight
-is used while its layer, its norm or lm_head is called, as `fully_shard`, which comes after this,
-needs it.
+Parameters and the keys of the `state_dict` stay.  Norms and MLPs become other modules.  Attention,
+decoder layers, lm_head and the model get a class that derives from their own.  Every weight is used
+while its layer, its norm or lm_head is called: `fully_shard`, which comes after this, needs that.
 
 The logits of an output are the untouched ones or None.  They are None in training, with labels,
-where a kernel has computed the loss: linear_cross_entropy never has them whole, cross_entropy
+where a kernel computes the loss: linear_cross_entropy never has all of them, and cross_entropy
 writes their gradient over them.  Whoever needs them there calls the model without labels, or gives
-it a `loss_function`.  In evaluation they are always there, also with labels, and with gradients.
+it a `loss_function`.  In evaluation they are always there, also with labels and with gradients.
 
-What is not exactly the code that a kernel stands for runs as it is: `apply_kernels` says which.
+What is not exactly the code that a kernel stands for runs as it is: `apply_kernels` lists it.
 The optimizer is not part of the model: `triton_adamw(model, lr)`.
 """
 
@@ -22,8 +21,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
 
-from harness.model.patching import called_function, class_of, has_hooks, replace_modules
+from harness.model.exact_modules import (
+    class_of,
+    is_as_written,
+    is_from_package_of,
+    is_unchanged,
+    is_untouched,
+)
+from harness.model.patching import called_function, replace_modules
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from next_steps.layers.fused_layer import norm_linear, norm_mlp
@@ -35,11 +44,6 @@ from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from rmsnorm_kernel import TritonRMSNorm
 
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers.loss.loss_utils import ForCausalLMLoss  # isort: skip
-from transformers.modeling_outputs import CausalLMOutputWithPast  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
-
 # the rotary kernel stands for this function and no other
 ROTARY = modeling_llama.apply_rotary_pos_emb
 
@@ -47,32 +51,32 @@ ROTARY = modeling_llama.apply_rotary_pos_emb
 def apply_kernels(
     model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)
 ) -> torch.nn.Module:
-    """Replace parts of a LlamaForCausalLM by the kernels named; returns the model.
+    """Replace parts of a LlamaForCausalLM by the kernels named; return the model.
 
     Args:
         model: a transformers LlamaForCausalLM, on any device, in any state of training.
-        names: of MODEL_KERNELS; all of them unless told.  fused_layer implies the norm, SwiGLU and
-            rotary kernels in its layers, linear_cross_entropy the loss in training.
+        names: of MODEL_KERNELS, by default all.  fused_layer implies the norm, SwiGLU and rotary
+            kernels in its layers, linear_cross_entropy the loss in training.
 
     A kernel stands for one class of transformers and the forward that this class was written with.
-    Everything else keeps its own code, whether it is there before this call or, unless stated
-    otherwise, put there after it:
+    The following parts keep their own code, whether they were there before this call or come later
+    (exceptions are named):
 
-    - a part of another class: a subclass, a norm or an attention that a library wrapped or wrote;
-    - a part with a `forward` of its own; and a whole class with another forward than transformers',
-      or another `apply_rotary_pos_emb` in modeling_llama, if that was done before this call;
+    - a part of another class: a subclass, or a norm or attention that a library wrapped or wrote;
+    - a part with a `forward` of its own; and a class whose forward is not transformers', or an
+      `apply_rotary_pos_emb` that is not transformers', if they were replaced before this call;
     - a norm or an MLP with hooks, or with an activation that is not SiLU, before this call; hooks
       that come later are called;
     - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
-    - a projection that is more than a matrix product with or without an adapter: with a bias, with
-      another LoRA than lora_linear's;
-    - all of a model in float64, which no kernel computes in, as long as it is.
+    - a projection that is more than a matrix product with or without an adapter, such as one with
+      a bias, or with another LoRA than lora_linear's;
+    - all of a model in float64, as long as it is in float64: no kernel computes in it.
 
     Raises:
         TypeError: the model is no LlamaForCausalLM.
-        ValueError: a name is unknown, the model's activation is not SiLU, accelerate moves parts of
-        it about, or a kernel finds nothing to replace (of all kernels: none of them does).
+        ValueError: a name is unknown, the model's activation is not SiLU, accelerate or fully_shard
+            has spread the model, or a kernel finds nothing to replace (of all kernels: none does).
     """
     llama = modeling_llama.LlamaForCausalLM
     if not isinstance(model, llama):
@@ -113,7 +117,7 @@ def apply_kernels(
     if type(model) is LlamaForCausalLM:
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
     idle = [name for name in names if not has_kernel(model, name)]
-    # of all kernels, those that find something are what is wanted
+    # whoever names all kernels wants those that find something
     if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
         given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
         expected = "expected what transformers wrote, unchanged and without hooks"
@@ -124,24 +128,24 @@ def apply_kernels(
 def triton_adamw(
     model: torch.nn.Module, lr: float, stochastic_rounding: bool = False
 ) -> TritonAdamW:
-    """AdamW in one kernel per parameter, which steps during the backward.
+    """Return AdamW in one kernel per parameter, which steps during the backward.
 
     So gradients never all exist at once, unless every process holds the whole model (DDP).  They
-    cannot be clipped: `TritonAdamW(model.parameters(), lr)` steps in step(), after that.
+    cannot be clipped.  `TritonAdamW(model.parameters(), lr)` steps in step(), after clipping.
     """
     options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
     return TritonAdamW(stepping.trained(model), lr=lr, **options)
 
 
 def model_kernels(kernels: Sequence[str]) -> list[str]:
-    """Those of KERNELS that `apply_kernels` takes: all but the optimizer."""
+    """Return those of KERNELS that `apply_kernels` takes: all but the optimizer."""
     return [name for name in kernels if name in MODEL_KERNELS]
 
 
 def make_optimizer(
     model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic: bool = False, **options
 ) -> torch.optim.Optimizer:
-    """`triton_adamw` if adamw is among the kernels, PyTorch's AdamW with these options if not."""
+    """Return `triton_adamw` if adamw is among the kernels, else PyTorch's AdamW with `options`."""
     if "adamw" in kernels:
         return triton_adamw(model, lr, stochastic)
     return stepping.make_optimizer(model, lr, **options)
@@ -151,18 +155,18 @@ def make_optimizer(
 
 
 def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
-    """The kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
+    """Return the kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
     return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
 
 
 def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
-    """The kernel's module for a LlamaMLP; the MLP itself where it or its activation was changed."""
+    """Return the kernel's module for a LlamaMLP; the MLP where it or its activation changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
 
 
 def has_kernel(model: torch.nn.Module, name: str) -> bool:
-    """Return True if any part of the model has become what this kernel is in."""
+    """Return True if any part of the model has the class that this kernel is in."""
     if name == "linear_cross_entropy" and type(model.lm_head) is not Linear:
         return False
     found = [module for module in model.modules() if isinstance(module, KERNEL_CLASSES[name])]
@@ -172,10 +176,11 @@ def has_kernel(model: torch.nn.Module, name: str) -> bool:
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
-    """Make every module that is exactly of `cls`'s base class one of `cls`; not of a patched one.
+    """Give every module that is exactly of `cls`'s base class the class `cls`.
 
-    A forward among a module's attributes would be bound to it, and so would those of its copies,
-    which torch.nn.DataParallel makes, and transformers.Trainer with it where it sees several GPUs.
+    Nothing happens if somebody replaced the base class's forward.  A forward among the module's
+    attributes would stay bound to that module in the copies that torch.nn.DataParallel makes, and
+    transformers.Trainer with it where it sees several GPUs.
     """
     (base,) = cls.__bases__
     if not is_as_written(base):
@@ -185,46 +190,27 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
             module.__class__ = cls
 
 
-# ---------------------------------------------------------------- is it what a kernel stands for?
-
-
-def is_as_written(cls: type) -> bool:
-    """Has the class the forward that its authors gave it?"""
-    return FORWARDS.get(cls) is cls.forward
-
-
 def is_rotary_as_written() -> bool:
-    """Is modeling_llama's rotary function transformers' own?"""
+    """Return True if modeling_llama's rotary function is transformers' own."""
     unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
-    own = is_from_the_same_package(called_function(ROTARY), modeling_llama.LlamaAttention)
+    own = is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
     return unchanged and own
 
 
-def is_unchanged(module: torch.nn.Module) -> bool:
-    """Does it run the forward that its class was written with, and none of its own hooks?"""
-    as_written = is_as_written(class_of(module)) and "forward" not in vars(module)
-    return as_written and not has_hooks(module)
-
-
-def is_untouched(module: torch.nn.Module) -> bool:
-    """As `is_unchanged`, and nobody has hooks on all modules either."""
-    return is_unchanged(module) and not torch.nn.modules.module._has_any_global_hook()
-
-
 def is_plain_head(head: torch.nn.Module) -> bool:
-    """Is it no more than x @ weight.t()?  It is called, and may so be a unit of fully_shard."""
+    """Return True if a call of the head is x @ weight.t(), also as a unit of fully_shard."""
     return class_of(head) in HEAD and head.bias is None and is_untouched(head)
 
 
 # ---------------------------------------------------------------- the classes
 #
-# They carry the names of the classes that they derive from: transformers writes the model's name
-# into its configuration, and FSDP finds the layers by theirs.  And they are ordinary classes of
-# this file, so that pickle finds them.
+# They carry the names of their base classes: transformers writes the model's name into its
+# configuration, and FSDP finds the layers by theirs.  They stand in a file, so that pickle finds
+# them.
 
 
 def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_values, **kwargs):
-    """What LlamaAttention.forward does between its projections, with the rotary kernel.
+    """Do what LlamaAttention.forward does between its projections, with the rotary kernel.
 
     q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), and the
     weights or None.
@@ -249,14 +235,10 @@ class LlamaAttention(modeling_llama.LlamaAttention):
     """With the rotary kernel."""
 
     def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        past_key_values=None,
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None,
         **kwargs,
-    ):
-        """(output, weights or None); hidden_states and the output are (B, T, H)."""
+    ):  # fmt: skip
+        """Return (output, weights or None); hidden_states and the output are (B, T, H)."""
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
         attended, weights = attend(
             self, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
@@ -280,9 +262,9 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Return True if norm_linear and swiglu_linear do all that this call wants.
+        """Return True if `compute` does all that this call wants.
 
-        They do not with unknown parts, with a projection that is no `is_product`, in float64, where
+        It does not with unknown parts, with a projection that is no `is_product`, in float64, where
         attention weights are asked for, under autocast, and with gradient checkpointing, which is
         part of the layer's own forward.
         """
@@ -308,14 +290,20 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         use_cache=False, position_embeddings=None, **kwargs,
     ):  # fmt: skip
         """hidden_states and the result are (B, T, H)."""
-        kwargs |= {"position_ids": position_ids, "use_cache": use_cache}
-        if not self.fits(hidden_states, kwargs.get("output_attentions")):
-            kwargs |= {
-                "past_key_values": past_key_values,
-                "position_embeddings": position_embeddings,
-            }
-            return super().forward(hidden_states, attention_mask, **kwargs)
+        kwargs |= {
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "position_embeddings": position_embeddings,
+        }
+        if self.fits(hidden_states, kwargs.get("output_attentions")):
+            return self.compute(hidden_states, attention_mask, **kwargs)
+        return super().forward(hidden_states, attention_mask, **kwargs)
 
+    def compute(
+        self, hidden_states, attention_mask, *, position_embeddings, past_key_values, **kwargs
+    ):
+        """Do what the layer does, by its Functions; the caller has asked `fits`."""
         attention, mlp = self.self_attn, self.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         residual, *projected = norm_linear(
@@ -325,10 +313,8 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         (attended,) = lora_linear(attended, attention.o_proj)
-        hidden_states = residual + attended
-
         residual, out = norm_mlp(
-            hidden_states,
+            residual + attended,
             self.post_attention_layernorm,
             *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
             keep_norm=self.keep_norm,
@@ -338,14 +324,14 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
 
 
 class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
-    """With the loss from a kernel, where its `loss_function` is what the kernels stand for."""
+    """With the loss from a kernel, where `loss_function` is what the kernels stand for."""
 
     loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
     cross_entropy_loss: Callable = staticmethod(cross_entropy_loss)
     takes_max_targets = True  # for `stepping.inputs_of`
 
     def set_output_embeddings(self, new_embeddings):
-        """Make it the lm_head, with the loss in it; resize_token_embeddings makes a new one."""
+        """Make this the lm_head, with the loss in it; resize_token_embeddings makes a new head."""
         super().set_output_embeddings(new_embeddings)
         change_class(self.lm_head, Linear)
 
@@ -354,13 +340,14 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
         **kwargs,
     ):  # fmt: skip
-        """The loss of all tokens from a kernel, in training without logits.
+        """Return the loss of all tokens from a kernel; in training without logits.
 
-        max_targets: how many tokens are predicted at most, which linear_cross_entropy makes use of;
-        None: nobody has counted them.
+        The logits stay untouched and are handed out if lm_head has hooks or is more than a matrix
+        product: somebody else may hold them, or their own gradient may need them.
 
-        They stay untouched, and are handed out, if lm_head has hooks or is more than a matrix
-        product: then somebody else may hold them, or their own gradient need them.
+        Args:
+            max_targets: how many tokens are predicted at most, for linear_cross_entropy; None:
+                nobody has counted them.
 
         Raises:
             ValueError: return_dict is False, and there would be no logits.
@@ -375,8 +362,7 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         }
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
-        replaceable = replaceable and self.dtype != torch.float64
-        kernels = self.loss_kernels if replaceable else ()
+        kernels = self.loss_kernels if replaceable and self.dtype != torch.float64 else ()
         without_logits = self.training and is_plain_head(self.lm_head)
         linear = (
             without_logits
@@ -387,9 +373,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         if not linear and "cross_entropy" not in kernels:
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
 
-        return_dict = kwargs.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = self.config.return_dict
+        asked = kwargs.pop("return_dict", None)
+        return_dict = self.config.return_dict if asked is None else asked
         if without_logits and not return_dict:
             expected = "a tuple has no place for logits that do not exist"
             raise ValueError(f"return_dict is False, expected True: {expected}.")
@@ -420,25 +405,10 @@ HEAD = torch.nn.Linear, Linear
 MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
 NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
 SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
-MODELS = modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaForCausalLM
 KERNEL_CLASSES = {
     "rmsnorm": TritonRMSNorm,
     "swiglu": TritonLlamaMLP,
     "rope": LlamaAttention,
     "fused_layer": LlamaDecoderLayer,
     **dict.fromkeys(LOSS_KERNELS, LlamaForCausalLM),
-}
-
-
-def is_from_the_same_package(function: Callable, cls: type) -> bool:
-    """Else somebody had put it into the class before this file was imported."""
-    names = getattr(function, "__globals__", {}).get("__name__", ""), cls.__module__
-    package, of_class = (name.partition(".")[0] for name in names)
-    return package == of_class
-
-
-FORWARDS = {
-    cls: cls.forward
-    for cls in (*HEAD, *ATTENTION, *MLP, *NORM, *SILU, *MODELS)
-    if is_from_the_same_package(cls.forward, cls)
 }

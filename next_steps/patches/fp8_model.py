@@ -13,40 +13,33 @@ import torch
 from harness.cli.command_line import UserError
 from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
+from harness.model.exact_modules import is_matrix
 from next_steps.layers.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
-from next_steps.layers.lora_linear import is_base
 from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
 from next_steps.patches import apply_kernels
 
 
 class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
-    """With the Functions above; where they do not fit, with the fused layer's in bf16.
+    """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16.
 
-    In evaluation and generation too: the same products, without a backward.
+    Evaluation and generation compute the same products, without a backward.
     """
 
     fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
 
-    def forward(
-        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
-        use_cache=False, position_embeddings=None, **kwargs,
-    ):  # fmt: skip
-        """hidden_states and the result are (B, T, H)."""
-        kwargs |= {"position_ids": position_ids, "use_cache": use_cache}
-        fits = self.fits(hidden_states, kwargs.get("output_attentions"))
-        if not (fits and takes_layer(self, hidden_states.dtype)):
-            kwargs |= {
-                "past_key_values": past_key_values,
-                "position_embeddings": position_embeddings,
-            }
-            return super().forward(hidden_states, attention_mask, **kwargs)
-
+    def compute(
+        self, hidden_states, attention_mask, *, position_embeddings, past_key_values, **kwargs
+    ):
+        """Do what the layer does, in FP8 where all projections fit."""
+        kwargs |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        if not takes_layer(self, hidden_states.dtype):
+            return super().compute(hidden_states, attention_mask, **kwargs)
         attention = self.self_attn
         residual, *projected = qkv_fp8(
             hidden_states, self.input_layernorm, attention, mode=self.fp8
         )
         attended, _ = apply_kernels.attend(
-            attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
+            attention, *projected, attention_mask=attention_mask, **kwargs
         )
         residual = residual + FP8LinearFunction.apply(attended, self.fp8, attention.o_proj.weight)
         residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, mode=self.fp8)
@@ -54,34 +47,31 @@ class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
 
 
 def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Are all of a decoder layer's projections plain weights of this dtype that FP8 can take?"""
+    """Return True if FP8 takes all of a layer's projections: plain weights of this dtype."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = (
         attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
         mlp.gate_proj, mlp.up_proj, mlp.down_proj,
     )  # fmt: skip
     return all(
-        type(each) is torch.nn.Linear
-        and is_base(each)
-        and each.weight.dtype == dtype
-        and takes_fp8(*each.weight.shape)
+        is_matrix(each) and each.weight.dtype == dtype and takes_fp8(*each.weight.shape)
         for each in projections
     )
 
 
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
-    """Let the layers of a model with the fused layer compute in FP8; returns the model.
+    """Let the layers of a model with the fused layer compute in FP8; return the model.
 
     A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
-    does not stand for it; a warning counts those.  To be called after `apply_kernels`, before
-    `fully_shard`.
+    does not stand for it.  A warning counts those layers.  Call this after `apply_kernels` and
+    before `fully_shard`.
 
     Args:
         model: a LlamaForCausalLM.
         mode: of flags.FP8_MODES.
 
     Raises:
-        UserError: this GPU has no FP8, or it takes none of the layers.
+        UserError: this GPU has no FP8, or FP8 takes none of the layers.
         ValueError: there is no such mode.
     """
     if mode not in FP8_MODES:
@@ -106,7 +96,7 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def without_fp8(model: torch.nn.Module) -> Iterator[None]:
-    """Meanwhile its layers compute in its own dtype, as those of a saved model do."""
+    """Let the layers compute in the model's own dtype meanwhile, as a saved model's layers do."""
     layers = [layer for layer in model.model.layers if isinstance(layer, LlamaDecoderLayer)]
     for layer in layers:
         layer.__class__ = apply_kernels.LlamaDecoderLayer
@@ -118,17 +108,13 @@ def without_fp8(model: torch.nn.Module) -> Iterator[None]:
 
 
 def require_fp8() -> None:
-    """Refuse a GPU that cannot multiply FP8.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raise a UserError if this GPU cannot multiply FP8."""
     if reason := fp8_support():
         raise UserError(f"--fp8: {reason}")
 
 
 def layers_in_fp8(model: torch.nn.Module, workload: Workload) -> dict:
-    """For a record, if the workload asks for FP8: how many layers compute so, of how many."""
+    """Return what a record says of FP8: how many layers compute so, of how many; {} without FP8."""
     if workload.fp8 is None:
         return {}
     layers = model.model.layers

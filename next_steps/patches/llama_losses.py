@@ -9,16 +9,12 @@ from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntr
 
 
 def cross_entropy_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    inplace: bool = False,
-    **kwargs,
+    logits: torch.Tensor, labels: torch.Tensor, inplace: bool = False, **kwargs
 ) -> torch.Tensor:
-    """ForCausalLMLoss by the kernel, which leaves the gradient in the logits' memory if inplace.
+    """Compute ForCausalLMLoss by the kernel, of logits (B, T, V) and labels (B, T) int64.
 
     Args:
-        logits: (B, T, V).
-        labels: (B, T) int64.
+        inplace: leave the gradient in the logits' memory.
         kwargs: those of `causal_lm_loss`.
     """
 
@@ -29,10 +25,10 @@ def cross_entropy_loss(
 
 
 class Linear(torch.nn.Linear):
-    """A head that gives logits or, told the targets, their loss by a kernel, without logits.
+    """A head that returns logits or, given the targets, their loss by a kernel, without logits.
 
-    So it is called in both cases, and has hooks of its own run: with them fully_shard gathers the
-    weight when a module is called, and reduces its gradient.  Anywhere else it is a part of itself.
+    The head is called in both cases, and so its hooks run: fully_shard's hooks gather the weight in
+    a call and reduce its gradient.
     """
 
     def forward(self, input, targets=None, ignore_index=IGNORE_INDEX, max_targets=None):
@@ -49,9 +45,9 @@ def linear_cross_entropy_loss(
     max_targets: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """The same from the hidden states (B, T, H) and the head, without a bias.
+    """Compute the same loss from hidden states (B, T, H) and a head without a bias.
 
-    No more than max_targets tokens are predicted, if somebody has counted them.
+    max_targets: the most tokens that are predicted, if somebody has counted them.
     """
 
     def cross_entropy(hidden_states, targets, ignore_index):

@@ -3,30 +3,30 @@
     python finetune_optimized.py --kernels all --recompute layer --offload
 
 The first layer's tensors are needed last.  Until then they can be somewhere else, if the way there
-and back takes no time of the GPU's: two copies, which a GPU makes beside its computing, on a stream
-of their own.
+and back takes no time of the GPU: the GPU makes two copies beside its computing, on a stream of
+their own.
 
     forward    layer 1   layer 2   layer 3           backward   layer 3   layer 2   layer 1
     stream        out 1     out 2     out 3          stream  in 3    in 2      in 1
 
 autograd asks for each tensor that it wants to keep (torch.autograd.graph.saved_tensors_hooks), and
-gets a note: which copy, and how the tensor lay in its storage.  Whole storages are copied, once
-each, whoever asks for them.  What is wanted back is on its way already: the first tensor of a layer
-that is asked for brings all of its layer, and the layer before is fetched meanwhile.
+gets a function that brings it back from a copy of its storage.  Each storage is copied once, as a
+whole.  The first tensor of a layer that the backward asks for brings all of its layer, and starts
+the copies of the layer before.
 
-Copies of a layer take n_bytes / (rate of the host's link); the layer's forward must last that long,
-or the GPU waits: at the end of each layer for the copies of the one before, so that never more than
-two layers' tensors are there.  That is all of the arithmetic: 64 MiB of layer input (8,192 tokens
-of 4,096 bf16 numbers) take 1.3 ms at 50 GB/s, the 736 MiB of level mlp 15 ms.
+The layer's forward must last as long as its copies, or the GPU waits: at the end of each layer it
+waits for the copies of the layer before, so that never more than two layers' tensors are on the
+GPU.  docs/recompute.md has the numbers.
 
-The memory of the host has to be pinned, or a copy would need the processor.  PyTorch rounds such
-blocks up to powers of two and keeps them for the next step.
-
-What stays: parameters, what all layers share (the rotary embedding's angles), and what is small.
+The host's memory is pinned, or a copy would need the processor.  PyTorch rounds such blocks up to
+powers of two and keeps them for the next step.  Parameters, what all layers share (the rotary
+embedding's angles), and small tensors stay.
 """
 
+import functools
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from harness.cli.command_line import RunError, ran_out_of_memory
 from harness.cli.device import DEVICE, HAS_GPU
 
-SMALL = 2**20 if HAS_GPU else 256  # bytes that are not worth a copy
-OF_THE_HOST = 0.9  # of its memory, which may be taken
+SMALL = 2**20 if HAS_GPU else 256  # a tensor of fewer bytes is not worth a copy
+OF_THE_HOST = 0.9  # the share of the host's memory that may be taken
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # a container's
 
 
@@ -52,7 +52,7 @@ class HostMemoryError(RunError):
 
 
 def host_memory() -> int:
-    """Bytes of the host's memory; in a container, those that it may take."""
+    """Return the bytes of the host's memory; in a container, the container's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, LIMITS):
         said = path.read_text().strip() if path.exists() else "max"
@@ -62,7 +62,7 @@ def host_memory() -> int:
 
 
 def pinned(n_bytes: int) -> torch.Tensor:
-    """(n_bytes,) uint8 in the host's memory, from and to which a GPU copies by itself."""
+    """Return (n_bytes,) uint8 in the host's memory that a GPU can copy by itself."""
     return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=HAS_GPU)
 
 
@@ -71,7 +71,7 @@ def transfer(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Offloader:
-    """The stream of the copies, and what is in the host's memory, for all layers of a model."""
+    """The stream of the copies and the account of the host's memory, for all layers of a model."""
 
     def __init__(self, model: torch.nn.Module):
         self.streams = torch.get_device_module(DEVICE)
@@ -82,16 +82,12 @@ class Offloader:
         self.n_layers = len(model.model.layers)
         self.on_meta = next(model.parameters()).is_meta  # an estimate: nothing is copied
         self.n_bytes, self.most_bytes = 0, 0  # in the host's memory: now, and the most so far
-        self.leaving: list[torch.Tensor] = []  # of the last layer, until they are copied
+        self.leaving: list[torch.Tensor] = []  # the last layer's, until they are copied
         self.left = None  # the event after those copies
         self.layer: Layer | None = None  # the last one that ran
 
     def take(self, n_bytes: int) -> torch.Tensor:
-        """Pinned memory.
-
-        Raises:
-            HostMemoryError: there is not so much.
-        """
+        """Return pinned memory, or raise HostMemoryError if the host has less."""
         n_bytes_rounded = 1 << (n_bytes - 1).bit_length()
         self.n_bytes += n_bytes_rounded
         self.most_bytes = max(self.most_bytes, self.n_bytes)
@@ -112,7 +108,7 @@ class Offloader:
         self.n_bytes -= n_bytes
 
     def copying(self):
-        """What is copied in this context has its turn after what the GPU was told until now."""
+        """Copies in this context start after what the GPU was told until now."""
         self.stream.wait_stream(self.streams.current_stream())
         return self.streams.stream(self.stream)
 
@@ -120,7 +116,7 @@ class Offloader:
         self.streams.current_stream().wait_event(event)
 
     def begin(self, number: int, shared: object) -> None:
-        """A layer's forward begins; `shared` are the tensors that it got beside its input."""
+        """Begin a layer's forward; `shared` are the tensors that it got beside its input."""
         before = self.layer if number else None
         stay = {
             t.untyped_storage()._cdata for t in tree_leaves(shared) if isinstance(t, torch.Tensor)
@@ -128,11 +124,11 @@ class Offloader:
         self.layer = Layer(self, before, stay | self.resident)
 
     def end(self, number: int) -> None:
-        """A layer's forward ends: wait for the copies of the one before, the last one's own too."""
+        """End a layer's forward: wait for the layer before's copies; the last for its own too."""
         before, self.leaving, self.layer.leaving = self.leaving, self.layer.leaving, []
         if before:
             self.wait(self.left)
-        before.clear()  # and only now may the memory be used again
+        before.clear()  # only now may the memory be used again
         self.left = self.stream.record_event()
         if number == self.n_layers - 1:
             self.wait(self.left)
@@ -148,7 +144,7 @@ class Layer:
         self.leaving: list[torch.Tensor] = []
         self.is_fetched = False
 
-    def pack(self, t: torch.Tensor) -> "torch.Tensor | Note":
+    def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         storage = t.untyped_storage()
         if storage._cdata in self.stay or storage.nbytes() < SMALL:
             return t
@@ -159,10 +155,11 @@ class Layer:
             copy = Copy(self, storage)
             self.copies[key] = weakref.ref(copy)
         copy.users += 1
-        return Note(copy, t)
+        geometry = t.storage_offset(), t.size(), t.stride()
+        return functools.partial(copy.tensor, t.dtype, *geometry)
 
     def fetch(self) -> None:
-        """Start the way back of all that somebody may still ask for, last come first served."""
+        """Start the way back of all that somebody may still ask for, the last copy first."""
         if not self.is_fetched:
             self.is_fetched = True
             for known in reversed(self.copies.values()):
@@ -172,7 +169,7 @@ class Layer:
 
 
 class Copy:
-    """A storage's bytes in the host's memory; between `fetch` and its last user on the GPU too."""
+    """A storage's bytes in the host's memory; from `fetch` to the last user on the GPU too."""
 
     def __init__(self, layer: Layer, storage: torch.UntypedStorage):
         self.layer, self.device, self.users = layer, storage.device, 0
@@ -192,7 +189,7 @@ class Copy:
         self.arrived, self.waiting = offloader.stream.record_event(), self.users
 
     def use(self) -> torch.Tensor:
-        """(bytes,) uint8 on the GPU, which this forgets when all users have it."""
+        """Return (bytes,) uint8 on the GPU; forget it when all users have it."""
         self.layer.fetch()
         if self.layer.before is not None:
             self.layer.before.fetch()
@@ -204,14 +201,7 @@ class Copy:
             self.there = None
         return there
 
-
-class Note:
-    """What autograd holds in the place of a tensor."""
-
-    def __init__(self, copy: Copy, t: torch.Tensor):
-        self.copy, self.dtype = copy, t.dtype
-        self.geometry = t.storage_offset(), t.size(), t.stride()
-
-    def unpack(self) -> torch.Tensor:
-        storage = self.copy.use().untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.geometry)
+    def tensor(self, dtype: torch.dtype, *geometry) -> torch.Tensor:
+        """Return a tensor on the GPU that lies in the storage as the packed one did."""
+        storage = self.use().untyped_storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)

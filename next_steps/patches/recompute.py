@@ -3,43 +3,37 @@
     python finetune_baseline.py --recompute mlp
     python finetune_optimized.py --kernels all --recompute layer
 
-    none    everything that autograd wants
-    norm    a norm's input, not its output: the norm runs twice
-    mlp     that; and silu(gate) * up is computed again.  No matrix product runs twice
-    layer   the layer's input alone: everything in it runs twice
+    none    keep everything that autograd wants
+    norm    keep a norm's input, not its output: the norm runs twice
+    mlp     norm, and silu(gate) * up is computed again.  No matrix product runs twice
+    layer   keep the layer's input alone: everything in the layer runs twice
 
-No flag is the model as it was: mlp where the fused layer is, none anywhere else.  With the fused
-layer the first three are arguments of its Functions.  With Hugging Face's modules, and with kernels
-that keep to their borders, there is no such argument: the Linear after the norm asks autograd to
-keep its input, whoever made it.  So autograd is asked to keep something else,
+Without the flag the model stays as it was: mlp with the fused layer, none without.  In the fused
+layer the first three levels are arguments of its Functions.  Hugging Face's modules, and kernels
+that keep to the modules' borders, have no such argument: the Linear after the norm asks autograd to
+keep its input, whoever made it.  So autograd is asked to keep something else:
 
     y = norm(x)                 made by `Recomputed`, which keeps x and forgets y
-    linear(y)                   autograd keeps y: the hook `pack` sees that it is one of those,
-                                and hands back a note: whose result it is
-    backward of linear          `unpack` reads the note and computes y again, once for q, k and v
+    linear(y)                   autograd keeps y: the hook `pack` recognizes y and returns a
+                                placeholder that names its producer
+    backward of linear          `unpack` calls the placeholder, which computes y again, once for q,
+                                k and v
     backward of `Recomputed`    uses the graph that was made with y, and forgets both
 
-which is torch.autograd.graph.saved_tensors_hooks, and needs no copy of Hugging Face's layer.  A
-tensor is known by its storage, to which a weak reference is kept: the same address may soon be
-another tensor's.
+These hooks are torch.autograd.graph.saved_tensors_hooks, and need no copy of Hugging Face's layer.
+A tensor is recognized by a weak reference to its storage: another tensor may soon have the same
+address.
 
-`layer` is torch.utils.checkpoint around the whole layer.  It keeps the layer's input alone, and for
-long sequences one thing more, attention's output.  Is that worth its memory?  Per token,
-attention's forward takes 2 T H FLOPs, and its output is H numbers: each that is kept saves 2 T
-FLOPs.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products with a
-layer's P weights: in LLaMA 3.1 8B 43,008 numbers save 436 MFLOP, 10,142 each.  So from T = 5,072 on
-a number of attention's output saves more than one of those, and it is kept: `attention_pays`.
-
-What a layer keeps can also wait in the host's memory, at any of the levels: offload.py.
-
-Dropout in a layer draws the same masks both times; with it no CUDA graph can be made of `layer`.
+`layer` is torch.utils.checkpoint around the whole layer.  It keeps the layer's input and, where
+`attention_pays`, attention's output.  Dropout in a layer draws the same masks both times, and with
+it `layer` cannot be recorded as a CUDA graph.  docs/recompute.md counts what each level keeps and
+computes.
 
 Limits: no torch.compile, no second derivative of what is computed again.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,31 +45,29 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from harness.cli.flags import RECOMPUTE
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
-
 NONE, NORM, MLP, LAYER = RECOMPUTE
 
 
 class Instead(functools.partial):
-    """A forward that this file has put into a module, in the place of the class's."""
+    """A forward that this file put into a module, in the place of the class's."""
 
 
 def set_recompute(
     model: torch.nn.Module, level: str | None, offload: bool = False
 ) -> torch.nn.Module:
-    """Let the layers of a LlamaForCausalLM keep what this level says; returns the model.
+    """Let the layers of a LlamaForCausalLM keep what this level says; return the model.
 
     Args:
         model: after `apply_kernels`, if that is called.
         level: of RECOMPUTE; None: as the model was before any such call.
-        offload: what they keep waits in the host's memory.
+        offload: what the layers keep waits in the host's memory.
 
     Raises:
         ValueError: there is no such level.
@@ -94,8 +86,11 @@ def set_recompute(
             layer.keep_norm = level in (NONE, LAYER)
             layer.keep_product = level in (NONE, NORM, LAYER)
         elif level in (NORM, MLP):
-            forget(layer, norms, level == MLP, notes)
             noted = True
+            for norm in norms:
+                norm.forward = Instead(forgetful_norm, norm, norm.forward, notes)
+            if level == MLP and type(layer.mlp) is modeling_llama.LlamaMLP:  # no kernel forgets it
+                layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
         if level == LAYER:
             layer.forward = Instead(checkpointed, model.config, layer, layer.forward)
         if noted:
@@ -130,7 +125,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def again(ctx) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The inputs of a `Recomputed`, and its result with a graph; made when first asked for."""
+    """Return the inputs of a `Recomputed` and its result with a graph, made at the first call."""
     if ctx.made is None:
         inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
@@ -138,25 +133,19 @@ def again(ctx) -> tuple[list[torch.Tensor], torch.Tensor]:
     return ctx.made
 
 
-@dataclass(frozen=True)
-class Result:
-    """What autograd holds in the place of a `Recomputed`'s result, or of a view of it."""
-
-    maker: object  # its node in the graph
-    geometry: tuple  # size, stride, storage_offset
-
-    def unpack(self) -> torch.Tensor:
-        return again(self.maker)[1].detach().as_strided(*self.geometry)
+def result_of(maker, *geometry) -> torch.Tensor:
+    """Return the result of a `Recomputed`, or a view of it, from its node in the graph."""
+    return again(maker)[1].detach().as_strided(*geometry)
 
 
-def unpack(packed) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+def unpack(packed: torch.Tensor | Callable) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed()
 
 
 class Notes:
-    """A layer's hooks: of a `Recomputed`'s result autograd keeps a note whose result it is.
+    """A layer's hooks: in place of a `Recomputed`'s result autograd keeps who made it.
 
-    All else stays, or with an offloader goes to the host's memory.
+    Everything else stays, or with an offloader goes to the host's memory.
     """
 
     def __init__(self, number: int, offloader: Offloader | None):
@@ -175,16 +164,16 @@ class Notes:
             self.makers[storage] = result._version, result.grad_fn
         return result
 
-    def pack(self, t: torch.Tensor):
+    def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         version, maker = self.makers.get(StorageWeakRef(t.untyped_storage()), (None, None))
         if version == t._version:
-            return Result(maker, (t.size(), t.stride(), t.storage_offset()))
+            return functools.partial(result_of, maker, t.size(), t.stride(), t.storage_offset())
         return self.offloader.layer.pack(t) if self.offloader else t
 
     def around(
         self, forward: Callable, hidden_states: torch.Tensor, *args, **kwargs
     ) -> torch.Tensor:
-        """The layer's forward, with these hooks."""
+        """Run the layer's forward with these hooks."""
         if self.offloader:
             self.offloader.begin(self.number, [args, kwargs])
         with saved_tensors_hooks(self.pack, unpack):
@@ -195,25 +184,15 @@ class Notes:
         return result
 
 
-def forget(
-    layer: torch.nn.Module, norms: Sequence[torch.nn.Module], with_mlp: bool, notes: Notes
-) -> None:
-    """Let a layer forget its norms' results, and the MLP's product where no kernel does that."""
-    for norm in norms:
-        norm.forward = Instead(forgetful_norm, norm, norm.forward, notes)
-    if with_mlp and type(layer.mlp) is modeling_llama.LlamaMLP:
-        layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
-
-
 def forgetful_norm(
     norm: torch.nn.Module, forward: Callable, notes: Notes, x: torch.Tensor
 ) -> torch.Tensor:
-    """A norm's forward, which is computed again; its weight is FSDP's gathered one, if sharded."""
+    """Run a norm's forward, to be computed again; a sharded weight is the one FSDP gathered."""
     return notes.recomputed(forward, [norm.weight], x)
 
 
 def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
-    """LlamaMLP.forward, whose product is computed again; x and the result are (B, T, H)."""
+    """Do what LlamaMLP.forward does; the product is computed again; x and result (B, T, H)."""
 
     def product(gate, up):
         return mlp.act_fn(gate) * up
@@ -225,7 +204,12 @@ def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.
 
 
 def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
-    """Does a number of attention's output save more FLOPs than one that the level mlp keeps?"""
+    """Return True if a number of attention's output saves more FLOPs than one that mlp keeps.
+
+    Per token, attention's forward takes 2 T H FLOPs and its output is H numbers, so each that is
+    kept saves 2 T.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products
+    with a layer's P weights.  In LLaMA 3.1 8B attention pays from T = 5,072 on.
+    """
     heads = config.num_attention_heads * config.head_dim
     projected = heads + 2 * config.num_key_value_heads * config.head_dim  # q, k, v
     weights = config.hidden_size * (projected + heads + 3 * config.intermediate_size)
@@ -235,13 +219,13 @@ def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
 
 
 def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    """For PyTorch's selective checkpointing: attention, by whichever of its kernels, runs once."""
+    """Let attention, by whichever of PyTorch's kernels, run once under selective checkpointing."""
     is_attention = "attention" in operation.name() or "attn" in operation.name()
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def has_dropout(layer: torch.nn.Module) -> bool:
-    """Has any module in it a dropout of its own, as peft's adapters may?"""
+    """Return True if any module in the layer is a dropout, as peft's adapters may have."""
     kind = torch.nn.modules.dropout._DropoutNd
     return any(isinstance(module, kind) and module.p > 0 for module in layer.modules())
 
@@ -254,10 +238,10 @@ def checkpointed(
     *args,
     **kwargs,
 ) -> torch.Tensor:
-    """A layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
+    """Run a layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
     in_attention = config.attention_dropout > 0
     contexts = noop_context_fn
-    # attention that is kept draws nothing again, and modules behind it would draw other masks
+    # attention that is kept draws nothing again, and modules after it would draw other masks
     if not in_attention and attention_pays(config, hidden_states.shape[1]):
         contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
     recorded = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -267,8 +251,8 @@ def checkpointed(
         *args,
         use_reentrant=False,
         context_fn=contexts,
-        # What is drawn again must be the same, and modules may draw without a Dropout.  A CUDA
-        # graph does not allow the state to be read: PyTorch raises where a Dropout needs it.
+        # Both runs must draw the same, and modules may draw without a Dropout.  A CUDA graph does
+        # not allow reading the random state: PyTorch raises where a Dropout needs it.
         preserve_rng_state=not recorded or in_attention or has_dropout(layer),
         **kwargs,
     )

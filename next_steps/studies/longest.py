@@ -15,12 +15,11 @@ from harness.data.dataset import random_batch
 from harness.model.adapters import counts, flops_per_token
 from harness.records import run_records
 from harness.steps import stepping, timing
-from next_steps.memory.memory_estimate import step_tryer
-from next_steps.patches import lora
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.offload import HostMemoryError
-from next_steps.patches.patch import patch
+from next_steps.patches.patched_model import load_patched
 
 LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: all lengths are multiples of it
 POSITIONS = "the model's positions"
@@ -33,7 +32,8 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     The longest sequence takes one more step, and the time of that step is printed.
     """
     kernels, micro_batches = workload.kernels, workload.micro_batches
-    model = patch(lora.load(workload, step_tryer(kernels)), workload)
+    try_kernels(workload)
+    model = load_patched(workload)
     optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
     limit = model.config.max_position_embeddings
     first = round_up(workload.seq_len)

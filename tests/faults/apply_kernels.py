@@ -23,14 +23,11 @@ FAULTS = {
     "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
         ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),
     ],
-    "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaMLP]": [
-        ("patched class bypassed", "return FORWARDS.get(cls) is cls.forward", "return cls in FORWARDS"),
-    ],
-    "test_forward_that_was_put_into_a_class_before_is_called[True-LlamaMLP]": [
-        ("class patched before the import bypassed", "    if is_from_the_same_package(cls.forward, cls)\n", ""),
+    "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaAttention]": [
+        ("patched class bypassed", "if not is_as_written(base):", "if False:"),
     ],
     "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
-        ("patched module bypassed", ' and "forward" not in vars(module)', ""),
+        ("patched module bypassed", "unchanged = is_unchanged(mlp) and", "unchanged ="),
     ],
     "test_a_kernel_that_finds_nothing_to_replace_is_refused[rmsnorm]": [
         ("no replacement is no error", "    if idle and (", "    if False and ("),

@@ -18,13 +18,13 @@ FAULTS = {
         ("any activation is silu", 'if given not in ("silu", "swish"):', "if False:"),
     ],
     "tests.llama_mlp_test::test_hooks_are_called_and_what_they_keep_is_not_overwritten": [
-        ("hooks are not called", " and not any(getattr(module, h) for h in hooks)", ""),
+        ("hooks are not called", "all(map(is_matrix, projections))", "True"),
     ],
     "tests.llama_mlp_test::test_forward_that_a_library_replaced_is_called": [
-        ("forward is not called", '"forward" not in vars(module) and ', ""),
+        ("forward is not called", "all(map(is_matrix, projections))", "True"),
     ],
     "tests.llama_mlp_test::test_global_hooks_are_called": [
-        ("global hooks are not called", "hooked = torch.nn.modules.module._has_any_global_hook()", "hooked = False"),
+        ("global hooks are not called", "has_global_hooks() or autocast", "autocast"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[swiglu_mlp-True]": [
         ("second derivative is zero", 'refuse_second_derivative("SwiGLU in Triton")', 'pass'),

@@ -49,15 +49,12 @@ FAULTS = {
         ("merged adapters added again", "module.disable_adapters or module.merged", "module.disable_adapters"),
         ("disabled adapters added", "module.disable_adapters or module.merged", "module.merged"),
         ("first of two adapters alone", "    if len(module.active_adapters) != 1:\n        return False\n    (name,) =", "    name, *_ ="),
-        ("hooks bypassed", "return own and not has_hooks(module)", "return own"),
-        ("own forward bypassed", '"forward" not in vars(module) and ', ""),
+        ("hooks bypassed", " and all(map(is_unchanged, layers))", ""),
+        ("hooks on the base layer bypassed", "layer.bias is None and is_unchanged(layer)", "layer.bias is None"),
         ("hooks on A and B bypassed", "layers = module, a, b, module.lora_dropout[name]", "layers = (module,)"),
     ],
     "test_autocast_and_hooks_on_all_modules_are_pefts": [
-        ("hooks on all modules bypassed", "hooked or autocast or not fits", "autocast or not fits"),
-    ],
-    "test_a_patched_class_runs_its_own_code": [
-        ("patched class bypassed", " and cls.forward.__module__ == cls.__module__", ""),
+        ("hooks on all modules bypassed", "has_global_hooks() or autocast or not fits", "autocast or not fits"),
     ],
     "test_adapters_of_one_dtype_and_an_input_of_another_are_pefts": [
         ("another dtype", "(is_adapted(module) and has_dtype(module, dtype))", "is_adapted(module)"),

@@ -1,0 +1,30 @@
+"""Faults in exact_modules.py, as tests/mutation_test.py plants them."""
+
+SOURCE = "harness.model.exact_modules"
+TESTS = "tests.exact_modules_test"  # where a test is looked for whose file is not named
+
+# test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
+FAULTS = {
+    "test_a_linear_layer_without_a_bias_is_a_matrix": [
+        ("subclass is a matrix", "type(module) is torch.nn.Linear", "isinstance(module, torch.nn.Linear)"),
+        ("bias forgotten", " and module.bias is None", ""),
+    ],
+    "test_a_hook_of_somebody_changes_a_module": [
+        ("hooks forgotten", "return as_written and not has_hooks(module)", "return as_written"),
+        ("hooks before the backward forgotten", ', "_backward_pre_hooks"\n', "\n"),
+    ],
+    "test_a_forward_of_its_own_changes_a_module": [
+        ("own forward forgotten", ' and "forward" not in vars(module)', ""),
+    ],
+    "test_a_forward_that_another_package_put_into_a_class_changes_it[Linear0]": [
+        ("patched class forgotten", "return package == of_class", "return True"),
+    ],
+    "test_what_transformers_leaves_behind_changes_nothing": [
+        ("recorders are somebody's hooks", 'startswith(EXEMPT)', "startswith(EXEMPT[1])"),
+    ],
+    "test_a_unit_of_fully_shard_is_unchanged_and_its_weight_is_no_matrix": [
+        ("class of fully_shard", "if cls.__bases__[0] is FSDPModule", "if False"),
+        ("hooks of fully_shard are somebody's", 'startswith(EXEMPT)', "startswith(EXEMPT[0])"),
+        ("a share of a weight is a matrix", "type(module) is torch.nn.Linear", "class_of(module) is torch.nn.Linear"),
+    ],
+}  # fmt: skip
