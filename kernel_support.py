@@ -58,6 +58,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # does the interpreter run the ker
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP32 = (torch.float32,)
 INTEGERS = (torch.int64, torch.int32)
+SAME = ()  # for check_tensors: the first tensor's dtype
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that are looked at no closer
 
 
@@ -71,6 +72,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
     Args:
         arguments: (name, tensor, dtypes, shape) for each tensor.  Only the first must not be None.
+            The dtypes SAME are the first tensor's alone.
             shape has a number or a word for each dimension.  A word stands for any length, and for
             the same length in each shape.  "..." comes first in a shape and stands for any number
             of dimensions; after it, "n_rows" is their product.
@@ -87,9 +89,9 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
         if type(t) not in PLAIN or t.layout is not torch.strided:
             check_memory(name, t)
             is_plain = False
+        dtypes = dtypes or (arguments[0][1].dtype,)
         if t.dtype not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
+            check_memory(name, t, dtypes)
         if device is None:
             device = t.device
             if not t.is_cuda and not (INTERPRETED and t.is_cpu):
@@ -110,13 +112,13 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
     return lengths
 
 
-def check_memory(name: str, t: torch.Tensor) -> None:
+def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
     """Refuse what holds no memory of its own with an element at each address.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
 
     Raises:
-        TypeError: t is no tensor, a wrapper of tensors, or sparse.
+        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -128,6 +130,9 @@ def check_memory(name: str, t: torch.Tensor) -> None:
             raise TypeError(f"{given}, expected a plain tensor: {advice}.")
     if t.layout is not torch.strided:
         raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
+    if dtypes and t.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
 
 
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
