@@ -174,17 +174,21 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
             memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
-    seen = []  # (owner of the memory, first and last + 1 of its elements) of each tensor so far
+    seen = []  # (owner of the memory, tensor) of each tensor so far
     for name, t in tensors.items():
         owner = t if compiling or t._base is None else t._base
         leaf = owner.is_leaf and owner.requires_grad
-        first, last = t.storage_offset(), t.storage_offset() + t.numel()
-        shared = any(owner is its and first < end and start < last for its, start, end in seen)
+        shared = any(owner is its_owner and _overlap(t, other) for its_owner, other in seen)
         if leaf or shared or not t.is_contiguous():
             given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
             expected = "expected a contiguous result of its own to overwrite"
             raise ValueError(f"{given}; {expected}: use inplace=False.")
-        seen.append((owner, first, last))
+        seen.append((owner, t))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two contiguous parts of one memory have an element in common."""
+    return -a.numel() < a.storage_offset() - b.storage_offset() < b.numel()
 
 
 def refuse_second_derivative(name: str) -> None:

@@ -31,8 +31,8 @@ FAULTS = {
     "test_results_may_lie_over_dy_gate_and_up": [
         (
             "nobody is told what was overwritten",
-            "            torch.autograd.graph.increment_version(t)\n",
-            "            pass\n",
+            "        torch.autograd.graph.increment_version(t)\n",
+            "        pass\n",
         ),
         (
             "dgate over gate",

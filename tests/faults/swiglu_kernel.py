@@ -49,7 +49,7 @@ FAULTS = {
         ("y made again is silu", "y = swiglu_of(gate, sigmoid, up, dtype)\n", "y = gate * sigmoid\n"),
     ],
     "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[swiglu]": [
-        ("overwrites unasked", "    if not inplace:\n", "    if need_y and not inplace:\n"),
+        ("overwrites unasked", "results = _backward_results(dy, gate, up, need_y)", "results = gate, up, dy if need_y else None"),
     ],
     "test_inplace_allocates_only_the_output": [
         ("not in place", "inplace = ctx.inplace and may_overwrite_saved()", "inplace = False"),
