@@ -295,7 +295,7 @@ SENTENCES = [
 @says("troubleshooting", *SENTENCES)
 def quoted_sentences():
     """A script says them."""
-    sources = [*(HERE / "harness").glob("*.py"), *(HERE / "next_steps").glob("*.py")]
+    sources = [*(HERE / "harness").rglob("*.py"), *(HERE / "next_steps").rglob("*.py")]
     source = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in sources))
     for sentence in SENTENCES:
         assert sentence in source, sentence

@@ -48,6 +48,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.cli.fp8_flags import ALL
+from kernel_support import refuse_second_derivative
 from next_steps.layers.lora_linear import as_rows
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
@@ -146,9 +147,7 @@ def norm_gradients(
         return [None, None, *gradients]
 
     dy = input_gradient(dout, weights, scale)  # (N, H)
-    dx, dnorm_weight = rmsnorm_backward(
-        dy.view(x.shape), x, norm_weight, rstd, need_dweight=need_norm_weight
-    )
+    dx, dnorm_weight = rmsnorm_backward(dy.view(x.shape), x, norm_weight, rstd, need_norm_weight)
     if dresidual is not None:
         dx.add_(dresidual)
     return [dx, dnorm_weight, *gradients]
@@ -176,7 +175,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, scale, *weights = ctx.saved_tensors
         need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
         gradients = [None] * len(weights)
@@ -221,7 +220,7 @@ class FP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, weight, scale = ctx.saved_tensors
         need_x, _, need_weight = ctx.needs_input_grad
         douts = [as_rows(dout)]  # (N, O)
@@ -258,7 +257,7 @@ class FP8MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, both, scale, scale_down, *weights = ctx.saved_tensors
         *weights, w_down = weights
         need_x, need_norm_weight, _, _, *need_weights, need_down = ctx.needs_input_grad
@@ -293,12 +292,6 @@ class FP8MLPFunction(torch.autograd.Function):
             [need_x, need_norm_weight, *need_weights],
         )
         return dx, dnorm_weight, None, None, *gradients, dw_down
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        asked = "which create_graph=True asks for"
-        raise RuntimeError(f"FP8 in the layer has no second derivative, {asked}.")
 
 
 def qkv_fp8(

@@ -232,9 +232,9 @@ def _check(gate, up, h, b_gate, b_up, dy=None, dh=None, a=None) -> None:
         ("b_gate", b_gate, SAME, ("I", "R_GATE")),
         ("b_up", b_up, SAME, ("I", "R_UP")),
         ("h", h, SAME, ("n_rows", b_gate.shape[-1] + b_up.shape[-1])),
-        ("dy", dy, SAME, ("...", "I")),
-        ("a", a, SAME, ("R_DOWN", "I")),
-        ("dh", dh, SAME, ("n_rows", "R_DOWN")),
+        ("dy?", dy, SAME, ("...", "I")),
+        ("a?", a, SAME, ("R_DOWN", "I")),
+        ("dh?", dh, SAME, ("n_rows", "R_DOWN")),
     )
     ranks = {name: ranks[name] for name in ("R_GATE", "R_UP", "R_DOWN") if name in ranks}
     if max(ranks.values()) > LARGEST_RANK:

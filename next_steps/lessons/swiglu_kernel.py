@@ -184,7 +184,7 @@ def swiglu_gradients(dy, gate, sigmoid, up):
 def _check(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
     """Refuse what the kernels cannot compute."""
     check_tensors(
-        ("gate", gate, FLOATS, ("...",)), ("up", up, SAME, ("...",)), ("dy", dy, SAME, ("...",))
+        ("gate", gate, FLOATS, ("...",)), ("up", up, SAME, ("...",)), ("dy?", dy, SAME, ("...",))
     )
 
 
