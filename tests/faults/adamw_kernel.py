@@ -67,9 +67,6 @@ FAULTS = {
     "test_elements_that_share_memory_are_refused[windows-p]": [
         ("windows share memory", "stride <= reach", "stride == 0"),
     ],
-    "test_elements_that_share_memory_are_refused[expanded-v]": [
-        ("moments may share memory", '(("p", p), ("m", m), ("v", v))', '(("p", p),)'),
-    ],
     "test_bad_input_is_refused_with_a_sentence": [
         ("any moments", '("v", v, MOMENTS, shape)', '("v", v, FLOATS, shape)'),
         ("any gradient", '("grad", grad, SAME, shape)', '("grad", grad, FLOATS, shape)'),
