@@ -47,7 +47,7 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.cli.fp8_flags import ALL
+from harness.cli.flags import FP8_ALL
 from kernel_support import refuse_second_derivative
 from next_steps.layers.lora_linear import as_rows
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
@@ -110,7 +110,7 @@ def exact_weight_gradients(
 
 def takes_weight_gradients(mode: str, n_rows: int) -> bool:
     """Are the weights' gradients, which sum over the rows, products of FP8?"""
-    return mode == ALL and takes_fp8(n_rows)
+    return mode == FP8_ALL and takes_fp8(n_rows)
 
 
 def norm_gradients(

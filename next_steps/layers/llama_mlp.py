@@ -107,7 +107,7 @@ class TritonLlamaMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         projections = self.gate_proj, self.up_proj, self.down_proj
         hooked = torch.nn.modules.module._has_any_global_hook()
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         wide = x.dtype == torch.float64
         if all(map(_is_plain, projections)) and not (hooked or autocast or wide):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))

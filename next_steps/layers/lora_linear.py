@@ -245,7 +245,7 @@ def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.T
     and so under autocast, and where somebody has hooks on all modules.
     """
     hooked = torch.nn.modules.module._has_any_global_hook()
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
     if hooked or autocast or not fits:
         return tuple(projection(x) for projection in projections)
