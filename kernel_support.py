@@ -58,6 +58,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # does the interpreter run the ker
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP32 = (torch.float32,)
 INTEGERS = (torch.int64, torch.int32)
+SAME = ()  # for check_tensors: the first tensor's dtype
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that are looked at no closer
 
 
@@ -71,7 +72,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
     Args:
         arguments: (name, tensor, dtypes, shape) for each tensor.  The tensor may be None if the
-            name ends in "?", except for the first one.
+            name ends in "?", except for the first one.  The dtypes SAME are the first tensor's.
             shape has a number or a word for each dimension.  A word stands for any length, and for
             the same length in each shape.  "..." comes first in a shape and stands for any number
             of dimensions; after it, "n_rows" is their product.  None: any shape.
@@ -88,9 +89,9 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
         if type(t) not in PLAIN or t.layout is not torch.strided:
             check_memory(name.rstrip("?"), t)
             is_plain = False
+        dtypes = dtypes or (arguments[0][1].dtype,)
         if t.dtype not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name.rstrip('?')} is {t.dtype}, expected {expected}: convert it.")
+            check_memory(name.rstrip("?"), t, dtypes)
         if device is None:
             device = t.device
             if not t.is_cuda and not (INTERPRETED and t.is_cpu):
@@ -111,13 +112,13 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
     return lengths
 
 
-def check_memory(name: str, t: torch.Tensor) -> None:
+def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
     """Refuse what holds no memory of its own with an element at each address.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
 
     Raises:
-        TypeError: t is no tensor, a wrapper of tensors, or sparse.
+        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -129,6 +130,9 @@ def check_memory(name: str, t: torch.Tensor) -> None:
             raise TypeError(f"{given}, expected a plain tensor: {advice}.")
     if t.layout is not torch.strided:
         raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
+    if dtypes and t.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
 
 
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
@@ -172,17 +176,21 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
             memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
-    seen = []  # (owner of the memory, first and last + 1 of its elements) of each tensor so far
+    seen = []  # (owner of the memory, tensor) of each tensor so far
     for name, t in tensors.items():
         owner = t if compiling or t._base is None else t._base
         leaf = owner.is_leaf and owner.requires_grad
-        first, last = t.storage_offset(), t.storage_offset() + t.numel()
-        shared = any(owner is its and first < end and start < last for its, start, end in seen)
+        shared = any(owner is its_owner and _overlap(t, other) for its_owner, other in seen)
         if leaf or shared or not t.is_contiguous():
             given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
             expected = "expected a contiguous result of its own to overwrite"
             raise ValueError(f"{given}; {expected}: use inplace=False.")
-        seen.append((owner, first, last))
+        seen.append((owner, t))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two contiguous parts of one memory have an element in common."""
+    return -a.numel() < a.storage_offset() - b.storage_offset() < b.numel()
 
 
 def refuse_second_derivative(name: str) -> None:

@@ -21,7 +21,7 @@ from harness.profiling import costs
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.steps import stepping
 from next_steps.finetuning import distill
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.memory import memory_estimate
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import adamw_kernel
-from next_steps.lessons.adamw_kernel import TritonAdamW, adamw_step
+from next_steps.lessons.adamw_kernel import adamw_step
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.fixtures import is_freed
 from tests.two_processes import (
     in_two_processes,

@@ -49,7 +49,7 @@ from harness.steps import stepping
 from next_steps.finetuning import opponents
 from next_steps.layers import fused_layer
 from next_steps.lessons import adamw_kernel, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.patches import apply_kernels as patches
 from next_steps.patches import llama_losses
 from next_steps.patches.apply_kernels import apply_kernels, modeling_llama, triton_adamw

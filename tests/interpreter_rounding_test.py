@@ -248,7 +248,7 @@ def test_users_gradient_at_logits_near_10_000_is_fp32s():
 
 OPTIMIZER_STEPS = """
 import torch
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 start = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 for optimizer_class in (TritonAdamW, torch.optim.AdamW):
     weight = torch.nn.Parameter(start.bfloat16())

@@ -25,7 +25,7 @@ from harness.data.samples import IGNORE_INDEX
 from harness.model import architecture, config_file
 from harness.records import spread
 from harness.steps import timing
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from next_steps.patches.apply_kernels import apply_kernels

@@ -31,7 +31,7 @@ from harness.training.checkpoint_files import LOCK
 from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from next_steps.layers import fp8_layer
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.chat_test import TALK, TURNS, WORDS
 from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu

@@ -1,10 +1,8 @@
-"""What is SwiGLU's alone: its rounding and its steep gates, and what the backward in place writes
-over.
+"""SwiGLU's own tests: its rounding, its steep gates, and the backward in place.
 
     python -m tests.swiglu_test     # outputs and gradients, also of an MLP, and the memory taken
 
-What every function has to do, SwiGLU too, is asked in tests/contracts_*_test.py; the MLP is
-tests/llama_mlp_test.py's.
+tests/contracts_*_test.py test what every function has to do, tests/llama_mlp_test.py the MLP.
 """
 
 from harness.cli import command_line
@@ -74,9 +72,7 @@ def make_inputs(shape, dtype=torch.float32, seed=0):
 
 
 def run(function, *inputs):
-    """Output and gradients, of one forward and one backward; the last input is the gradient for the
-    output.
-    """
+    """Return output and gradients; the last input is the gradient for the output."""
     *inputs, dout = inputs
     leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
     out = function(*leaves)
@@ -199,7 +195,9 @@ def test_rows_without_columns():
 
 def test_halves_of_one_tensor_are_not_copied():
     gate, up = make_inputs((2, 3, 128))[0].chunk(2, -1)
-    assert all(swiglu_kernel._as_rows(t)[0].data_ptr() == t.data_ptr() for t in (gate, up))
+    with poisoned_outputs() as shapes:
+        swiglu_forward(gate, up)
+    assert shapes == [(2, 3, 128 // 2)]
 
 
 # ---- The contract with autograd ------------------------------------------------------------------
@@ -304,38 +302,16 @@ def test_inplace_dy_that_became_y_is_noticed():
         penalty.backward()
 
 
-def refused_pairs():
-    values = make_inputs((4, 64))[0]
-    leaf, other = values.clone().requires_grad_(), values.clone()
-    flat = torch.zeros(300, device=DEVICE)
-    return {
-        "gate is a leaf": (leaf, other, "gate has strides .* is a leaf: True"),
-        "up is a leaf's view": (other, leaf.view(4, 64), "up has strides .* is a leaf: True"),
-        "transposed": (values.t(), values.t().clone(), r"gate has strides \(1, 64\)"),
-        "halves of rows": (
-            *torch.zeros(4, 128, device=DEVICE).chunk(2, -1),
-            r"gate has strides \(128, 1\)",
-        ),
-        "expanded": (other[:1].expand(4, 64), other, r"gate has strides \(0, 1\)"),
-        "gate is up": (other, other, "up has strides .* shares memory: True"),
-        "up is gate's view": (other, other.view(4, 64), "up has strides .* shares memory: True"),
-        "overlapping": (
-            flat[:256].view(4, 64),
-            flat[44:].view(4, 64),
-            "up has strides .* shares memory: True",
-        ),
-    }
-
-
-@pytest.mark.parametrize("pair", refused_pairs())
-def test_inplace_refuses_memory_that_cannot_hold_both_gradients(pair):
-    gate, up, sentence = refused_pairs()[pair]
-    before = gate.clone(), up.clone()
-    with pytest.raises(
-        ValueError, match=f"{sentence}.*expected a contiguous result of its own .* inplace=False"
-    ):
-        swiglu_backward(torch.ones_like(gate), gate, up, inplace=True)
-    assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+@pytest.mark.parametrize("refused", [0, 1, 2], ids=["gate", "up", "dy"])
+def test_inplace_refuses_what_cannot_hold_a_gradient(refused):
+    """kernel_support_test.py has the memory that is refused."""
+    sources = list(make_inputs((4, 64)))
+    sources[refused] = sources[refused].t().contiguous().t()
+    before = [t.clone() for t in sources]
+    name = ("gate", "up", "dy")[refused]
+    with pytest.raises(ValueError, match=rf"{name} has strides \(1, 4\).*use inplace=False"):
+        swiglu_backward(sources[2], *sources[:2], inplace=True, need_y=True)
+    assert all(map(torch.equal, sources, before))
 
 
 def test_inplace_refusal_comes_in_the_forward(leaves):
@@ -357,26 +333,20 @@ ONES = torch.ones(4, 64, device=DEVICE)
 
 
 @pytest.mark.parametrize(
-    "dy, sentence", [(ONES[:3], "dy has shape"), (ONES.half(), "dy has dtype torch.float16")]
+    "dy, error, sentence",
+    [
+        (ONES[:3], ValueError, r"dy has shape \(3, 64\), expected \(4, 64\)"),
+        (ONES.half(), TypeError, "dy is torch.float16, expected torch.float32"),
+    ],
 )
-def test_dy_unlike_gate_is_refused_with_a_sentence(dy, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_dy_unlike_gate_is_refused_with_a_sentence(dy, error, sentence):
+    with pytest.raises(error, match=sentence):
         swiglu_backward(dy, ONES, ONES)
 
 
-@pytest.mark.parametrize("which", range(3), ids=["dy", "gate", "up"])
-def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
-    name = ("dy", "gate", "up")[which]
-    arguments = [ONES, ONES, ONES]
-    arguments[which] = as_dtensor(ONES)
-    sentence = (
-        rf"{name} is a DTensor, expected a plain tensor: pass its to_local\(\) or full_tensor"
-    )
-    with pytest.raises(TypeError, match=sentence):
-        swiglu_backward(*arguments)
-    if name != "dy":
-        with pytest.raises(TypeError, match=sentence):
-            swiglu_forward(*arguments[1:])
+def test_dy_as_a_dtensor_is_refused_with_a_sentence(as_dtensor):
+    with pytest.raises(TypeError, match=r"dy is a DTensor, .*: pass its to_local\(\)"):
+        swiglu_backward(as_dtensor(ONES), ONES, ONES)
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -439,8 +409,9 @@ def test_torch_compile_of_the_backward_alone(need_y, inplace):
 def test_operators_promise_torch_compile_what_they_return(shape, need_y):
     gate, up, dy = make_inputs(shape, torch.float16)
     gate = gate.transpose(0, -2).contiguous().transpose(0, -2) if gate.ndim == 3 else gate
-    torch.library.opcheck(swiglu_kernel._forward_operator, (gate, up))
-    torch.library.opcheck(swiglu_kernel._backward_operator, (dy, gate, up, need_y))
+    torch.library.opcheck(swiglu_forward.operator, (gate, up))
+    backward = swiglu_kernel._backward_into_new_memory.operator
+    torch.library.opcheck(backward, (dy, gate, up, need_y))
 
 
 # ---- What only a GPU can show --------------------------------------------------------------------

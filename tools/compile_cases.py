@@ -12,7 +12,7 @@ import torch
 from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
 from next_steps.layers.fused_layer import LoRASwiGLUFunction
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
 from next_steps.lessons.linear_cross_entropy_kernel import LinearCrossEntropyFunction

@@ -30,7 +30,7 @@ from harness.benchmark.benchmark_specs import (
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
 from next_steps.comparisons.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_casts import (
     swiglu_fp8,
     swiglu_fp8_backward,

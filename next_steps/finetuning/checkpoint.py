@@ -57,7 +57,7 @@ from harness.training import checkpoint_files
 from harness.training.checkpoint_files import NAMED, all_in
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.patches.offload import host_memory
 
 OF_THE_HOST = 0.9  # the share of the host's free memory that a copy may take

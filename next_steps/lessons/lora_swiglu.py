@@ -6,17 +6,17 @@
 
     dy   = dy + dh @ a                              backward: dh (N, R), a (R, I) of down_proj
 
-lora_linear.py lets a thin product add to what is there: it reads out and writes it, two passes.
-Where out is 14,336 wide these are the longest passes that an adapter has left, and they are not
-even fast: cuBLAS's tiles are made for long sums, and a sum of 16 is over before the tile's result
+lora_linear.py lets a thin product add to what is there: the product reads out and writes it, two
+passes.  Where out is 14,336 wide, these are the longest passes that an adapter has left.  They are
+slow, too: cuBLAS's tiles are made for long sums, and a sum of 16 is over before the tile's result
 is on its way.  But SwiGLU follows, and reads gate and up anyway.  A tile of h @ b.t() needs a few
 numbers of h and b, and a matrix product in the middle of an elementwise kernel:
 
     thin = tl.dot(h, b)                             (BLOCK_ROWS, BLOCK_COLS), in fp32
 
-So gate and up stay in memory as the frozen weights made them, the sum exists in registers alone,
-and the backward, which reads them again, makes it again.  Numbers moved per token and layer in
-LLaMA 3.1 8B, I = 14,336:
+So gate and up stay in memory as the frozen weights made them, and the sum exists in registers
+alone.  The backward reads gate and up again, and makes the sum again.  Numbers moved per token and
+layer in LLaMA 3.1 8B, I = 14,336:
 
                                           products that add      here
     gate += thin, up += thin                   4 x 14,336           0
@@ -24,12 +24,15 @@ LLaMA 3.1 8B, I = 14,336:
 
 The prediction for 32 layers and 8,192 tokens in bf16: 45 GB less, which is 11 ms at 4.0 TB/s.
 
-New ideas of Triton, after those of swiglu_kernel.py: `tl.dot` wants three sides that are powers of
-two, the summed one at least 16.  A rank that is none is filled up with zeros, which add nothing.
-Its result lies in registers as the matrix unit leaves it, the loaded tile as memory wants it, and
-Triton exchanges them through shared memory: each tile waits three times.  So there is a second new
-idea, *stages*.  A program has eight tiles, one after the other, and `tl.range(..., num_stages=3)`
-has the next two on their way from memory while it works on one.
+New ideas of Triton, after those of swiglu_kernel.py:
+
+1. `tl.dot` wants three sides that are powers of two, and a summed side of at least 16.  Zeros fill
+   up a rank that is none of these.  They add nothing.
+2. *Stages*.  The result of tl.dot lies in registers as the matrix unit leaves it, the loaded tile
+   as memory wants it.  Triton exchanges them through shared memory, so each tile waits three times.
+   A program has eight tiles, one after the other, and `tl.range(..., num_stages=3)` has the next
+   two on their way from memory while the program works on one.
+3. A *tuple* as a kernel's argument: the pointer and the scale of one adapter are one argument.
 
 Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.
 """
@@ -38,26 +41,24 @@ from collections.abc import Sequence
 
 import torch
 
-# first, because it decides how triton will run
-from next_steps.lessons.swiglu_kernel import (
+from kernel_support import (
+    FLOATS,
     INTERPRETED,
-    check,
-    check_overwritten,
+    SAME,
+    check_tensors,
     on_device_of,
-    refuse_wrapper,
-    shape_as_rows,
-    sigmoid_of,
-    swiglu_gradients,
-    swiglu_of,
+    operator,
+    refuse_to_overwrite,
+    tl,
+    triton,
 )
-
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
+from next_steps.lessons.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
 
 LARGEST_RANK = 64  # more needs more shared memory than a small GPU has
 # 95 and 96 % of what swiglu_kernel.py reaches without adapters on an H200; without stages: 60 %.
 BLOCK_ROWS, BLOCK_COLS, STEPS = 16, 128, 8
-NUM_WARPS, STAGES = 4, 3
+NUM_WARPS, STAGES = 4, tl.constexpr(3)
+WIDENS = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
 
 
 def lora_swiglu_reference(
@@ -80,9 +81,11 @@ def lora_swiglu_reference(
 
 # ---- The kernels -----------------------------------------------------------------------------
 #
-# A program has a strip of BLOCK_COLS of the I columns, STEPS times BLOCK_ROWS tokens long, and goes
-# down it tile by tile; neighbours have neighbouring columns.  b and a of its columns it reads once.
-# n_rows changes from batch to batch, and must not compile a kernel each time.
+# A program takes a strip of BLOCK_COLS of the I columns, STEPS * BLOCK_ROWS tokens long, and goes
+# down the strip tile by tile.  It reads b and a of its columns once.  The next program takes the
+# next columns.
+#
+# n_rows changes from batch to batch.  do_not_specialize: Triton does not compile anew for it.
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -90,42 +93,38 @@ def _swiglu_lora_fwd_kernel(
     gate_ptr,  # (n_rows, n_cols), contiguous, as are all the others
     up_ptr,  # (n_rows, n_cols)
     h_ptr,  # (n_rows, R_GATE + R_UP)
-    b_gate_ptr,  # (n_cols, R_GATE)
-    b_up_ptr,  # (n_cols, R_UP)
-    s_gate,
-    s_up,
+    gate_adapter,  # (b_ptr, scale), b (n_cols, R_GATE)
+    up_adapter,  # (b_ptr, scale), b (n_cols, R_UP)
     y_ptr,  # (n_rows, n_cols)
     n_rows,
     n_cols,
-    R_GATE: tl.constexpr,
-    R_UP: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    RANKS: tl.constexpr,  # (R_GATE, R_UP)
+    TILE: tl.constexpr,  # (BLOCK_ROWS, BLOCK_COLS)
     STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
+    BLOCK_ROWS: tl.constexpr = TILE[0]
+    BLOCK_COLS: tl.constexpr = TILE[1]
+    BLOCK_R: tl.constexpr = _filled_up(RANKS)
     first_row, cols = _my_strip(n_cols, BLOCK_ROWS * STEPS, BLOCK_COLS)
-    b_gate = _transposed(b_gate_ptr, R_GATE, cols, n_cols, BLOCK_R)
-    b_up = _transposed(b_up_ptr, R_UP, cols, n_cols, BLOCK_R)
+    b_gate = _transposed(gate_adapter[0], RANKS[0], cols, n_cols, BLOCK_R)
+    b_up = _transposed(up_adapter[0], RANKS[1], cols, n_cols, BLOCK_R)
     dtype = y_ptr.dtype.element_ty
     for step in tl.range(0, STEPS, num_stages=STAGES):
         rows = first_row + (step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
         at, mask = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         gate = tl.load(gate_ptr + at, mask=mask).to(tl.float32)
         up = tl.load(up_ptr + at, mask=mask).to(tl.float32)
-        h = _columns(h_ptr, R_GATE + R_UP, rows, n_rows, R_GATE, BLOCK_R)
-        gate = _add(gate, s_gate, _dot(h, b_gate, EXACT), dtype)
-        h = _columns(h_ptr + R_GATE, R_GATE + R_UP, rows, n_rows, R_UP, BLOCK_R)
-        up = _add(up, s_up, _dot(h, b_up, EXACT), dtype)
+        h = _columns(h_ptr, RANKS[0] + RANKS[1], rows, n_rows, RANKS[0], BLOCK_R)
+        gate = _add(gate, gate_adapter[1], _dot(h, b_gate), dtype)
+        h = _columns(h_ptr + RANKS[0], RANKS[0] + RANKS[1], rows, n_rows, RANKS[1], BLOCK_R)
+        up = _add(up, up_adapter[1], _dot(h, b_up), dtype)
         y = swiglu_of(gate, sigmoid_of(gate), up, dtype)
         tl.store(y_ptr + at, y.to(dtype), mask=mask)
 
 
-# The results may lie over what is read, each over something that it is computed from: dgate over
-# dy, dup over gate, y over up.  A thread may store a number that another one has loaded; it has it
-# from that one, so the load is over.
+# Each result may lie over a tensor that it is computed from: dgate over dy, dup over gate, y over
+# up.  A thread may store over a number that another thread loads.  The threads exchange loaded
+# numbers before the store, so that load is over.
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -134,33 +133,27 @@ def _swiglu_lora_bwd_kernel(
     gate_ptr,  # (n_rows, n_cols)
     up_ptr,  # (n_rows, n_cols)
     h_ptr,  # (n_rows, R_GATE + R_UP)
-    b_gate_ptr,  # (n_cols, R_GATE)
-    b_up_ptr,  # (n_cols, R_UP)
-    s_gate,
-    s_up,
-    dh_ptr,  # (n_rows, R_DOWN)
-    a_ptr,  # (R_DOWN, n_cols)
+    gate_adapter,  # (b_ptr, scale), b (n_cols, R_GATE)
+    up_adapter,  # (b_ptr, scale), b (n_cols, R_UP)
+    down_adapter,  # (dh_ptr, a_ptr), dh (n_rows, R_DOWN), a (R_DOWN, n_cols)
     dgate_ptr,  # (n_rows, n_cols)
     dup_ptr,  # (n_rows, n_cols)
-    y_ptr,  # (n_rows, n_cols); None: not wanted
+    y_ptr,  # (n_rows, n_cols); None: not needed
     n_rows,
     n_cols,
-    R_GATE: tl.constexpr,
-    R_UP: tl.constexpr,
-    R_DOWN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    RANKS: tl.constexpr,  # (R_GATE, R_UP, R_DOWN)
+    TILE: tl.constexpr,  # (BLOCK_ROWS, BLOCK_COLS)
     STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
+    BLOCK_ROWS: tl.constexpr = TILE[0]
+    BLOCK_COLS: tl.constexpr = TILE[1]
+    BLOCK_R: tl.constexpr = _filled_up(RANKS)
     first_row, cols = _my_strip(n_cols, BLOCK_ROWS * STEPS, BLOCK_COLS)
-    b_gate = _transposed(b_gate_ptr, R_GATE, cols, n_cols, BLOCK_R)
-    b_up = _transposed(b_up_ptr, R_UP, cols, n_cols, BLOCK_R)
+    b_gate = _transposed(gate_adapter[0], RANKS[0], cols, n_cols, BLOCK_R)
+    b_up = _transposed(up_adapter[0], RANKS[1], cols, n_cols, BLOCK_R)
     ranks = tl.arange(0, BLOCK_R)[:, None]
-    a_mask = (ranks < R_DOWN) & (cols < n_cols)
-    a = tl.load(a_ptr + ranks * n_cols + cols, mask=a_mask, other=0.0)  # (BLOCK_R, BLOCK_COLS)
+    a_mask = (ranks < RANKS[2]) & (cols < n_cols)
+    a = tl.load(down_adapter[1] + ranks * n_cols + cols, mask=a_mask, other=0.0)
     dtype = dgate_ptr.dtype.element_ty
     for step in tl.range(0, STEPS, num_stages=STAGES):
         rows = first_row + (step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
@@ -168,12 +161,12 @@ def _swiglu_lora_bwd_kernel(
         dy = tl.load(dy_ptr + at, mask=mask).to(tl.float32)
         gate = tl.load(gate_ptr + at, mask=mask).to(tl.float32)
         up = tl.load(up_ptr + at, mask=mask).to(tl.float32)
-        h = _columns(h_ptr, R_GATE + R_UP, rows, n_rows, R_GATE, BLOCK_R)
-        gate = _add(gate, s_gate, _dot(h, b_gate, EXACT), dtype)
-        h = _columns(h_ptr + R_GATE, R_GATE + R_UP, rows, n_rows, R_UP, BLOCK_R)
-        up = _add(up, s_up, _dot(h, b_up, EXACT), dtype)
-        dh = _columns(dh_ptr, R_DOWN, rows, n_rows, R_DOWN, BLOCK_R)
-        dy = _add(dy, 1.0, _dot(dh, a, EXACT), dtype)
+        h = _columns(h_ptr, RANKS[0] + RANKS[1], rows, n_rows, RANKS[0], BLOCK_R)
+        gate = _add(gate, gate_adapter[1], _dot(h, b_gate), dtype)
+        h = _columns(h_ptr + RANKS[0], RANKS[0] + RANKS[1], rows, n_rows, RANKS[1], BLOCK_R)
+        up = _add(up, up_adapter[1], _dot(h, b_up), dtype)
+        dh = _columns(down_adapter[0], RANKS[2], rows, n_rows, RANKS[2], BLOCK_R)
+        dy = _add(dy, 1.0, _dot(dh, a), dtype)
 
         sigmoid = sigmoid_of(gate)
         dgate, dup = swiglu_gradients(dy, gate, sigmoid, up)
@@ -184,7 +177,13 @@ def _swiglu_lora_bwd_kernel(
             tl.store(y_ptr + at, y.to(dtype), mask=mask)
 
 
-# Which numbers are this program's: its first row, and its columns (1, BLOCK_COLS).
+# The side that tl.dot sums over.
+@triton.constexpr_function
+def _filled_up(ranks):
+    return triton.next_power_of_2(max(16, *ranks))
+
+
+# Which numbers this program takes: its first row, and its columns (1, BLOCK_COLS).
 @triton.jit
 def _my_strip(n_cols, LENGTH: tl.constexpr, BLOCK_COLS: tl.constexpr):
     strips = tl.cdiv(n_cols, BLOCK_COLS)
@@ -209,21 +208,83 @@ def _transposed(b_ptr, R: tl.constexpr, cols, n_cols, BLOCK_R: tl.constexpr):
     return tl.load(b_ptr + cols * R + ranks, mask=(ranks < R) & (cols < n_cols), other=0.0)
 
 
-# EXACT: fp32; and the interpreter, which cannot multiply bf16.
 @triton.jit
-def _dot(a, b, EXACT: tl.constexpr):
-    if EXACT:
+def _dot(a, b):
+    if WIDENS or a.dtype == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b)
 
 
-# Rounded as if it were stored: the numbers are those of a product that adds.
+# Rounded as if the sum were stored: the numbers are those of a product that adds.
 @triton.jit
 def _add(base, scale, thin, dtype: tl.constexpr):
     return (base + scale * thin).to(dtype).to(tl.float32)
 
 
 # ---- Launchers -------------------------------------------------------------------------------
+
+
+def _check(gate, up, h, b_gate, b_up, dy=None, dh=None, a=None) -> None:
+    """Refuse what the kernels cannot compute."""
+    ranks = check_tensors(
+        ("gate", gate, FLOATS, ("...", "I")),
+        ("up", up, SAME, ("...", "I")),
+        ("b_gate", b_gate, SAME, ("I", "R_GATE")),
+        ("b_up", b_up, SAME, ("I", "R_UP")),
+        ("h", h, SAME, ("n_rows", b_gate.shape[-1] + b_up.shape[-1])),
+        ("dy?", dy, SAME, ("...", "I")),
+        ("a?", a, SAME, ("R_DOWN", "I")),
+        ("dh?", dh, SAME, ("n_rows", "R_DOWN")),
+    )
+    ranks = {name: ranks[name] for name in ("R_GATE", "R_UP", "R_DOWN") if name in ranks}
+    if max(ranks.values()) > LARGEST_RANK:
+        expected = f"expected at most {LARGEST_RANK}: use lora_linear.py."
+        raise ValueError(f"the ranks are {ranks}, {expected}")
+
+
+def _launch(kernel: triton.JITFunction, *tensors, ranks: tuple[int, ...]) -> None:
+    """Launch with contiguous tensors, of which the first is (..., I)."""
+    n_cols = tensors[0].shape[-1]
+    n_rows = tensors[0].numel() // max(n_cols, 1)
+    # Both quotients are rounded up.
+    n_programs = -(-n_rows // (BLOCK_ROWS * STEPS)) * -(-n_cols // BLOCK_COLS)
+    if n_programs > 0:
+        with on_device_of(tensors[0]):
+            kernel[(n_programs,)](
+                *tensors,
+                n_rows,
+                n_cols,
+                RANKS=ranks,
+                TILE=(BLOCK_ROWS, BLOCK_COLS),
+                STEPS=STEPS,
+                num_warps=NUM_WARPS,
+                enable_fp_fusion=True,
+            )
+
+
+def _new_like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _forward_results(gate, up, h, s_gate, s_up, b_gate, b_up):
+    """The forward's result, not yet written."""
+    _check(gate, up, h, b_gate, b_up)
+    return _new_like(gate)  # (..., I)
+
+
+@operator(
+    "tutorial::lora_swiglu_forward",
+    "(Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, Tensor b_gate, Tensor b_up)"
+    " -> Tensor",
+    _forward_results,
+)
+def _forward(gate, up, h, s_gate, s_up, b_gate, b_up):
+    y = _forward_results(gate, up, h, s_gate, s_up, b_gate, b_up)
+    gate, up, h, b_gate, b_up = (t.contiguous() for t in (gate, up, h, b_gate, b_up))
+    ranks = b_gate.shape[1], b_up.shape[1]
+    adapters = (b_gate, s_gate), (b_up, s_up)
+    _launch(_swiglu_lora_fwd_kernel, gate, up, h, *adapters, y, ranks=ranks)
+    return y
 
 
 def lora_swiglu_forward(
@@ -236,29 +297,38 @@ def lora_swiglu_forward(
 ) -> torch.Tensor:
     """Return y (..., I) of gate and up (..., I), h (N, both R) and b (I, R), in their one dtype.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _forward_operator if torch.compiler.is_compiling() else _launch_forward
-    return launch(gate, up, h, *scales, b_gate, b_up)
+    return _forward(gate, up, h, *scales, b_gate, b_up)
 
 
-def _launch_forward(gate, up, h, s_gate, s_up, b_gate, b_up):
-    _check_all(gate, up, h, b_gate, b_up)
-    gate, up, h, b_gate, b_up = (t.contiguous() for t in (gate, up, h, b_gate, b_up))
-    y = torch.empty_like(gate)
-    n_programs, options = _grid(gate, b_gate, b_up)
-    if n_programs > 0:
-        with on_device_of(gate):
-            _swiglu_lora_fwd_kernel[(n_programs,)](
-                gate, up, h, b_gate, b_up, s_gate, s_up,
-                y,
-                *shape_as_rows(gate),
-                R_GATE=b_gate.shape[1],
-                R_UP=b_up.shape[1],
-                **options,
-                enable_fp_fusion=True,
-            )  # fmt: skip
-    return y
+def _backward_results(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, need_y):
+    """The backward's results, not yet written."""
+    _check(gate, up, h, b_gate, b_up, dy, dh, a)
+    return _new_like(dy), _new_like(gate), _new_like(up) if need_y else None  # each (..., I)
+
+
+@operator(
+    "tutorial::lora_swiglu_backward",
+    "(Tensor dy, Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, Tensor b_gate,"
+    " Tensor b_up, Tensor dh, Tensor a, bool need_y) -> Tensor[]",
+    _backward_results,
+    present=lambda *arguments: (True, True, arguments[-1]),
+)
+def _backward_into_new_memory(*arguments):
+    results = _backward_results(*arguments)
+    _launch_backward(*arguments[:-1], results)
+    return results
+
+
+def _launch_backward(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, results):
+    ranks = b_gate.shape[1], b_up.shape[1], a.shape[0]
+    dy, gate, up, h, b_gate, b_up, dh, a = (
+        t.contiguous() for t in (dy, gate, up, h, b_gate, b_up, dh, a)
+    )
+    adapters = (b_gate, s_gate), (b_up, s_up), (dh, a)
+    _launch(_swiglu_lora_bwd_kernel, dy, gate, up, h, *adapters, *results, ranks=ranks)
 
 
 def lora_swiglu_backward(
@@ -274,122 +344,25 @@ def lora_swiglu_backward(
     inplace: bool = False,
     need_y: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return dgate and dup (..., I), of dy (..., I) and what the forward had; and y, if needed.
+    """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 
-    dh (N, R), a (R, I): what is added to dy.  inplace: the results lie over dy, gate and up.
-    Raises TypeError or ValueError for what the kernel cannot take, or cannot overwrite.
+    Args:
+        dy: (..., I); dh (N, R) @ a (R, I) is added to it.
+        gate, up, h, scales, b_gate, b_up: the forward's arguments.
+        inplace: write dgate over dy, dup over gate, and y over up.  Under torch.compile it changes
+            nothing.
+
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
     """
     tensors = dy, gate, up, h, *scales, b_gate, b_up, dh, a
-    if torch.compiler.is_compiling():
-        results = _backward_operator(*tensors, need_y)
-    else:
-        results = _launch_backward(*tensors, need_y, inplace)
-    return *results, *[None] * (3 - len(results))
-
-
-def _launch_backward(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, need_y, inplace=False):
-    _check_all(gate, up, h, b_gate, b_up, dy, dh, a)
-    h, b_gate, b_up, dh, a = (t.contiguous() for t in (h, b_gate, b_up, dh, a))
-    sources = (dy, gate, up) if need_y else (dy, gate)
-    if inplace:
-        check_overwritten((gate, up, dy))
-        results = [t.detach() for t in sources]
-    dy, gate, up = (t.contiguous() for t in (dy, gate, up))
-    if not inplace:
-        results = [torch.empty_like(gate) for _ in sources]
-    dgate, dup, y = results if need_y else (*results, None)
-    n_programs, options = _grid(gate, b_gate, b_up, a.t())
-    if n_programs > 0:
-        with on_device_of(gate):
-            _swiglu_lora_bwd_kernel[(n_programs,)](
-                dy, gate, up, h, b_gate, b_up, s_gate, s_up, dh, a,
-                dgate, dup, y,
-                *shape_as_rows(gate),
-                R_GATE=b_gate.shape[1],
-                R_UP=b_up.shape[1],
-                R_DOWN=a.shape[0],
-                **options,
-                enable_fp_fusion=True,
-            )  # fmt: skip
-    if inplace:
-        # Autograd cannot see what a kernel writes; told, it refuses other uses of what was there.
-        for t in sources:
-            torch.autograd.graph.increment_version(t)
+    if not inplace or torch.compiler.is_compiling():
+        return _backward_into_new_memory(*tensors, need_y)
+    _check(gate, up, h, b_gate, b_up, dy, dh, a)
+    refuse_to_overwrite(gate=gate, up=up, dy=dy)
+    results = dy.detach(), gate.detach(), up.detach() if need_y else None
+    _launch_backward(*tensors, results)
+    for t in (dy, gate, up) if need_y else (dy, gate):
+        # Autograd cannot see what a kernel writes.  Told, it refuses other uses of the old values.
+        torch.autograd.graph.increment_version(t)
     return results
-
-
-def _grid(gate: torch.Tensor, *thin: torch.Tensor) -> tuple[int, dict]:
-    """Number of programs for gate (..., I) and thin (I, R), and the launch's options."""
-    n_rows, n_cols = shape_as_rows(gate)
-    rank = max(t.shape[1] for t in thin)
-    options = {
-        "BLOCK_R": max(16, triton.next_power_of_2(rank)),
-        "BLOCK_ROWS": BLOCK_ROWS,
-        "BLOCK_COLS": BLOCK_COLS,
-        "STEPS": STEPS,
-        "STAGES": STAGES,
-        "EXACT": INTERPRETED or gate.dtype == torch.float32,
-        "num_warps": NUM_WARPS,
-    }
-    # both rounded up
-    return -(-n_rows // (BLOCK_ROWS * STEPS)) * -(-n_cols // BLOCK_COLS), options
-
-
-def _check_all(gate, up, h, b_gate, b_up, dy=None, dh=None, a=None) -> None:
-    """Refuse what the kernels cannot compute before they are handed any pointer."""
-    check(gate, up, dy)
-    thin = {"h": h, "b_gate": b_gate, "b_up": b_up, "dh": dh, "a": a}
-    thin = {name: t for name, t in thin.items() if t is not None}
-    for name, t in thin.items():
-        refuse_wrapper(name, t)
-    n_rows, n_cols = shape_as_rows(gate)
-    r_gate, r_up, r_down = b_gate.shape[-1], b_up.shape[-1], 0 if a is None else a.shape[0]
-    shapes = {
-        "h": (n_rows, r_gate + r_up),
-        "b_gate": (n_cols, r_gate),
-        "b_up": (n_cols, r_up),
-        "dh": (n_rows, r_down),
-        "a": (r_down, n_cols),
-    }
-    for name, t in thin.items():
-        given = tuple(t.shape), t.dtype, t.device
-        if given != (shapes[name], gate.dtype, gate.device):
-            given = "{} is {} of {} on {}".format(name, *given)
-            wanted = f"{shapes[name]} of {gate.dtype} on {gate.device}"
-            raise ValueError(f"{given}, expected {wanted}: change one of them.")
-    if max(r_gate, r_up, r_down) > LARGEST_RANK:
-        given = f"the ranks are {r_gate}, {r_up} and {r_down}"
-        raise ValueError(f"{given}, expected at most {LARGEST_RANK}: use lora_linear.py.")
-
-
-# What torch.compile sees in place of the kernels: see swiglu_kernel.py.
-
-_forward_operator = torch.library.custom_op(
-    "tutorial::lora_swiglu_forward",
-    _launch_forward,
-    mutates_args=(),
-    schema="(Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, Tensor b_gate, "
-    "Tensor b_up) -> Tensor",
-)
-
-
-@_forward_operator.register_fake
-def _(gate, up, h, s_gate, s_up, b_gate, b_up):
-    _check_all(gate, up, h, b_gate, b_up)
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.custom_op(
-    "tutorial::lora_swiglu_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, "
-    "Tensor b_gate, Tensor b_up, Tensor dh, Tensor a, bool need_y) -> Tensor[]",
-)
-def _backward_operator(*arguments):
-    return _launch_backward(*arguments)
-
-
-@_backward_operator.register_fake
-def _(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, need_y):
-    _check_all(gate, up, h, b_gate, b_up, dy, dh, a)
-    return [gate.new_empty(gate.shape) for _ in range(3 if need_y else 2)]

@@ -38,7 +38,7 @@ from harness.steps import stepping
 from next_steps.layers.fused_layer import norm_linear, norm_mlp
 from next_steps.layers.llama_mlp import TritonLlamaMLP
 from next_steps.layers.lora_linear import is_product, lora_linear
-from next_steps.lessons.adamw_kernel import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss

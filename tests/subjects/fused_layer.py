@@ -196,7 +196,7 @@ def bad_swiglu_input():
     gate, up, w_down = make_swiglu((4,), SIZE, torch.float32)[0].values()
     return {
         "two shapes": BadInput(
-            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
         )
     }
 
@@ -205,7 +205,7 @@ def bad_mlp_input():
     x, w_gate, w_up, w_down = make_mlp((4,), SIZE, torch.float32)[0].values()
     return {
         "two widths": BadInput(
-            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected gate's"
+            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
         ),
         "float64": BadInput(
             [t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"

@@ -54,26 +54,20 @@ def wrong_answers(inputs, douts, right):
 
 def bad_input():
     ones = torch.ones(4, 64, device=DEVICE)
-    up_shape = r"up has shape torch.Size\(\[1, 64\]\), expected gate's .*\[4, 64\]"
-    dtype = "up has dtype torch.float16, expected gate's torch.float32"
+    up_shape = r"up has shape \(1, 64\), expected \(4, 64\)"
+    dtype = "expected torch.float32"
     dense = "is torch.sparse_coo, expected torch.strided"
     return {
-        "gate is a list": BadInput(
-            ([1.0], ones), TypeError, "gate is a list, expected a tensor of torch.float16 or"
-        ),
-        "up is a number": BadInput(
-            (ones, 1.0), TypeError, "up is a float, expected a tensor of torch.float16 or"
-        ),
+        "gate is a list": BadInput(([1.0], ones), TypeError, "gate is a list, expected a tensor"),
+        "up is a number": BadInput((ones, 1.0), TypeError, "up is a float, expected a tensor"),
         "gate is float64": BadInput(
-            (ones.double(), ones), TypeError, "gate is torch.float64, expected a tensor of"
+            (ones.double(), ones), TypeError, "gate is torch.float64, expected torch.float16 or"
         ),
-        "up is int64": BadInput(
-            (ones, ones.long()), TypeError, "up is torch.int64, expected a tensor of"
-        ),
-        "two dtypes": BadInput((ones, ones.half()), ValueError, dtype),
+        "up is int64": BadInput((ones, ones.long()), TypeError, f"up is torch.int64, {dtype}"),
+        "two dtypes": BadInput((ones, ones.half()), TypeError, f"up is torch.float16, {dtype}"),
         "two shapes": BadInput((ones, ones[:1]), ValueError, up_shape),
         "two devices": BadInput(
-            (ones, ones.to("meta")), ValueError, f"up has device meta, expected gate's {DEVICE}"
+            (ones, ones.to("meta")), ValueError, f"up is on meta, expected gate's {DEVICE}"
         ),
         "gate is sparse": BadInput((ones.to_sparse(), ones), TypeError, f"gate {dense}"),
         "up is sparse": BadInput((ones, ones.to_sparse()), TypeError, f"up {dense}"),

@@ -1,0 +1,1139 @@
+"""Is TritonAdamW the optimizer that torch.optim.AdamW is?
+
+Its groups, states, hooks and DTensors.  adamw_test.py tests the kernel.  adamw_shards_test.py tests
+several processes.
+"""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.optim import lr_scheduler
+
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import adamw_optimizer
+from next_steps.lessons.adamw_optimizer import TritonAdamW
+from tests.adamw_test import (
+    BF16,
+    EXPANDED,
+    FP16,
+    FP32,
+    INF,
+    NAN,
+    ONES,
+    SETTINGS,
+    gradients,
+    randn,
+    train,
+)
+from tests.fixtures import captured, is_freed, needs_gpu, needs_two_gpus, waiting_forbidden
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+SHAPES = ((13, 9), (40,), (), (6, 5))
+STATE = "step", "exp_avg", "exp_avg_sq"
+
+
+def make_params(*shapes, dtype=FP32):
+    values = [randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    return [torch.nn.Parameter(value) for value in values]
+
+
+def both(dtype=FP32, **options):
+    """Return ours and torch's over equal parameters."""
+    ours, theirs = make_params(*SHAPES, dtype=dtype), make_params(*SHAPES, dtype=dtype)
+    return TritonAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def random_grads(optimizer, steps, seed=100):
+    """Return a list of gradients for each step."""
+    params = [p.detach() for p in params_of(optimizer)]
+    return list(zip(*(gradients(p, steps, seed + 50 * i) for i, p in enumerate(params))))
+
+
+def train_all(*optimizers, steps):
+    for optimizer in optimizers:
+        train(optimizer, random_grads(optimizer, steps))
+
+
+def assert_close(ours, theirs):
+    for p, q in zip(params_of(ours), params_of(theirs)):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def assert_same_run(a, b):
+    for p, q in zip(params_of(a), params_of(b), strict=True):
+        assert torch.equal(p, q) and a.state[p].keys() == b.state[q].keys()
+        assert all(torch.equal(a.state[p][key], b.state[q][key]) for key in a.state[p])
+
+
+def steps_of(optimizer):
+    """Return how many steps each parameter has made."""
+    return [state["step"] for state in optimizer.state.values()]
+
+
+# ---- The contract of an optimizer --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_state_has_torchs_keys_shapes_strides_and_dtypes(dtype):
+    ours, theirs = both(dtype=dtype)
+    for optimizer in (ours, theirs):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(randn(5, 7, dtype=dtype).t())]})
+        train(optimizer, random_grads(optimizer, 2))
+    a, b = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for i in a:
+        assert a[i].keys() == b[i].keys() == set(STATE) and a[i]["step"] == 2
+        for x, y in zip(a[i].values(), b[i].values()):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+def test_parameters_without_a_gradient_are_skipped_and_count_their_own_steps():
+    ours, theirs = both()
+    for optimizer in (ours, theirs):
+        grads = random_grads(optimizer, 3)
+        grads[0], grads[1] = (None, *grads[0][1:]), (grads[1][0], None, *grads[1][2:])
+        grads = [(*g[:3], None) for g in grads]
+        train(optimizer, grads)
+    assert_close(ours, theirs)
+    p = params_of(ours)
+    assert [ours.state[q]["step"].item() for q in p[:3]] == [2, 2, 3] and p[3] not in ours.state
+
+
+def test_groups_have_their_own_settings():
+    def groups():
+        a, b, c, d = make_params(*SHAPES)
+        options = {"lr": 0.1, "weight_decay": 0.0}, {}, {"betas": (0.5, 0.6)}
+        return [{"params": params, **option} for params, option in zip(([a, b], [c], [d]), options)]
+
+    ours, theirs = TritonAdamW(groups(), **SETTINGS), torch.optim.AdamW(groups(), **SETTINGS)
+    train_all(ours, theirs, steps=3)
+    assert_close(ours, theirs)
+    ours.add_param_group({"params": [torch.nn.Parameter(randn(4))]})
+    assert ours.param_groups[3]["lr"] == SETTINGS["lr"]
+    train(ours, random_grads(ours, 1))
+
+
+def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
+    start, fixed = randn(1000, dtype=BF16), gradients(randn(1000, dtype=BF16), 1)[0]
+    a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    train(TritonAdamW([a, b], stochastic_rounding=True), [[fixed, fixed]])
+    assert not torch.equal(a, b)
+    alone = torch.nn.Parameter(start.clone())
+    train(TritonAdamW([a, alone], stochastic_rounding=True), [[None, fixed]])
+    assert torch.equal(alone, b)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_empty_parameter_counts_its_steps(shape):
+    p = torch.nn.Parameter(torch.empty(shape, device=DEVICE))
+    optimizer = TritonAdamW([p])
+    train(optimizer, [[torch.empty_like(p)]] * 2)
+    assert optimizer.state[p]["step"] == 2
+
+
+NUMBERS = {  # the same settings, given as PyTorch takes them; betas that are the same in fp32
+    "floats": {},
+    "NumPy": {"lr": np.float64(0.05), "betas": [np.float32(0.75), np.float32(0.9375)]},
+    "tensors": {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.75), torch.tensor(0.9375))},
+    "fp64 tensors": {
+        "lr": torch.tensor(0.05, dtype=torch.float64),
+        "weight_decay": torch.tensor([0.25]),
+    },
+    "one of one": {"betas": (torch.tensor([0.75]), 0.9375), "eps": torch.tensor(2**-10)},
+    "PyTorch's": {"foreach": None, "fused": False, "capturable": True, "differentiable": False},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
+@pytest.mark.parametrize("given", NUMBERS)
+def test_numbers_and_tensors_give_the_same_bits(given, device):
+    def moved(value):
+        if isinstance(value, (tuple, list)):
+            return tuple(map(moved, value))
+        return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+    plain = {"lr": 0.05, "betas": (0.75, 0.9375), "eps": 2**-10, "weight_decay": 0.25}
+    options = {**plain, **NUMBERS[given]}
+    options = {key: moved(value) for key, value in options.items()}
+    runs = TritonAdamW(make_params(*SHAPES), **options), TritonAdamW(make_params(*SHAPES), **plain)
+    train_all(*runs, steps=3)
+    assert_same_run(*runs)
+    group = runs[0].param_groups[0]
+    own, given = ([s["lr"], s["eps"], s["weight_decay"], *s["betas"]] for s in (group, options))
+    assert all(a is b for a, b in zip(own, given) if isinstance(b, torch.Tensor))
+
+
+def test_numbers_that_are_put_into_a_group_later():
+    a, b = (TritonAdamW(make_params(*SHAPES)) for _ in range(2))
+    betas = np.float64(0.5), 0.75
+    a.param_groups[0].update(lr=np.float32(0.25), betas=betas, eps=1, weight_decay=np.int64(1))
+    b.param_groups[0].update(lr=0.25, betas=(0.5, 0.75), eps=1.0, weight_decay=1.0)
+    train_all(a, b, steps=2)
+    assert_same_run(a, b)
+
+
+def test_maximize_goes_up_the_gradient():
+    ours, theirs = both(**SETTINGS, maximize=True)
+    train_all(ours, theirs, steps=3)
+    assert_close(ours, theirs)
+
+
+def sequential(optimizer):
+    first, second = lr_scheduler.ConstantLR(optimizer, 0.1, 2), exponential(optimizer)
+    return lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[2])
+
+
+def chained(optimizer):
+    first = lr_scheduler.ConstantLR(optimizer)
+    return lr_scheduler.ChainedScheduler([first, exponential(optimizer)])
+
+
+def exponential(optimizer):
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": exponential,
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    "CyclicLR of momentum": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6, cycle_momentum=False),
+    "OneCycleLR of momentum": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=3),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_pytorch_gives_its_steps(name, kind):
+    """Ours has numbers, or tensors where the parameters are; PyTorch's has numbers."""
+    lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=DEVICE)
+    options = {"lr": 0.1} if kind == "floats" else {"lr": lr}
+    if kind == "lr and betas in tensors":
+        options["betas"] = tuple(betas)
+    ours, theirs = TritonAdamW(make_params(*SHAPES), **options), both(lr=0.1)[1]
+    group, rates = ours.param_groups[0], set()
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, theirs)]
+    for grads in random_grads(ours, 5):
+        for optimizer, scheduler in zip((ours, theirs), schedulers):
+            train(optimizer, [grads])
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        rates.add((float(group["lr"]), *map(float, group["betas"])))
+    assert_close(ours, theirs)
+    assert len(rates) > 1, "this scheduler changed nothing"
+    assert kind == "floats" or group["lr"] is lr, "a CUDA graph reads this tensor"
+
+
+def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
+    p = torch.nn.Parameter(randn(5))
+    optimizer = TritonAdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    before = p.detach().clone()
+    assert optimizer.step(closure).item() == before.square().sum().item()
+    assert not torch.equal(p, before)
+    assert optimizer.step() is None
+
+
+def test_autograd_notices_that_a_weight_was_changed():
+    p = torch.nn.Parameter(randn(5))
+    loss = p.square().sum()
+    loss.backward(retain_graph=True)
+    TritonAdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- Saving and loading ------------------------------------------------------------------------
+
+STOCHASTIC = {"stochastic_rounding": True, "seed": 7}
+TENSORS = {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.8), torch.tensor(0.95))}
+SAVED = {
+    "fp32": (FP32, {}),
+    "bf16, stochastic": (BF16, STOCHASTIC),
+    "bf16, fp32 moments": (BF16, STOCHASTIC | {"moments_dtype": FP32}),
+    "tensors": (FP32, TENSORS | {"maximize": True}),
+    "fp16": (FP16, {}),
+}
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", SAVED)
+def test_run_continues_with_the_same_bits(kind, way):
+    dtype, options = SAVED[kind]
+    options = copy.deepcopy({**SETTINGS, **options})
+    optimizer = TritonAdamW(make_params(*SHAPES, dtype=dtype), **options)
+    grads = random_grads(optimizer, 4)
+    train(optimizer, grads[:2])
+    if way == "deepcopy":
+        resumed = copy.deepcopy(optimizer)
+    elif way == "pickle":
+        resumed = pickle.loads(pickle.dumps(optimizer))
+    else:
+        saved = through_a_file(optimizer.state_dict())
+        params = [torch.nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
+        resumed = TritonAdamW(params, moments_dtype=options.get("moments_dtype"))
+        resumed.load_state_dict(saved)
+    for run in (optimizer, resumed):
+        train(run, grads[2:])
+    assert_same_run(optimizer, resumed)
+    assert not any(p is q for p, q in zip(params_of(optimizer), params_of(resumed)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("to_torch", [False, True])
+def test_state_is_exchanged_with_torch(to_torch, dtype):
+    ours, theirs = both(dtype=dtype, **SETTINGS)
+    source, target = (ours, theirs) if to_torch else (theirs, ours)
+    grads = random_grads(source, 4)
+    train(source, grads[:2])
+    target.load_state_dict(through_a_file(source.state_dict()))
+    for p, q in zip(params_of(source), params_of(target)):
+        q.data.copy_(p.data)
+        for key in STATE:
+            assert torch.equal(source.state[p][key].to(DEVICE), target.state[q][key].to(DEVICE))
+    for optimizer in (source, target):
+        train(optimizer, grads[2:])
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == FP32 else {"rtol": 2e-2, "atol": 2e-2}
+    for p, q in zip(params_of(ours), params_of(theirs)):
+        assert ours.state[p]["step"] == theirs.state[q]["step"] == 4
+        torch.testing.assert_close(p, q, **close)
+
+
+def test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none():
+    def tensors():
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        return [optimizer.param_groups[0]["lr"], *states]
+
+    optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
+    train(optimizer, random_grads(optimizer, 1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"].fill_(0.3)
+    train(optimizer, random_grads(optimizer, 1))
+    known = tensors()
+    optimizer.load_state_dict(saved)
+    now = tensors()
+    assert all(a is b for a, b in zip(known, now)) and now[0] == torch.tensor(0.1)
+    assert steps_of(optimizer) == [1] * len(SHAPES)
+    train(optimizer, random_grads(optimizer, 1))
+    assert all(state["step"] == 1 for state in saved["state"].values())
+
+
+def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
+    source, _ = both(dtype=BF16)
+    train(source, random_grads(source, 1))
+    target = TritonAdamW(make_params(*SHAPES, dtype=BF16), moments_dtype=FP32)
+    target.load_state_dict(source.state_dict())
+    for state in target.state.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("own", ["numbers", "tensors"])
+@pytest.mark.parametrize("saved", ["numbers", "tensors"])
+def test_settings_are_loaded_into_what_the_optimizer_has(own, saved):
+    def make(kind, *numbers, **options):
+        if kind == "tensors":
+            numbers = [torch.tensor(number, device=DEVICE) for number in numbers]
+        return TritonAdamW(make_params(*SHAPES), lr=numbers[0], betas=numbers[1:], **options)
+
+    def settings(optimizer):
+        group = optimizer.param_groups[0]
+        return [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+
+    source = make(saved, 0.25, 0.5, 0.75, eps=0.125, weight_decay=0.0)
+    target = make(own, 0.1, 0.2, 0.3)
+    before = settings(target)
+    target.load_state_dict(through_a_file(source.state_dict()))
+    after = settings(target)
+    assert after == [0.25, 0.5, 0.75, 0.125, 0.0]
+    assert list(map(type, after)) == list(map(type, before))
+    assert own == "numbers" or all(a is b for a, b in zip(after[:3], before[:3]))
+    train_all(source, target, steps=2)
+    assert_same_run(source, target)
+
+
+def test_maximize_is_loaded_and_how_to_compute_stays():
+    ours, _ = both()
+    theirs = torch.optim.AdamW(make_params(*SHAPES), foreach=True, maximize=True)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["maximize"] and ours.param_groups[0]["foreach"] is None
+
+
+def everything(optimizer):
+    """Return what an optimizer remembers, copied."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    states = [dict(optimizer.state.get(p, {})) for p in params_of(optimizer)]
+    return copy.deepcopy((groups, states, len(optimizer.state)))
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+UNFIT = [  # what makes a state unfit: of which parameter (None: the second group), what, sentence
+    (3, {"exp_avg_sq": torch.ones(1)}, r"exp_avg_sq of .* 3 has shape \(1,\), expected \(6, 5\)"),
+    (0, {"exp_avg": torch.ones(9, 13)}, r"exp_avg of .* 0 has shape \(9, 13\), expected \(13, 9\)"),
+    (1, {"step": torch.ones(40)}, r"step of .* 1 has shape \(40,\), expected \(\)"),
+    (3, {"exp_avg": None}, "exp_avg of parameter 3 is missing"),
+    (3, {"exp_avg": torch.ones(6, 5).to_sparse()}, r"exp_avg of parameter 3 is torch\.sparse_coo"),
+    (None, {"lr": -0.1}, r"lr is -0\.1, expected a number"),
+    (None, {"lr": torch.tensor(-0.5)}, r"lr is -0\.5, expected a number"),
+    (None, {"betas": (0.9, 1.0)}, r"betas is \(0\.9, 1\.0\)"),
+    (None, {"amsgrad": True}, "amsgrad is True, which TritonAdamW"),
+    (
+        None,
+        {"lr": 0.75},
+        r"one tensor is to be filled with 0\.5 and with 0\.75, expected",
+    ),
+    (None, {"params": [2]}, r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]"),
+    (None, {}, r"the state is of groups of \[2\] parameters, expected \[2, 2\]"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("where, change, sentence", UNFIT)
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(where, change, sentence, started):
+    def make(lr):
+        params = make_params(*SHAPES)
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        return TritonAdamW(groups, lr=torch.tensor(lr, device=DEVICE))
+
+    source, target = make(0.5), make(0.25)
+    train(source, random_grads(source, 2))
+    if started:
+        train(target, random_grads(target, 1, seed=7))
+    saved = copy.deepcopy(source.state_dict())
+    spoiled = saved["param_groups"][1] if where is None else saved["state"][where]
+    spoiled.update(change)
+    if not change:
+        saved["param_groups"].pop()
+    for key in [key for key, value in change.items() if value is None]:
+        del spoiled[key]
+    before, groups = everything(target), target.param_groups
+    with pytest.raises(TypeError if "sparse" in sentence else ValueError, match=sentence):
+        target.load_state_dict(saved)
+    assert equal(everything(target), before) and target.param_groups is groups
+    target.load_state_dict(source.state_dict())
+    assert equal(everything(target), everything(source))
+
+
+def test_hooks_around_loading_see_and_change_what_is_loaded():
+    source, target = (TritonAdamW(make_params((3,))) for _ in range(2))
+    train(source, random_grads(source, 2))
+    seen = []
+
+    def renumbered(state_dict, by):
+        group = state_dict["param_groups"][0]
+        numbers = [number + by for number in group["params"]]
+        state = {number + by: entry for number, entry in state_dict["state"].items()}
+        group = {**group, "params": numbers, "lr": group["lr"] * 2**by}
+        return {"state": state, "param_groups": [group]}
+
+    target.register_load_state_dict_pre_hook(lambda optimizer, saved: renumbered(saved, -7))
+    target.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    target.load_state_dict(renumbered(source.state_dict(), 7))
+    assert seen == [1] and equal(everything(target), everything(source))
+
+
+def test_names_of_parameters_are_saved_and_loaded():
+    named = [("w", make_params((3,))[0])]
+    source, target = TritonAdamW(named), TritonAdamW([("old", make_params((3,))[0])])
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["param_names"] == ["w"]
+    target.load_state_dict(TritonAdamW(make_params((3,))).state_dict())
+    assert target.param_groups[0]["param_names"] == ["w"]
+
+
+# ---- Stepping inside the backward --------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Three weights, the first one used twice (tied)."""
+
+    def __init__(self, dtype=FP32):
+        super().__init__()
+        self.embedding, self.hidden, self.bias = make_params((12, 8), (8, 8), (8,), dtype=dtype)
+
+    def forward(self, tokens):
+        x = F.embedding(tokens, self.embedding)
+        return torch.tanh(x @ self.hidden + self.bias) @ self.embedding.t()
+
+    def loss(self, seed=0):
+        tokens = torch.randint(12, (6,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        return self(tokens).float().square().mean()
+
+
+@pytest.fixture
+def stepping():
+    """A model, and an optimizer that steps in the model's backward."""
+    model = Model()
+    return model, TritonAdamW(model.parameters(), step_in_backward=True)
+
+
+def backward_and_step(model, optimizer, seed=0):
+    model.loss(seed).backward()
+    optimizer.step()
+
+
+def weights_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same_weights(model, weights):
+    return all(map(torch.equal, model.parameters(), weights))
+
+
+IN_BACKWARD = {  # dtype, options
+    "fp32": (FP32, {"lr": 0.05}),
+    "bf16, stochastic": (BF16, {"lr": 0.05, "stochastic_rounding": True}),
+    "tensors on the CPU": (FP32, dict(zip(("lr", "betas"), (TENSORS["lr"], TENSORS["betas"])))),
+    "tensors on the GPU": (FP32, {"device": DEVICE} | TENSORS),
+    "maximize": (FP32, {"maximize": True}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", IN_BACKWARD)
+def test_steps_inside_the_backward_are_the_same_steps(kind):
+    optimizers = []
+    for in_backward in (False, True):
+        dtype, options = IN_BACKWARD[kind]
+        options = {"step_in_backward": in_backward} | copy.deepcopy(options)
+        if device := options.pop("device", None):
+            betas = tuple(beta.to(device) for beta in options["betas"])
+            options |= {"lr": options["lr"].to(device), "betas": betas}
+        model = Model(dtype)
+        groups = [
+            {"params": [model.embedding]},
+            {"params": [model.hidden, model.bias], "weight_decay": 0.3},
+        ]
+        optimizer = TritonAdamW(groups, **options)
+        scheduler = exponential(optimizer)
+        for seed in range(3):
+            model.loss(seed).backward()
+            assert in_backward == all(map(is_freed, model.parameters()))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same_run(*optimizers)
+    assert steps_of(optimizers[1]) == [3, 3, 3]
+
+
+def test_gradients_never_exist_all_at_once(monkeypatch):
+    model, alive = Model(), []
+    step = adamw_optimizer.adamw_step
+
+    def counting_step(*args, **options):
+        alive.append(sum(not is_freed(p) for p in model.parameters()))
+        return step(*args, **options)
+
+    monkeypatch.setattr(adamw_optimizer, "adamw_step", counting_step)
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.loss().backward()
+    # Three steps, also one of a tied weight.  The hook alone holds the gradient of its parameter.
+    assert alive == [0, 0, 0]
+    optimizer.step()
+    assert alive == [0, 0, 0]
+
+
+CLIPPINGS = {
+    "by norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
+    "by norm, in lists": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0, foreach=True),
+    "by value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+    "by hand": lambda ps: [p.grad.mul_(0.5) for p in ps if p.grad is not None],
+    "noise": lambda ps: [p.grad.add_(0.5) for p in ps if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("clip", CLIPPINGS.values(), ids=CLIPPINGS)
+def test_clipping_what_the_backward_has_used_is_refused_and_a_step_recovers(clip, stepping):
+    """clip_grad_norm_ found no gradients, of all parameters or of some: it returned 0."""
+    model, optimizer = stepping
+    for _ in range(2):
+        model.loss().backward()
+        weights = weights_of(model)
+        for parameters in (list(model.parameters()), *([p] for p in model.parameters())):
+            with pytest.raises(RuntimeError, match="step_in_backward=True has used"):
+                clip(parameters)
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters()) and same_weights(model, weights)
+    optimizer.close()
+    model.loss().backward()
+    CLIPPINGS["by norm"](model.parameters())
+
+
+def test_a_norm_without_clipping_is_unknown_and_leaves_other_gradients_alone(stepping):
+    """transformers.Trainer asks for the norm for its log, by clipping to infinity."""
+    (model, optimizer), other = stepping, torch.nn.Parameter(torch.ones(3, device=DEVICE))
+    (model.loss() + other.sum()).backward()
+    norm = torch.nn.utils.clip_grad_norm_([*model.parameters(), other], math.inf)
+    torch._foreach_mul_([other.grad], math.inf / (norm + 1e-6))  # which it does on a GPU
+    assert math.isnan(norm.item()) and torch.equal(other.grad, torch.ones_like(other))
+    optimizer.step()
+
+
+def test_gradient_accumulation_is_refused_and_a_step_recovers(stepping):
+    model, optimizer = stepping
+    model.loss().backward()
+    weights = weights_of(model)
+    refused = {"match": r"a second gradient reached a parameter before step\(\)"}
+    for loss in (model.loss(1), *(p.sum() for p in model.parameters())):  # of all, of each
+        with pytest.raises(RuntimeError, **refused):
+            loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, **refused):
+            loss.backward(create_graph=True)
+    assert same_weights(model, weights)
+    optimizer.step()
+    backward_and_step(model, optimizer, 1)
+    assert steps_of(optimizer) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_backwards_in_accumulating_add_up_and_the_next_one_steps(in_backward):
+    models, losses = (Model(), Model()), ([3, 4], [0, 1, 2])
+    ours = TritonAdamW(models[0].parameters(), step_in_backward=in_backward)
+    theirs = torch.optim.AdamW(models[1].parameters())
+    for seeds in losses:
+        before = weights_of(models[0])
+        with ours.accumulating():
+            for seed in seeds[:-1]:
+                models[0].loss(seed).backward()
+        assert same_weights(models[0], before)
+        assert all(p.grad is not None for p in models[0].parameters())
+        models[0].loss(seeds[-1]).backward()
+        assert all(is_freed(p) == in_backward for p in models[0].parameters())
+        for seed in seeds:
+            models[1].loss(seed).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(ours, theirs)
+
+
+def test_accumulating_ends_with_an_error_and_does_not_hide_one(stepping):
+    model, optimizer = stepping
+    with pytest.raises(KeyError), optimizer.accumulating():
+        model.loss().backward()
+        raise KeyError
+    model.loss().backward()
+    assert all(map(is_freed, model.parameters()))
+    refused = pytest.raises(RuntimeError, match="or accumulate in accumulating")
+    with optimizer.accumulating(), refused:
+        model.loss().backward()
+
+
+def test_gradients_that_the_last_backward_does_not_reach_are_stepped_in_step():
+    models = Model(), Model()
+    ours = TritonAdamW(models[0].parameters(), step_in_backward=True)
+    theirs = TritonAdamW(models[1].parameters())
+    for model, optimizer in zip(models, (ours, theirs)):
+        with optimizer.accumulating():
+            model.loss().backward()
+        model.embedding.square().sum().backward()  # reaches one of three
+        optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.accumulating():  # and then none
+            backward_and_step(model, optimizer)
+    assert_same_run(ours, theirs)
+
+
+def test_step_without_a_backward_is_refused(stepping):
+    model, optimizer = stepping
+    refused = {"match": r"no backward has stepped a parameter since the last step\(\)"}
+    with pytest.raises(RuntimeError, **refused):
+        optimizer.step()
+    backward_and_step(model, optimizer)
+    with pytest.raises(RuntimeError, **refused):
+        optimizer.step()
+
+
+def test_gradients_of_before_are_refused():
+    model = Model()
+    model.loss().backward()
+    with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True"):
+        TritonAdamW(model.parameters(), step_in_backward=True)
+    model.zero_grad()
+    model.bias.requires_grad_(False)
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    model.bias.requires_grad_(True)  # too late for a hook, so that step() takes it
+    backward_and_step(model, optimizer)
+    assert steps_of(optimizer) == [1, 1, 1] and model.bias in optimizer.state
+
+
+def test_a_gradient_beside_the_one_that_the_backward_has_stepped_is_refused(stepping):
+    model, optimizer = stepping
+    model.loss().backward()
+    model.bias.grad = torch.ones_like(model.bias)
+    before = weights_of(model)
+    with pytest.raises(RuntimeError, match="a gradient is there of a parameter that the backward"):
+        optimizer.step()
+    assert same_weights(model, before)
+
+
+def test_two_losses_of_different_parameters_make_one_step():
+    a, b = make_params((4,), (5,))
+    optimizer = TritonAdamW([a, b], step_in_backward=True)
+    a.square().sum().backward()
+    b.square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
+
+
+def test_frozen_parameters_stay_as_they_are_in_the_backward_too():
+    model = Model()
+    model.hidden.requires_grad_(False)
+    before = model.hidden.detach().clone()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    backward_and_step(model, optimizer)
+    assert torch.equal(model.hidden, before) and model.hidden not in optimizer.state
+
+
+def test_loaded_settings_reach_the_hooks(stepping):
+    model, optimizer = stepping
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = saved["param_groups"][0]["weight_decay"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = weights_of(model)
+    backward_and_step(model, optimizer)
+    assert same_weights(model, before) and steps_of(optimizer) == [1, 1, 1]
+
+
+def test_state_loaded_after_a_backward_replaces_what_that_stepped(stepping):
+    model, optimizer = stepping
+    backward_and_step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.loss(1).backward()
+    optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="no backward has stepped"):
+        optimizer.step()
+    backward_and_step(model, optimizer, 2)
+    assert steps_of(optimizer) == [2, 2, 2]
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
+
+
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+def test_a_copy_steps_in_step_alone(way, stepping):
+    model, optimizer = stepping
+    backward_and_step(model, optimizer)
+    twin, twins_optimizer = way((model, optimizer))
+    for m, o in ((model, optimizer), (twin, twins_optimizer)):
+        m.loss(1).backward()
+        assert all(is_freed(p) == (m is model) for p in m.parameters())
+        o.step()
+    assert_same_run(optimizer, twins_optimizer)
+
+
+def hooks_of(params):
+    return [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+
+
+def test_a_refused_constructor_leaves_no_hooks():
+    a, b = make_params((4,), (5,))
+    with pytest.raises(ValueError, match="lr is -1") as raised:
+        TritonAdamW([{"params": [a]}, {"params": [b], "lr": -1.0}], step_in_backward=True)
+    assert raised.tb is not None and hooks_of([a, b]) == []  # which the traceback keeps alive
+    b.grad = torch.ones_like(b)
+    with pytest.raises(ValueError, match="a parameter has a gradient") as raised:
+        TritonAdamW([{"params": [a]}, {"params": [b]}], step_in_backward=True)
+    assert raised.tb is not None and hooks_of([a, b]) == []
+
+
+@pytest.mark.parametrize("refused", [{"lr": -1.0}, {"betas": (0.5,)}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
+    first, second, third = make_params((4,), (5,), (6,))
+    optimizer = TritonAdamW([first], step_in_backward=in_backward)
+    if not refused:
+        third = torch.nn.Parameter(third.double())
+    with pytest.raises((ValueError, TypeError)):
+        optimizer.add_param_group({"params": [second, third], **refused})
+    assert params_of(optimizer) == [first] and len(optimizer.param_groups) == 1
+    assert len(hooks_of([first])) == in_backward and hooks_of([second, third]) == []
+    optimizer.add_param_group({"params": [second]})
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert steps_of(optimizer) == [1, 1] and third not in optimizer.state
+
+
+def test_a_group_with_gradients_is_refused_before_any_hook():
+    first, second, third = make_params((4,), (5,), (6,))
+    optimizer = TritonAdamW([first], step_in_backward=True)
+    third.grad = torch.ones_like(third)
+    with pytest.raises(ValueError, match="a parameter has a gradient"):
+        optimizer.add_param_group({"params": [second, third]})
+    assert params_of(optimizer) == [first] and hooks_of([second, third]) == []
+
+
+def test_closure_works_with_steps_in_the_backward(stepping):
+    model, optimizer = stepping
+    optimizer.step(lambda: model.loss().backward())
+    assert steps_of(optimizer) == [1, 1, 1]
+
+
+def test_close_removes_the_hooks_and_step_uses_gradients_again(stepping):
+    model, optimizer = stepping
+    backward_and_step(model, optimizer)
+    optimizer.close()
+    model.loss(1).backward()
+    assert not any(map(is_freed, model.parameters()))
+    backward_and_step(model, optimizer, 2)
+    assert steps_of(optimizer) == [2, 2, 2]
+
+
+def test_a_dropped_optimizer_frees_its_states_and_lets_go_of_the_parameters():
+    """A hook that held the optimizer would keep it and all parameters for ever."""
+    model = Model()
+    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    backward_and_step(model, optimizer)
+    state = weakref.ref(optimizer.state[next(model.parameters())]["exp_avg"])
+    del optimizer
+    gc.collect()
+    assert state() is None and not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model.loss(1).backward()
+    assert all(p.grad is not None for p in model.parameters())  # as without an optimizer
+    parameter = weakref.ref(next(model.parameters()))
+    del model
+    gc.collect()
+    assert parameter() is None
+
+
+# ---- Bad input ---------------------------------------------------------------------------------
+
+AT_LEAST_0 = "expected a number of at least 0"
+UNSUPPORTED = "which TritonAdamW does not support, expected False"
+BAD_OPTIONS = [
+    ("lr", -1e-3, f"lr is -0.001, {AT_LEAST_0}"),
+    ("lr", NAN, f"lr is nan, {AT_LEAST_0}"),
+    ("lr", INF, f"lr is inf, {AT_LEAST_0}"),
+    ("lr", "0.1", f"lr is 0.1, {AT_LEAST_0}"),
+    ("lr", torch.tensor(-0.5), f"lr is -0.5, {AT_LEAST_0}"),
+    ("lr", torch.tensor(-0.5, device=DEVICE), f"lr is -0.5, {AT_LEAST_0}"),
+    ("lr", torch.tensor(NAN), f"lr is nan, {AT_LEAST_0}"),
+    ("lr", torch.ones(2), rf"lr is tensor\(\[1., 1.\]\), {AT_LEAST_0}"),
+    ("lr", torch.tensor(1j), f"lr is 1j, {AT_LEAST_0}"),
+    ("eps", NAN, f"eps is nan, {AT_LEAST_0}"),
+    ("eps", torch.tensor(-1.0), f"eps is -1.0, {AT_LEAST_0}"),
+    ("weight_decay", -0.1, f"weight_decay is -0.1, {AT_LEAST_0}"),
+    ("weight_decay", None, f"weight_decay is None, {AT_LEAST_0}"),
+    ("betas", (0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
+    ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),
+    ("betas", 0.9, "betas is 0.9, expected two numbers"),
+    ("betas", (torch.tensor(1.5), torch.tensor(0.5)), r"betas is \(tensor\(1.5000\), .*, expected"),
+    ("moments_dtype", FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
+    ("seed", -1, "seed is -1, expected a whole number from 0"),
+    ("seed", 1.5, "seed is 1.5, expected a whole number from 0"),
+    ("seed", True, "seed is True, expected a whole number from 0"),
+    ("amsgrad", True, f"amsgrad is True, {UNSUPPORTED}: leave it out"),
+    ("foreach", True, f"foreach is True, {UNSUPPORTED}: leave it out"),
+    ("fused", True, f"fused is True, {UNSUPPORTED}: leave it out"),
+    ("differentiable", True, f"differentiable is True, {UNSUPPORTED}: leave it out"),
+]
+
+
+@pytest.mark.parametrize("option, value, sentence", BAD_OPTIONS)
+def test_bad_options_are_refused_with_a_sentence(option, value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TritonAdamW(make_params((3,)), **{option: value})
+    with pytest.raises(ValueError, match=sentence):
+        TritonAdamW([{"params": make_params((3,)), option: value}])
+
+
+BAD_PARAMETERS = [  # parameter, exception, what its sentence says
+    (ONES.double(), TypeError, "a parameter is torch.float64, expected torch.float16 or"),
+    (ONES.to_sparse(), TypeError, "a parameter is torch.sparse_coo, expected torch.strided"),
+    (EXPANDED, ValueError, r"a parameter of shape \(4, 6\) has strides \(0, 1\), by which"),
+]
+
+
+@pytest.mark.parametrize("data, error, sentence", BAD_PARAMETERS, ids=["fp64", "sparse", "overlap"])
+def test_parameters_that_no_step_can_take_are_refused_before_a_backward(data, error, sentence):
+    with pytest.raises(error, match=sentence):
+        TritonAdamW([torch.nn.Parameter(data)])
+    optimizer = TritonAdamW(make_params((3,)))
+    with pytest.raises(error, match=sentence):
+        optimizer.add_param_group({"params": [*make_params((3,)), torch.nn.Parameter(data)]})
+    assert len(optimizer.param_groups) == 1
+    TritonAdamW([torch.nn.Parameter(data, requires_grad=False)])  # what is frozen may be anything
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A mesh of this one process."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+def as_dtensor(t, mesh, placement):
+    """Return t as a DTensor whose only part is t, so that nothing is sent."""
+    return DTensor.from_local(t.to(DEVICE), mesh, [placement], run_check=False)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_dtensors_of_one_process_take_the_steps_of_what_they_hold(mesh, placement, in_backward):
+    plain = make_params((4, 6), (5,), dtype=BF16)
+    wrapped = [torch.nn.Parameter(as_dtensor(p.detach().clone(), mesh, placement)) for p in plain]
+    options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+    runs = [TritonAdamW(params, **options) for params in (plain, wrapped)]
+    for optimizer in runs:
+        for _ in range(2):
+            sum((p * p).sum() for p in params_of(optimizer)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain, wrapped):
+        assert torch.equal(p, q.to_local()) and q.grad is None
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(runs[0].state[p][key], runs[1].state[q][key].to_local())
+            assert runs[1].state[q][key].placements == (placement,)
+
+
+UNFIT_PLACEMENTS = {  # name: (placements of a parameter, what the sentence says)
+    "sum to be made": (Partial(), r"the placements \(Partial\(.*, expected no Partial"),
+    "columns": (Shard(1), r"the placements \(Shard\(dim=1\),\) .* for stochastic_rounding"),
+}
+
+
+@pytest.mark.parametrize("placement, sentence", UNFIT_PLACEMENTS.values(), ids=UNFIT_PLACEMENTS)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group(
+    mesh, placement, sentence, in_backward
+):
+    local = torch.ones(4, 6, dtype=BF16)
+    wrapped = torch.nn.Parameter(as_dtensor(local, mesh, placement))
+    options = {"step_in_backward": in_backward, "stochastic_rounding": True}
+    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
+        TritonAdamW([wrapped], **options)
+    optimizer = TritonAdamW(make_params((3,)), **options)
+    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
+        optimizer.add_param_group({"params": [wrapped]})
+    assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
+
+
+def test_dtensors_of_doubles_are_refused(mesh):
+    wrapped = as_dtensor(torch.ones(4, 6, dtype=torch.float64), mesh, Shard(0))
+    with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
+        TritonAdamW([torch.nn.Parameter(wrapped)])
+
+
+def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(
+    mesh, monkeypatch
+):
+    runs = []
+    for in_backward in (True, False):
+        model = Model()
+        optimizer = TritonAdamW(model.parameters(), step_in_backward=in_backward)
+        with monkeypatch.context() as several:
+            several.setattr(dist, "get_world_size", lambda: 2)
+            model.loss().backward()
+        assert not any(map(is_freed, model.parameters()))
+        optimizer.step()
+        runs.append(optimizer)
+    assert_same_run(*runs)
+
+
+def test_a_state_placed_otherwise_is_refused(mesh):
+    plain, wrapped = make_params((4, 6)), make_params((4, 6))
+    wrapped = [torch.nn.Parameter(as_dtensor(p, mesh, Shard(0))) for p in wrapped]
+    a, b = TritonAdamW(plain), TritonAdamW(wrapped)
+    for optimizer in (a, b):
+        params_of(optimizer)[0].sum().backward()
+        optimizer.step()
+    before = everything(a)
+    with pytest.raises(TypeError, match=r"exp_avg of parameter 0 has placements \(Shard.* None"):
+        a.load_state_dict(b.state_dict())
+    with pytest.raises(TypeError, match=r"exp_avg of .* placements None, expected \(Shard"):
+        b.load_state_dict(a.state_dict())
+    assert equal(everything(a), before)
+
+
+def test_stochastic_rounding_of_fp16_is_refused():
+    with pytest.raises(ValueError, match="stochastic_rounding is True, expected False for float16"):
+        TritonAdamW(make_params((3,), dtype=FP16), stochastic_rounding=True)
+
+
+def test_sparse_gradient_of_an_embedding_is_refused():
+    embedding = torch.nn.Embedding(10, 4, sparse=True, device=DEVICE)
+    embedding(torch.tensor([1, 2], device=DEVICE)).sum().backward()
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo, expected"):
+        TritonAdamW(embedding.parameters()).step()
+
+
+# ---- torch.compile -----------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_whole_step_under_torch_compile(tensor_lr):
+    torch._dynamo.reset()
+    runs = []
+    for compile_step in (False, True):
+        lr = torch.tensor(0.05, device=DEVICE) if tensor_lr else 0.05
+        optimizer = TritonAdamW(make_params(*SHAPES), lr=lr)
+        train(optimizer, random_grads(optimizer, 1))
+        step = torch.compile(optimizer.step) if compile_step else optimizer.step
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for grads in random_grads(optimizer, 3):
+            for p, g in zip(params_of(optimizer), grads):
+                p.grad = g.clone()
+            step()
+            scheduler.step()
+        runs.append(optimizer)
+    assert_same_run(*runs)
+
+
+# ---- What only a GPU can show ------------------------------------------------------------------
+
+
+def one_step(model, optimizer, tokens):
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward):
+    def make():
+        model = Model(BF16)
+        settings = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
+        options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+        optimizer = TritonAdamW(model.parameters(), settings[0], tuple(settings[1:]), **options)
+        return model, settings, optimizer
+
+    tokens = torch.arange(6, device=DEVICE)
+    plain_model, plain_settings, plain = make()
+    model, settings, optimizer = make()
+    graph, _ = captured(lambda: one_step(model, optimizer, tokens))
+    for step in range(4):
+        one_step(plain_model, plain, tokens)
+        if step > 0:  # the first one was made before the capture, which makes none
+            graph.replay()
+        plain_settings.mul_(0.5), settings.mul_(0.5)
+    assert steps_of(optimizer) == [4, 4, 4]
+    assert_same_run(optimizer, plain)
+
+
+@needs_gpu
+def test_a_scheduler_reaches_the_replays_of_a_cuda_graph():
+    def make():
+        model = Model()
+        optimizer = TritonAdamW(model.parameters(), lr=torch.tensor(0.05, device=DEVICE))
+        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False)
+
+    tokens = torch.arange(6, device=DEVICE)
+    plain_model, plain, plain_scheduler = make()
+    model, optimizer, scheduler = make()
+    graph, _ = captured(lambda: one_step(model, optimizer, tokens))
+    for step in range(5):
+        one_step(plain_model, plain, tokens)
+        if step > 0:
+            graph.replay()
+        plain_scheduler.step(), scheduler.step()
+    assert_same_run(optimizer, plain)
+
+
+@needs_gpu
+def test_capture_without_a_step_before_is_refused():
+    p = torch.nn.Parameter(randn(64))
+    p.grad = torch.ones_like(p)
+    optimizer = TritonAdamW([p])
+    refused = pytest.raises(RuntimeError, match="without state is captured")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@needs_gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_waits_for_the_gpu(device):
+    lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=device)
+    optimizer = TritonAdamW(make_params(*SHAPES), lr=lr, betas=betas)
+    grads = random_grads(optimizer, 2)
+    train(optimizer, grads[:1])  # compiling may wait
+    with waiting_forbidden():
+        train(optimizer, grads[1:])
+
+
+@needs_gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_step_allocates_nothing_and_the_backward_frees_gradients(in_backward):
+    weights = [torch.nn.Parameter(randn(1024, 1024)) for _ in range(8)]
+    optimizer = TritonAdamW(weights, step_in_backward=in_backward)
+    one = weights[0].numel() * 4
+    for _ in range(2):
+        x = torch.ones(4, 1024, device=DEVICE)
+        for w in weights:
+            x = x @ w / 32
+        loss = x.sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        optimizer.step()
+        extra = torch.cuda.max_memory_allocated() - before
+        optimizer.zero_grad()
+    assert extra < (3 * one if in_backward else 9 * one), f"{extra / one} gradients"
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("place", [None, "cpu", "cuda:0"])
+def test_parameters_on_two_gpus(place):
+    start = randn(3000, dtype=BF16)
+    lr = 0.1 if place is None else torch.tensor(0.1, device=place)
+    a, b = params = [torch.nn.Parameter(t) for t in (start.clone(), start.to("cuda:1"))]
+    grads = gradients(start, 1)
+    train(TritonAdamW(params, lr=lr), [[g, g.to("cuda:1")] for g in grads])
+    assert torch.equal(a, b.to("cuda:0"))
