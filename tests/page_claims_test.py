@@ -303,7 +303,7 @@ def first_rungs():
         assert abs(predicted - gained) <= predicted / 6
 
 
-@says("ladder", "`linear_cross_entropy`'s is half as large again as its gain")
+@says("ladder", "The prediction of `linear_cross_entropy` is half as large again as its gain")
 @says("../README", "that of the fifth is half as large again as what was gained")
 def fifth_rung():
     predicted, gained = ladder_gains()[4]
