@@ -67,13 +67,14 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that are looked a
 def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
     """Refuse tensors that a kernel cannot take; return the lengths that the words stand for.
 
-        check_tensors(("x", x, FLOATS, ("...", "H")), ("weight", weight, FLOATS, ("H",)))["H"]
+        check_tensors(("x", x, FLOATS, ("...", "H")), ("w?", w, FLOATS, ("H",)))["H"]
 
     Args:
-        arguments: (name, tensor, dtypes, shape) for each tensor.  Only the first must not be None.
+        arguments: (name, tensor, dtypes, shape) for each tensor.  The tensor may be None if the
+            name ends in "?", except for the first one.
             shape has a number or a word for each dimension.  A word stands for any length, and for
             the same length in each shape.  "..." comes first in a shape and stands for any number
-            of dimensions; after it, "n_rows" is their product.
+            of dimensions; after it, "n_rows" is their product.  None: any shape.
 
     Raises:
         TypeError: something is no plain tensor, or has another dtype or layout.
@@ -82,14 +83,14 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
     """
     device, patterns, shapes, is_plain = None, (), (), True
     for name, t, dtypes, pattern in arguments:
-        if t is None and device is not None:
+        if t is None and name.endswith("?"):
             continue
         if type(t) not in PLAIN or t.layout is not torch.strided:
-            check_memory(name, t)
+            check_memory(name.rstrip("?"), t)
             is_plain = False
         if t.dtype not in dtypes:
             expected = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
+            raise TypeError(f"{name.rstrip('?')} is {t.dtype}, expected {expected}: convert it.")
         if device is None:
             device = t.device
             if not t.is_cuda and not (INTERPRETED and t.is_cpu):
@@ -97,13 +98,13 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
                 raise ValueError(f"{name} is on {device}, expected {expected}")
         elif t.device != device:
             expected = f"{arguments[0][0]}'s {device}: move it there."
-            raise ValueError(f"{name} is on {t.device}, expected {expected}")
+            raise ValueError(f"{name.rstrip('?')} is on {t.device}, expected {expected}")
         patterns += (pattern,)
         shapes += (t.shape,)
     # torch.compile's tensors have lengths that cannot be keys of a cache
     lengths, misfit = (_known_lengths if is_plain else _lengths)(patterns, shapes)
     if misfit is not None:
-        name = [name for name, t, *_ in arguments if t is not None][misfit]
+        name = [name for name, t, *_ in arguments if t is not None][misfit].rstrip("?")
         given = f"{name} has shape {tuple(shapes[misfit])}"
         expected = _in_words(patterns[misfit], lengths)
         raise ValueError(f"{given}, expected {expected}: reshape it.")
@@ -134,6 +135,8 @@ def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | N
     """Return the lengths of words, and the number of the first shape that is not as expected."""
     lengths = {}
     for number, (pattern, shape) in enumerate(zip(patterns, shapes)):
+        if pattern is None:
+            continue
         shape = tuple(shape)
         if pattern and pattern[0] == "...":
             n_before = max(len(shape) - len(pattern) + 1, 0)
@@ -250,7 +253,8 @@ def operator(
 ) -> Callable:
     """Decorate a launcher: torch.compile sees one operator in its place, launcher.operator.
 
-    Eager code calls the launcher itself, because an operator takes host time.
+    Eager code calls the launcher itself, because an operator takes host time.  Arguments are
+    positional.
 
     Args:
         name: "namespace::name", used once in a process.
@@ -266,7 +270,7 @@ def operator(
         def without_none(function):
             if present is None:
                 return function
-            return lambda *args, **more: [t for t in function(*args, **more) if t is not None]
+            return lambda *args: [t for t in function(*args) if t is not None]
 
         compiled = torch.library.custom_op(
             name, without_none(launch), mutates_args=mutates, schema=schema, tags=tags
@@ -274,13 +278,13 @@ def operator(
         compiled.register_fake(without_none(results))
 
         @functools.wraps(launch)
-        def call(*args, **more):
+        def call(*args):
             if not torch.compiler.is_compiling():
-                return launch(*args, **more)
+                return launch(*args)
             if present is None:
-                return compiled(*args, **more)
-            found = iter(compiled(*args, **more))
-            return tuple(next(found) if is_there else None for is_there in present(*args, **more))
+                return compiled(*args)
+            found = iter(compiled(*args))
+            return tuple(next(found) if is_there else None for is_there in present(*args))
 
         call.operator = compiled
         return call

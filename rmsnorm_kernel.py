@@ -229,9 +229,9 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, dy=None, rstd=None) -> 
     """Refuse what the kernels cannot compute; return the number of rows."""
     lengths = check_tensors(
         ("x", x, FLOATS, ("...", "H")),
-        ("weight", weight, FLOATS, ("H",)),
-        ("dy", dy, FLOATS, ("...", "H")),
-        ("rstd", rstd, FP32, ("n_rows",)),
+        ("weight?", weight, FLOATS, ("H",)),
+        ("dy?", dy, FLOATS, ("...", "H")),
+        ("rstd?", rstd, FP32, ("n_rows",)),
     )
     if not 1 <= lengths["H"] <= MAX_HIDDEN_SIZE:
         allowed = f"(..., H) with H from 1 to {MAX_HIDDEN_SIZE:,}: use rmsnorm_reference."

@@ -233,10 +233,7 @@ def test_frozen_weight_gets_no_gradient_and_no_buffer(leaves):
         norm(x, weight).backward(dy)
     assert shapes == [(9, 64), (9,), (9, 64)]  # y, rstd, dx; neither partial sums nor dw
     assert weight.grad is None and torch.equal(x.grad, dx)
-    assert (
-        rmsnorm_backward(dy, x, weight, rmsnorm_forward(x, weight, EPS)[1], need_dweight=False)[1]
-        is None
-    )
+    assert rmsnorm_backward(dy, x, weight, rmsnorm_forward(x, weight, EPS)[1], False)[1] is None
 
 
 def test_no_buffer_has_the_size_of_x_but_y_and_dx():

@@ -146,9 +146,7 @@ def norm_gradients(
         return [None, None, *gradients]
 
     dy = input_gradient(dout, weights, scale)  # (N, H)
-    dx, dnorm_weight = rmsnorm_backward(
-        dy.view(x.shape), x, norm_weight, rstd, need_dweight=need_norm_weight
-    )
+    dx, dnorm_weight = rmsnorm_backward(dy.view(x.shape), x, norm_weight, rstd, need_norm_weight)
     if dresidual is not None:
         dx.add_(dresidual)
     return [dx, dnorm_weight, *gradients]

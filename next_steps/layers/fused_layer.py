@@ -146,7 +146,7 @@ class NormLinearFunction(torch.autograd.Function):
             x,
             norm_weight,
             rstd,
-            need_dweight=need_norm_weight,
+            need_norm_weight,
         )
         if dresidual is not None:
             dx.add_(dresidual)

@@ -41,27 +41,25 @@ Limits: fp16, bf16, fp32; a multiple of 64 numbers; finite weights, which never 
 second derivative.
 """
 
-import contextlib
-import os
+import math
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear, pad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# No GPU: run the kernels on the CPU; must precede `import triton`.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernel_support import (
+    FLOATS,
+    FP32,
+    check_memory,
+    check_tensors,
+    on_device_of,
+    operator,
+    refuse_second_derivative,
+    tl,
+    triton,
+)
 
-import triton
-import triton.language as tl
-
-# Beside this file's folder; without it bf16 is truncated on a CPU.
-with contextlib.suppress(ModuleNotFoundError):
-    import kernel_support  # noqa: F401
-
-INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+BYTES = (torch.uint8,)
 BLOCK, GROUP = 64, 256  # numbers that share an absmax, absmaxes that share a scale
 # 16 bytes of codes a thread: 32 numbers.  85 % of the copy rate on an H200; with a quarter of that
 # 63 %, because the next load waits for the table.
@@ -104,13 +102,24 @@ class NF4(NamedTuple):
 
 
 def nf4_quantize(weight: torch.Tensor) -> NF4:
-    """The weight (any shape) in 4 bits a number, where it lies; the host waits for a check.
+    """Return the weight (any shape) in 4 bits a number, on its device.  The host waits for a check.
 
     Raises:
         TypeError: it is no tensor of fp16, bf16 or fp32.
         ValueError: not a multiple of 64 numbers, or one of them is infinite or NaN.
     """
-    _check_weight(weight)
+    check_memory("weight", weight)
+    if weight.dtype not in FLOATS:
+        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
+        raise TypeError(f"weight is {weight.dtype}, expected {expected}")
+    if weight.numel() % BLOCK:
+        given = f"weight has shape {tuple(weight.shape)}, {weight.numel():,} numbers"
+        raise ValueError(f"{given}, expected a multiple of {BLOCK}")
+    if not weight.is_meta and not weight.isfinite().all():
+        raise ValueError(
+            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax "
+            "and with it every number"
+        )
     tables = nf4_tables(weight.device)
     table, absmax_map = tables.split([N_VALUES, GROUP])
     blocks = weight.detach().reshape(-1, BLOCK).float()  # (n / 64, 64)
@@ -128,9 +137,9 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
 
 
 def nf4_tables(device: torch.device) -> torch.Tensor:
-    """NF4's values, and the 256 of an absmax code: (16 + 256,) fp32.
+    """Return NF4's values, and the 256 of an absmax code: (16 + 256,) fp32.
 
-    The latter are dynamic: relatively as fine near 0 as near 1.  Of each sign there are 1 value
+    Those of an absmax code are relatively as fine near 0 as near 1.  Of each sign there are 1 value
     between 1e-7 and 1e-6, 2 up to 1e-5, ... 64 between 0.1 and 1, in equal steps; and 0, and 1.
     """
     magnitudes = []
@@ -144,7 +153,7 @@ def nf4_tables(device: torch.device) -> torch.Tensor:
 
 
 def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Where in the sorted table each number's nearest value is; of two as near, the smaller."""
+    """Return where in the sorted table each number's nearest value is; of two, the smaller."""
     between = (table[:-1] + table[1:]) / 2
     return torch.bucketize(numbers, between, out_int32=True).to(torch.uint8)
 
@@ -152,7 +161,7 @@ def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def _quantize_absmax(
     deviations: torch.Tensor, absmax_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (N,) uint8 and scales (N / 256, rounded up) of deviations (N,) from the mean."""
+    """Return codes (N,) uint8 and scales (N / 256, rounded up) of deviations (N,) from the mean."""
     n_blocks = len(deviations)
     groups = pad(deviations, (0, -n_blocks % GROUP)).view(-1, GROUP)
     scales = groups.abs().amax(1)
@@ -164,7 +173,7 @@ def _quantize_absmax(
 
 
 def nf4_dequantize_reference(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The weight of this shape, in PyTorch; in float64 if the scales are float64."""
+    """Return the weight of this shape, by PyTorch; in float64 if the scales are float64."""
     codes, absmax_codes, absmax_scales, absmax_mean, tables = nf4
     table, absmax_map = tables.split([N_VALUES, GROUP])
     scales = absmax_scales.repeat_interleave(GROUP)[: len(absmax_codes)]  # (n / 64,)
@@ -174,8 +183,8 @@ def nf4_dequantize_reference(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtyp
     return numbers.to(dtype).view(shape)
 
 
-# A program writes TILE_BLOCKS blocks.  As rows of a tile each has one absmax, which so is looked up
-# once a block, not once a number.
+# A program writes TILE_BLOCKS blocks.  They are the rows of a tile, and each row has one absmax.
+# So an absmax is looked up once a block, not once a number.
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
@@ -216,22 +225,49 @@ def _nf4_dequantize_kernel(
 
 
 def nf4_dequantize(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The weight of this shape, in this dtype: the bits of `nf4_dequantize_reference`.
+    """Return the weight of this shape in this dtype, with the bits of `nf4_dequantize_reference`.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor, or the shape has another number of
+            elements.
     """
-    launch = _operator if torch.compiler.is_compiling() else _launch
-    return launch(*nf4, shape, dtype)
+    return _launch(*nf4, shape, dtype)
 
 
+def _result(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtype):
+    """The weight, not yet written."""
+    if dtype not in FLOATS:
+        expected = f"{' or '.join(map(str, FLOATS))}: convert x."
+        raise TypeError(f"the weight is wanted in {dtype}, expected {expected}")
+    check_memory("codes", codes)
+    n_numbers = 2 * codes.numel()
+    n_blocks = n_numbers // BLOCK
+    check_tensors(
+        ("codes", codes, BYTES, (n_blocks * BLOCK // 2,)),
+        ("absmax_codes", absmax_codes, BYTES, (n_blocks,)),
+        ("absmax_scales", absmax_scales, FP32, (-(-n_blocks // GROUP),)),
+        ("absmax_mean", absmax_mean, FP32, (1,)),
+        ("tables", tables, FP32, (N_VALUES + GROUP,)),
+    )
+    if math.prod(shape) != n_numbers:
+        given = f"shape is {tuple(shape)} and codes holds {n_numbers:,} numbers"
+        raise ValueError(f"{given}, expected as many: pass the shape that was quantized.")
+    return codes.new_empty(shape, dtype=dtype)
+
+
+@operator(
+    "tutorial::nf4_dequantize",
+    "(Tensor codes, Tensor absmax_codes, Tensor absmax_scales, Tensor absmax_mean, "
+    "Tensor tables, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _result,
+)
 def _launch(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtype):
     nf4 = NF4(codes, absmax_codes, absmax_scales, absmax_mean, tables)
-    _check(nf4, shape, dtype)
-    w = codes.new_empty(shape, dtype=dtype)
+    w = _result(*nf4, shape, dtype)
     n_blocks = len(absmax_codes)
     n_programs = -(-n_blocks // TILE_BLOCKS)  # rounded up
     if n_programs > 0:
-        with _on_device_of(codes):
+        with on_device_of(codes):
             _nf4_dequantize_kernel[(n_programs,)](
                 *(t.contiguous() for t in nf4),
                 w,
@@ -245,94 +281,6 @@ def _launch(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
                 enable_fp_fusion=False,
             )
     return w
-
-
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
-
-
-# What torch.compile sees in place of the kernel: see rmsnorm_kernel.py.
-
-_operator = torch.library.custom_op(
-    "tutorial::nf4_dequantize",
-    _launch,
-    mutates_args=(),
-    schema="(Tensor codes, Tensor absmax_codes, Tensor absmax_scales, Tensor absmax_mean, "
-    "Tensor tables, SymInt[] shape, ScalarType dtype) -> Tensor",
-)
-
-
-@_operator.register_fake
-def _(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtype):
-    _check(NF4(codes, absmax_codes, absmax_scales, absmax_mean, tables), shape, dtype)
-    return codes.new_empty(shape, dtype=dtype)
-
-
-# ---- Checks: what the kernel cannot compute is refused before it is handed any pointer ----------
-
-
-def _check_weight(weight: torch.Tensor) -> None:
-    _check_plain("weight", weight)
-    if weight.dtype not in FLOATS:
-        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
-        raise TypeError(f"weight is {weight.dtype}, expected {expected}")
-    if weight.numel() % BLOCK:
-        given = f"weight has shape {tuple(weight.shape)}, {weight.numel():,} numbers"
-        raise ValueError(f"{given}, expected a multiple of {BLOCK}")
-    if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError(
-            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax "
-            "and with it every number"
-        )
-
-
-def _check(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if dtype not in FLOATS:
-        expected = f"{' or '.join(map(str, FLOATS))}: convert x."
-        raise TypeError(f"the weight is wanted in {dtype}, expected {expected}")
-    for name, t in nf4._asdict().items():
-        _check_plain(name, t)
-    codes = nf4.codes
-    n_numbers = 2 * codes.numel()
-    n_blocks = n_numbers // BLOCK
-    expected = {
-        "codes": (torch.uint8, (n_blocks * BLOCK // 2,)),
-        "absmax_codes": (torch.uint8, (n_blocks,)),
-        "absmax_scales": (torch.float32, (-(-n_blocks // GROUP),)),
-        "absmax_mean": (torch.float32, (1,)),
-        "tables": (torch.float32, (N_VALUES + GROUP,)),
-    }
-    for name, t in nf4._asdict().items():
-        given = t.dtype, tuple(t.shape)
-        if given != expected[name]:
-            given = f"{name} is {given[0]} of shape {given[1]}"
-            wanted = "{} of shape {}".format(*expected[name])
-            raise ValueError(f"{given}, expected {wanted}: pass what nf4_quantize returns.")
-        if t.device != codes.device:
-            given = f"{name} is on {t.device}, codes on {codes.device}"
-            raise ValueError(f"{given}, expected one device: move one of them.")
-    wanted = 1
-    for length in shape:
-        wanted *= length
-    if wanted != n_numbers:
-        given = f"shape is {tuple(shape)} and codes holds {n_numbers:,} numbers"
-        raise ValueError(f"{given}, expected as many: pass the shape that was quantized.")
-    if not codes.is_cuda and not (INTERPRETED and codes.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"codes is on {codes.device}, expected {expected}")
-
-
-def _check_plain(name: str, t: torch.Tensor) -> None:
-    """Refuse what has no memory of its own, or has it in another form."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: convert it.")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
-    if t.layout is not torch.strided:
-        raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
 
 
 # ---- For autograd ------------------------------------------------------------------------------
@@ -351,8 +299,8 @@ def nf4_linear_reference(x: torch.Tensor, shape: tuple[int, int], *nf4: torch.Te
 class NF4LinearFunction(torch.autograd.Function):
     """`NF4LinearFunction.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I).
 
-    The result is (..., O).  W is written out in x's dtype.  For the backward nothing is kept but
-    what is there anyhow, nf4.
+    The result is (..., O).  W is written out in x's dtype.  The backward keeps only nf4, which is
+    there anyhow.
     """
 
     @staticmethod
@@ -363,9 +311,6 @@ class NF4LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # Under create_graph=True; `once_differentiable` would let the derivative vanish silently.
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for"
-            raise RuntimeError(f"NF4's product has no second derivative, {asked}.")
+        refuse_second_derivative("NF4's product")
         weight = nf4_dequantize(NF4(*ctx.saved_tensors), ctx.shape, dy.dtype)  # again
         return dy @ weight, None, *(None for _ in NF4._fields)

@@ -12,8 +12,8 @@ for one token and head, with x1, x2 the two halves of x, c1, c2 those of cos, s1
                                 a[j] = position * frequency[j].
 
 Four multiplications for two elements: again a GPU only moves bytes.  Bytes read and written per
-bf16 element of q and k, if each kernel reads its inputs once (cos and sin serve all heads, and do
-not count):
+bf16 element of q and k, if each kernel reads its inputs once (cos and sin serve all heads, so they
+do not count):
 
                 eager                                                  fused          ratio
     forward     x * cos 4, -x2 2, cat 4, * sin 4, add 6          20    x, y   2+2   4     5.0
@@ -49,26 +49,20 @@ adds 1.3 % of bytes, fewer from a cache.  Eager rounds both products and their s
 sum is rounded once, closer to float64.
 """
 
-import contextlib
 import functools
-import os
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# No GPU: run the kernels on the CPU; must precede `import triton`.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernel_support import (
+    FLOATS,
+    check_tensors,
+    on_device_of,
+    operator,
+    refuse_second_derivative,
+    tl,
+    triton,
+)
 
-import triton
-import triton.language as tl
-
-# Beside this file's folder; without it bf16 is truncated on a CPU.
-with contextlib.suppress(ModuleNotFoundError):
-    import kernel_support  # noqa: F401
-
-INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 4096
 
 
@@ -192,10 +186,10 @@ def rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _operator if torch.compiler.is_compiling() else _launch
-    return launch(q, k, cos, sin, backward=False)
+    return _launch(q, k, cos, sin, False)
 
 
 def rope_backward(
@@ -206,20 +200,33 @@ def rope_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dq and dk, laid out in memory as dq_rot and dk_rot are.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _operator if torch.compiler.is_compiling() else _launch
-    return launch(dq_rot, dk_rot, cos, sin, backward=True)
+    return _launch(dq_rot, dk_rot, cos, sin, True)
 
 
-def _launch(q, k, cos, sin, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(q, k, cos, sin, backward):
+    """The results, not yet written."""
+    _check(q, k, cos, sin, backward)
+    return _output_like(q), _output_like(k)
+
+
+@operator(
+    "tutorial::rope",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
+    _results,
+    # The order of the results' dimensions depends on the strides: they must be as traced.
+    tags=(torch.Tag.needs_exact_strides,),
+)
+def _launch(q, k, cos, sin, backward):
     _check(q, k, cos, sin, backward)
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
     q, q_rot = _in_and_out(q)
     k, k_rot = _in_and_out(k)
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
     if B * T * n_groups > 0:
-        with _on_device_of(q):
+        with on_device_of(q):
             _rope_kernel[(B * T, n_groups)](
                 (q, *q.stride()[:3]),
                 (k, *k.stride()[:3]),
@@ -239,13 +246,13 @@ def _launch(q, k, cos, sin, backward: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _in_and_out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with adjacent columns, and where to write.  A copy is its own output."""
+    """Return x with adjacent columns, and memory for its result.  A copy of x is overwritten."""
     out = _output_like(x)
     return (x, out) if x.stride(3) == 1 else (out.copy_(x.detach()), out)
 
 
 def _output_like(x: torch.Tensor) -> torch.Tensor:
-    """Where to write: in x's order of the dimensions, if columns are the innermost."""
+    """Return memory for a result, in x's order of dimensions if columns are the innermost."""
     out = torch.empty_like(x)
     if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -253,8 +260,9 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """cos or sin with adjacent columns, and the strides of samples, which may share one table (0),
-    and of tokens.
+    """Return cos or sin with adjacent columns, and the strides of samples and of tokens.
+
+    Where all samples share one table, the stride of samples is 0.
     """
     t = t if t.stride(-1) == 1 else t.contiguous()
     shared = t.ndim == 2 or t.shape[0] == 1
@@ -263,7 +271,7 @@ def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 @functools.cache  # what it computes takes the host as long as a launch
 def _options(n_q_heads: int, n_k_heads: int, half: int) -> tuple[int, dict[str, int]]:
-    """Number of groups of heads, and options of a launch.
+    """Return the number of groups of heads, and the options of a launch.
 
     A thread has 16 elements of each half of q.  LLaMA 3.1 8B's heads on an H200: 93 % of the copy
     rate at 32,768 tokens; nothing else was tried.
@@ -286,39 +294,20 @@ def _next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
-
-
-# ---- Checks: what the kernel cannot compute is refused before it is handed any pointer ---------
-
-
 def _check(q, k, cos, sin, backward: bool) -> None:
+    """Refuse what the kernel cannot compute."""
     q_name, k_name = ("dq_rot", "dk_rot") if backward else ("q", "k")
-    for name, t in ((q_name, q), (k_name, k), ("cos", cos), ("sin", sin)):
-        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            _refuse_wrapper(name, t)
-        if t.dtype not in FLOATS:
-            expected = "float16, bfloat16 or float32: convert it first."
-            raise TypeError(f"{name} is {t.dtype}, expected {expected}")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
-        if t.device != q.device:
-            expected = f"{q_name}'s {q.device}: move it there."
-            raise ValueError(f"{name} is on {t.device}, expected {expected}")
-    if not q.is_cuda and not (INTERPRETED and q.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"{q_name} is on {q.device}, expected {expected}")
-    if q.ndim != 4 or q.shape[3] % 2 != 0 or not 2 <= q.shape[3] <= MAX_HEAD_DIM:
+    lengths = check_tensors(
+        (q_name, q, FLOATS, ("B", "heads", "T", "D")),
+        (k_name, k, FLOATS, ("B", "k_heads", "T", "D")),
+        ("cos", cos, FLOATS, None),
+        ("sin", sin, FLOATS, None),
+    )
+    B, T, D = lengths["B"], lengths["T"], lengths["D"]
+    if D % 2 != 0 or not 2 <= D <= MAX_HEAD_DIM:
         given = f"{q_name} has shape {tuple(q.shape)}"
         allowed = f"(B, heads, T, D) with an even D from 2 to {MAX_HEAD_DIM:,}"
         raise ValueError(f"{given}, expected {allowed}: use rope_reference for longer heads.")
-    B, _, T, D = q.shape
-    if k.ndim != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
-        given = f"{k_name} has shape {tuple(k.shape)}"
-        raise ValueError(f"{given}, expected ({B}, heads, {T}, {D}): fit it to {q_name}.")
     for name, t in (("cos", cos), ("sin", sin)):
         if t.shape not in ((B, T, D), (1, T, D), (T, D)):
             given = f"{name} has shape {tuple(t.shape)}"
@@ -327,7 +316,7 @@ def _check(q, k, cos, sin, backward: bool) -> None:
 
 
 def _advice(name: str, t: torch.Tensor, D: int) -> str:
-    """What angles of another shape probably are, and what to do with them."""
+    """Say what angles of another shape probably are, and what to do with them."""
     width = t.shape[-1] if t.ndim > 0 else 0
     if 2 * width == D:
         half = "this is one column for two of q"
@@ -339,37 +328,6 @@ def _advice(name: str, t: torch.Tensor, D: int) -> str:
         others = "and append the other columns to the results"
         return f"{width} of {D} columns are a partial rotation, for which pass {parts}, {others}"
     return "index it with position_ids first"
-
-
-def _refuse_wrapper(name: str, t: torch.Tensor) -> None:
-    """A wrapper such as DTensor has no memory of its own: at its data_ptr() lies nothing."""
-    if not isinstance(t, torch.Tensor):
-        given = f"{name} is a {type(t).__name__}"
-        raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
-
-
-# ---- What torch.compile sees in place of the kernel ------------------------------------------
-#
-# To a kernel it would hand strides as it has traced them, not as it lays tensors out.  The body of
-# an operator gets real tensors.  See rmsnorm_kernel.py.  The tag makes it lay them out as traced
-# all the same: the order of the results' dimensions depends on them.
-
-_operator = torch.library.custom_op(
-    "tutorial::rope",
-    _launch,
-    mutates_args=(),
-    tags=(torch.Tag.needs_exact_strides,),
-    schema="(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
-)
-
-
-@_operator.register_fake
-def _(q, k, cos, sin, backward):
-    _check(q, k, cos, sin, backward)
-    return _output_like(q), _output_like(k)
 
 
 # ---- For autograd, and as a function ---------------------------------------------------------
@@ -389,10 +347,7 @@ class TritonRoPEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq_rot, dk_rot):
-        # Under create_graph=True; `once_differentiable` would let the derivative vanish silently.
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for"
-            raise RuntimeError(f"The fused RoPE has no second derivative, {asked}.")
+        refuse_second_derivative("The fused RoPE")
         dq, dk = rope_backward(dq_rot, dk_rot, *ctx.saved_tensors)
         return dq, dk, None, None
 

@@ -8,7 +8,7 @@ FAULTS = {
         ("any device", "elif t.device != device:", "elif False:"),
         ("any shape", "if misfit is not None:", "if False:"),
         ("any layout", "if t.layout is not torch.strided:", "if False:"),
-        ("the first may be None", "if t is None and device is not None:", "if t is None:"),
+        ("any tensor may be None", 'if t is None and name.endswith("?"):', "if t is None:"),
         (
             "words stand for any length",
             "lengths.setdefault(word, length) if type(word) is str else word",

@@ -51,7 +51,7 @@ FAULTS = {
         ("any length without a weight", "if self.weight is None and x.shape[-1:] != (self.hidden_size,):", "if False:"),
     ],
     "test_rstd_of_another_shape_or_dtype_is_refused_with_a_sentence": [
-        ("any rstd", "        (\"rstd\", rstd, FP32, (\"n_rows\",)),\n", ""),
+        ("any rstd", "        (\"rstd?\", rstd, FP32, (\"n_rows\",)),\n", ""),
     ],
     "test_rstd_may_have_gaps": [
         ("rstd taken for adjacent", "rstd.contiguous()", "rstd"),

@@ -76,7 +76,6 @@ def bad_input():
     def with_parts(**changed):
         return x, *nf4._replace(**changed)
 
-    quantized = "pass what nf4_quantize returns"
     return {
         "x is float64": BadInput(
             (x.double(), *nf4), TypeError, "the weight is wanted in torch.float64, expected"
@@ -85,30 +84,34 @@ def bad_input():
             with_parts(absmax_mean=0.5), TypeError, "absmax_mean is a float, expected a tensor"
         ),
         "codes are int32": BadInput(
-            with_parts(codes=nf4.codes.int()), ValueError, f"codes is torch.int32 .*{quantized}"
+            with_parts(codes=nf4.codes.int()),
+            TypeError,
+            "codes is torch.int32, expected torch.uint8",
         ),
         "too few absmax codes": BadInput(
             with_parts(absmax_codes=nf4.absmax_codes[1:]),
             ValueError,
-            r"absmax_codes is torch.uint8 of shape \(3,\), expected torch.uint8 of shape \(4,\)",
+            r"absmax_codes has shape \(3,\), expected \(4,\)",
         ),
         "scales in bf16": BadInput(
             with_parts(absmax_scales=nf4.absmax_scales.bfloat16()),
-            ValueError,
-            "absmax_scales is torch.bfloat16 .*, expected torch.float32",
+            TypeError,
+            "absmax_scales is torch.bfloat16, expected torch.float32",
         ),
         "one table": BadInput(
             with_parts(tables=nf4.tables[:16]),
             ValueError,
-            r"tables is .* of shape \(16,\), expected torch.float32 of shape \(272,\)",
+            r"tables has shape \(16,\), expected \(272,\)",
         ),
         "a mean of no dimension": BadInput(
-            with_parts(absmax_mean=nf4.absmax_mean[0]), ValueError, r"of shape \(\), expected"
+            with_parts(absmax_mean=nf4.absmax_mean[0]),
+            ValueError,
+            r"absmax_mean has shape \(\), expected \(1,\)",
         ),
         "two devices": BadInput(
             with_parts(tables=nf4.tables.to("meta")),
             ValueError,
-            "tables is on meta, codes on .*, expected one device",
+            "tables is on meta, expected codes's",
         ),
         "another shape": BadInput(
             (x[:, :60], *nf4),
