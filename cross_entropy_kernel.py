@@ -61,7 +61,6 @@ from kernel_support import (
     FP32,
     INTEGERS,
     as_rows,
-    check_memory,
     check_tensors,
     on_device_of,
     operator,
@@ -540,8 +539,6 @@ def check_logits(logits, targets, reduction="mean", *others) -> int:
 
     others: further arguments of check_tensors.
     """
-    if targets is None:
-        check_memory("targets", targets)
     lengths = check_tensors(
         ("logits", logits, FLOATS, ("...", "V")), ("targets", targets, INTEGERS, ("...",)), *others
     )

@@ -71,7 +71,6 @@ from cross_entropy_kernel import (
 from kernel_support import (
     FLOATS,
     INTEGERS,
-    check_memory,
     check_tensors,
     on_device_of,
     operator,
@@ -140,9 +139,6 @@ def scale_gradient(t, factor):
 
 def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
     """Refuse what cannot be computed, before any pointer is handed to a kernel."""
-    for name, t in (("weight", weight), ("targets", targets)):
-        if t is None:
-            check_memory(name, t)
     lengths = check_tensors(
         ("hidden", hidden, FLOATS, ("...", "H")),
         ("weight", weight, FLOATS, ("V", "H")),

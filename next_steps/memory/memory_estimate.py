@@ -41,6 +41,7 @@ from unittest import mock
 
 import torch
 
+import kernel_support
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
 from harness.data import dataset
@@ -112,7 +113,8 @@ def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Op
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """What runs on a GPU takes meta tensors too, and launches nothing."""
-    kernel_files = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
+    lessons = [importlib.import_module(row.lesson) for row in ROWS if row.launches]
+    kernel_files = [kernel_support, *lessons]
     replaced = [
         (torch.nn.functional, "scaled_dot_product_attention", attention),
         # kernel[grid](...)
@@ -123,7 +125,7 @@ def pretended_gpu() -> Iterator[None]:
         ),
         # kernels write where their launchers allocated; "interpreted" ones take tensors that are
         # not on a GPU
-        *((file, "INTERPRETED", True) for file in kernel_files),
+        *((file, "INTERPRETED", True) for file in kernel_files if hasattr(file, "INTERPRETED")),
         (torch.Tensor, "is_cpu", True),  # nor on a CPU
         # a GPU needs no copy of a or b
         (
