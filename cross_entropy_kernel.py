@@ -31,10 +31,9 @@ because a row of 128,256 fp32 values outgrows a multiprocessor, so log_softmax r
 to bf16.)  cross_entropy_inplace_kernel.py writes the gradient over the logits: 4 bytes moved in
 all, none held.
 
-The file has two parts.  The first is the plain form, whole: both kernels and the autograd Function
-that runs them.  The plain form is right, and the benchmark measures it ("ours, the plain form").
-The second part is what the hardware asks for beyond it, one small function for each thing, and then
-the kernels that are used.
+Part one of the file is the plain form, whole: both kernels and the autograd Function that runs
+them.  It is right, and the benchmark measures it.  Part two is what the hardware asks for beyond
+it, one small function for each thing, and then the kernels that are used.
 
 New ideas of Triton, after those of rmsnorm_kernel.py:
 
@@ -248,14 +247,9 @@ def tile_of(TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
 
 @triton.jit
 def _online_softmax(
-    body_ptr,
-    n_body,
-    edge_logits,  # loaded already
-    tile,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
+    body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
 ):
-    """A row's m, times LOG2E, and d."""
+    """A row's m, times LOG2E, and d.  The edge's logits are loaded already."""
     # m begins finite: in a column of -inf (a masked vocabulary) -inf - -inf would be NaN.
     m = tl.full((TILE_COLS,), -HUGE, dtype=tl.float32)
     d = tl.zeros((TILE_COLS,), dtype=tl.float32)
@@ -301,12 +295,7 @@ def _is_maximum(x, m):
 
 @triton.jit
 def softmax_of_row(
-    body_ptr,
-    n_body,
-    edge_logits,
-    tile,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
+    body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
 ):
     """A row's m, d and m's unit."""
     m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
@@ -456,19 +445,16 @@ def _cross_entropy_bwd_kernel(
 #
 # Nothing is validated here.  The arguments come in the kernels' order:
 #
-#   logits: (n_rows, V), or (..., V) contiguous, of any row stride; n_rows may be 0.
+#   logits, dlogits: (n_rows, V), or (..., V) contiguous, of any row stride; n_rows may be 0.
 #   targets: (n_rows,) int64 or int32, contiguous, on the logits' device, as everything else.
+#   row_loss: (n_rows,) fp32, written.  stats: (n_rows, 3) fp32: m, d and m's unit.
 #   n_valid: () int64, the rows that count in the mean, in these rows and elsewhere; None: no mean.
 #   ignore_index: an int; a row with this target has loss and gradient 0.
+#   grad_output: (n_rows,), dL/dloss of each row, before the mean; or () with a stride of 0.
 
 
 def launch_forward(logits, logits_row_stride, targets, row_loss, stats, n_valid, ignore_index):
-    """Write the rows' losses and statistics.
-
-    Args:
-        row_loss: (n_rows,) fp32, written.
-        stats: (n_rows, 3) fp32, contiguous, written: m, d and m's unit, for launch_backward.
-    """
+    """Write the rows' losses and statistics."""
     n_rows, V = targets.numel(), logits.shape[-1]
     if n_rows > 0:
         with on_device_of(logits):
@@ -494,13 +480,9 @@ def launch_backward(
     dlogits, dlogits_row_stride,
     ignore_index,
 ):  # fmt: skip
-    """Write the rows' gradients.
+    """Write the rows' gradients, from the statistics that launch_forward has written.
 
-    Args:
-        grad_output: (n_rows,), dL/dloss of each row, before the mean; or () with a stride of 0.
-        stats: what launch_forward has written.
-        dlogits: (n_rows, V) in logits' dtype, written; a row stride equal to that of the logits
-            modulo 8.  It may be the logits themselves.
+    The row strides of logits and dlogits are equal modulo 8.  dlogits may be the logits themselves.
     """
     n_rows, V = targets.numel(), logits.shape[-1]
     if n_rows > 0:

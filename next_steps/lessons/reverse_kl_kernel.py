@@ -71,12 +71,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)
 
 
 def reverse_kl_reference(
-    student,
-    teacher,
-    mask=None,
-    temperature=1.0,
-    reduction="batchmean",
-    ignore_index=-100,
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", ignore_index=-100
 ):
     """Eager loss of two (..., V) in their own dtype.
 
@@ -474,10 +469,7 @@ def _forward_results(
     "str reduction='batchmean', bool gradient=False) -> Tensor[]",
     _forward_results,
     present=lambda student, teacher, mask=None, T=1.0, reduction="batchmean", gradient=False: (
-        True,
-        True,
-        reduction == "batchmean" and mask is not None,
-        gradient,
+        [True, True, reduction == "batchmean" and mask is not None, gradient]
     ),
 )
 def reverse_kl_forward(
@@ -531,15 +523,7 @@ def reverse_kl_forward(
     lambda grad_output, student, *others: student.new_empty(student.shape),
 )
 def reverse_kl_backward(
-    grad_output,
-    student,
-    teacher,
-    mask,
-    stats,
-    n_counted,
-    temperature,
-    reduction,
-    dstudent=None,
+    grad_output, student, teacher, mask, stats, n_counted, temperature, reduction, dstudent=None
 ):
     """Return dstudent (..., V) in student's dtype, from what a forward was given and returned.
 
@@ -554,11 +538,10 @@ def reverse_kl_backward(
     others = ("grad_output", grad_output, FLOATS, shape), ("stats", stats, FP32, ("n_rows", 5))
     n_rows = _check(student, teacher, mask, temperature, reduction, *others)
     row_grads = grad_output if grad_output.ndim < 2 else grad_output.reshape(-1)
-    row_grad_stride = row_grads.stride(0) if row_grads.ndim else 0
+    row_grad_stride = None  # dstudent is there: the kernel looks whether grad_output is 1
     if dstudent is None:
+        row_grad_stride = row_grads.stride(0) if row_grads.ndim else 0
         dstudent = student.new_empty(student.shape)  # (..., V)
-    else:
-        row_grad_stride = None  # the kernel looks whether grad_output is 1
     if n_rows > 0:
         student_rows, student_row_stride = _rows_cut_alike(student)
         teacher_rows, teacher_row_stride = _rows_cut_alike(teacher)
@@ -619,17 +602,8 @@ class ObviousReverseKLFunction(torch.autograd.Function):
         row_loss = student.new_empty(n_rows, dtype=torch.float32)
         ctx.dstudent = torch.empty_like(student)
         tile = min(triton.next_power_of_2(V), 32_768)
-        _obvious_kernel[(n_rows,)](
-            student,
-            teacher,
-            row_loss,
-            ctx.dstudent,
-            n_rows,
-            V,
-            tile,
-            num_warps=16,
-            enable_fp_fusion=True,
-        )
+        args = student, teacher, row_loss, ctx.dstudent, n_rows, V, tile
+        _obvious_kernel[(n_rows,)](*args, num_warps=16, enable_fp_fusion=True)
         return row_loss.sum()
 
     @staticmethod
@@ -688,13 +662,7 @@ class TritonReverseKLLoss(torch.nn.Module):
         TypeError, ValueError: as reverse_kl_forward; or the teacher's logits require a gradient.
     """
 
-    def __init__(
-        self,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        reduction: str = "batchmean",
-        group=None,
-    ):
+    def __init__(self, temperature=1.0, ignore_index=-100, reduction="batchmean", group=None):
         super().__init__()
         self.ignore_index = ignore_index
         self.args = temperature, reduction, group
