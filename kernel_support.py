@@ -176,7 +176,8 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
     for name, t in tensors.items():
         owner = t if compiling or t._base is None else t._base
         leaf = owner.is_leaf and owner.requires_grad
-        first, last = t.storage_offset(), t.storage_offset() + t.numel()
+        first = 0 if compiling else t.storage_offset()  # which the compiler cannot trace
+        last = first + t.numel()
         shared = any(owner is its and first < end and start < last for its, start, end in seen)
         if leaf or shared or not t.is_contiguous():
             given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
