@@ -3,17 +3,17 @@
     python benchmark_kernels.py                          # all kernels, LLaMA 3.1 8B's sizes, bf16
     python benchmark_kernels.py --kernel rmsnorm --hidden 2048,4096,8192
     python benchmark_kernels.py --json run.json --plot run.png
-    python benchmark_kernels.py --sweep    # why two files carry their settings: other ones, timed
+    python benchmark_kernels.py --sweep    # time other launch settings than two files carry
 
-Against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and Liger-Kernel
-and QuACK where they are installed.  All get the same inputs in the same dtype in the same run and
-are timed in the same way, and every result is compared with float64 before anything is timed.
+Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and
+Liger-Kernel and QuACK where they are installed.  All get the same inputs in the same dtype in the
+same run.  All are timed in the same way.  Every result is compared with float64 before any timing.
 
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
-    next_steps/comparisons/benchmark_problems.py     inputs, and what is exact of the results
+    harness/benchmark/benchmarking.py                how one is called, judged and timed
+    next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
     next_steps/comparisons/benchmark_contenders.py   PyTorch's implementations and ours
-    next_steps/comparisons/benchmark_peers.py        other libraries'
-    harness/benchmark/benchmarking.py              how one is called, judged and timed
+    next_steps/comparisons/benchmark_peers.py        other libraries' implementations
 """
 
 import argparse
@@ -38,6 +38,7 @@ from harness.benchmark.benchmark_specs import (
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError, positive_int
+from harness.cli.flags import Parser, row, switch
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import environment, write_record
 
@@ -48,7 +49,7 @@ SWEPT = [name for name, spec in SPECS.items() if spec.swept_tokens]
 
 
 def first_call(kernel: str, size: Size, dtype_name: str) -> float:
-    """Seconds from our first call, of forward + backward, to its result; in a new process only."""
+    """Return the seconds from our first forward + backward to its result, in a new process."""
     from harness.benchmark.benchmarking import prepare
     from harness.cli.device import HAS_GPU, synchronize
     from next_steps.comparisons.benchmark_contenders import implementations
@@ -66,9 +67,9 @@ def first_call(kernel: str, size: Size, dtype_name: str) -> float:
 
 
 def first_call_seconds(kernel: str, size: Size, dtype_name: str, absent: list[str]) -> float | None:
-    """The same in a process of its own, where Triton has compiled nothing yet.
+    """Return the same, measured in a process of its own, where Triton has compiled nothing yet.
 
-    None, and a sentence in `absent`, if it fails.
+    If that process fails, return None and add a sentence to `absent`.
     """
     arguments = f"{kernel!r}, {size}, {dtype_name!r}"
     code = f"import benchmark_kernels; print(benchmark_kernels.first_call({arguments}))"
@@ -87,13 +88,8 @@ def first_call_seconds(kernel: str, size: Size, dtype_name: str, absent: list[st
 def benchmark(
     kernel: str, tokens: list[int], size: Size, dtype_name: str
 ) -> tuple[dict, list[str]]:
-    """(the kernel's section of the record, sentences about what is absent from it)."""
-    from harness.benchmark.benchmarking import (
-        check_ours,
-        gradient_errors,
-        measure_times,
-        others_may_fail,
-    )
+    """Return the kernel's section of the record, and sentences about what is absent from it."""
+    from harness.benchmark import benchmarking
     from harness.cli.device import HAS_GPU
     from next_steps.comparisons.benchmark_contenders import implementations
     from next_steps.comparisons.benchmark_peers import find_peers
@@ -113,19 +109,18 @@ def benchmark(
         errors: dict[str, dict[str, float]] = {HOST_FLOOR: {}}
         for contender in contenders:
             if contender.name != HOST_FLOOR:
-                with others_may_fail(contender, shape, absent):
-                    errors[contender.name] = gradient_errors(problem, contender)
-        check_ours(errors, dtype, n_tokens, judge=contenders[0].name)
+                with benchmarking.others_may_fail(contender, shape, absent):
+                    errors[contender.name] = benchmarking.gradient_errors(problem, contender)
+        benchmarking.check_ours(errors, dtype, n_tokens, judge=contenders[0].name)
         work = per_element * n_tokens * math.prod(numbers(size))
-        for contender in contenders:
-            if contender.name in errors:
-                with others_may_fail(contender, shape, absent):
-                    row = {"tokens": n_tokens, "implementation": contender.name}
-                    row |= measure_times(problem, contender)
-                    row["errors"] = errors[contender.name]
-                    rate = work / row["total_us"][1] / spec.rate.per_us
-                    row[spec.rate.key] = rate if contender.name != HOST_FLOOR else None
-                    rows.append(row)
+        for contender in (each for each in contenders if each.name in errors):
+            with benchmarking.others_may_fail(contender, shape, absent):
+                row = {"tokens": n_tokens, "implementation": contender.name}
+                row |= benchmarking.measure_times(problem, contender)
+                row["errors"] = errors[contender.name]
+                rate = work / row["total_us"][1] / spec.rate.per_us
+                row[spec.rate.key] = rate if contender.name != HOST_FLOOR else None
+                rows.append(row)
     section = {
         "kernel": kernel,
         "size": size,
@@ -140,18 +135,18 @@ def benchmark(
 
 
 def number_list(text: str) -> list[int]:
-    """argparse type: positive numbers, separated by commas; sorted, and each one once."""
+    """argparse type: positive numbers with commas between. Return them sorted, each one once."""
     return sorted({positive_int(part) for part in text.split(",")})
 
 
 def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
-    """A default with a GPU, and in brackets without."""
+    """Return a default with a GPU and, in brackets, without."""
     with_gpu, without = (",".join(map(str, each)) for each in (gpu, cpu))
     return with_gpu if gpu == cpu else f"{with_gpu} ({without})"
 
 
 def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[Size]:
-    """Every combination of its dimensions, as the flags or the defaults have them."""
+    """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
     choices = [
         (each.flag and getattr(args, each.flag)) or each.defaults(on_gpu)
         for each in SPECS[kernel].dimensions
@@ -160,75 +155,59 @@ def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[Size]:
 
 
 def refusal(kernel: str, args: argparse.Namespace) -> str | None:
-    """Why these flags cannot be followed for this kernel, if they cannot."""
+    """Return why these flags are refused for this kernel; None if they are not."""
     spec = SPECS[kernel]
     flags = {each.flag for each in spec.dimensions}
     flags |= {"tokens"} if spec.rows == "Tokens" else set()
-    unused = [
-        flag for flag in ("tokens", "hidden", "vocab") if getattr(args, flag) and flag not in flags
-    ]
+    sizes = "tokens", "hidden", "vocab"
+    unused = [flag for flag in sizes if getattr(args, flag) and flag not in flags]
     if args.sweep and kernel not in SWEPT:
         return f"--sweep knows the settings of {' and '.join(SWEPT)} alone, not of {kernel}"
     if args.dtype == "fp16" and kernel == "adamw":
         return "adamw is not measured in fp16: PyTorch's moments would be fp16 and ours fp32"
-    if unused and args.kernel == kernel:  # of all kernels, each takes what concerns it
+    if unused and args.kernel == kernel:  # with all kernels, each takes what concerns it
         return f"--{unused[0]} changes nothing for --kernel {kernel}: leave it out"
     return None
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--kernel",
-        choices=[*SPECS, "all"],
-        default="all",
-        help="what to measure (default: %(default)s)",
-    )
-    sizes = "; ".join(
-        f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}"
-        for name, spec in SPECS.items()
-        if spec.rows == "Tokens"
-    )
-    add(
-        "--tokens",
-        type=number_list,
-        metavar="N,N,...",
-        help=f"rows of the input (default, in brackets without a GPU: {sizes})",
-    )
-    for flag in ("hidden", "vocab"):
-        defaults = "; ".join(
-            f"{name} {in_words(each.gpu, each.cpu)}"
-            for name, spec in SPECS.items()
-            for each in spec.dimensions
-            if each.flag == flag
-        )
-        add(
-            f"--{flag}",
+    defaults = {"tokens": [], "hidden": [], "vocab": []}
+    for name, spec in SPECS.items():
+        if spec.rows == "Tokens":
+            defaults["tokens"].append(f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}")
+        for each in spec.dimensions:
+            if each.flag:
+                defaults[each.flag].append(f"{name} {in_words(each.gpu, each.cpu)}")
+    sizes = {
+        f"--{flag}": row(
+            f"{'rows of the input' if flag == 'tokens' else 'columns'} "
+            f"(default, in brackets without a GPU: {'; '.join(words)})",
             type=number_list,
             metavar="N,N,...",
-            help=f"columns (default, in brackets without a GPU: {defaults})",
         )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="bf16",
-        help="of inputs and gradients (default: %(default)s)",
+        for flag, words in defaults.items()
+    }
+    kernels = [*SPECS, "all"]
+    parser = Parser(
+        __doc__,
+        {"--kernel": row("what to measure (default: %(default)s)", choices=kernels, default="all")},
+        sizes,
+        {
+            "--dtype": row(
+                "of inputs and gradients (default: %(default)s)",
+                choices=DTYPES,
+                default="bf16",
+            ),
+            "--sweep": switch("time our kernels alone, with other settings than their files carry"),
+            "--json": row("write the measurements as a JSON record", metavar="FILE"),
+            "--plot": row(
+                "write latency and bandwidth over tokens as a picture", metavar="FILE.png"
+            ),
+        },
     )
-    add(
-        "--sweep",
-        action="store_true",
-        help="time our kernels alone, with other settings than their files carry",
-    )
-    add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add("--plot", metavar="FILE.png", help="write latency and bandwidth over tokens as a picture")
     args = parser.parse_args()
     if args.kernel != "all" and (reason := refusal(args.kernel, args)):
         raise UserError(reason)
-    if args.sweep and args.plot:
-        raise UserError(
-            "--plot draws the benchmark; --sweep prints tables alone, so give one of the two"
-        )
     if args.sweep and args.tokens and len(args.tokens) > 1:
         raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
     check_outputs(args)
@@ -236,7 +215,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def refuse_width(args: argparse.Namespace) -> None:
-    """UserError where --hidden is more than RMSNorm's kernel takes."""
+    """Refuse a --hidden that is more than RMSNorm's kernel takes."""
     from rmsnorm_kernel import MAX_HIDDEN_SIZE
 
     if args.kernel in ("rmsnorm", "all") and args.hidden and max(args.hidden) > MAX_HIDDEN_SIZE:
@@ -245,7 +224,7 @@ def refuse_width(args: argparse.Namespace) -> None:
 
 
 def measure_all(args: argparse.Namespace) -> dict:
-    """The record of what the flags ask for."""
+    """Measure what the flags ask for; return the record."""
     import torch
 
     from harness.cli.device import HAS_GPU
@@ -263,11 +242,10 @@ def measure_all(args: argparse.Namespace) -> dict:
     }
     every = SWEPT if args.sweep else SPECS
     kernels = [args.kernel] if args.kernel != "all" else every
-    refused = {name: refusal(name, args) for name in kernels}
-    record["absent"] += [reason for reason in refused.values() if reason]
-    asked = [name for name in kernels if not refused[name]]
+    refused = {name: reason for name in kernels if (reason := refusal(name, args))}
+    record["absent"] += refused.values()
     try:
-        for kernel in asked:
+        for kernel in (name for name in kernels if name not in refused):
             spec = SPECS[kernel]
             for size in sizes_of(kernel, args, HAS_GPU):
                 if args.sweep:
@@ -280,9 +258,8 @@ def measure_all(args: argparse.Namespace) -> dict:
                 record["sections"].append(section)
                 record["absent"] += [each for each in absent if each not in record["absent"]]
     except torch.OutOfMemoryError as error:
-        raise RunError(
-            "the GPU ran out of memory; lower --tokens, or --hidden and --vocab"
-        ) from error
+        advice = "lower --tokens, or --hidden and --vocab"
+        raise RunError(f"the GPU ran out of memory; {advice}") from error
     return record
 
 

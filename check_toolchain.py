@@ -2,9 +2,9 @@
 
     python check_toolchain.py
 
-Prints the versions and the GPU, then launches both kernels, forward and backward, on small inputs
-and compares them with PyTorch.  Exit code 0 if they run here and are right; 1 if not, with what to
-do about it.
+The script prints the versions and the GPU.  Then it launches both kernels, forward and backward, on
+small inputs and compares them with PyTorch.  Exit code 0: the kernels run here and are right.  Exit
+code 1: they are not, and the script says what to do.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,24 +14,20 @@ from harness.cli.command_line import RunError
 from harness.records import run_records
 
 EPS = 1e-5
-# (what a failed launch says, what to do about it); the first match wins
-REMEDIES = [
-    ("C compiler", "Triton needs one: `apt-get install gcc`, or set CC"),
-    (
-        "non-zero exit status",
-        "the C compiler failed, see above; often `apt-get install python3-dev` helps",
-    ),
-    (
-        "ptxas",
-        "this Triton does not know the GPU: use a newer one, or the NGC container 26.01 or later",
-    ),
-    ("no kernel image", "this PyTorch was not built for the GPU: use a newer one"),
-    ("out of memory", "nvidia-smi shows which process holds the GPU"),
-]
+# what a failed launch says: what to do about it; the first match wins
+REMEDIES = {
+    "C compiler": "Triton needs one: `apt-get install gcc`, or set CC",
+    "non-zero exit status": "the C compiler failed, see above; often `apt-get install python3-dev` "
+    "helps",
+    "ptxas": "this Triton does not know the GPU: use a newer one, or the NGC container 26.01 or "
+    "later",
+    "no kernel image": "this PyTorch was not built for the GPU: use a newer one",
+    "out of memory": "nvidia-smi shows which process holds the GPU",
+}
 
 
 def gpu_remedy() -> str | None:
-    """Why no GPU was found and what to do; None if there is one."""
+    """Return why no GPU was found and what to do; None if there is a GPU."""
     import torch
 
     from harness.cli.device import HAS_GPU
@@ -51,7 +47,7 @@ def gpu_remedy() -> str | None:
 
 
 def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
-    """[function(*inputs), gradient of each input], for the upstream gradient dy; all tensors."""
+    """Return [function(*inputs), gradient of each input] for the upstream gradient dy."""
     import torch
 
     inputs = [t.detach().requires_grad_() for t in inputs]
@@ -60,7 +56,10 @@ def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
 
 
 def check_kernels() -> list:
-    """Launch every kernel; a `Check` of each result, twice as wrong as eager PyTorch's at most."""
+    """Launch both kernels and return a `Check` of each result.
+
+    A result may be at most twice as wrong as eager PyTorch's.
+    """
     import torch
 
     from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
@@ -111,16 +110,15 @@ def check_kernels() -> list:
 
 
 def explain(error: Exception) -> str:
-    """One line about a failed launch: what it said and what to do."""
+    """Return one line about a failed launch: what it said and what to do."""
     text = f"{type(error).__name__}: {error}".strip()
-    advice = next(
-        (a for needle, a in REMEDIES if needle in text), "see the README's troubleshooting table"
-    )
+    found = [advice for words, advice in REMEDIES.items() if words in text]
+    advice = [*found, "see the README's troubleshooting table"][0]
     return f"{text.splitlines()[0]} ({advice})"
 
 
 def environment() -> dict:
-    """Versions and GPU.
+    """Return the versions and the GPU.
 
     Raises:
         RunError: a package, or a library that it loads, is missing.
@@ -136,7 +134,7 @@ def environment() -> dict:
 
 
 def inspect() -> dict:
-    """What `render` prints: versions, GPU, and why the kernels do not run here (None if they do).
+    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do).
 
     Raises:
         RunError: see `environment`.
@@ -146,7 +144,7 @@ def inspect() -> dict:
 
     try:
         reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
-    except Exception as error:  # whatever stops a launch is what this script is here to find
+    except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
     return {
@@ -159,27 +157,22 @@ def inspect() -> dict:
 
 def render(found: dict) -> str:
     env, memory = found["environment"], found["gpu_memory_bytes"]
+    facts = {
+        "Triton": env["triton"],
+        "PyTorch": env["torch"],
+        "CUDA": env["cuda"] or "none in this PyTorch",
+        "transformers": env["transformers"],
+        "GPU": env["gpu"] or "none found",
+        "Compute capability": env["compute_capability"] or "n/a",
+        "GPU memory": "n/a" if memory is None else f"{memory / 1e9:.1f} GB",
+    }
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
-    lines += [
-        f"{name + ':':<20} {value}"
-        for name, value in (
-            ("Triton", env["triton"]),
-            ("PyTorch", env["torch"]),
-            ("CUDA", env["cuda"] or "none in this PyTorch"),
-            ("transformers", env["transformers"]),
-            ("GPU", env["gpu"] or "none found"),
-            ("Compute capability", env["compute_capability"] or "n/a"),
-            ("GPU memory", "n/a" if memory is None else f"{memory / 1e9:.1f} GB"),
-        )
-    ]
-    if found["gpu_remedy"]:
-        lines.append(found["gpu_remedy"])
-    if found["reason"]:
-        verdict = f"no: {found['reason']}"
-    else:
-        verdict = "yes"
-        if not env["gpu"]:
-            verdict += ", on the CPU through Triton's interpreter (no CUDA GPU found)"
+    lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
+    lines += [found["gpu_remedy"]] if found["gpu_remedy"] else []
+    verdict = (
+        "yes" if env["gpu"] else "yes, on the CPU through Triton's interpreter (no CUDA GPU found)"
+    )
+    verdict = f"no: {found['reason']}" if found["reason"] else verdict
     return "\n".join([*lines, f"These kernels run here: {verdict}"])
 
 

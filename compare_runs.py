@@ -1,21 +1,27 @@
-"""Step 11, the result: lay recorded fine-tuning runs side by side.
+"""Step 11, the result: compare recorded fine-tuning runs.
 
     python finetune_baseline.py  --json baseline.json
     python finetune_optimized.py --json optimized.json
     python compare_runs.py baseline.json optimized.json --plot comparison.png
 
-The first run is what the others are compared with.  The exit code is 1 when
-the losses of two runs of the same workload drift apart: a kernel that is
-faster and trains something else is wrong.
+The others are compared with the first run.  The exit code is 1 if the losses of
+two runs of the same workload drift apart.  A kernel that is faster and trains
+something else is wrong.
 """
 
 import math
 import os
 
-from harness.cli import command_line, output_files, pictures, tables
-from harness.cli.adapter_flags import lora_in_words
+from harness.cli import command_line, output_files, tables
 from harness.cli.command_line import UserError
-from harness.cli.workload import PRETRAINED, RANDOM, Workload, kernels_in_words, size_in_words
+from harness.cli.workload import (
+    PRETRAINED,
+    RANDOM,
+    Workload,
+    kernels_in_words,
+    lora_in_words,
+    size_in_words,
+)
 from harness.records import run_records
 from harness.records.run_records import (
     is_count,
@@ -27,13 +33,10 @@ from harness.records.run_records import (
 )
 from harness.records.spread import spread, timed, unless_same, waited
 
-# largest relative difference of a step's loss that rounding explains, over tens of steps
+# the largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
-
-
-# what is read of a record: a key -> does its value fit?
-KEYS = {
+KEYS = {  # that are read of a record: does a value fit?
     "title": is_text,
     "kernels": is_list_of(is_text),
     "model": is_text,
@@ -59,12 +62,12 @@ KEYS = {
 
 
 def read_run(path: str) -> dict:
-    """The record of a fine-tuning run.
+    """Read the record of a fine-tuning run.
 
     Raises:
-        UserError: the file is no such record, or something in it is missing or damaged.
+        UserError: The file is no such record, or a part of it is missing or damaged.
     """
-    # older records have no profiled step
+    # Older records have no profiled step.
     record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
     run_records.require_keys(path, record, KEYS)
     for column in ("losses", "seconds", "tokens"):
@@ -77,14 +80,14 @@ def read_run(path: str) -> dict:
 
 
 def workload_differences(first: dict, other: dict) -> list[str]:
-    """Sentences naming each setting in which two runs' workloads differ."""
+    """Return a sentence for each setting in which two runs' workloads differ."""
     return Workload.from_record(first).differences(Workload.from_record(other))
 
 
 def held_out(record: dict) -> list:
-    """What decided which sequences a run was validated on, of runs whose seed and model are equal.
+    """Return what decided on which sequences a run was validated. Seeds and models are equal.
 
-    Older records lack the digest.  Their runs validated on as many sequences as a micro-batch has.
+    Older records lack the digest. Their runs validated on as many sequences as a micro-batch has.
     """
     workload = Workload.from_record(record)
     n_sequences = workload.sequences * (workload.micro_batches if "held_out" in record else 1)
@@ -92,35 +95,33 @@ def held_out(record: dict) -> list:
 
 
 def validated_alike(first: dict, other: dict) -> bool:
-    """Were two runs validated on the same sequences, as far as their records tell?"""
+    """Return True if two runs were validated on the same sequences, by what their records say."""
     if "held_out" in first and "held_out" in other:
         return first["held_out"] == other["held_out"]
     return held_out(first) == held_out(other)
 
 
 def rounds_alike(first: dict, other: dict) -> bool:
-    """Do two runs multiply numbers of the same formats?  FP8 is coarser than either dtype."""
+    """Return True if two runs multiply numbers of the same formats. FP8 is the coarsest."""
     return first.get("fp8") == other.get("fp8")
 
 
 def same_training(first: dict, other: dict) -> bool:
-    """True when no step's loss is further off than rounding explains."""
+    """Return True if rounding explains the differences of all losses."""
     return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
 
 
 def drifted(records: list[dict]) -> bool:
-    """True when a run of the first run's workload is not the same training."""
+    """Return True if a run of the first run's workload is not the same training."""
     first, *others = records
-    return any(
-        not same_training(first, other)
-        for other in others
-        if not workload_differences(first, other) and rounds_alike(first, other)
-    )
+    alike = (other for other in others if rounds_alike(first, other))
+    same = (other for other in alike if not workload_differences(first, other))
+    return not all(same_training(first, other) for other in same)
 
 
 def render(names: list[str], records: list[dict]) -> str:
-    """The whole report, from the records alone."""
-    first = records[0]
+    """Return the whole report."""
+    first, others = records[0], list(zip(names[1:], records[1:]))
     parts = [tables.title("Comparison of fine-tuning runs")]
     for name, record in zip(names, records):
         where = run_records.environment_line(record["environment"])
@@ -132,48 +133,43 @@ def render(names: list[str], records: list[dict]) -> str:
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
         + (f", {lora_in_words(first)}" if "lora_rank" in first else "")
     )
-    if first["environment"]["gpu"] is None:
-        parts.append(
-            "Measured on a CPU through Triton's interpreter: times and ratios are NOT meaningful."
-        )
-
+    if on_cpu := first["environment"]["gpu"] is None:
+        where = "Measured on a CPU through Triton's interpreter"
+        parts.append(f"{where}: times and ratios are NOT meaningful.")
     parts.append(runs_table(names, records))
-    if first["environment"]["gpu"] is not None:
+    if not on_cpu:
         ranges = "20th to 80th percentile; no difference: these ranges overlap."
         parts.append(f"{tables.OF_STEPS}\nStep: the median; p20 to p80: {ranges}")
-
-    for name, record in zip(names[1:], records[1:]):
+    for name, record in others:
         if not validated_alike(first, record):
-            parts.append(
-                f"{name}: validated on other sequences than {names[0]}, so their validation losses "
-                "cannot be compared"
-            )
-
+            where = f"{name}: validated on other sequences than {names[0]}"
+            parts.append(f"{where}, so their validation losses cannot be compared")
     comparable = []
-    for name, record in zip(names[1:], records[1:]):
-        differences = workload_differences(first, record)
-        if differences:
+    for name, record in others:
+        if differences := workload_differences(first, record):
             why = f"not the same workload, so losses are not compared: {'; '.join(differences)}"
             parts.append(f"{name}: {why}")
         else:
             comparable.append((name, record))
     if comparable:
         parts.append(loss_table(names[0], first, comparable))
-        tolerance = LOSS_TOLERANCE[first["dtype"]]
-        for name, record in comparable:
-            largest = max(run_records.relative_differences(first, record))
-            apart = f"largest relative loss difference over {first['steps']} steps {largest:.1e}"
-            verdict = f"{'' if same_training(first, record) else 'NOT '}the same training"
-            judged = f"(allowed in {first['dtype']}: {tolerance:.0e}): {verdict}"
-            if not rounds_alike(first, record):
-                how = f"fp8 {record.get('fp8')}, not {first.get('fp8')}"
-                judged = f"({how}: numbers are rounded otherwise, so no verdict)"
-            parts.append(f"{name}: {apart} {judged}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *(verdict(name, first, record) for name, record in comparable)])
+
+
+def verdict(name: str, first: dict, record: dict) -> str:
+    """Say how far the losses of a run are from the first run's, and what follows."""
+    largest = max(run_records.relative_differences(first, record))
+    apart = f"largest relative loss difference over {first['steps']} steps {largest:.1e}"
+    if not rounds_alike(first, record):
+        how = f"fp8 {record.get('fp8')}, not {first.get('fp8')}"
+        return f"{name}: {apart} ({how}: numbers are rounded otherwise, so no verdict)"
+    allowed = f"allowed in {first['dtype']}: {LOSS_TOLERANCE[first['dtype']]:.0e}"
+    same = "the same training" if same_training(first, record) else "NOT the same training"
+    return f"{name}: {apart} ({allowed}): {same}"
 
 
 def how_in_words(record: dict, first: dict) -> str:
-    """What a run was made with, and of its steps what the table below does not show."""
+    """Say what a run was made with, and what the table does not show of its steps."""
     words = [f"custom kernels: {kernels_in_words(record)}"]
     if (size := size_in_words(record)) != size_in_words(first):
         words.append(size)
@@ -183,22 +179,24 @@ def how_in_words(record: dict, first: dict) -> str:
 
 
 def rates(record: dict) -> list[float]:
-    """Tokens per second, of each timed step."""
+    """Return the tokens per second of each timed step."""
     return [n / seconds for n, seconds in zip(timed(record, "tokens"), timed(record))]
 
 
 def runs_table(names: list[str], records: list[dict]) -> str:
-    """Each run's times, throughput and memory; of the others, as multiples of the first one's."""
+    """Return each run's times, throughput and memory, and the ratios to the first run."""
     first, rows = records[0], []
     for name, record in zip(names, records):
         low, high = spread(timed(record))
-        ratios = [
-            f"{first['median_seconds'] / record['median_seconds']:.2f}x",
-            f"{record['tokens_per_second'] / first['tokens_per_second']:.2f}x",
-        ]
-        if record is not first:
-            for i, column in enumerate((timed, rates)):
-                ratios[i] = unless_same(ratios[i], spread(column(first)), spread(column(record)))
+        ratios = []
+        for faster, slower, column in (
+            (first["median_seconds"], record["median_seconds"], timed),
+            (record["tokens_per_second"], first["tokens_per_second"], rates),
+        ):
+            ratio = f"{faster / slower:.2f}x"
+            if record is not first:
+                ratio = unless_same(ratio, spread(column(first)), spread(column(record)))
+            ratios.append(ratio)
         rows.append([
             name,
             f"{record['median_seconds']:.4f}",
@@ -214,30 +212,25 @@ def runs_table(names: list[str], records: list[dict]) -> str:
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
-    """Losses step by step; of a long run, STEPS_SHOWN steps spread evenly."""
+    """Return the losses step by step. A long run shows STEPS_SHOWN steps, spread evenly."""
     n_steps = len(first["losses"])
     stride = math.ceil(n_steps / STEPS_SHOWN)
     shown = sorted({*range(0, n_steps, stride), n_steps - 1})
-    headers = ["Step", f"Loss {first_name}"]
-    for name, _ in comparable:
+    headers, columns = ["Step", f"Loss {first_name}"], [[str(step + 1) for step in shown]]
+    columns.append([f"{first['losses'][step]:.5f}" for step in shown])
+    for name, record in comparable:
         headers += [f"Loss {name}", "Relative difference"]
-    rows = []
-    for step in shown:
-        row = [str(step + 1), f"{first['losses'][step]:.5f}"]
-        for _, record in comparable:
-            row += [
-                f"{record['losses'][step]:.5f}",
-                f"{run_records.relative_differences(first, record)[step]:.1e}",
-            ]
-        rows.append(row)
-    return tables.table(headers, rows)
+        differences = run_records.relative_differences(first, record)
+        columns.append([f"{record['losses'][step]:.5f}" for step in shown])
+        columns.append([f"{differences[step]:.1e}" for step in shown])
+    return tables.table(headers, [*zip(*columns)])
 
 
 def plot(names: list[str], records: list[dict], path: str) -> None:
-    """Loss curves, tokens per second and peak memory, as one PNG."""
+    """Draw loss curves, tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    plt = pictures.pyplot()
+    plt = tables.pyplot()
     figure, (losses, throughput, memory) = plt.subplots(
         1, 3, figsize=(12, 4), width_ratios=[2, 1, 1]
     )
@@ -249,7 +242,7 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
     losses.legend()
     colors = [f"C{i}" for i in range(len(records))]
     peaks = [record["peak_memory_bytes"] for record in records]
-    # of a CPU's run the peak may be below 1 GB
+    # The peak of a run on a CPU may be below 1 GB.
     unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
     for axis, title, values, spec in [
         (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
@@ -268,11 +261,11 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
         f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
     )
     figure.tight_layout()
-    pictures.save_plot(figure, path, dpi=130)
+    tables.save_plot(figure, path, dpi=130)
 
 
 def run_names(records: list[dict]) -> list[str]:
-    """Short, distinct names: the runs' titles; where they repeat, with the dtype, or numbered."""
+    """Return short, distinct names: the titles; if they repeat, with the dtype or a number."""
     titles = [record["title"] for record in records]
     with_dtype = [
         t if titles.count(t) == 1 else f"{t} {r['dtype']}" for t, r in zip(titles, records)
@@ -284,12 +277,8 @@ def run_names(records: list[dict]) -> list[str]:
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument(
-        "records",
-        nargs="+",
-        metavar="RUN.json",
-        help="records of the fine-tuning scripts; two or more",
-    )
+    several = {"nargs": "+", "metavar": "RUN.json"}
+    parser.add_argument("records", **several, help="two or more records of fine-tuning scripts")
     parser.add_argument("--plot", metavar="FILE.png", help="loss curves and bars as a picture")
     args = parser.parse_args()
     if len(args.records) < 2:

@@ -8,8 +8,9 @@ compare_runs.py lays two runs side by side.
 """
 
 from harness.cli import command_line
+from harness.cli.flags import finetune_parser
 from harness.cli.output_files import check_outputs
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.workload import Workload
 from next_steps import finetune_options
 
 

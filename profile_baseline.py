@@ -10,14 +10,13 @@
     python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
-that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
-norm, the loss or AdamW.  To tell them apart the script opens named ranges around parts of the
-model, and finds for each kernel the range that it was launched for
-(harness/profiling/attribution.py).
+The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
+that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
+the loss or AdamW.  To tell these apart, the script opens named ranges around parts of the model,
+and finds the range that each kernel was launched for (harness/profiling/attribution.py).
 
-Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean,
-harness/profiling/diagnose.py tells.
+Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean:
+harness/profiling/diagnose.py.
 """
 
 import argparse
@@ -27,31 +26,25 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.cli import command_line, fp8_flags
-from harness.cli.command_line import UserError, positive_int
+from harness.cli import command_line
+from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
-from harness.cli.workload import Workload, add_workload_flags, workload_line
-from harness.profiling import diagnosis_tables
+from harness.cli.workload import Workload, workload_line
+from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
-from harness.profiling.profile_tables import OF_A_GRAPH, TOP, operations_table, parts_table, totals
 from harness.records.run_records import environment, environment_line, write_record
-from harness.steps import parallel
 
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
-IGNORED = {  # flags, by others
-    "estimate": ["data", "seed", "pack", "warmup", "trace", "stacks", "cuda_graph"],
-    "memory": ["trace", "stacks", "cuda_graph"],
-}
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
-    """Train a few steps, profile one, write its trace; returns the record.
+    """Train a few steps, profile one, write its trace; return the record.
 
-    Time and peak memory come from steps without the profiler, which slows the CPU down.  With
-    cuda_graph all that is measured is replays', and their kernels' operations and ranges, which a
-    replay does not know, are those of a step before the recording.
+    Time and peak memory come from steps without the profiler, which slows the CPU down.  With a
+    CUDA graph the replays are measured.  A replay knows no operations and ranges: these come from a
+    step before the recording.
     """
     import torch
 
@@ -61,7 +54,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, power, stepping, timing, waiting
+    from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
     from next_steps.patches import apply_kernels, fp8_model, lora, patch
 
@@ -72,7 +65,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, model.config, n_steps + waiting.NEEDED)
+    data = load_data(workload, model.config, n_steps + profiler.NEEDED)
     optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
     loader = Loader(data.train, workload.micro_batches)
     steps = list(itertools.islice(loader, n_steps))
@@ -106,7 +99,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         else:
             profile, profiled_ms = profile_operations()
             trace, trace_bytes = profiler.write_trace(profile, trace_file)
-        loading = waiting.measure_loading(
+        loading = profiler.measure_loading(
             loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
         )
     moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
@@ -138,7 +131,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
 
 def category_ranges(model) -> contextlib.AbstractContextManager:
-    """The ranges of `harness.profiling.profiler`, for a model with or without kernels."""
+    """Open the profiler's ranges around a model with or without kernels."""
     from harness.profiling import profiler
     from next_steps.patches import apply_kernels
 
@@ -149,7 +142,7 @@ def category_ranges(model) -> contextlib.AbstractContextManager:
 
 
 def render(record: dict) -> str:
-    """Everything that the script prints about a run, from its record."""
+    """Return everything that the script prints about a run."""
     device = record["device"]
     kind = "GPU" if device == "CUDA" else "CPU"
     trace_mb = record["trace_bytes"] / 1e6
@@ -157,19 +150,19 @@ def render(record: dict) -> str:
         [
             environment_line(record["environment"]),
             workload_line(record),
-            *([OF_A_GRAPH] if record.get("cuda_graph") else []),
+            *([profile_tables.OF_A_GRAPH] if record.get("cuda_graph") else []),
             "",
-            title(f"Top {TOP} {device} Operations by Total {kind} Time"),
-            operations_table(record),
+            title(f"Top {profile_tables.TOP} {device} Operations by Total {kind} Time"),
+            profile_tables.operations_table(record),
             "",
-            parts_table("Category", record["categories"], device),
+            profile_tables.parts_table("Category", record["categories"], device),
             "",
-            parts_table("Phase", record["phases"], device),
+            profile_tables.parts_table("Phase", record["phases"], device),
             "",
-            totals(record),
+            profile_tables.totals(record),
             "",
             # older records have none
-            *([diagnosis_tables.render(record), ""] if "ceilings" in record else []),
+            *([profile_tables.diagnosis(record), ""] if "ceilings" in record else []),
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]
@@ -177,52 +170,10 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add_workload_flags(parser)
-    command_line.add_kernels_flag(parser, KERNELS, default="none")
-    fp8_flags.add_fp8_flag(parser)
-    add = parser.add_argument
-    add("--use-custom-rmsnorm", action="store_true", help="the same as --kernels rmsnorm")
-    add("--use-custom-ce", action="store_true", help="the same as --kernels cross_entropy")
-    add("--warmup", type=positive_int, default=3, metavar="N", help="unmeasured steps (default: 3)")
-    add(
-        "--trace",
-        metavar="FILE[.gz]",
-        help="Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)",
-    )
-    add("--stacks", action="store_true", help="Python stacks in the trace, which makes it larger")
-    add_mode = parser.add_mutually_exclusive_group().add_argument
-    add_mode(
-        "--estimate",
-        action="store_true",
-        help="how much memory a step will need on a GPU; runs none",
-    )
-    add_mode("--memory", action="store_true", help="what the memory of a step is made of; runs it")
-    add_mode(
-        "--compare",
-        nargs=2,
-        metavar=("BEFORE.json", "AFTER.json"),
-        help="two records of --json; runs nothing",
-    )
-    add(
-        "--plot",
-        metavar="FILE.png",
-        help="the roofline as a picture; with --memory: the parts over the step",
-    )
-    add(
-        "--memory-snapshot",
-        metavar="FILE.pickle",
-        help="with --memory: a step for https://pytorch.org/memory_viz",
-    )
+    parser = Parser(__doc__, OF_TRAINING)
+    parser.add_kernels(KERNELS, default="none")
+    parser.add_flags(OF_KERNELS, OF_PROFILER)
     args = parser.parse_args(arguments)
-    if args.memory_snapshot and not args.memory:
-        raise UserError("--memory-snapshot shows the memory of a step: add --memory")
-    ignored = IGNORED | {"compare": sorted(vars(args).keys() - {"compare", "plot"})}
-    command_line.refuse_ignored(args, ignored)
-    if args.plot and args.estimate:
-        raise UserError(
-            "--plot draws the operations of a step, and --estimate runs none; give one of the two"
-        )
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args
@@ -268,6 +219,8 @@ def main() -> None:
         from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    from harness.steps import parallel
+
     parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")

@@ -1,7 +1,7 @@
-"""Whose time is a kernel?  The attribution of a profile's events, on hand-made ones.
+"""The attribution of kernels' time, on events made by hand.
 
-They are PyTorch's own FunctionEvents, nested by PyTorch's own code, so that what a GPU would record
-can be checked without one.
+The events are PyTorch's own FunctionEvents, nested by PyTorch's own code.  So the tests need no GPU
+to check what a GPU would record.
 """
 
 import contextlib
@@ -28,6 +28,18 @@ from tests.kernel_facts_test import launched_kernels
 
 MAIN, AUTOGRAD = 1, 2  # threads
 EVALUATE = "autograd::engine::evaluate_function: "
+
+
+def event(name: str, start: float, end: float, number: int, on_gpu: bool, **more) -> FunctionEvent:
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return FunctionEvent(number, name, 0, start, end, device_type=device, use_device="cuda", **more)
+
+
+def tree(events: list[FunctionEvent]) -> EventList:
+    """The events as PyTorch nests them."""
+    nested = EventList(events, use_device="cuda")
+    nested._build_tree()
+    return nested
 
 
 class Timeline:
@@ -67,29 +79,14 @@ class Timeline:
             yield
         self.thread = MAIN
 
-    def launch(
-        self,
-        kernel: str,
-        us: float,
-        linked: bool = True,
-        called: bool = True,
-        at: float | None = None,
-    ):
-        """A kernel, the CUDA call that launches it (`called`), and the operation's note of it
+    def launch(self, kernel: str, us: float, linked=True, called=True, at: float | None = None):
+        """Add a kernel, the CUDA call that launches it (`called`), and the operation's note of it
         (`linked`).
         """
         correlation = next(self.ids)
         start = self.gpu_clock if at is None else at
         self.gpu_clock = start + us
-        gpu = FunctionEvent(
-            correlation,
-            kernel,
-            0,
-            start,
-            start + us,
-            device_type=DeviceType.CUDA,
-            use_device="cuda",
-        )
+        gpu = event(kernel, start, start + us, correlation, on_gpu=True)
         self.events.append(gpu)
         if called:
             with self.op("cudaLaunchKernel", id=correlation):
@@ -103,9 +100,12 @@ class Timeline:
             self.launch(kernel, us)
 
     def attribute(self, *costs) -> dict:
-        events = EventList(self.events, use_device="cuda")
-        events._build_tree()
-        return attribute(events, *costs)
+        return attribute(tree(self.events), *costs)
+
+
+@pytest.fixture
+def t() -> Timeline:
+    return Timeline()
 
 
 def operations(profile: dict) -> list[dict]:
@@ -121,8 +121,7 @@ def found(profile: dict) -> dict[str, float]:
 # ---------------------------------------------------------------- attribution
 
 
-def test_a_forward_operation_belongs_to_the_innermost_range():
-    t = Timeline()
+def test_a_forward_operation_belongs_to_the_innermost_range(t):
     with t.range("step"), t.range("forward"):
         t.call("aten::embedding", "gather", 1.0)
         with t.range("attention"):
@@ -148,11 +147,8 @@ def test_a_forward_operation_belongs_to_the_innermost_range():
     }
 
 
-def test_the_profilers_own_overhead_launches_nothing():
-    """CUPTI notes on the CPU, too, that its buffer was full: inside of the operation that had to
-    wait for it.
-    """
-    t = Timeline()
+def test_the_profilers_own_overhead_launches_nothing(t):
+    """CUPTI also notes on the CPU that its buffer was full, inside the operation that waited."""
     with t.range("optimizer"), t.op("aten::_foreach_mul_") as operation:
         with t.op("Command Buffer Full", id=operation.id):  # numbered like something else
             t.launch("multi_tensor_apply", 2.0, linked=False)
@@ -163,8 +159,7 @@ def test_the_profilers_own_overhead_launches_nothing():
     assert profile["categories"]["optimizer"]["bytes"] == cost.n_bytes  # once
 
 
-def test_a_backward_operation_belongs_where_its_forward_operation_did():
-    t = Timeline()
+def test_a_backward_operation_belongs_where_its_forward_operation_did(t):
     with t.range("forward"), t.range("normalization"):
         t.call("aten::pow", "pow", 1.0, seq=7)
     with t.range("backward"), t.backward("PowBackward0", seq=7):
@@ -172,9 +167,8 @@ def test_a_backward_operation_belongs_where_its_forward_operation_did():
     assert found(t.attribute()) == {"normalization": 3.0}
 
 
-def test_an_adapters_products_are_its_own_and_the_projections_are_not():
+def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
     """Forward and backward; and an addition of gradients, which meet at the input, is nobody's."""
-    t = Timeline()
     with t.range("forward"), t.range("mlp"), t.range(WITH_ADAPTER):
         with t.range(WITHOUT_ADAPTER), t.op("aten::linear"):
             t.call("aten::mm", "gemm", 1.0, seq=1)
@@ -194,8 +188,7 @@ def test_an_adapters_products_are_its_own_and_the_projections_are_not():
     assert found(t.attribute()) == {"matmul": 65.0, ADAPTERS: 62.0, OTHER: 128.0}
 
 
-def test_a_layer_that_runs_again_in_the_backward_has_its_adapters_again():
-    t = Timeline()
+def test_a_layer_that_runs_again_in_the_backward_has_its_adapters_again(t):
     with t.range("backward"), t.backward("CheckpointBackward", seq=9), t.range(WITH_ADAPTER):
         with t.range(WITHOUT_ADAPTER):
             t.call("aten::mm", "gemm", 1.0)
@@ -203,8 +196,7 @@ def test_a_layer_that_runs_again_in_the_backward_has_its_adapters_again():
     assert found(t.attribute()) == {"matmul": 1.0, ADAPTERS: 2.0}
 
 
-def test_a_number_of_another_thread_is_another_operation():
-    t = Timeline()
+def test_a_number_of_another_thread_is_another_operation(t):
     t.thread = 5
     with t.range("normalization"), t.op("aten::pow", seq=7):
         pass
@@ -213,11 +205,8 @@ def test_a_number_of_another_thread_is_another_operation():
     assert found(t.attribute()) == {OTHER: 2.0}
 
 
-def test_of_operations_with_one_number_the_last_created_the_node():
-    """Operations that need no gradient carry the number of the next node: `arange` here, that of
-    `pow`.
-    """
-    t = Timeline()
+def test_of_operations_with_one_number_the_last_created_the_node(t):
+    """An operation without a gradient has the number of the next node: `arange` that of `pow`."""
     with t.range("rotary"):
         t.call("aten::arange", "arange", 1.0, seq=7)
     with t.range("normalization"):
@@ -227,8 +216,7 @@ def test_of_operations_with_one_number_the_last_created_the_node():
     assert found(t.attribute()) == {"rotary": 1.0, "normalization": 6.0}
 
 
-def test_matmul_and_fused_attention_are_known_by_name_in_both_directions():
-    t = Timeline()
+def test_matmul_and_fused_attention_are_known_by_name_in_both_directions(t):
     with t.range("mlp"), t.op("aten::linear", seq=3), t.op("aten::matmul"):
         t.call("aten::mm", "nvjet_hsh", 1.0, seq=4)
     with t.range("attention"), t.op("aten::scaled_dot_product_attention", seq=5):
@@ -242,22 +230,19 @@ def test_matmul_and_fused_attention_are_known_by_name_in_both_directions():
     assert found(t.attribute()) == {"matmul": 21.0, "attention": 10.0}
 
 
-def test_the_range_called_attention_does_not_make_everything_in_it_attention():
-    t = Timeline()
+def test_the_range_called_attention_does_not_make_everything_in_it_attention(t):
     with t.range("attention"):
         t.call("aten::clone", "copy", 1.0)
     assert found(t.attribute()) == {OTHER: 1.0}
 
 
-def test_an_operation_named_like_a_range_is_no_range():
-    t = Timeline()
+def test_an_operation_named_like_a_range_is_no_range(t):
     t.call("optimizer", "mul", 1.0)
     profile = t.attribute()
     assert found(profile) == {OTHER: 1.0} and profile["phases"]["other"]["us"] == 1.0
 
 
-def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward_event():
-    t = Timeline()
+def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward_event(t):
     t.call("TritonRMSNormFunction", "_rmsnorm_fwd_kernel", 1.0, seq=1)
     t.call("FusedCrossEntropyFunction", "_cross_entropy_fwd_kernel", 2.0, seq=2)
     with t.backward("FusedCrossEntropyFunctionBackward", seq=2):
@@ -271,30 +256,18 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
     assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in operations(profile)
 
 
+KERNELS_OF = {
+    "normalization": "rmsnorm_fwd rmsnorm_bwd rmsnorm_dw",
+    "loss": "cross_entropy_fwd cross_entropy_bwd cross_entropy_inplace cross_entropy_scale scale "
+    "plain_fwd plain_bwd reverse_kl_fwd reverse_kl_bwd obvious",
+    "activation": "swiglu_fwd swiglu_bwd",
+    "rotary": "rope",
+    "optimizer": "adamw",
+    "dequantization": "nf4_dequantize",
+    "fp8 casts": "fp8_quantize fp8_transpose rmsnorm_fp8 swiglu_fp8_fwd swiglu_fp8_bwd",
+}
 OUR_KERNELS = {
-    "_rmsnorm_fwd_kernel": "normalization",
-    "_rmsnorm_bwd_kernel": "normalization",
-    "_rmsnorm_dw_kernel": "normalization",
-    "_cross_entropy_fwd_kernel": "loss",
-    "_cross_entropy_bwd_kernel": "loss",
-    "_cross_entropy_inplace_kernel": "loss",
-    "_cross_entropy_scale_kernel": "loss",
-    "_scale_kernel": "loss",
-    "_swiglu_fwd_kernel": "activation",
-    "_swiglu_bwd_kernel": "activation",
-    "_rope_kernel": "rotary",
-    "_adamw_kernel": "optimizer",
-    "_nf4_dequantize_kernel": "dequantization",
-    "_fp8_quantize_kernel": "fp8 casts",
-    "_fp8_transpose_kernel": "fp8 casts",
-    "_rmsnorm_fp8_kernel": "fp8 casts",
-    "_swiglu_fp8_fwd_kernel": "fp8 casts",
-    "_swiglu_fp8_bwd_kernel": "fp8 casts",
-    "_reverse_kl_fwd_kernel": "loss",
-    "_reverse_kl_bwd_kernel": "loss",
-    "_plain_fwd_kernel": "loss",
-    "_plain_bwd_kernel": "loss",
-    "_obvious_kernel": "loss",
+    f"_{name}_kernel": category for category, names in KERNELS_OF.items() for name in names.split()
 }
 
 
@@ -307,9 +280,8 @@ def test_every_kernel_of_ours_has_its_category():
 
 
 @pytest.mark.parametrize("kernel", OUR_KERNELS)
-def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(kernel):
+def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(t, kernel):
     """AdamW's run in the backward, SwiGLU's inside a Function that is mostly matrix products."""
-    t = Timeline()
     with t.range("forward"), t.op("aten::something_else"):
         t.launch(kernel, 1.0)
     with t.backward("torch::autograd::AccumulateGrad", seq=-1):
@@ -322,8 +294,7 @@ def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(kernel):
     }  # fmt: skip
 
 
-def test_matrix_products_inside_our_functions_are_matrix_products():
-    t = Timeline()
+def test_matrix_products_inside_our_functions_are_matrix_products(t):
     with t.range("forward"):
         with t.op("NormLinearFunction", seq=1):
             t.launch("_rmsnorm_fwd_kernel", 1.0)
@@ -345,11 +316,8 @@ def test_matrix_products_inside_our_functions_are_matrix_products():
     }
 
 
-def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobodys():
-    """Both happen in autograd's wrapper, after the node itself: dW = sum over rows; dx += the
-    residual's.
-    """
-    t = Timeline()
+def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobodys(t):
+    """Both follow the node in autograd's wrapper: dW = sum over rows; dx += the residual's."""
     with t.range("normalization"):
         t.call("aten::mul", "mul", 1.0, seq=7)
     with t.op(EVALUATE + "MulBackward0", seq=7, fwd_thread=MAIN, thread=AUTOGRAD):
@@ -360,16 +328,14 @@ def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobo
     assert found(t.attribute()) == {"normalization": 7.0, OTHER: 8.0}
 
 
-def test_gradient_accumulation_into_a_weight_is_found_though_it_has_no_forward_operation():
-    t = Timeline()
+def test_gradient_accumulation_into_a_weight_is_found_though_it_has_no_forward_operation(t):
     with t.backward("torch::autograd::AccumulateGrad", seq=-1):
         t.call("aten::add_", "add", 1.0)
     profile = t.attribute()
     assert found(profile) == {OTHER: 1.0} and profile["phases"]["backward"]["us"] == 1.0
 
 
-def test_a_kernel_launched_straight_from_a_range_is_found_through_its_cuda_call():
-    t = Timeline()
+def test_a_kernel_launched_straight_from_a_range_is_found_through_its_cuda_call(t):
     with t.range("optimizer"):
         t.launch("_adamw_kernel", 3.0, linked=False)
     profile = t.attribute()
@@ -378,8 +344,7 @@ def test_a_kernel_launched_straight_from_a_range_is_found_through_its_cuda_call(
     assert operations(profile) == [{"name": "_adamw_kernel", "us": 3.0, "calls": 1}]
 
 
-def test_a_kernel_of_unknown_origin_is_counted_by_its_name_or_as_unattributed():
-    t = Timeline()
+def test_a_kernel_of_unknown_origin_is_counted_by_its_name_or_as_unattributed(t):
     names = ["sm90_xmma_gemm_bf16", "nvjet_tst", "flash_fwd_kernel", "vectorized_elementwise"]
     for power, name in enumerate(names):
         t.launch(name, 2.0**power, linked=False, called=False)
@@ -388,35 +353,19 @@ def test_a_kernel_of_unknown_origin_is_counted_by_its_name_or_as_unattributed():
     assert profile["phases"]["other"] == {"us": 15.0, "launches": 4}
 
 
-def test_ranges_on_the_gpus_timeline_are_not_counted():
-    t = Timeline()
-    with t.range("normalization"):
+@pytest.mark.parametrize(("name", "is_range"), [("loss", True), ("Command Buffer Full", False)])
+def test_ranges_and_overheads_on_the_gpus_timeline_are_not_counted(t, name, is_range):
+    """On a long step CUPTI reports its full buffer as an event on the GPU's timeline."""
+    with t.range("loss"):
         t.call("aten::mul", "mul", 5.0)
-    t.events.append(
-        FunctionEvent(
-            0, "normalization", 0, 1000, 1005, device_type=DeviceType.CUDA, is_user_annotation=True
-        )
-    )
+    t.events.append(event(name, 1000, 1005, 0, on_gpu=True, is_user_annotation=is_range))
     profile = t.attribute()
-    assert found(profile) == {"normalization": 5.0} and profile["busy_us"] == 5.0
+    assert found(profile) == {"loss": 5.0} and profile["busy_us"] == 5.0
     assert [row["name"] for row in profile["operations"]] == ["aten::mul"]
 
 
-def test_the_profilers_own_overhead_is_not_gpu_time():
-    """On a long GPU step CUPTI reports its full buffer as an event on the GPU's timeline."""
-    t = Timeline()
-    with t.range("loss"):
-        t.call("aten::mul", "mul", 5.0)
-    t.events.append(
-        FunctionEvent(0, "Command Buffer Full", 0, 1000, 1005, device_type=DeviceType.CUDA)
-    )
-    profile = t.attribute()
-    assert found(profile) == {"loss": 5.0} and profile["busy_us"] == 5.0
-
-
-def test_a_cuda_call_that_shares_an_operations_id_does_not_double_its_kernels():
+def test_a_cuda_call_that_shares_an_operations_id_does_not_double_its_kernels(t):
     """Operations and CUDA calls are numbered separately; PyTorch then notes the kernels at both."""
-    t = Timeline()
     with t.range("optimizer"), t.op("cudaEventRecord") as call:
         call.append_kernel("mul", 0, 5.0)
     with t.range("loss"):
@@ -424,8 +373,7 @@ def test_a_cuda_call_that_shares_an_operations_id_does_not_double_its_kernels():
     assert found(t.attribute()) == {"loss": 5.0}
 
 
-def test_equal_kernels_of_different_operations_are_shared_out_between_them():
-    t = Timeline()
+def test_equal_kernels_of_different_operations_are_shared_out_between_them(t):
     for name in ["normalization", "loss", "loss"]:
         with t.range(name):
             t.call("aten::mul", "mul", 5.0)
@@ -434,8 +382,7 @@ def test_equal_kernels_of_different_operations_are_shared_out_between_them():
     assert operations(profile) == [{"name": "aten::mul", "us": 15.0, "calls": 3}]
 
 
-def test_calls_count_operations_and_launches_count_kernels():
-    t = Timeline()
+def test_calls_count_operations_and_launches_count_kernels(t):
     with t.range("loss"), t.op("aten::cross_entropy_loss"):
         t.launch("first", 1.0)
         t.launch("second", 2.0)
@@ -444,9 +391,8 @@ def test_calls_count_operations_and_launches_count_kernels():
     assert profile["categories"]["loss"]["launches"] == 2
 
 
-def test_what_an_operation_moves_counts_once_and_where_its_kernels_time_does():
+def test_what_an_operation_moves_counts_once_and_where_its_kernels_time_does(t):
     """An operation may launch several kernels, and call others that launch their own."""
-    t = Timeline()
     with t.range("loss"), t.op("aten::sum") as total:
         with t.op("aten::fill_") as fill:
             t.launch("fill", 1.0)
@@ -474,25 +420,19 @@ def test_what_an_operation_moves_counts_once_and_where_its_kernels_time_does():
     }
 
 
-def test_without_a_gpu_an_operation_or_what_it_calls_is_counted():
-    """aten::mean sums and divides, and nll_loss_backward first fills its result: the larger of the
-    two counts.
-    """
-    t = Timeline()
+def test_without_a_gpu_an_operation_or_what_it_calls_is_counted(t):
+    """aten::mean sums and divides: the larger of the two counts wins."""
     with t.op("aten::mean") as mean:
         with t.op("aten::sum") as total, t.op("aten::fill_") as fill:
             pass
         with t.op("aten::div_") as div:
             pass
     costs = {mean.id: 50.0, total.id: 50.0, fill.id: 2.0, div.id: 4.0}
-    events = EventList(t.events, use_device="cuda")
-    events._build_tree()
     costs = {number: Cost(n_bytes, 0.0) for number, n_bytes in costs.items()}
-    assert set(counted_once(events, costs)) == {total.id, div.id}
+    assert set(counted_once(tree(t.events), costs)) == {total.id, div.id}
 
 
-def test_overlapping_kernels_keep_the_gpu_busy_once():
-    t = Timeline()
+def test_overlapping_kernels_keep_the_gpu_busy_once(t):
     with t.range("forward"), t.op("aten::mul"):
         t.launch("a", 10.0, at=100.0)
         t.launch("b", 4.0, at=103.0)
@@ -502,8 +442,7 @@ def test_overlapping_kernels_keep_the_gpu_busy_once():
     assert profile["busy_us"] == 20.0 and found(profile) == {OTHER: 29.0}
 
 
-def test_phases_tell_the_loss_from_the_forward_pass_it_lies_in():
-    t = Timeline()
+def test_phases_tell_the_loss_from_the_forward_pass_it_lies_in(t):
     with t.range("forward"):
         t.call("aten::mm", "gemm", 1.0, seq=1)
         with t.range("loss"):
@@ -555,34 +494,19 @@ def test_every_kernel_is_counted_exactly_once(seed):
 # ---------------------------------------------------------------- when the GPU waits
 
 
-def event(name: str, start: float, end: float, number: int, on_gpu: bool = False) -> FunctionEvent:
-    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    return FunctionEvent(number, name, 0, start, end, device_type=device, use_device="cuda")
-
-
-def idle_of(
-    *launches: tuple[float, float, float], waits: tuple[tuple[float, float], ...] = ()
-) -> dict:
-    """idle_times of kernels, each (when its launch begins, when it begins, when it ends), a launch
-    taking 2 us.
-    """
-    events = [event("cudaDeviceSynchronize", *times, 99) for times in waits]
+def idle_of(*launches: tuple[float, float, float], waits=()) -> dict:
+    """idle_times of kernels: (launch begins, kernel begins, kernel ends); a launch takes 2 us."""
+    events = [event("cudaDeviceSynchronize", *times, 99, False) for times in waits]
     for number, (launched, start, end) in enumerate(launches, 1):
-        events += [
-            event("cudaLaunchKernel", launched, launched + 2, number),
-            event("mul", start, end, number, True),
-        ]
-    found = idle_times(EventList(events, use_device="cuda"))
-    return {key: found[key] for key in ("idle_us", "synchronization_us", "host_us")}
+        events.append(event("cudaLaunchKernel", launched, launched + 2, number, False))
+        events.append(event("mul", start, end, number, True))
+    return idle_times(EventList(events, use_device="cuda"))
 
 
 def test_a_queued_kernel_makes_nobody_wait():
     """The 1 us between two kernels is the GPU's own."""
-    assert idle_of((0, 5, 20), (4, 21, 40), (8, 41, 50)) == {
-        "idle_us": 0,
-        "synchronization_us": 0,
-        "host_us": 0,
-    }
+    nothing = {"idle_us": 0, "synchronization_us": 0, "host_us": 0}
+    assert idle_of((0, 5, 20), (4, 21, 40), (8, 41, 50)) == nothing
 
 
 def test_a_late_launch_is_idle_time_and_tells_the_hosts_pace():
@@ -628,8 +552,7 @@ def test_one_process_does_not_communicate():
     assert exposed_of(("gemm", 0, 10), ("Memcpy HtoD", 5, 20)) == (0, 0)
 
 
-def test_kernels_of_nccl_are_communication_wherever_they_are_launched():
-    t = Timeline()
+def test_kernels_of_nccl_are_communication_wherever_they_are_launched(t):
     with t.range("forward"), t.range("mlp"), t.op("c10d::_allgather_base_"):
         t.launch(GATHER, 4.0)
     t.launch(REDUCE, 2.0, linked=False, called=False)
@@ -637,13 +560,11 @@ def test_kernels_of_nccl_are_communication_wherever_they_are_launched():
 
 
 def waits_of(timeline: Timeline) -> dict[tuple[str, str], int]:
-    events = EventList(timeline.events, use_device="cuda")
-    events._build_tree()
-    return {(row["name"], row["phase"]): row["calls"] for row in host_waits(events)}
+    waits = host_waits(tree(timeline.events))
+    return {(row["name"], row["phase"]): row["calls"] for row in waits}
 
 
-def test_a_wait_has_the_name_of_what_the_model_called():
-    t = Timeline()
+def test_a_wait_has_the_name_of_what_the_model_called(t):
     with t.range("step"):
         with t.op("cudaDeviceSynchronize"):  # begins the timing
             pass
@@ -667,8 +588,7 @@ def test_a_wait_has_the_name_of_what_the_model_called():
     }
 
 
-def test_without_a_gpu_what_would_wait_is_named_but_in_the_optimizer():
-    t = Timeline()
+def test_without_a_gpu_what_would_wait_is_named_but_in_the_optimizer(t):
     for phase in ("forward", "optimizer"):
         with t.range(phase), t.op("aten::item"), t.op("aten::_local_scalar_dense"):
             pass

@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from harness.cli.workload import Workload
 from harness.data.dataset import random_batch
 from harness.model import architecture
-from harness.profiling.diagnosis_tables import communication_lines
+from harness.profiling.profile_tables import communication_lines
 from harness.steps import communication, parallel, stepping
 from harness.steps.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
-
-from transformers import AutoModelForCausalLM  # isort: skip
 
 CASES = [("fsdp", 1), ("fsdp", 3), ("ddp", 1), ("ddp", 3)]  # micro-batches
 # what is whole after an all-gather, or was before a reduce-scatter, is the larger argument

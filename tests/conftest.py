@@ -21,12 +21,14 @@ import torch
 from harness.cli import command_line
 from tests.fixtures import (  # noqa: F401
     as_dtensor,
+    checkpoint,
     compiled_kernels,
     compiler_pads_rows,
     far_apart,
     gpu_memory,
     poison_new_tensors,
     same_random_numbers,
+    saved_tiny,
     unused_memory_returned,
 )
 

@@ -42,96 +42,64 @@ def randn(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
 MATRIX, OTHER_MATRIX, COLUMN = randn(6, 4), randn(4, 5), randn(6, 1)
 NARROW, LIST = randn(6, 4, dtype=BF16), [randn(3, 2, dtype=BF16), randn(4, dtype=BF16)]
 INDEX = torch.tensor([0, 2, 2])
+
+
+def mul_lists():
+    return torch._foreach_mul_(list(LIST), 2.0)
+
+
+def lerp_lists():
+    return torch._foreach_lerp_(list(LIST), LIST, 0.1)
+
+
+def addcmul_lists():
+    return torch._foreach_addcmul_(list(LIST), LIST, LIST, 0.1)
+
+
+def product_into():
+    return torch.mm(MATRIX, OTHER_MATRIX, out=torch.empty(6, 5))
+
+
+F = torch.nn.functional
 OPERATIONS = {  # how it is called: the operation, bytes read + written by hand, FLOPs
-    "mm": (lambda: MATRIX @ OTHER_MATRIX, "aten::mm", 4 * (24 + 20 + 30), 2 * 6 * 4 * 5),
-    "mm into": (
-        lambda: torch.mm(MATRIX, OTHER_MATRIX, out=torch.empty(6, 5)),
-        "aten::mm",
-        4 * 74,
-        240,
-    ),
-    "addmm in place": (
-        lambda: randn(6, 5).addmm_(MATRIX, OTHER_MATRIX),
-        "aten::addmm_",
-        4 * 104,
-        240,
-    ),
-    "bmm": (lambda: randn(2, 6, 4).bmm(randn(2, 4, 5)), "aten::bmm", 2 * 4 * 74, 480),
-    "same shapes": (lambda: MATRIX * MATRIX.clone(), "aten::mul", 4 * 3 * 24, 24),
-    "a number": (lambda: MATRIX * 2.0, "aten::mul", 4 * (2 * 24) + 8, 24),
-    "broadcast": (lambda: MATRIX + COLUMN, "aten::add", 4 * (24 + 6 + 24), 24),
-    "a view that repeats": (
-        lambda: MATRIX * COLUMN.expand(6, 4),
-        "aten::mul",
-        4 * (24 + 6 + 24),
-        24,
-    ),
-    "two dtypes": (lambda: NARROW * MATRIX, "aten::mul", 24 * (2 + 4 + 4), 24),
-    "in place": (lambda: randn(6, 4).add_(MATRIX), "aten::add_", 4 * 3 * 24, 24),
-    "to another dtype": (lambda: MATRIX.to(BF16), "aten::copy_", 24 * (4 + 2), 0),
-    "copy of a view that repeats": (
-        lambda: COLUMN.expand(6, 4).contiguous(),
-        "aten::copy_",
-        4 * (24 + 6),
-        0,
-    ),
-    "fill": (lambda: torch.full((6, 4), 1.0), "aten::fill_", 4 * 24, 0),
-    "cat": (lambda: torch.cat(LIST[:1] * 2), "aten::cat", 2 * 2 * 12, 0),
-    "sum over rows": (lambda: MATRIX.sum(0), "aten::sum", 4 * (24 + 4), 24),
-    "sum of everything": (lambda: MATRIX.sum(), "aten::sum", 4 * (24 + 1), 24),
-    "sum over the last": (lambda: MATRIX.sum(-1, keepdim=True), "aten::sum", 4 * (24 + 6), 24),
-    "largest of everything": (lambda: MATRIX.amax(), "aten::amax", 4 * (24 + 1), 24),
-    "log_softmax": (lambda: MATRIX.log_softmax(-1), "aten::_log_softmax", 4 * 48, 24),
-    "rows by their number": (
-        lambda: torch.nn.functional.embedding(INDEX, MATRIX),
-        "aten::index_select",
-        3 * 8 + 2 * 4 * 12,
-        0,
-    ),
-    "picked numbers": (
-        lambda: torch.nn.functional.nll_loss(randn(3, 4), INDEX),
-        "aten::nll_loss_forward",
-        3 * 8 + 2 * 4 * 3,
-        0,
-    ),
-    "list in place": (
-        lambda: torch._foreach_mul_(list(LIST), 2.0),
-        "aten::_foreach_mul_",
-        2 * 2 * 10,
-        10,
-    ),
-    "list": (
-        lambda: torch._foreach_sqrt([t.abs() for t in LIST]),
-        "aten::_foreach_sqrt",
-        2 * 2 * 10,
-        10,
-    ),
-    "two lists": (
-        lambda: torch._foreach_lerp_(list(LIST), LIST, 0.1),
-        "aten::_foreach_lerp_",
-        3 * 2 * 10,
-        10,
-    ),
-    "squares of a gradient": (
-        lambda: torch._foreach_addcmul_(list(LIST), LIST, LIST, 0.1),
-        "aten::_foreach_addcmul_",
-        3 * 2 * 10,
-        10,
-    ),
+    "mm": (lambda: MATRIX @ OTHER_MATRIX, "mm", 4 * (24 + 20 + 30), 2 * 6 * 4 * 5),
+    "mm into": (product_into, "mm", 4 * 74, 240),
+    "addmm in place": (lambda: randn(6, 5).addmm_(MATRIX, OTHER_MATRIX), "addmm_", 4 * 104, 240),
+    "bmm": (lambda: randn(2, 6, 4).bmm(randn(2, 4, 5)), "bmm", 2 * 4 * 74, 480),
+    "same shapes": (lambda: MATRIX * MATRIX.clone(), "mul", 4 * 3 * 24, 24),
+    "a number": (lambda: MATRIX * 2.0, "mul", 4 * (2 * 24) + 8, 24),
+    "broadcast": (lambda: MATRIX + COLUMN, "add", 4 * (24 + 6 + 24), 24),
+    "a view that repeats": (lambda: MATRIX * COLUMN.expand(6, 4), "mul", 4 * (24 + 6 + 24), 24),
+    "two dtypes": (lambda: NARROW * MATRIX, "mul", 24 * (2 + 4 + 4), 24),
+    "in place": (lambda: randn(6, 4).add_(MATRIX), "add_", 4 * 3 * 24, 24),
+    "to another dtype": (lambda: MATRIX.to(BF16), "copy_", 24 * (4 + 2), 0),
+    "copy of such a view": (lambda: COLUMN.expand(6, 4).contiguous(), "copy_", 4 * (24 + 6), 0),
+    "fill": (lambda: torch.full((6, 4), 1.0), "fill_", 4 * 24, 0),
+    "cat": (lambda: torch.cat(LIST[:1] * 2), "cat", 2 * 2 * 12, 0),
+    "sum over rows": (lambda: MATRIX.sum(0), "sum", 4 * (24 + 4), 24),
+    "sum of everything": (lambda: MATRIX.sum(), "sum", 4 * (24 + 1), 24),
+    "sum over the last": (lambda: MATRIX.sum(-1, keepdim=True), "sum", 4 * (24 + 6), 24),
+    "largest of everything": (lambda: MATRIX.amax(), "amax", 4 * (24 + 1), 24),
+    "log_softmax": (lambda: MATRIX.log_softmax(-1), "_log_softmax", 4 * 48, 24),
+    "rows": (lambda: F.embedding(INDEX, MATRIX), "index_select", 3 * 8 + 2 * 4 * 12, 0),
+    "numbers": (lambda: F.nll_loss(randn(3, 4), INDEX), "nll_loss_forward", 3 * 8 + 2 * 4 * 3, 0),
+    "list": (lambda: torch._foreach_sqrt([t.abs() for t in LIST]), "_foreach_sqrt", 40, 10),
+    "list in place": (mul_lists, "_foreach_mul_", 2 * 2 * 10, 10),
+    "two lists": (lerp_lists, "_foreach_lerp_", 3 * 2 * 10, 10),
+    "squares of a gradient": (addcmul_lists, "_foreach_addcmul_", 3 * 2 * 10, 10),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bytes_and_flops_of_an_operation(name, tmp_path):
     call, operation, n_bytes, flops = OPERATIONS[name]
-    assert counted(tmp_path, call)[operation] == Cost(n_bytes, flops)
+    assert counted(tmp_path, call)[f"aten::{operation}"] == Cost(n_bytes, flops)
 
 
 def test_a_list_too_long_for_the_profiler_is_all_parameters(tmp_path):
     """PyTorch records no shapes of more than 30 tensors; LLaMA 3.1 8B's AdamW has lists of 291."""
-    found = counted(
-        tmp_path, lambda: torch._foreach_mul_([randn(5, dtype=BF16) for _ in range(31)], 2.0)
-    )
+    tensors = [randn(5, dtype=BF16) for _ in range(31)]
+    found = counted(tmp_path, lambda: torch._foreach_mul_(tensors, 2.0))
     assert found["aten::_foreach_mul_"] == Cost(2 * SIZES.weights, SIZES.weights / SIZES.width)
 
 
@@ -139,36 +107,27 @@ def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
     q, k, v = (randn(2, heads, 8, 16).requires_grad_() for heads in (4, 2, 2))
 
     def attend():
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out.backward(torch.randn_like(out))
 
     found = counted(tmp_path, attend)
-    forward, backward = (
-        cost for name, cost in sorted(found.items()) if costs.ATTENTION.match(name)
-    )
-    product = (
-        2 * (2 * 4) * 8 * 8 * 16 / 2
-    )  # of T x T scores with D columns, for every head of every sequence; half
+    names = sorted(name for name in found if costs.ATTENTION.match(name))
+    forward, backward = (found[name] for name in names)
+    # of T x T scores with D columns, for every head of every sequence; half
+    product = 2 * (2 * 4) * 8 * 8 * 16 / 2
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)
     large, small, per_row = 4 * q.numel(), 4 * k.numel(), 4 * 2 * 4 * 8
     assert forward.n_bytes == 2 * large + 2 * small  # q, k, v in, the result out
-    assert (
-        backward.n_bytes == 3 * large + 2 * small + per_row + large + 2 * small
-    )  # and its gradients
+    gradients = large + 2 * small
+    assert backward.n_bytes == 3 * large + 2 * small + per_row + gradients
 
 
 @pytest.mark.parametrize(
     "name", ["aten::view", "aten::empty", "aten::item", "aten::linear", "MulBackward0", "mul"]
 )
 def test_what_does_no_work_itself_costs_nothing(name):
-    inputs = {
-        "Input Dims": [[6, 4]],
-        "Input Strides": [[4, 1]],
-        "Input type": ["float"],
-        "Concrete Inputs": [""],
-    }
+    inputs = {"Input Dims": [[6, 4]], "Input Strides": [[4, 1]], "Input type": ["float"]}
+    inputs["Concrete Inputs"] = [""]
     assert costs.cost_of_call(name, inputs, SIZES, 8) == NOTHING
     assert costs.cost_of_call("aten::neg", inputs, SIZES, 8) == Cost(2 * 96, 24)
 
@@ -192,21 +151,12 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
         | {"copy", "cat", *costs.MATMULS}
     )  # fmt: skip
     for path in sorted(RESULTS.glob("profile_*.json")):
-        rows = [
-            row
-            for row in json.loads(path.read_text())["operations"]
-            if row["name"].startswith("aten::")
-        ]
-        total = sum(row["us"] for row in rows)
-        unknown = [
-            row["name"]
-            for row in rows
-            if row["us"] > 1e-4 * total
-            and not costs.ATTENTION.match(row["name"])
-            and row["name"].removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
-            not in counted
-        ]
-        assert not unknown, path.name
+        rows = json.loads(path.read_text())["operations"]
+        times = {row["name"]: row["us"] for row in rows if row["name"].startswith("aten::")}
+        long = [name for name, us in times.items() if us > 1e-4 * sum(times.values())]
+        others = [name.removeprefix("aten::") for name in long if not costs.ATTENTION.match(name)]
+        kinds = {name.removeprefix("_foreach_").removesuffix("_") for name in others}
+        assert kinds <= counted, path.name
 
 
 # ---------------------------------------------------------------- bytes of our kernels
@@ -282,25 +232,23 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
     numbers = 5 * 32 * 512
     assert parts["normalization"]["bytes"] == pytest.approx(116 * numbers, rel=0.03)
     assert parts["optimizer"]["bytes"] == pytest.approx(20 * sizes.weights, rel=0.01)
-    assert parts["activation"]["bytes"] == pytest.approx(
-        28 * 2 * 32 * 160, rel=0.01
-    )  # swiglu_kernel.py
+    in_swiglu = 28 * 2 * 32 * 160  # by swiglu_kernel.py
+    assert parts["activation"]["bytes"] == pytest.approx(in_swiglu, rel=0.01)
     heads = 2 * 4 * config.head_dim * 32 * 32  # the scores' columns, over both layers
     assert parts["attention"]["flops"] == pytest.approx(7 * heads, rel=1e-3)
     assert all(record["categories"][name]["bytes"] > 0 for name in ("rotary", "loss", OTHER))
     rows = record["operations"]
     for key in ("bytes", "flops"):
-        assert sum(row[key] for row in rows) == pytest.approx(
-            sum(part[key] for part in parts.values())
-        )
+        total = sum(part[key] for part in parts.values())
+        assert sum(row[key] for row in rows) == pytest.approx(total)
 
 
 # ---------------------------------------------------------------- the speed of light
 
 
 def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
-    """Of a token of the tiny model in fp32, by hand; twice the bytes of a token in two sequences of
-    one token, but those of the weights once.
+    """By hand, of the tiny model in fp32.  Two tokens have twice a token's bytes, and the weights'
+    once.
     """
     config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
     per_token = 4 * (2 * 64 * (10 - 2) + 2 * 96 * 4 + 2 * 160 * 9 + 257 * 2)

@@ -14,16 +14,17 @@ import pytest
 import profile_baseline
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE
+from harness.cli.flags import finetune_parser
 from harness.cli.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
 from harness.model import loading as loading_module
 from harness.profiling import (
     costs,
     diagnose,
-    diagnosis_tables,
     profile_comparison,
+    profile_tables,
     profiler,
     roofline,
 )
@@ -31,9 +32,9 @@ from harness.profiling.diagnose import RUNG_OF_CATEGORY
 from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
 from harness.records.run_records import read_record
 from harness.steps import stepping
-from harness.steps import waiting as waiting_module
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
+from tests.small_workloads import MADE_UP
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -51,30 +52,12 @@ def part(us: float, n_bytes: float = 0.0, flops: float = 0.0, launches: int = 1)
 
 
 def made_up(**categories: dict) -> dict:
-    """A record on a GPU that copies 1,000 bytes and does 100,000 FLOPs in a microsecond, with steps
-    of 1 ms.
-    """
-    env = {
-        "gpu": "Made Up",
-        "cpu": "-",
-        "torch": "0",
-        "triton": "0",
-        "transformers": "0",
-        "date": "-",
-        "commit": "-",
-    }
+    """A record of 1 ms steps, on a GPU that copies 1,000 bytes and does 100,000 FLOPs in 1 us."""
     rows = [{"name": f"aten::{name}", "calls": 1, **each} for name, each in categories.items()]
-    return {
+    return Workload(model="tiny", seq_len=2).as_record() | {
         "kind": "profile",
-        "environment": env,
-        "kernels": [],
-        "model": "tiny",
+        "environment": MADE_UP,
         "parameters": 1,
-        "dtype": "bf16",
-        "weights": "random weights",
-        "data": "stdlib",
-        "batch_size": 1,
-        "seq_len": 2,
         "device": "CUDA",
         "operations": rows,
         "categories": categories,
@@ -105,7 +88,7 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
     record["ceilings"]["fp8_tflops"] = 0.2
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(2e6 / 0.1e6 + 6e6 / 0.2e6)
-    line = diagnosis_tables.ceilings_line(record)
+    line = profile_tables.ceilings_line(record)
     assert line.endswith("; FP8 matmul 200.0 GFLOP/s")
     del record["ceilings"]["fp8_tflops"]  # of a CPU
     (matmul,) = diagnose.judge_categories(record).values()
@@ -114,10 +97,10 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
 
 def test_the_power_of_the_steps_stands_beside_the_ceilings():
     record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6))
-    assert "Power" not in diagnosis_tables.render(record)
+    assert "Power" not in profile_tables.diagnosis(record)
     reading = {"watts": 690.0, "mhz": 1500.0, "readings": 9}
-    for power, said in ((reading, "690 W at 1,500 MHz"), (None, "n/a")):
-        text = diagnosis_tables.render(record | {"power": power})
+    for power, said in ((reading, "690 W at 1,500 MHz"), (None, "not known (")):
+        text = profile_tables.diagnosis(record | {"power": power})
         assert f"Power and clock during the steps: {said}" in text
 
 
@@ -127,16 +110,11 @@ def test_the_verdict_is_the_ceiling_that_takes_longer():
         loss=part(100.0, n_bytes=50e3, flops=1e5),
     )  # fmt: skip
     matmul, attention, loss = diagnose.judge_categories(record).values()
-    assert (matmul.verdict, attention.verdict, loss.verdict) == (
-        "compute-bound",
-        "bandwidth-bound",
-        "bandwidth-bound",
-    )
+    assert matmul.verdict == "compute-bound"
+    assert attention.verdict == loss.verdict == "bandwidth-bound"
     assert [f.share for f in (matmul, attention, loss)] == pytest.approx([0.8, 0.6, 0.5])
-    assert (
-        diagnosis_tables.achieved(matmul) == "80.0 GFLOP/s"
-        and diagnosis_tables.achieved(attention) == "0.6 GB/s"
-    )
+    assert profile_tables.achieved(matmul) == "80.0 GFLOP/s"
+    assert profile_tables.achieved(attention) == "0.6 GB/s"
 
 
 @pytest.mark.parametrize(
@@ -150,37 +128,31 @@ def test_short_kernels_are_launch_bound_where_the_gpu_waits(idle_us, launches, v
 
 
 def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
-    record = made_up(
-        optimizer=part(100.0, n_bytes=80e3), matmul=part(100.0, n_bytes=1e3, flops=4.5e6)
-    )
+    matmul = part(100.0, n_bytes=1e3, flops=4.5e6)
+    record = made_up(optimizer=part(100.0, n_bytes=80e3), matmul=matmul)
     optimizer, matmul = diagnose.ranking(record)
     assert optimizer.necessary == 7 * 1000 and optimizer.target_us == pytest.approx(7 / 0.9)
     assert optimizer.gain_us == pytest.approx(100 - 7 / 0.9)
     assert matmul.necessary is None and matmul.gain_us == pytest.approx(100 - 45 / 0.9)
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     largest = "optimizer, 0.1 of 1.0 ms, bandwidth-bound: it moves 0.1 MB, 0.0 are"
     assert f"Largest recoverable cost:  {largest}" in text
     assert "What to do about it:       --kernels adamw" in text
-    assert re.search(
-        r"What it should gain: +at 90 % of the copy rate 0.0 ms instead of 0.1: step -9.2 % \(Amd",
-        text,
-    )
+    gain = r"at 90 % of the copy rate 0.0 ms instead of 0.1: step -9.2 % \(Amdahl\)"
+    assert re.search(rf"What it should gain: +{gain}", text)
 
 
 def test_a_part_at_its_ceiling_has_nothing_to_gain():
     record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))
     assert diagnose.ranking(record) == []
-    assert diagnosis_tables.render(record).endswith(
-        "no part of it could make the step 0.1 % shorter."
-    )
+    nothing = "no part of it could make the step 0.1 % shorter."
+    assert profile_tables.diagnosis(record).endswith(nothing)
 
 
 def test_a_kernel_that_is_on_is_not_advised_again():
     record = made_up(optimizer=part(100.0, n_bytes=8e3)) | {"kernels": ["adamw"]}
-    assert (
-        diagnose.ranking(record)[0].advice
-        == "its kernel is on; benchmark_kernels.py --kernel adamw"
-    )
+    advice = "its kernel is on; benchmark_kernels.py --kernel adamw"
+    assert diagnose.ranking(record)[0].advice == advice
 
 
 def test_idle_time_is_a_cost_of_its_own():
@@ -190,15 +162,11 @@ def test_idle_time_is_a_cost_of_its_own():
     assert (launches.verdict, launches.gain_us) == ("launch-bound", 180.0)
     assert (synchronization.verdict, synchronization.gain_us) == ("host-synchronization", 120.0)
     assert optimizer.name == "optimizer"
-    text = diagnosis_tables.render(record)
-    assert (
-        "finetune_optimized.py --kernels all --cuda-graph"
-        in diagnosis_tables.decision(record, [launches])[1]
-    )
-    assert (
-        "0.0 ms instead of 0.2: step -18.0 %" in text
-        and "about 9.9 us from one launch to the next" in text
-    )
+    text = profile_tables.diagnosis(record)
+    what_to_do = profile_tables.decision(record, [launches])[1]
+    assert "finetune_optimized.py --kernels all --cuda-graph" in what_to_do
+    assert "0.0 ms instead of 0.2: step -18.0 %" in text
+    assert "about 9.9 us from one launch to the next" in text
 
 
 def test_waiting_that_the_recording_adds_is_not_counted():
@@ -207,9 +175,8 @@ def test_waiting_that_the_recording_adds_is_not_counted():
     launches, synchronization = diagnose.judge_idle(record).values()
     assert (launches.us, synchronization.us) == pytest.approx((60.0, 40.0))
     assert diagnose.host_us(record) == pytest.approx(8.0)
-    assert (
-        diagnose.idle_us(waiting(record, 30.0)) == 30.0
-    )  # gaps between kernels that were queued are the GPU's own
+    # gaps between kernels that were queued are the GPU's own
+    assert diagnose.idle_us(waiting(record, 30.0)) == 30.0
 
 
 @pytest.mark.parametrize("exposed_us", [0.0, 50.0, 51.0])
@@ -219,10 +186,10 @@ def test_exposed_communication_is_a_cost_from_a_twentieth_of_the_step_on(exposed
     assert list(diagnose.judge_categories(record)) == ["optimizer"]
     found = [(f.verdict, f.gain_us) for f in diagnose.ranking(record)]
     assert found == ([("communication-bound", 51.0)] if exposed_us > 50 else [])
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     assert ("communication-bound" in text) == ("more tokens a step" in text) == (exposed_us > 50)
     assert "Communication: 0.3 ms, of which other kernels hide" in text
-    assert "Communication" not in diagnosis_tables.render(made_up(loss=part(5.0, n_bytes=5e3)))
+    assert "Communication" not in profile_tables.diagnosis(made_up(loss=part(5.0, n_bytes=5e3)))
 
 
 def test_every_kernel_is_known_to_replace_something():
@@ -261,7 +228,7 @@ def loading(record: dict, alone_ms: float, waited_ms: float) -> dict:
 def test_three_measurements_tell_the_loader_from_the_step(alone_ms, waited_ms, verdict, advice):
     record = loading(made_up(optimizer=part(100.0, n_bytes=8e3)), alone_ms, waited_ms)
     first, *others = diagnose.ranking(record)
-    text = diagnosis_tables.render(record)
+    text = profile_tables.diagnosis(record)
     assert verdict in text and ("loader-bound" in text) == (advice is not None)
     if advice is None:
         assert first.name == "optimizer" and not others
@@ -288,19 +255,18 @@ def test_the_operation_that_waits_is_named(idle_us, found, verdict):
         record |= {"timeline": None, "device": "CPU"}
     else:
         record = waiting(record, idle_us, synchronization_us=idle_us)
-    assert verdict in diagnosis_tables.render(record)
+    assert verdict in profile_tables.diagnosis(record)
     if idle_us and found:
-        assert diagnose.ranking(record)[0].advice == "after the step, not in it: " + (
-            "32 x aten::item (forward)"
-        )
+        advice = "after the step, not in it: 32 x aten::item (forward)"
+        assert diagnose.ranking(record)[0].advice == advice
 
 
 # ---------------------------------------------------------------- recorded steps
 
 
 def recorded(size: str, suffix: str = "") -> dict:
-    """A recorded profile; one from before the diagnosis gets ceilings, and bytes at which matmuls
-    and the like have nothing to gain, so that what the model's configuration says decides.
+    """A recorded profile.  An older one gets ceilings, and bytes with which only the parts that the
+    model's configuration tells of have something to gain.
     """
     record = json.loads((RESULTS / f"profile_{size}{suffix}.json").read_text())
     if "ceilings" not in record:
@@ -317,7 +283,7 @@ def test_the_8b_baseline_at_1_x_512_names_the_optimizer_first():
     record = recorded("1x512")
     findings = diagnose.ranking(record)
     assert findings[0].name == "optimizer"
-    assert diagnosis_tables.decision(record, findings)[1].endswith("--kernels adamw")
+    assert profile_tables.decision(record, findings)[1].endswith("--kernels adamw")
 
 
 def test_the_prediction_was_right_where_it_could_be_checked():
@@ -331,10 +297,7 @@ def test_the_prediction_was_right_where_it_could_be_checked():
 
 
 def test_the_ranking_at_4_x_2048_is_the_ladders():
-    path = RESULTS / "ladder_4x2048.json"
-    if not path.exists():
-        pytest.skip("the ladder has not been recorded yet")
-    ladder = json.loads(path.read_text())
+    ladder = json.loads((RESULTS / "ladder_4x2048.json").read_text())
     steps = {rung["name"]: rung for rung in ladder["rungs"]}
     names = ["baseline", *(rung.name for rung in RUNGS)]
 
@@ -343,11 +306,8 @@ def test_the_ranking_at_4_x_2048_is_the_ladders():
         before, after = steps[before], steps[after]
         return before["p20_ms"] - after["p80_ms"], before["p80_ms"] - after["p20_ms"]
 
-    measured = {
-        rung.category: gain(before, rung.name)
-        for before, rung in zip(names, RUNGS)
-        if rung.category
-    }
+    pairs = [(before, rung) for before, rung in zip(names, RUNGS) if rung.category]
+    measured = {rung.category: gain(before, rung.name) for before, rung in pairs}
     record = recorded("4x2048")
     record["ceilings"]["copy_gbs"] = ladder["copy_gbs"]
     for name, ms in ladder["categories_ms"].items():
@@ -362,9 +322,7 @@ def test_the_ranking_at_4_x_2048_is_the_ladders():
 
 
 def test_recording_kernels_alone_costs_a_recorded_step_less_than_a_tenth():
-    """Where the GPU waits for the host it costs more, as much as the host is slow, and the record
-    says how much.
-    """
+    """If the GPU waits for the host, recording costs more, and the record says how much."""
     for path in sorted(RESULTS.glob("profile_*.json")):
         record = json.loads(path.read_text())
         if record.get("timeline") and not diagnose.waits(record):
@@ -392,11 +350,8 @@ def test_the_profilers_own_cost_is_printed():
 
 
 def before_and_after() -> tuple[dict, dict]:
-    before = made_up(
-        optimizer=part(400.0, n_bytes=2e5),
-        loss=part(100.0, n_bytes=5e4),
-        matmul=part(300.0, 1e3, 2.9e7),
-    )
+    optimizer, loss = part(400.0, n_bytes=2e5), part(100.0, n_bytes=5e4)
+    before = made_up(optimizer=optimizer, loss=loss, matmul=part(300.0, 1e3, 2.9e7))
     after = copy.deepcopy(before) | {"kernels": ["adamw"]}
     after |= {"median_step_ms": 0.65, "step_ms": [0.6, 0.65, 0.7]}
     after["categories"]["optimizer"] = part(10.0, n_bytes=7e3)
@@ -412,13 +367,8 @@ def cells(text: str, name: str) -> list[str]:
 
 def test_a_comparison_has_the_prediction_beside_what_was_measured():
     text = profile_comparison.render_comparison(*before_and_after())
-    assert cells(text, "optimizer")[:5] == [
-        "optimizer",
-        "0.400",
-        "0.010",
-        "0.390",
-        "0.392",
-    ]  # 400 - 7 / 0.9
+    # 400 - 7 / 0.9
+    assert cells(text, "optimizer")[:5] == ["optimizer", "0.400", "0.010", "0.390", "0.392"]
     assert cells(text, "loss")[:4] == ["loss", "0.100", "0.100", "0.000"] and "0.044" not in text
     assert cells(text, "Step") == ["Step", "1.000", "0.650", "0.350", "0.392"]
     assert cells(text, "p20 to p80 of Step")[1:] == ["1.0 to 1.0", "0.6 to 0.7"]
@@ -437,12 +387,10 @@ def test_a_step_that_gained_less_than_its_spread_gained_nothing():
 
 def test_it_is_said_which_times_have_the_host_in_them():
     record = made_up(loss=part(900.0, n_bytes=5e5))
-    for text in (
-        profile_baseline.render(record),
-        profile_comparison.render_comparison(*before_and_after()),
-    ):
+    compared = profile_comparison.render_comparison(*before_and_after())
+    for text in (profile_baseline.render(record), compared):
         assert OF_KERNELS in text and OF_STEPS in text
-    assert OF_KERNELS in diagnosis_tables.render(record)
+    assert OF_KERNELS in profile_tables.diagnosis(record)
 
 
 def test_old_profiles_are_compared_without_a_prediction():
@@ -452,10 +400,8 @@ def test_old_profiles_are_compared_without_a_prediction():
     for record in (before, after):
         record.pop("ceilings", None)
     text = profile_comparison.render_comparison(before, after)
-    assert (
-        cells(text, "normalization")[-2:] == ["n/a", "n/a"]
-        and len(cells(text, "normalization")) == 8
-    )
+    normalization = cells(text, "normalization")
+    assert normalization[-2:] == ["n/a", "n/a"] and len(normalization) == 8
     assert "Went away: aten::div" in text and "TritonRMSNormFunction" in text.splitlines()[-1]
 
 
@@ -508,9 +454,8 @@ def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(texts_of_
     after["environment"] = before["environment"] | {"gpu": None}
     before["categories"]["optimizer"]["flops"] = 1e4
     said = [text for text in texts_of_roofline([before, after]) if text.startswith("optimizer")]
-    assert len(said) == 1 and said[0].endswith("% of its ceiling → interpreted"), (
-        "the bytes of the kernel that took its place are unknown"
-    )
+    # the bytes of the kernel that took its place are unknown
+    assert len(said) == 1 and said[0].endswith("% of its ceiling → interpreted")
 
 
 def test_the_roofline_has_what_only_one_of_two_profiles_has(texts_of_roofline):
@@ -528,15 +473,14 @@ def test_a_profile_without_bytes_is_not_drawn(run_script, tmp_path):
     for path, record in zip(paths, before_and_after()):
         del record["ceilings"]
         path.write_text(json.dumps(record))
-    outcome = run_script(
-        profile_baseline, "--compare", *map(str, paths), "--plot", str(tmp_path / "x.png")
-    )
-    assert outcome.code == 2 and re.search(
-        r"before.json is too old to be drawn: .*; profile again\n$", outcome.err
-    )
+    flags = "--compare", *map(str, paths), "--plot", str(tmp_path / "x.png")
+    outcome = run_script(profile_baseline, *flags)
+    refused = r"before.json is too old to be drawn: .*; profile again\n$"
+    assert outcome.code == 2 and re.search(refused, outcome.err)
 
 
 ROW = {"us": 1, "launches": 1, "bytes": 1, "flops": 1}
+OF_A_RUN = str(RESULTS / "finetune_baseline_1x512.json")
 DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
 
 
@@ -568,12 +512,8 @@ def test_a_profile_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_pa
         ("ceilings", "copy_gbs", 0),
         ("ceilings", "matmul_tflops", 0),
         ("ceilings", "fp8_tflops", "x"),
-        (
-            "categories",
-            "matmul",
-            {"us": 1, "launches": 1, "bytes": 1, "flops": 1, "fp8_flops": None},
-        ),
-        ("categories", "matmul", {"us": 10**400, "launches": 1, "bytes": 1, "flops": 1}),
+        ("categories", "matmul", ROW | {"fp8_flops": None}),
+        ("categories", "matmul", ROW | {"us": 10**400}),
     ],
     ids=str,
 )
@@ -593,10 +533,7 @@ def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(
     ("flags", "words"),
     [
         (["--compare", "nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
-        (
-            ["--compare", str(RESULTS / "finetune_baseline_1x512.json")] * 1 + ["x"],
-            "is not a 'profile' record",
-        ),
+        (["--compare", OF_A_RUN, "x"], "is not a 'profile' record"),
         (["--compare", "one.json"], "--compare: expected 2 arguments"),
         (["--plot", "roofline.gif"], "--plot roofline.gif must end in .png"),
         (["--plot", "x.png", "--estimate"], "--plot draws the operations of a step"),
@@ -614,15 +551,13 @@ def test_bad_input_is_one_sentence(run_script, flags, words):
 @pytest.mark.exhaustive
 def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, monkeypatch):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
-    outputs = [
-        f"--{name}={tmp_path / name}{end}"
-        for name, end in (("json", ""), ("trace", ""), ("plot", ".png"))
-    ]
+    files = {"json": "json", "trace": "trace", "plot": "plot.png"}
+    outputs = [f"--{flag}={tmp_path / name}" for flag, name in files.items()]
     small = ["--model", "tiny", "--seq-len", "8", "--warmup", "1"]
     outcome = run_script(profile_baseline, *small, "--kernels", "rmsnorm", *outputs)
     assert outcome.code == 0, outcome.err
     record = read_record(str(tmp_path / "json"), "profile")
-    assert diagnosis_tables.render(record) in outcome.out and is_picture(tmp_path / "plot.png")
+    assert profile_tables.diagnosis(record) in outcome.out and is_picture(tmp_path / "plot.png")
     if record["device"] == "CPU":
         assert f"Diagnosis{NOT_MEANINGFUL}" in outcome.out
         assert "kernels of ours are interpreted, and not counted" in outcome.out
@@ -638,7 +573,7 @@ def profile_tiny(tmp_path) -> tuple[dict, str]:
     """The record of a small profile, and its diagnosis."""
     workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1)
     record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
-    return record, diagnosis_tables.render(record)
+    return record, profile_tables.diagnosis(record)
 
 
 SLEEP_MS = 300.0  # far longer than a step of the tiny model
@@ -706,7 +641,7 @@ class SlowLoader:
 def test_the_waiting_is_what_a_loader_that_works_ahead_leaves():
     """A step takes 80 ms: together 80 where a worker loads, else 120."""
     found = [
-        waiting_module.measure_loading(SlowLoader(ahead), lambda batch: time.sleep(0.08), 80.0)
+        profiler.measure_loading(SlowLoader(ahead), lambda batch: time.sleep(0.08), 80.0)
         for ahead in (False, True)
     ]
     assert all(each["alone_ms"] >= 40 for each in found)

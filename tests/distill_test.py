@@ -17,7 +17,8 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import HAS_GPU, relative_error
 from harness.cli import tables
-from harness.cli.workload import DEFAULT_MODEL, Workload, teacher_line
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
@@ -436,7 +437,8 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize("flag", ["--student-layers", "--temperature"])
 def test_flags_of_a_teacher_are_refused_without_one(run_script, no_weights, flag):
     outcome = run_script(finetune_optimized, "--model", "tiny", *SMALL, flag, "1")
-    assert_refused(outcome, f"{flag} needs --teacher, the model to distil")
+    advice = f"add it, or leave {flag} out"
+    assert_refused(outcome, f"{flag} needs --teacher, the model to distil: {advice}")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -223,3 +224,19 @@ def compiled_once() -> Iterator[None]:
     """What has been compiled must do for other sizes too: to compile it once more is an error."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
+
+
+@pytest.fixture(scope="session")
+def saved_tiny(tmp_path_factory) -> Path:
+    """A good saved model; tests damage copies of it."""
+    from harness.model import architecture
+
+    folder = tmp_path_factory.mktemp("saved_tiny")
+    model = architecture.build_model(architecture.tiny_config(), torch.float32, "cpu")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved_tiny, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_tiny, tmp_path / "checkpoint"))

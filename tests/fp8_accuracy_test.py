@@ -8,10 +8,10 @@ import pytest
 
 from harness.benchmark.checking import HAS_GPU
 from harness.data import dataset
-from harness.model import architecture, packaged_model
+from harness.model import architecture
 from next_steps.layers import fp8_layer
-from next_steps.studies import fp8_accuracy
-from next_steps.studies.fp8_accuracy import more_steps, reached, row_of
+from next_steps.studies import fp8_study
+from next_steps.studies.fp8_study import more_steps, reached, row_of
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import smaller_config, tiny_workload
 
@@ -62,7 +62,7 @@ def test_what_validating_in_fp8_adds_is_said_for_each_mode():
         None: [{"curve": [5.0, 2.5]}, {"curve": [5.0, 2.0]}],
         "all": [{"curve_in_fp8": [5.5, 2.75]}, {"curve_in_fp8": [5.5, 2.35]}],
     }
-    line = fp8_accuracy.line_in_fp8("all", runs, "bf16")
+    line = fp8_study.line_in_fp8("all", runs, "bf16")
     assert line.startswith("fp8 all") and "+0.5000 before" in line and "+0.3000 after" in line
 
 
@@ -75,7 +75,7 @@ def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_
             monkeypatch.setattr(fp8_layer, name, reference)
     path = tmp_path / "record.json"
     size = ["--model", "tiny", "--steps", "4", "--seeds", "2", "--batch-size", "2"]
-    outcome = run_script(fp8_accuracy, *size, "--seq-len", "8", "--json", str(path))
+    outcome = run_script(fp8_study, "accuracy", *size, "--seq-len", "8", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
     assert [(run["seed"], run["fp8"]) for run in record["runs"]] == [
@@ -99,15 +99,22 @@ def trained_elsewhere(workload, every):
 
 
 def test_jobs_give_records_in_order_and_without_times(monkeypatch):
-    monkeypatch.setattr(fp8_accuracy, "train_silently", trained_elsewhere)
+    monkeypatch.setattr(fp8_study, "train_silently", trained_elsewhere)
     workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
-    alone, beside = (list(fp8_accuracy.train_all(workloads, 1, jobs)) for jobs in (1, 2))
+    alone, beside = (list(fp8_study.train_all(workloads, 1, jobs)) for jobs in (1, 2))
     assert [run["seed"] for run in alone] == [run["seed"] for run in beside] == [0, 1, 2]
     assert all(run["median_seconds"] == 0.1 and run["process"] == os.getpid() for run in alone)
     assert all(run["median_seconds"] is None and run["process"] != os.getpid() for run in beside)
 
 
-def test_without_the_packaged_model_another_must_be_named(run_script, monkeypatch):
-    monkeypatch.setattr(packaged_model, "is_installed", lambda: False)
-    outcome = run_script(fp8_accuracy)
-    assert outcome.code == 2 and "SmolLM2-135M needs the packages" in outcome.err
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["accuracy"], "name a model with --model"),
+        (["accuracy", "--model", "tiny", "--tokens", "16"], "--tokens does nothing with accuracy"),
+        (["costs", "--seq-len", "16"], "--seq-len does nothing with costs"),
+    ],
+)
+def test_a_flag_that_is_needed_or_of_the_other_study_is_said(run_script, flags, said):
+    outcome = run_script(fp8_study, *flags)
+    assert outcome.code == 2 and said in outcome.err

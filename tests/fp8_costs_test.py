@@ -8,13 +8,13 @@ import torch
 from harness.cli.command_line import RunError
 from next_steps.lessons import fp8_kernel
 from next_steps.lessons.fp8_kernel import quantize_rows
-from next_steps.studies import fp8_contenders, fp8_costs
+from next_steps.studies import fp8_costs, fp8_study
 
 
 @pytest.mark.exhaustive
 def test_the_whole_table_on_any_machine(run_script, tmp_path):
     path = tmp_path / "costs.json"
-    outcome = run_script(fp8_costs, "--tokens", "16", "--json", str(path))
+    outcome = run_script(fp8_study, "costs", "--tokens", "16", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
     names = [row["name"] for row in record["casts"]]
@@ -29,8 +29,8 @@ def test_the_whole_table_on_any_machine(run_script, tmp_path):
 
 def test_bytes_are_those_of_what_is_read_and_written():
     """Inputs in bf16, or codes, and codes; scales and a norm's weight are next to nothing."""
-    H, I, KV = fp8_contenders.WIDTHS
-    found = {cast.name: cast for cast in fp8_contenders.casts(16)}
+    H, I, KV = fp8_costs.WIDTHS
+    found = {cast.name: cast for cast in fp8_costs.casts(16)}
     reads = {
         "RMSNorm": 2 * H,
         "SwiGLU": 4 * I,
@@ -44,7 +44,7 @@ def test_bytes_are_those_of_what_is_read_and_written():
     for name, cast in found.items():
         written = sum(rows.codes.nbytes for rows in cast.fused())
         assert cast.n_bytes == 16 * reads[name] + written, name
-    for cast, read in zip(fp8_contenders.weight_casts(), (4 * I * H, 4 * I * H), strict=True):
+    for cast, read in zip(fp8_costs.weight_casts(), (4 * I * H, 4 * I * H), strict=True):
         assert cast.n_bytes == read + sum(rows.codes.nbytes for rows in cast.fused())
 
 
@@ -62,15 +62,15 @@ def test_floor_share_and_gain():
         ],
     }  # fmt: skip
     record["environment"]["commit"] = ""
-    lines = fp8_costs.render(record).splitlines()
+    lines = fp8_study.render_costs(record).splitlines()
     cast, product = (next(li for li in lines if li.startswith(n)).split() for n in ("some", "one"))
     assert cast[1:] == ["16", "3.0", "7.0", "4.0", "3.0", "2.0", "50"]
     assert product[-5:] == ["10.0", "4.0", "7.0", "6.0", "3.0"]
 
 
 def test_a_wrong_kernel_is_not_timed():
-    x = torch.randn(16, 32, device=fp8_contenders.DEVICE)
-    cast = fp8_contenders.Cast(
+    x = torch.randn(16, 32, device=fp8_costs.DEVICE)
+    cast = fp8_costs.Cast(
         "some", 1, lambda: (quantize_rows(x),), separate=lambda: (quantize_rows(1.2 * x),)
     )
     with pytest.raises(RunError, match="some: fused and separate differ by"):
@@ -85,5 +85,5 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("tokens", ["17", "16,100", "65536", "0", "many"])
 def test_sizes_that_fp8_does_not_take(run_script, tokens):
-    outcome = run_script(fp8_costs, "--tokens", tokens)
+    outcome = run_script(fp8_study, "costs", "--tokens", tokens)
     assert outcome.code == 2 and "--tokens" in outcome.err

@@ -1,4 +1,4 @@
-"""--fp8: what it does not go with, what reaches the model and the record, what a run says of it."""
+"""--fp8: what reaches the model and the record, and what a run says of it."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import HAS_GPU
-from harness.cli.command_line import UserError
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.flags import finetune_parser
+from harness.cli.workload import Workload
 from harness.model import architecture, loading
 from harness.training import resuming
 from next_steps import finetune_options
@@ -35,29 +35,6 @@ def small_model(monkeypatch):
     if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "--fp8 computes in the fused layer's place: add --kernels all"),
-        (["--kernels", "rmsnorm,swiglu"], "add --kernels all"),
-        (["--kernels", "all", "--lora-rank", "4"], "--fp8 is for plain weights, --lora-rank"),
-        (["--opponent", "compile"], "--fp8 does nothing with --opponent"),
-        (["--ladder"], "--fp8 does nothing with --ladder"),
-        (["--kernels", "all", "--teacher", "tiny"], "--fp8 does nothing with --teacher"),
-    ],
-)
-def test_fp8_is_refused_where_it_would_do_nothing(run_script, flags, said):
-    outcome = run_script(finetune_optimized, *SMALL, *flags, "--fp8")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert said in outcome.err and len(outcome.err.splitlines()) == 1
-
-
-def test_fp8_on_a_gpu_is_for_bf16():
-    assert workload_of(*FP8, "--dtype", "bf16", on_gpu=True).fp8 == "all"
-    with pytest.raises(UserError, match="--fp8 stands for products of bf16"):
-        workload_of(*FP8, "--dtype", "fp32", on_gpu=True)
 
 
 @pytest.mark.parametrize("script", [finetune_optimized, profile_baseline])

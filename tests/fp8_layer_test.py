@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
-from harness.cli import fp8_flags
+from harness.cli import flags
 from harness.cli.command_line import UserError
-from harness.cli.workload import RECOMPUTE
+from harness.cli.flags import RECOMPUTE
 from harness.model import architecture
 from harness.model.loading import load_model
 from next_steps.layers import fp8_layer
@@ -59,7 +59,7 @@ REFERENCES = {
     "swiglu_fp8": swiglu_fp8_reference,
     "swiglu_fp8_backward": swiglu_fp8_backward_reference,
 }
-MODES = pytest.mark.parametrize("mode", fp8_flags.MODES)
+MODES = pytest.mark.parametrize("mode", flags.FP8_MODES)
 N, H, I, OUT = 32, 48, 80, (64, 16, 16)  # tokens; hidden, inner; q, k and v
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a GPU's product is written in bf16
 # Beyond what both round alike.  In fp32 a number may lie on either side of the middle between two
@@ -156,7 +156,7 @@ def linear_case(mode):
     out = FP8LinearFunction.apply(x_leaf, mode, w_leaf)
     out.backward(dout)
     found = {"out": out, "dx": x_leaf.grad, "dw": w_leaf.grad}
-    exact = mode == fp8_flags.INPUTS
+    exact = mode == flags.FP8_INPUTS
     expected = {
         "out": rounded(x) @ rounded(w).t(),
         "dx": rounded(dout) @ turned_weights(w),
@@ -194,7 +194,7 @@ def norm_case(mode):
     )
     expected = {"residual": x.double(), "dx": dx, "dnorm_weight": dnorm_weight}
     expected |= {f"out{i}": out for i, out in enumerate(results.split(OUT, dim=1))}
-    if mode == fp8_flags.INPUTS:
+    if mode == flags.FP8_INPUTS:
         dws = [dout.double().t() @ y.double() for dout in douts]
     else:
         dws = (turned(*douts).t() @ turned_rows(codes)).split(OUT)
@@ -229,7 +229,7 @@ def mlp_case(mode):
     dinner = fp8_layer.input_gradient(quantize_rows_reference(dout), [w_down], scale_down)
     gate, up = both.chunk(2, dim=1)
     dboth, inner = swiglu_fp8_backward_reference(dinner, gate, up)
-    if mode == fp8_flags.INPUTS:
+    if mode == flags.FP8_INPUTS:
         gate64, up64 = in_float64(gate, up)
         plain_inner = swiglu_reference(gate64, up64)
         plain_inner.backward(dinner.double())
@@ -278,7 +278,7 @@ def test_they_are_as_near_to_unrounded_ones_as_e4m3_allows(case, mode):
 
 @CASES
 def test_wrong_answers_are_not_within_the_allowance(case):
-    found, expected, _ = case(fp8_flags.ALL)
+    found, expected, _ = case(flags.FP8_ALL)
     for name in expected:
         for wrong in (0 * expected[name], -expected[name], 1.02 * expected[name]):
             with pytest.raises(AssertionError, match=name):
@@ -290,7 +290,7 @@ def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exa
     x, (w,) = drawn(n_rows, H), weights((OUT[0], H))
     dout = drawn(n_rows, OUT[0], seed=3)
     x_leaf, w_leaf = leaves(x, w)
-    out = FP8LinearFunction.apply(x_leaf, fp8_flags.ALL, w_leaf)
+    out = FP8LinearFunction.apply(x_leaf, flags.FP8_ALL, w_leaf)
     out.backward(dout)
     assert torch.equal(w_leaf.grad, dout.t() @ x)
     hold({"out": out}, {"out": rounded(x) @ rounded(w).t()})
@@ -315,7 +315,7 @@ def test_only_what_needs_a_gradient_is_multiplied(monkeypatch, trained, transpos
     ws = weights(*((o, H) for o in OUT))
     for i in trained:
         ws[i].requires_grad_()
-    _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
     assert shapes == [(N, sum(OUT)), *alone, *[(N, H)] * need_x]
@@ -325,17 +325,17 @@ def test_only_what_needs_a_gradient_is_multiplied(monkeypatch, trained, transpos
 def test_a_token_that_is_nan_stays_alone():
     x, (w,) = drawn(N, H), weights((OUT[0], H))
     x[5, 2] = torch.nan
-    out = FP8LinearFunction.apply(x, fp8_flags.ALL, w)
+    out = FP8LinearFunction.apply(x, flags.FP8_ALL, w)
     assert out[5].isnan().all() and out.isnan().any(1).sum() == 1
 
 
 def test_unused_results_have_no_gradient():
     x, norm_weight, *ws = leaves(tokens(), drawn(H), *weights(*((o, H) for o in OUT)))
-    _, _, k, _ = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    _, _, k, _ = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
     k.sum().backward()
     assert [w.grad is None for w in ws] == [True, False, True]
     w, *_ = ws
-    residual, *_ = NormFP8LinearFunction.apply(x, norm_weight, EPS, fp8_flags.ALL, *ws)
+    residual, *_ = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
     x.grad = None
     residual.sum().backward()
     assert w.grad is None and torch.equal(x.grad, torch.ones_like(x))

@@ -4,7 +4,7 @@ import json
 
 from harness.cli.workload import Workload
 from next_steps.studies import frontier
-from tests.longest_test import GPU
+from tests.small_workloads import MADE_UP
 
 
 def row(level, gb=None, ms=None, kernels="baseline", size="1 x 8,192") -> dict:
@@ -30,7 +30,7 @@ def test_a_row_is_dominated_by_less_memory_and_less_time_of_the_same_step():
 def test_what_does_not_fit_has_its_estimate_alone(tmp_path):
     rows = [row("none"), row("mlp", 80, 110)]
     record = {
-        "kind": "frontier", "environment": GPU, "model": "tiny", "weights": "random weights",
+        "kind": "frontier", "environment": MADE_UP, "model": "tiny", "weights": "random weights",
         "dtype": "bf16", "kernels": [], "parameters": 1, "rows": rows,
     }  # fmt: skip
     (line,) = (line for line in frontier.render(record).splitlines() if " none " in line)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from harness.benchmark.checking import relative_error
 from harness.cli.workload import Workload
@@ -18,16 +19,7 @@ from harness.profiling.kernel_facts import MODEL_KERNELS
 from harness.steps import parallel
 from harness.training import saving
 from next_steps.patches import apply_kernels, llama_losses
-from tests.two_processes import (
-    in_two_processes,
-    made_once,
-    one_gpu_is_too_few,
-    results_of_two,
-)
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tests.two_processes import in_two_processes, made_once, one_gpu_is_too_few, results_of_two
 
 VOCABULARY, B, T = 67, 2, 4
 

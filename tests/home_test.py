@@ -8,9 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from harness.model import architecture
 from tests.small_workloads import jsonl
 
 # isort: split
@@ -26,13 +24,11 @@ SMALL = ["--dtype", "fp32", "--seq-len", "8", "--steps", "1"]
 
 
 @pytest.fixture
-def folder():
+def folder(saved_tiny):
     """A folder for everybody, with a model, its tokenizer and data; and one for what is written."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        architecture.build_model(architecture.tiny_config(), torch.float32, "cpu").save_pretrained(
-            folder
-        )
+        shutil.copytree(saved_tiny, folder, dirs_exist_ok=True)
         tokenizer_of("a b c d e").save_pretrained(folder)
         jsonl(folder / "data.jsonl", ("a b", "c d e"), ("a", "b"), ("c c", "e e"))
         (folder / "tmp").mkdir()
@@ -50,7 +46,7 @@ def as_nobody(folder: Path, home: str | None, *words: str) -> subprocess.Complet
     )
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def can_be_nobody(folder):
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root can become another user, by setpriv")
@@ -59,14 +55,11 @@ def can_be_nobody(folder):
         pytest.skip(f"other users cannot run this Python: {tried.stderr.strip()}")
 
 
-@pytest.mark.usefixtures("can_be_nobody")
+RARELY = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    "home",
-    [
-        pytest.param(None, marks=pytest.mark.exhaustive),
-        "/",
-        pytest.param("/dev/null", marks=pytest.mark.exhaustive),
-    ],
+    "home", [pytest.param(None, marks=RARELY), "/", pytest.param("/dev/null", marks=RARELY)]
 )
 def test_a_user_without_a_home_trains_and_keeps_tokens(folder, home):
     script, data = str(HERE / "finetune_baseline.py"), str(folder / "data.jsonl")
@@ -78,7 +71,6 @@ def test_a_user_without_a_home_trains_and_keeps_tokens(folder, home):
     assert list((folder / "tmp").rglob("kernel-dev-ft/*.npz"))
 
 
-@pytest.mark.usefixtures("can_be_nobody")
 def test_a_user_without_a_home_gets_a_sentence_for_a_model_that_is_not_there(folder):
     run = as_nobody(folder, None, str(HERE / "finetune_baseline.py"), "--model", "some/model")
     assert run.returncode == 2 and run.stderr.startswith("error: there is no directory some/model")
@@ -93,21 +85,18 @@ def home_of_nobody(folder: Path, home: str | None) -> tuple[str, str, str]:
     return tuple(said.stdout.split())
 
 
-@pytest.mark.usefixtures("can_be_nobody")
 def test_libraries_find_a_name_and_places_for_their_caches(folder):
     home, triton, name = home_of_nobody(folder, None)
     assert home == str(folder / "tmp" / f"kernel-dev-ft-{NOBODY}") and triton.startswith(home)
     assert Path(home).stat().st_mode & 0o777 == 0o700 and name == NOBODY
 
 
-@pytest.mark.usefixtures("can_be_nobody")
 def test_a_home_that_holds_models_stays_the_home_where_nothing_can_be_written(folder):
     (folder / "home" / ".cache").mkdir(parents=True)
     home, triton, _ = home_of_nobody(folder, str(folder / "home"))
     assert home == str(folder / "home") and triton.startswith(str(folder / "tmp"))
 
 
-@pytest.mark.usefixtures("can_be_nobody")
 def test_the_folder_of_another_user_is_no_home(folder):
     """In it could lie code that PyTorch or Triton would load."""
     others = folder / "tmp" / f"kernel-dev-ft-{NOBODY}"

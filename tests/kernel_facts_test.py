@@ -113,7 +113,7 @@ def test_no_other_place_knows_a_kernel_that_has_no_row():
 
 @of_every_row
 def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
-    from next_steps.memory import memory_ledger
+    from next_steps.memory import memory_ledger, peak_attribution
 
     sizes = set(Sizes.__annotations__)
     assert row.replaces <= set(CATEGORIES) and set(row.advice) <= set(CATEGORIES)
@@ -123,7 +123,7 @@ def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
     assert bool(row.rung) == bool(row.floor), "the ladder predicts each of its rungs"
     for part in row.memory:
         name, phase = part if isinstance(part, tuple) else (part, None)
-        assert name in memory_ledger.PARTS and phase in [None, *memory_ledger.PHASES]
+        assert name in peak_attribution.PARTS and phase in [None, *memory_ledger.PHASES]
     assert set(row.allocates.values()) <= set(memory_ledger.KINDS)
 
 

@@ -13,7 +13,8 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import OPPONENTS, Workload, finetune_parser
+from harness.cli.flags import OPPONENTS, finetune_parser
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
@@ -21,21 +22,12 @@ from harness.records import run_records
 from next_steps.finetuning import opponents
 from next_steps.patches import fp8_model
 from next_steps.studies import ladder
-from tests.small_workloads import smaller_config
+from tests.small_workloads import MADE_UP, smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
 # the third step may be a CUDA graph
 SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
-GPU = {
-    "gpu": "Made Up",
-    "torch": "0",
-    "triton": "0",
-    "transformers": "0",
-    "date": "-",
-    "commit": "-",
-    "cpu": "x86_64",
-}
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
 
 
@@ -68,24 +60,12 @@ def made_up_record(gpu: str | None) -> dict:
         made_up_rung("Liger-Kernel, fused AdamW", None, 90.0, loss=2.02),
         made_up_rung("baseline, CUDA graph", None, 95.0) | NEWER,
     ]
-    return {
-        "kind": "ladder",
-        "environment": GPU | {"gpu": gpu},
-        "copy_gbs": 4321.0,
-        "busy_ms": 95.5,
-        "rungs": rungs,
-        "absent": ["somebody failed: a sentence"],
-        "model": "tiny",
-        "weights": "random weights",
-        "parameters": 1234,
-        "dtype": "bf16",
-        "data": "stdlib",
-        "batch_size": 4,
-        "seq_len": 2,
-        "steps": 2,
-        "seed": 0,
-        "lr": 1e-5,
-    }
+    workload = Workload(model="tiny", batch_size=4, seq_len=2, steps=2, lr=1e-5)
+    return workload.as_record() | {
+        "environment": MADE_UP | {"gpu": gpu}, "parameters": 1234,
+        "copy_gbs": 4321.0, "busy_ms": 95.5,
+        "rungs": rungs, "absent": ["somebody failed: a sentence"],
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is printed
@@ -112,14 +92,10 @@ def test_the_table_from_a_record(gpu):
         ],
     }  # fmt: skip
     assert "Not measured: somebody failed: a sentence" in text.splitlines()[-1]
-    assert (
-        "Model: tiny, 1,234 parameters, random weights, bf16; 4 x 2 tokens, 2 steps, data stdlib"
-        in text
-    )
-    assert (
-        "Copy rate measured in this run: 4,321 GB/s; the baseline keeps the "
-        f"{'GPU' if gpu else 'CPU'} busy" in text
-    )
+    model = "Model: tiny, 1,234 parameters, random weights, bf16"
+    assert f"{model}; 4 x 2 tokens, 2 steps, data stdlib" in text
+    busy = f"4,321 GB/s; the baseline keeps the {'GPU' if gpu else 'CPU'} busy"
+    assert f"Copy rate measured in this run: {busy}" in text
     assert (tables.NOT_MEANINGFUL in text) == (gpu is None)
 
 
@@ -160,19 +136,14 @@ def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
 
 def test_sizes_are_bytes_of_one_pass():
     config = architecture.llama_3_1_8b_config()
-    sizes = sizes_of(
-        config, small_workload("--dtype", "bf16", "--batch-size", "2", "--seq-len", "512")
-    )
-    tokens = 1024
+    bf16 = small_workload("--dtype", "bf16", "--batch-size", "2", "--seq-len", "512")
+    sizes, tokens = sizes_of(config, bf16), 1024
     assert sizes.weights == 2 * 8_030_261_248
     assert sizes.stream == 2 * 32 * tokens * 4096
     assert sizes.heads == 2 * 32 * tokens * (32 + 8) * 128
     assert sizes.inner == 2 * 32 * tokens * 14_336
     assert sizes.logits == 2 * tokens * 128_256
-    fp32 = sizes_of(
-        config, small_workload("--dtype", "fp32", "--batch-size", "2", "--seq-len", "512")
-    )
-    assert fp32.inner == 2 * sizes.inner
+    assert sizes_of(config, replace(bf16, dtype="fp32")).inner == 2 * sizes.inner
 
 
 def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
@@ -185,9 +156,7 @@ def test_every_category_that_a_rung_replaces_is_one_of_the_profile():
 def climb_in_a_made_up_world(
     monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path, *flags: str
 ) -> tuple:
-    """(record, calls of run_script): each run takes the next of these times, then 50 ms, and
-    nothing is really run.
-    """
+    """(record, calls of run_script): a run takes the next of these times, then 50 ms."""
     calls, times = [], iter(step_ms)
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
@@ -213,9 +182,7 @@ def climb_in_a_made_up_world(
 
 
 def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp_path):
-    """What a category takes, less the time that its remaining bytes need at 0.5 GB/s, that is
-    500,000 bytes/ms.
-    """
+    """A category's time, less what its remaining bytes take at 0.5 GB/s (500,000 bytes/ms)."""
     times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 81.0, 60.0]
     record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
     tokens, width = 8, 4
@@ -242,9 +209,8 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
 def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
     times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 5.0, 4.0]
     record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
-    assert record["rungs"][7]["name"] == "cuda_graph" and record["rungs"][7][
-        "predicted_ms"
-    ] == pytest.approx(5.0)
+    graph = record["rungs"][7]
+    assert graph["name"] == "cuda_graph" and graph["predicted_ms"] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -253,21 +219,19 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     record, calls = climb_in_a_made_up_world(monkeypatch, *world)
     names = [rung.name for rung in ladder.RUNGS]
     assert [script for script, *_ in calls[:2]] == ["profile_baseline.py", "finetune_baseline.py"]
-    rungs = [
-        ("finetune_optimized.py", "--kernels", ",".join(names[: n + 1])) for n in range(len(names))
-    ]
-    every, two = ",".join(KERNELS), ("--kernels", "rmsnorm,cross_entropy")
-    graph = [("finetune_optimized.py", "--kernels", every, "--cuda-graph")]
-    others = [
+    ours, two = "finetune_optimized.py", ("--kernels", "rmsnorm,cross_entropy")
+    every = ours, "--kernels", ",".join(KERNELS)
+    expected = [
+        *((ours, "--kernels", ",".join(names[: n + 1])) for n in range(len(names))),
+        (*every, "--cuda-graph"),
         ("finetune_baseline.py", "--cuda-graph"),
-        ("finetune_optimized.py", *two),
-        ("finetune_optimized.py", *two, "--cuda-graph"),
-        *(("finetune_optimized.py", "--opponent", name) for name in OPPONENTS),
-        ("finetune_optimized.py", "--cuda-graph", "--opponent", "liger"),
-        *([("finetune_optimized.py", "--kernels", every, "--fp8", "all")] if has_gpu else []),
-        ("finetune_optimized.py", "--kernels", every, "--fp8", "all", "--cuda-graph"),
+        (ours, *two),
+        (ours, *two, "--cuda-graph"),
+        *((ours, "--opponent", name) for name in OPPONENTS),
+        (ours, "--cuda-graph", "--opponent", "liger"),
+        *([(*every, "--fp8", "all")] if has_gpu else []),
+        (*every, "--fp8", "all", "--cuda-graph"),
     ]
-    expected = [*rungs, *graph, *others]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
@@ -319,9 +283,7 @@ def absent_opponent(workload, **files):
 
 @pytest.mark.exhaustive
 def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
-    """All scripts as they are, but in this process: nine of their own would import PyTorch for most
-    of a minute.
-    """
+    """All scripts run in this process: nine processes would import PyTorch for most of a minute."""
 
     def run_script(script, workload, *flags):
         path = tmp_path / "record.json"
@@ -331,13 +293,12 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
         return json.loads(path.read_text())
 
     monkeypatch.setattr(ladder, "run_script", run_script)
-    # Liger-Kernel would stay patched into transformers for every test after this one, and to
-    # compile takes a minute: kernel_training_test.py has the opponents
+    # Liger-Kernel would stay patched into transformers for later tests, and compiling takes a
+    # minute: kernel_training_test.py has the opponents
     monkeypatch.setattr(opponents, "train", absent_opponent)
     path = tmp_path / "ladder.json"
-    monkeypatch.setattr(
-        "sys.argv", ["finetune_optimized.py", *SMALL, "--ladder", "--json", str(path)]
-    )
+    flags = [*SMALL, "--ladder", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *flags])
     finetune_optimized.main()
     record = run_records.read_record(str(path), "ladder")
     assert ladder.render(record) in capsys.readouterr().out
@@ -347,9 +308,8 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
     not_run = [sentence for sentence in record["absent"] if "all kernels, fp8" not in sentence]
     assert not_run == ["not run here"] * (len(OPPONENTS) + HAS_GPU)
     losses = [rung["losses"] for rung in record["rungs"]]
-    assert len(losses[0]) == 3 and all(
-        other == pytest.approx(losses[0], rel=1e-4) for other in losses
-    )
+    assert len(losses[0]) == 3
+    assert all(other == pytest.approx(losses[0], rel=1e-4) for other in losses)
     assert record["categories_ms"]["normalization"] > 0 and record["busy_ms"] > 0
 
 
@@ -357,16 +317,7 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
 def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
     workload = small_workload("--data", "synthetic", "--seed", "3", "--lr", "0.5")
     record = ladder.run_script("finetune_baseline.py", workload)
-    expected = {
-        "model": "tiny",
-        "dtype": "fp32",
-        "data": "synthetic",
-        "batch_size": 1,
-        "seq_len": 8,
-        "steps": 3,
-    }
-    assert {key: record[key] for key in expected} == expected
-    assert record["seed"] == 3 and record["lr"] == 0.5 and record["kind"] == "finetune"
+    assert record["kind"] == "finetune" and Workload.from_record(record) == workload
 
 
 @pytest.mark.exhaustive
@@ -380,18 +331,18 @@ def test_a_script_that_fails_is_one_sentence_with_its_own_message():
     )
 
 
-def test_what_cuda_says_after_the_sentence_of_a_script_does_not_take_its_place(monkeypatch):
-    said = "a warning\nerror: the sentence\n[W] a graph was not recorded to its end\n"
-    failed = argparse.Namespace(returncode=1, stdout="", stderr=said)
+CUDA_SAYS_MORE = "a warning\nerror: the sentence\n[W] a graph was not recorded to its end\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [(1, CUDA_SAYS_MORE, "error: the sentence"), (-9, "\n", "exit code -9")],
+    ids=["CUDA says more", "no word"],
+)
+def test_a_script_that_fails_or_dies_is_one_sentence(monkeypatch, code, said, reason):
+    failed = argparse.Namespace(returncode=code, stdout="", stderr=said)
     monkeypatch.setattr(command_line, "run_child", lambda command: failed)
-    with pytest.raises(command_line.RunError, match=r"failed: error: the sentence$"):
-        ladder.run_script("finetune_optimized.py", small_workload())
-
-
-def test_a_script_that_dies_without_a_word_is_one_sentence_too(monkeypatch):
-    died = argparse.Namespace(returncode=-9, stdout="", stderr="\n")
-    monkeypatch.setattr(command_line, "run_child", lambda command: died)
-    with pytest.raises(command_line.RunError, match=r"^profile_baseline\.py failed: exit code -9$"):
+    with pytest.raises(command_line.RunError, match=rf"^profile_baseline\.py failed: {reason}$"):
         ladder.run_script("profile_baseline.py", small_workload())
 
 

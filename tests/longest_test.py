@@ -9,21 +9,11 @@ from harness.model import architecture
 from harness.records import run_records
 from harness.steps import stepping
 from next_steps.studies import longest
-from tests.small_workloads import smaller_config
+from tests.small_workloads import MADE_UP, smaller_config
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
-# the third step may be a CUDA graph
-SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
-GPU = {
-    "gpu": "Made Up",
-    "torch": "0",
-    "triton": "0",
-    "transformers": "0",
-    "date": "-",
-    "commit": "-",
-    "cpu": "x86_64",
-}
+LONGEST = [*TINY, "--longest", "--kernels"]
 
 
 @pytest.fixture
@@ -32,19 +22,11 @@ def small_model(monkeypatch):
 
 
 def test_the_longest_sequence_from_a_record():
-    record = {
-        "kind": "longest",
-        "environment": GPU,
-        "model": "tiny",
-        "weights": "random weights",
-        "parameters": 1234,
-        "dtype": "bf16",
-        "kernels": ["rmsnorm", "adamw"],
-        "lengths": [1024, 2048],
-        "peaks": [1, 2],
-        "length_step": 1024,
-        "stopped_by": "the GPU's memory",
-    }
+    record = Workload(model="tiny", kernels=("rmsnorm", "adamw")).as_record() | {
+        "environment": MADE_UP, "parameters": 1234,
+        "lengths": [1024, 2048], "peaks": [1, 2],
+        "length_step": 1024, "stopped_by": "the GPU's memory",
+    }  # fmt: skip
     text = longest.render(record)
     assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of 1,024" in text
     assert "stopped by the GPU's memory" in text and "custom kernels: rmsnorm, adamw" in text
@@ -58,25 +40,14 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(
 ):
     monkeypatch.setattr(longest, "LENGTH_STEP", 4)
     path = tmp_path / "longest.json"
-    outcome = run_script(
-        finetune_optimized,
-        *TINY,
-        "--seq-len",
-        "6",
-        "--longest",
-        "--kernels",
-        "rmsnorm,adamw",
-        "--json",
-        str(path),
-    )
+    flags = "rmsnorm,adamw", "--seq-len", "6", "--json", str(path)
+    outcome = run_script(finetune_optimized, *LONGEST, *flags)
     assert outcome.code == 0, outcome.err
     record = run_records.read_record(str(path), "longest")
     # from the next multiple of 4 on
     assert record["lengths"] == [8, 12] and len(record["peaks"]) == 2
-    assert (
-        record["kernels"] == ["rmsnorm", "adamw"]
-        and record["stopped_by"] == "the model's positions"
-    )
+    assert record["kernels"] == ["rmsnorm", "adamw"]
+    assert record["stopped_by"] == "the model's positions"
     assert "12 tokens (in steps of 4; stopped by the model's positions)" in outcome.out
     assert longest.render(record) in outcome.out
 
@@ -98,9 +69,7 @@ def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *fla
         return real(model, optimizer, batches)
 
     monkeypatch.setattr(stepping, "timed_step", timed_step)
-    return run_script(
-        finetune_optimized, *TINY, "--seq-len", "4", "--longest", "--kernels", "none", *flags
-    )
+    return run_script(finetune_optimized, *LONGEST, "none", "--seq-len", "4", *flags)
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["PyTorch", "Triton", "cuBLAS"])
@@ -109,9 +78,8 @@ def test_the_longest_sequence_is_limited_by_memory(
 ):
     path = tmp_path / "longest.json"
     outcome = longest_until(error, 12, monkeypatch, run_script, "--json", str(path))
-    assert (
-        outcome.code == 0 and "8 tokens (in steps of 4; stopped by the GPU's memory)" in outcome.out
-    )
+    assert outcome.code == 0
+    assert "8 tokens (in steps of 4; stopped by the GPU's memory)" in outcome.out
     assert run_records.read_record(str(path), "longest")["lengths"] == [4, 8]
 
 
@@ -133,10 +101,8 @@ def test_the_search_ends_at_the_longest_that_fits(longest_that_fits, monkeypatch
 
 def test_the_step_of_the_longest_sequence_is_told(run_script, small_model, monkeypatch):
     monkeypatch.setattr(longest, "LENGTH_STEP", 4)
-    outcome = run_script(
-        finetune_optimized, *TINY, "--seq-len", "6", "--longest", "--kernels", "none",
-        "--recompute", "layer",
-    )  # fmt: skip
+    flags = "none", "--seq-len", "6", "--recompute", "layer"
+    outcome = run_script(finetune_optimized, *LONGEST, *flags)
     assert outcome.code == 0, outcome.err
     assert "custom kernels: recompute layer" in outcome.out
     assert "tokens/s, limited by matrix products with weights: attention has" in outcome.out

@@ -16,13 +16,14 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, compare
-from harness.cli import adapter_flags
-from harness.cli.adapter_flags import ATTENTION, MLP, TARGETS
+from harness.cli import adapter_config
+from harness.cli.adapter_config import ATTENTION, MLP, TARGETS
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import RECOMPUTE, Workload, finetune_parser
+from harness.cli.flags import RECOMPUTE, finetune_parser
+from harness.cli.workload import Workload
 from harness.model import adapters, architecture, loading
-from harness.model.frozen_digest import checksum, frozen_digest
+from harness.model.adapters import checksum, frozen_digest
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
@@ -92,7 +93,7 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert names == set(TARGETS[targets])
     n_trained = sum(p.numel() for p in stepping.trained(model))
-    assert n_trained == adapters.adapter_count(model.config, workload)
+    assert n_trained == adapters.trained_count(model.config, workload)
     n = sum(p.numel() for p in model.parameters())
     counts = {"parameters": n, "trained_parameters": n_trained}
     assert adapters.counts(model, workload) == counts
@@ -142,7 +143,7 @@ def test_flops_are_what_pytorch_counts(targets):
 def test_a_step_of_the_8b_model_has_two_thirds_of_the_flops():
     config, full = architecture.llama_3_1_8b_config(), Workload()
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
-    assert adapters.adapter_count(config, workload) == 41_943_040
+    assert adapters.trained_count(config, workload) == 41_943_040
     shares = [adapters.flops_per_token(config, w, 512) for w in (workload, full)]
     assert 2 / 3 < shares[0] / shares[1] < 0.68
 
@@ -283,7 +284,7 @@ def test_two_processes_train_the_adapters_that_one_does(tmp_path):
         outcome = torchrun(n, "finetune_baseline.py", *flags, *more, *outputs, *saving)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         record = json.loads(path.read_text())
-        found[name] = record["losses"], load_file(folder / adapter_flags.WEIGHTS)
+        found[name] = record["losses"], load_file(folder / adapter_config.WEIGHTS)
     losses, weights = found.pop("one")
     base = adapters.said_of_base(tmp_path / "one")
     for name, (others_losses, others) in found.items():
@@ -326,8 +327,8 @@ def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, ta
     flags = [*RANK, "--lora-targets", targets, "--lr", "0.05"]
     (folder, _), (merged, _) = saved(*flags), saved(*flags, "--merge", name="merged")
     assert sorted(path.name for path in folder.iterdir()) == [
-        adapter_flags.CONFIG,
-        adapter_flags.WEIGHTS,
+        adapter_config.CONFIG,
+        adapter_config.WEIGHTS,
     ]
     plain = AutoModelForCausalLM.from_pretrained(base).to(DEVICE)
     without = logits_of(plain)
@@ -339,7 +340,7 @@ def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, ta
         ordinary.state_dict().keys()
         == AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
     )
-    assert adapter_flags.CONFIG not in os.listdir(merged)
+    assert adapter_config.CONFIG not in os.listdir(merged)
 
 
 class Halves(torch.nn.Linear):
@@ -521,10 +522,10 @@ def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
             ended = killed_before_change(
                 number, lambda m=model, w=workload: saving.save_model(m, w, str(folder))
             )
-            if not (folder / adapter_flags.CONFIG).exists():
+            if not (folder / adapter_config.CONFIG).exists():
                 seen.add(None)
             else:
-                rank = adapter_flags.read_config(str(folder))["lora_rank"]
+                rank = adapter_config.read_config(str(folder))["lora_rank"]
                 loaded = replace(old[0], lora_rank=rank, adapter=str(folder))
                 adapters.read_adapters(loaded, old[1].config)
                 seen.add(rank)
@@ -532,7 +533,7 @@ def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
             if ended == "done":
                 break
         assert seen == expected
-        assert sorted(os.listdir(folder)) == [adapter_flags.CONFIG, adapter_flags.WEIGHTS]
+        assert sorted(os.listdir(folder)) == [adapter_config.CONFIG, adapter_config.WEIGHTS]
 
 
 # ---------------------------------------------------------------- resumed
@@ -545,7 +546,7 @@ def test_a_resumed_run_is_the_run_that_was_not_ended(base, saved, run_script, tm
     assert size < (Path(base) / "model.safetensors").stat().st_size  # the frozen are not in it
     again, resumed = saved(*RANK, "--resume", str(checkpoints), name="resumed")
     assert resumed["losses"] == straight["losses"]
-    one, other = (load_file(each / adapter_flags.WEIGHTS) for each in (folder, again))
+    one, other = (load_file(each / adapter_config.WEIGHTS) for each in (folder, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
     # one number of one frozen weight, and it is another base
@@ -605,7 +606,7 @@ def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets
     more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
     record = run_record(run_script, tmp_path, profile_baseline, *flags, *more)
     config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
-    thin = 64 * 6 * adapters.adapter_count(config, workload)
+    thin = 64 * 6 * adapters.trained_count(config, workload)
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
     first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
@@ -620,7 +621,7 @@ def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets
     angles = 64 * config.head_dim if HAS_GPU else 0  # positions @ frequencies
     found = record["categories"]["matmul"]["flops"]
     assert found == pytest.approx(whole - all_thin + angles, rel=1e-6)
-    assert record["trained_parameters"] == adapters.adapter_count(config, workload)
+    assert record["trained_parameters"] == adapters.trained_count(config, workload)
 
 
 def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
@@ -628,7 +629,7 @@ def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
     config.num_hidden_layers = 2
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
     before, after = (memory_estimate.estimate(config, each) for each in (full, workload))
-    n = adapters.adapter_count(config, workload)
+    n = adapters.trained_count(config, workload)
     moments = after["parts"]["optimizer state"]
     assert moments == pytest.approx(2 * 2 * n, rel=1e-3)
     assert after["parts"]["parameters"] - before["parts"]["parameters"] == pytest.approx(
@@ -698,30 +699,30 @@ def test_a_teacher_does_not_train_adapters(run_script):
 def test_quantized_weights_are_not_sharded(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = finetune_parser("").parse_args([*SMALL, *RANK, "--quantize", "nf4"])
-    with pytest.raises(adapter_flags.UserError, match="add --parallel ddp"):
+    with pytest.raises(adapter_config.UserError, match="add --parallel ddp"):
         Workload.from_flags(args, HAS_GPU)
 
 
 def test_without_peft_a_sentence_says_how_to_install_it(run_script, monkeypatch):
-    monkeypatch.setattr(adapter_flags.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapter_config.importlib.util, "find_spec", lambda name: None)
     assert_one_sentence(run_script(finetune_baseline, *SMALL, *RANK), "pip install peft")
 
 
 def change(folder: Path, **values) -> None:
-    file = folder / adapter_flags.CONFIG
+    file = folder / adapter_config.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def change_weights(folder: Path, edit) -> None:
-    weights = load_file(folder / adapter_flags.WEIGHTS)
+    weights = load_file(folder / adapter_config.WEIGHTS)
     edit(weights)
-    save_file(weights, folder / adapter_flags.WEIGHTS)
+    save_file(weights, folder / adapter_config.WEIGHTS)
 
 
 DAMAGED = {
-    "no config": (lambda f: (f / adapter_flags.CONFIG).unlink(), "cannot be read (No such file"),
-    "no JSON": (lambda f: (f / adapter_flags.CONFIG).write_text("{"), "is damaged (JSON"),
-    "a list": (lambda f: (f / adapter_flags.CONFIG).write_text("[]"), "is damaged (ValueError"),
+    "no config": (lambda f: (f / adapter_config.CONFIG).unlink(), "cannot be read (No such file"),
+    "no JSON": (lambda f: (f / adapter_config.CONFIG).write_text("{"), "is damaged (JSON"),
+    "a list": (lambda f: (f / adapter_config.CONFIG).write_text("[]"), "is damaged (ValueError"),
     "rank 0": (lambda f: change(f, r=0), "is damaged (ArgumentTypeError"),
     "rank null": (lambda f: change(f, r=None), "is damaged"),
     "no targets": (lambda f: change(f, target_modules=[]), "adapts nothing"),
@@ -736,10 +737,10 @@ DAMAGED = {
     "changed weights": (lambda f: change(f, init_lora_weights="pissa"), '= "pissa"'),
     "no LoRA": (lambda f: change(f, peft_type="IA3"), 'peft_type = "IA3"'),
     "another rank": (lambda f: change(f, r=2), "28 of another shape"),
-    "no weights": (lambda f: (f / adapter_flags.WEIGHTS).unlink(), "could not be loaded"),
+    "no weights": (lambda f: (f / adapter_config.WEIGHTS).unlink(), "could not be loaded"),
     "half the weights": (
-        lambda f: (f / adapter_flags.WEIGHTS).write_bytes(
-            (f / adapter_flags.WEIGHTS).read_bytes()[:1000]
+        lambda f: (f / adapter_config.WEIGHTS).write_bytes(
+            (f / adapter_config.WEIGHTS).read_bytes()[:1000]
         ),
         "could not be loaded",
     ),

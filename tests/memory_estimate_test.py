@@ -1,8 +1,4 @@
-"""The estimate meets every recorded run, keeps what autograd keeps, and needs neither a GPU nor
-weights.
-
-pytest memory_estimate_test.py
-"""
+"""The estimate meets every recorded run, keeps what autograd keeps, and needs no GPU or weights."""
 
 import functools
 import importlib
@@ -13,49 +9,33 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
 
 import kernel_support
 import profile_baseline
 from harness.cli import device
-from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.device import DEVICE
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload
 from harness.model import architecture, config_file
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS, ROWS
-from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory import memory_estimate, memory_ledger
-from next_steps.memory.memory_ledger import (
-    GRADIENTS,
-    KEPT,
-    LOSS,
-    STATE,
-    TEMPORARY,
-    WORKSPACES,
-    modeling_llama,
-)
+from next_steps.memory import memory_estimate, memory_ledger, meta_step
+from next_steps.memory.memory_ledger import GRADIENTS, LOSS, PARAMETERS, STATE, modeling_llama
+from next_steps.memory.peak_attribution import KEPT, TEMPORARY, WORKSPACES, kept_blocks
 from next_steps.patches.apply_kernels import apply_kernels
-from tests.small_workloads import as_kernels_module, imported_anew
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
+from tests.small_workloads import MADE_UP, as_kernels_module, imported_anew
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
 REQUIRED = [
-    "finetune_baseline_1x512",
-    "finetune_baseline_4x2048",
-    "finetune_optimized_1x512",
-    "finetune_optimized_4x2048",
-    "finetune_all_1x512",
-    "finetune_all_4x2048",
-    "profile_1x512",
-    "profile_1x512_rmsnorm",
-    "profile_1x512_both",
-    "profile_4x2048",
-    "profile_4x2048_both",
+    *(f"finetune_{way}_1x512" for way in ("baseline", "optimized", "all")),
+    *(f"finetune_{way}_4x2048" for way in ("baseline", "optimized", "all")),
+    *("profile_1x512", "profile_1x512_rmsnorm", "profile_1x512_both"),
+    *("profile_4x2048", "profile_4x2048_both"),
 ]
 TOLERANCE = 1e-3  # the largest of these is off by 0.07 %, a CUDA graph's third cuBLAS workspace
 
@@ -85,7 +65,7 @@ def tiny_estimate(*kernels: str, dtype="bf16", seq_len=64, config=None) -> dict:
 
 def tiny_step(kernels, batch_size: int, seq_len: int) -> memory_ledger.Ledger:
     workload = Workload(batch_size=batch_size, seq_len=seq_len, kernels=tuple(kernels))
-    return memory_estimate.run_step(architecture.tiny_config(), workload)
+    return meta_step.run_step(architecture.tiny_config(), workload)
 
 
 # ---------------------------------------------------------------- recorded runs
@@ -96,23 +76,20 @@ def tiny_step(kernels, batch_size: int, seq_len: int) -> memory_ledger.Ledger:
 def test_the_recorded_peak_is_met(name):
     record = recorded(name)
     assert record["model"] == DEFAULT_MODEL
-    assert estimate_of(record)["peak_memory_bytes"] == pytest.approx(
-        record["peak_memory_bytes"], rel=TOLERANCE
-    )
+    peak = pytest.approx(record["peak_memory_bytes"], rel=TOLERANCE)
+    assert estimate_of(record)["peak_memory_bytes"] == peak
 
 
 @pytest.mark.parametrize("name", [name for name in REQUIRED if name.startswith("profile")])
 def test_the_recorded_memory_between_steps_is_met(name):
     record = recorded(name)
     parts = estimate_of(record)["parts"]
-    resting = parts[memory_ledger.PARAMETERS] + parts[STATE] + parts[WORKSPACES]
+    resting = parts[PARAMETERS] + parts[STATE] + parts[WORKSPACES]
     # a newer record's kernels are also recorded in steps of their own
     profiled = 4 if record.get("timeline") else 2
-    waiting = record["warmup_steps"] + len(record["step_ms"]) + profiled  # batches, ids and labels
-    assert (
-        record["resting_memory_bytes"]
-        == resting + waiting * 2 * 8 * record["batch_size"] * record["seq_len"]
-    )
+    n_batches = record["warmup_steps"] + len(record["step_ms"]) + profiled
+    waiting = n_batches * 2 * 8 * record["batch_size"] * record["seq_len"]  # ids and labels
+    assert record["resting_memory_bytes"] == resting + waiting
 
 
 def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
@@ -128,9 +105,8 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
     assert (long["phase"], long["layer"]) == ("backward", None)
     logits = 4 * 8192 * 128_256  # fp32
     # the log-softmax, its gradient and the logits'
-    assert [row["bytes"] for row in long["made_by"].values()][:3] == pytest.approx(
-        [logits] * 3, rel=1e-3
-    )
+    made = [row["bytes"] for row in long["made_by"].values()]
+    assert made[:3] == pytest.approx([logits] * 3, rel=1e-3)
     assert long["parts"][LOSS] == pytest.approx(3 * logits, rel=1e-3)
     assert long["parts"][TEMPORARY] == 0
 
@@ -140,12 +116,8 @@ def test_the_peak_moves_from_the_optimizer_to_the_loss_as_batches_grow():
 
 def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int) -> int:
     """Of unique storages that the layers of a tiny model leave to the backward, weights apart."""
-    model = (
-        AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16)
-        .to(DEVICE)
-        .train()
-    )
-    apply_kernels(model, kernels)
+    model = AutoModelForCausalLM.from_config(architecture.tiny_config(), dtype=torch.bfloat16)
+    apply_kernels(model.to(DEVICE).train(), kernels)
     layers = model.model.layers
     not_theirs = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved, last, inside = {}, [], []
@@ -171,12 +143,18 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     for layer in layers:
         layer.register_forward_pre_hook(enter, with_kwargs=True)
     layers[-1].register_forward_hook(leave)
+    ids = torch.zeros((batch_size, seq_len), dtype=torch.int64, device=DEVICE)
     with saved_tensors_hooks(pack, lambda t: t):
-        result = model.model(
-            torch.zeros((batch_size, seq_len), dtype=torch.int64, device=DEVICE), use_cache=False
-        )
+        result = model.model(ids, use_cache=False)
     del result  # only now may memory be reused
     return sum(saved.values())
+
+
+def bytes_kept_in_layers(ledger: memory_ledger.Ledger) -> int:
+    """Without single numbers: on a GPU attention saves the two of dropout's generator."""
+    kept = [block for block in kept_blocks(ledger) if block.stage[1] is not None]
+    sizes = [(math.prod(block.shape), block.dtype.itemsize) for block in kept]
+    return sum(numel * width for numel, width in sizes if numel > 1)
 
 
 @pytest.mark.exhaustive
@@ -184,15 +162,7 @@ def bytes_saved_by_a_real_step(kernels: list[str], batch_size: int, seq_len: int
     "kernels", [[], *([name] for name in MODEL_KERNELS), MODEL_KERNELS], ids="+".join
 )
 def test_the_layers_keep_what_autograd_saves(kernels):
-    ledger = tiny_step(kernels, 2, 9)
-    kept = [block for block in ledger.kept() if block.stage[1] is not None]
-    # attention also saves two numbers on a GPU, the state of dropout's generator: neither side
-    # counts them
-    estimated = sum(
-        math.prod(block.shape) * block.dtype.itemsize
-        for block in kept
-        if math.prod(block.shape) > 1
-    )
+    estimated = bytes_kept_in_layers(tiny_step(kernels, 2, 9))
     assert estimated == bytes_saved_by_a_real_step(kernels, 2, 9)
 
 
@@ -205,7 +175,7 @@ def test_the_rotary_function_in_a_module_of_kernels_is_known_by_the_functions_co
 @pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
 def test_every_kept_tensor_has_a_kind(kernels):
     ledger = tiny_step(kernels, 2, 64)
-    assert {block.kind for block in ledger.kept()} <= set(memory_ledger.KINDS)
+    assert {block.kind for block in kept_blocks(ledger)} <= set(memory_ledger.KINDS)
 
 
 @pytest.mark.exhaustive
@@ -251,12 +221,9 @@ def test_what_the_graph_holds_lives_until_the_backward():
 @pytest.mark.parametrize("kernels", [[], ["cross_entropy"], ["adamw"], KERNELS], ids="+".join)
 def test_the_parts_add_up_to_the_peak_and_the_peak_is_the_highest_phase(kernels):
     estimated = tiny_estimate(*kernels)
-    assert sum(estimated["parts"].values()) == estimated["peak_memory_bytes"]
-    assert (
-        max(estimated["phases"].values())
-        == estimated["phases"][estimated["phase"]]
-        == estimated["peak_memory_bytes"]
-    )
+    peak, phases = estimated["peak_memory_bytes"], estimated["phases"]
+    assert sum(estimated["parts"].values()) == peak
+    assert max(phases.values()) == phases[estimated["phase"]] == peak
 
 
 def test_a_step_in_the_backward_never_has_all_gradients():
@@ -264,7 +231,7 @@ def test_a_step_in_the_backward_never_has_all_gradients():
     n_parameters = 2 + 1 + 2 * 9
     # it counts its steps on the GPU
     assert one["parts"][STATE] - every["parts"][STATE] == n_parameters * 512
-    weights = every["parts"][memory_ledger.PARAMETERS]
+    weights = every["parts"][PARAMETERS]
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
     assert one["phases"]["optimizer"] < one["peak_memory_bytes"]
@@ -275,36 +242,52 @@ def test_tied_embeddings_are_one_parameter():
     apart = tiny_estimate(config=config)
     config.tie_word_embeddings = True
     tied = tiny_estimate(config=config)
-    saved = apart["parts"][memory_ledger.PARAMETERS] - tied["parts"][memory_ledger.PARAMETERS]
+    saved = apart["parts"][PARAMETERS] - tied["parts"][PARAMETERS]
     assert saved == 2 * 257 * 64 + 384  # to a multiple of 512
 
 
 def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
     config = architecture.tiny_config()
     weights = 2 * 4 * 512 * 512 * 4  # (B, heads, T, T) fp32
-    grouped = tiny_estimate(dtype="fp32", seq_len=512, config=config)["kept_in_layers"]["attention"]
+
+    def kept() -> int:
+        estimated = tiny_estimate(dtype="fp32", seq_len=512, config=config)
+        return estimated["kept_in_layers"]["attention"]
+
+    grouped = kept()
     config.num_key_value_heads = 4
-    plain = tiny_estimate(dtype="fp32", seq_len=512, config=config)["kept_in_layers"]["attention"]
-    assert grouped > 2 * weights > plain
+    assert grouped > 2 * weights > kept()
+
+
+def test_large_heads_that_share_keys_get_copies_of_them_as_transformers_does_it():
+    """So the memory-efficient attention, which knows no grouped queries, runs for them too."""
+    config = architecture.tiny_config()
+    workload = Workload(dtype="fp32", seq_len=8)
+    for head_dim, efficient in ((256, False), (264, True)):
+        config.head_dim = head_dim
+        ledger = meta_step.run_step(config, workload)
+        operations = {block.operation for block in ledger.blocks}
+        assert ("_scaled_dot_product_efficient_attention" in operations) == efficient
 
 
 def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
     interpreted = tiny_estimate(*KERNELS)
-    for row in ROWS:
-        if row.launches:
-            lesson = importlib.import_module(row.lesson)
-            monkeypatch.setattr(lesson, "INTERPRETED", False, raising=False)
-    monkeypatch.setattr(kernel_support, "INTERPRETED", False)
+    for module in (kernel_support, *(importlib.import_module(row.lesson) for row in ROWS)):
+        if hasattr(module, "INTERPRETED"):
+            monkeypatch.setattr(module, "INTERPRETED", False)
     assert tiny_estimate(*KERNELS) == interpreted
 
 
 def test_nothing_stays_replaced(monkeypatch):
-    before = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
+    def replaced() -> tuple:
+        interpreted = kernel_support.INTERPRETED
+        return triton.KernelInterface.__getitem__, torch.Tensor.is_cpu, interpreted
+
+    before = replaced()
     monkeypatch.setattr(stepping, "training_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_estimate()
-    after = torch.nn.functional.scaled_dot_product_attention, torch.is_autocast_enabled, HAS_GPU
-    assert before == after
+    assert replaced() == before
 
 
 # ---------------------------------------------------------------- the flag
@@ -320,20 +303,15 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
     # a GPU's defaults
-    assert (record["kind"], record["dtype"], record["seq_len"]) == (
-        "estimate",
-        "bf16",
-        512,
-    )
+    assert (record["kind"], record["dtype"], record["seq_len"]) == ("estimate", "bf16", 512)
     assert [e["kernels"] for e in record["estimates"]] == [[], KERNELS]
     assert "(estimate)" in outcome.out and "chosen: the peak is in the" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace
 
 
 def test_without_kernels_there_is_one_column(run_script):
-    outcome = run_script(
-        profile_baseline, "--estimate", "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
-    )
+    flags = "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
+    outcome = run_script(profile_baseline, "--estimate", *flags)
     assert outcome.code == 0 and "chosen" not in outcome.out
 
 
@@ -389,9 +367,8 @@ def test_a_model_that_is_no_llama_is_refused(run_script, tmp_path):
 )  # fmt: skip
 def test_the_moment_of_the_peak_in_words(phase, layer, expected):
     estimated = {"phase": phase, "layer": layer, "made_by": {}}
-    assert f"the peak is in the {expected} made" in memory_estimate.moment_line(
-        "none", estimated, n_layers=4
-    )
+    line = memory_estimate.moment_line("none", estimated, n_layers=4)
+    assert f"the peak is in the {expected} made" in line
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
@@ -403,18 +380,7 @@ def test_the_stages_of_a_step_come_in_order(kernels):
 
 
 def test_a_small_model_is_printed_in_megabytes():
-    record = {
-        "kind": "estimate",
-        "environment": run_records.environment(),
-        "model": "tiny",
-        "weights": "random weights",
-        "parameters": 1,
-        "layers": 2,
-        "dtype": "bf16",
-        "batch_size": 2,
-        "seq_len": 64,
-        "kernels": [],
-        "estimates": [tiny_estimate()],
-    }
+    record = Workload(model="tiny").as_record() | {"environment": MADE_UP, "parameters": 1}
+    record |= {"layers": 2, "estimates": [tiny_estimate()]}
     assert "At the peak, MB" in memory_estimate.render(record)
     assert KEPT in memory_estimate.render(record)

@@ -1,9 +1,8 @@
 """Every byte of a real step is in the right part, and the parts are as high as what was measured.
 
-pytest memory_profile_test.py
-
-Each part is held against something that does not come from the ledger: the tensors of the model and
-the optimizer, what autograd saves, the shape of the logits, and PyTorch's own profiler for the sum.
+The tests compare each part with something that does not come from the ledger: the tensors of the
+model and the optimizer, what autograd saves, the shape of the logits, and PyTorch's own profiler
+for the sum.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import profile_baseline
 from harness.benchmark.checking import HAS_GPU
@@ -30,28 +30,41 @@ from harness.model import architecture
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory import memory_estimate, memory_ledger, memory_profile, memory_tables
+from next_steps.memory import (
+    memory_estimate,
+    memory_ledger,
+    memory_profile,
+    memory_tables,
+    meta_step,
+    peak_attribution,
+)
 from next_steps.memory.memory_ledger import (
     BATCH,
     GRADIENTS,
-    KEPT,
     LOSS,
     PARAMETERS,
     PHASES,
     STATE,
+    Ledger,
+    Observer,
+)
+from next_steps.memory.peak_attribution import (
+    KEPT,
+    MEASURED_PARTS,
+    PARTS,
     TEMPORARY,
     UNSEEN,
     WORKSPACES,
-    Ledger,
+    kept_blocks,
+    part_of,
 )
-from next_steps.memory.memory_profile import Observer
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
-from tests.memory_estimate_test import bytes_saved_by_a_real_step, estimate_of
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
+from tests.memory_estimate_test import (
+    bytes_kept_in_layers,
+    bytes_saved_by_a_real_step,
+    estimate_of,
+)
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
@@ -74,7 +87,7 @@ class Observed:
 
     @property
     def parts(self) -> dict[str, list[int]]:
-        return memory_profile.history(self.ledger)
+        return peak_attribution.history(self.ledger)
 
     @property
     def heights(self) -> list[int]:
@@ -83,11 +96,10 @@ class Observed:
 
 def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     """The second step of a tiny model in bf16."""
-    model = AutoModelForCausalLM.from_config(
-        config or architecture.tiny_config(), dtype=torch.bfloat16
-    ).to(device)
+    config = config or architecture.tiny_config()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
     model.config.use_cache = False
-    apply_kernels(model.train(), [name for name in kernels if name in MODEL_KERNELS])
+    apply_kernels(model.train(), of_model(kernels))
     ledger = Observer(device)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-3, kernels)
@@ -95,6 +107,10 @@ def observe(kernels: list[str], config=None, device=DEVICE) -> Observed:
     stepping.training_step(model, optimizer, batches[:1])
     memory_profile.observed_step(model, optimizer, stepping.in_steps(batches, 1), ledger)
     return Observed(kernels, model, optimizer, batches, ledger)
+
+
+def of_model(kernels: list[str]) -> list[str]:
+    return [name for name in kernels if name in MODEL_KERNELS]
 
 
 def rounded(*tensors: torch.Tensor) -> int:
@@ -107,12 +123,8 @@ def check_books(observed: Observed) -> None:
     """Every part against what is known without the ledger."""
     parts, ledger, model = observed.parts, observed.ledger, observed.model
     weights = rounded(*model.parameters())
-    state = [
-        t
-        for values in observed.optimizer.state.values()
-        for t in values.values()
-        if t.device.type == ledger.device
-    ]
+    state = [t for values in observed.optimizer.state.values() for t in values.values()]
+    state = [t for t in state if t.device.type == ledger.device]
     batches = [t for batch in observed.batches for t in (batch.input_ids, batch.labels)]
     assert set(parts[PARAMETERS]) == {rounded(*model.parameters(), *model.buffers())}
     assert set(parts[STATE]) == {rounded(*state)} and rounded(*state) >= 2 * weights
@@ -130,22 +142,11 @@ def check_books(observed: Observed) -> None:
     else:
         assert max(gradients) == gradients[starts["optimizer"]] == weights
 
-    in_layers = [block for block in ledger.kept() if block.stage[1] is not None]
-    saved = sum(
-        math.prod(block.shape) * block.dtype.itemsize
-        for block in in_layers
-        if math.prod(block.shape) > 1
-    )
-    expected = bytes_saved_by_a_real_step(
-        [k for k in observed.kernels if k in MODEL_KERNELS], *SHAPE
-    )
-    assert saved == pytest.approx(expected, rel=1e-3 if HAS_GPU else 0)
+    expected = bytes_saved_by_a_real_step(of_model(observed.kernels), *SHAPE)
+    assert bytes_kept_in_layers(ledger) == pytest.approx(expected, rel=1e-3 if HAS_GPU else 0)
     backward = starts["backward"]
-    assert (
-        sum(b.n_bytes for b in in_layers)
-        <= parts[KEPT][backward]
-        < 1.2 * sum(b.n_bytes for b in in_layers)
-    )
+    in_layers = sum(b.n_bytes for b in kept_blocks(ledger) if b.stage[1] is not None)
+    assert in_layers <= parts[KEPT][backward] < 1.2 * in_layers
     assert parts[KEPT][0] == parts[KEPT][starts["optimizer"]] == 0
     assert parts[TEMPORARY][backward] == 0 < max(parts[TEMPORARY][backward:])
 
@@ -156,8 +157,8 @@ def check_books(observed: Observed) -> None:
     assert logits <= max(parts[LOSS]) < 2.5 * logits
 
 
-def windows_of(observed: Observed) -> list[memory_profile.Window]:
-    return memory_profile.windows(observed.ledger, observed.heights)
+def windows_of(observed: Observed) -> list[peak_attribution.Window]:
+    return peak_attribution.windows(observed.ledger, observed.heights)
 
 
 @functools.cache
@@ -178,14 +179,11 @@ def without(part: str):
 
 
 def called(part: str, instead: str):
-    part_of = Ledger.part_of
-    return lambda ledger, block: (
-        instead if part_of(ledger, block) == part else part_of(ledger, block)
-    )
+    def wrong(ledger, block) -> str:
+        right = part_of(ledger, block)
+        return instead if right == part else right
 
-
-def immortal(ledger, key):
-    ledger.living.pop(key)
+    return wrong
 
 
 FAULTS_IN_THE_BOOKS = {
@@ -217,7 +215,7 @@ def test_wrong_books_are_noticed(monkeypatch, fault):
 @pytest.mark.parametrize("fault", FAULTS_IN_READING_THEM)
 def test_a_wrong_part_is_noticed(monkeypatch, fault, kernels):
     observed = observed_once(*kernels)
-    monkeypatch.setattr(Ledger, "part_of", FAULTS_IN_READING_THEM[fault])
+    monkeypatch.setattr(peak_attribution, "part_of", FAULTS_IN_READING_THEM[fault])
     with pytest.raises(AssertionError):
         check_books(observed)
 
@@ -230,12 +228,9 @@ def test_logits_that_nobody_recognizes_are_noticed(monkeypatch):
 
 
 def peak_by_the_profiler(observed: Observed) -> int:
-    """Of a step, bytes above what was there before: PyTorch's profiler notes allocations on the
-    CPU, and their ends.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    """A step's bytes above those before: PyTorch's profiler notes the CPU's allocations."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
         stepping.training_step(observed.model, observed.optimizer, observed.batches[-1:])
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -256,7 +251,7 @@ def test_the_sum_is_that_of_pytorchs_own_profiler():
 
 
 def account(*kernels: str, workspaces: int = 0, ledger: Observer | None = None) -> dict:
-    return memory_profile.account(ledger or observed_once(*kernels).ledger, workspaces)
+    return peak_attribution.account(ledger or observed_once(*kernels).ledger, workspaces)
 
 
 @pytest.mark.exhaustive
@@ -268,18 +263,15 @@ def test_the_parts_add_up_to_the_peak_which_is_the_highest_of_phases_and_timelin
     for phase in found["phases"].values():
         assert sum(phase["parts"].values()) == phase["bytes"] <= peak
     assert found["phases"][found["phase"]]["bytes"] == peak
-    assert max(map(sum, zip(*found["timeline"]["parts"].values()))) == peak
-    assert sum(stage["points"] for stage in found["timeline"]["stages"]) == len(
-        found["timeline"]["parts"][KEPT]
-    )
+    stages, parts = found["timeline"]["stages"], found["timeline"]["parts"]
+    assert max(map(sum, zip(*parts.values()))) == peak
+    assert sum(stage["points"] for stage in stages) == len(parts[KEPT])
 
 
 def test_every_part_is_there_at_some_time():
     parts = account()["timeline"]["parts"]
-    assert {part for part, values in parts.items() if any(values)} - {UNSEEN} == set(parts) - {
-        WORKSPACES,
-        UNSEEN,
-    }
+    there = {part for part, values in parts.items() if any(values)}
+    assert there - {UNSEEN} == set(parts) - {WORKSPACES, UNSEEN}
 
 
 @pytest.mark.exhaustive
@@ -289,34 +281,26 @@ def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatc
     workload = Workload(batch_size=batch_size, seq_len=seq_len, kernels=tuple(kernels))
     config = architecture.tiny_config()
     estimated = memory_estimate.estimate(config, workload)
-    monkeypatch.setattr(memory_estimate, "Ledger", lambda: Observer("meta"))
-    ledger = memory_estimate.run_step(config, workload)
+    ledger = meta_step.run_step(config, workload, Observer("meta"))
     ledger.sample()
-    found = account(ledger=ledger, workspaces=2 * memory_estimate.CUBLAS_WORKSPACE)
+    workspaces = 2 * memory_estimate.CUBLAS_WORKSPACE
+    found = account(ledger=ledger, workspaces=workspaces)
     assert (found["phase"], found["layer"]) == (estimated["phase"], estimated["layer"])
-    assert {part: found["parts"][part] for part in memory_ledger.PARTS} == estimated["parts"]
-    heights = {
-        phase: found["phases"][phase]["bytes"] + 2 * memory_estimate.CUBLAS_WORKSPACE
-        for phase in PHASES
-    }
+    assert {part: found["parts"][part] for part in PARTS} == estimated["parts"]
+    heights = {phase: found["phases"][phase]["bytes"] + workspaces for phase in PHASES}
     assert heights == estimated["phases"]
 
 
 def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) -> Observer:
-    """The same books, and an allocator that gave away more than they show: `unseen` bytes during
-    some samples.
-    """
+    """The same books, and an allocator that gave away `unseen` bytes more during some samples."""
     copy = Observer(ledger.device)
     vars(copy).update(vars(ledger))
-    heights = [sum(values) for values in zip(*memory_profile.history(ledger).values())]
-    copy.samples = [
-        dataclasses.replace(
-            sample, allocated=window.seen + workspaces + unseen.get(i, 0), reserved=10**9
-        )
-        for i, (sample, window) in enumerate(
-            (s, w) for s, w in zip(ledger.samples, memory_profile.windows(ledger, heights))
-        )
-    ]
+    heights = [sum(values) for values in zip(*peak_attribution.history(ledger).values())]
+    copy.samples = []
+    for i, window in enumerate(peak_attribution.windows(ledger, heights)):
+        allocated = window.seen + workspaces + unseen.get(i, 0)
+        sample = dataclasses.replace(window.sample, allocated=allocated, reserved=10**9)
+        copy.samples.append(sample)
     return copy
 
 
@@ -325,18 +309,14 @@ def test_what_an_operation_takes_inside_lifts_the_peak_and_has_its_own_row(where
     ledger = observed_once().ledger
     samples = [i for i, sample in enumerate(ledger.samples) if sample.stage[0] == where]
     moment = samples[len(samples) // 2]
-    lifted = account(
-        ledger=with_allocator(ledger, {moment: 10**8}, workspaces=1000), workspaces=1000
-    )
+    more = with_allocator(ledger, {moment: 10**8}, workspaces=1000)
+    lifted = account(ledger=more, workspaces=1000)
+    peak = lifted["peak_memory_bytes"]
     assert (lifted["phase"], lifted["layer"]) == ledger.samples[moment].stage
     assert lifted["operation"] == ledger.samples[moment].operation
     assert lifted["parts"][UNSEEN] == 10**8 and lifted["parts"][WORKSPACES] == 1000
-    assert (
-        sum(lifted["parts"].values())
-        == lifted["peak_memory_bytes"]
-        == 10**9 - lifted["fragmentation_bytes"]
-    )
-    assert max(map(sum, zip(*lifted["timeline"]["parts"].values()))) == lifted["peak_memory_bytes"]
+    assert sum(lifted["parts"].values()) == peak == 10**9 - lifted["fragmentation_bytes"]
+    assert max(map(sum, zip(*lifted["timeline"]["parts"].values()))) == peak
     assert max(lifted["timeline"]["parts"][UNSEEN]) == 10**8
     others = [phase for name, phase in lifted["phases"].items() if name != where]
     assert all(phase["parts"][UNSEEN] == 0 for phase in others)
@@ -345,12 +325,10 @@ def test_what_an_operation_takes_inside_lifts_the_peak_and_has_its_own_row(where
 def largest_in_the_loss(kernels: list[str]) -> list[dict]:
     """When the loss and its backward are highest."""
     observed = observed_once(*kernels)
-    of_loss = [
-        w for w in windows_of(observed) if w.sample.stage in (("loss", None), ("backward", None))
-    ]
-    return memory_profile.largest(
-        observed.ledger, max(of_loss, key=lambda window: window.height).highest
-    )
+    stages = ("loss", None), ("backward", None)
+    of_loss = [w for w in windows_of(observed) if w.sample.stage in stages]
+    moment = max(of_loss, key=lambda window: window.height).highest
+    return peak_attribution.largest(observed.ledger, moment)
 
 
 def test_the_largest_tensors_are_named():
@@ -361,9 +339,8 @@ def test_the_largest_tensors_are_named():
     # which called new_empty
     assert "linear_cross_entropy_forward" in {row["maker"] for row in fused}
     for rows in (eager, fused):
-        assert [row["bytes"] for row in rows] == sorted(
-            (row["bytes"] for row in rows), reverse=True
-        )
+        sizes = [row["bytes"] for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
         assert not {row["part"] for row in rows} & {PARAMETERS, STATE, BATCH}
 
 
@@ -399,22 +376,15 @@ def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, mon
 def test_what_is_printed_adds_up(record):
     printed = memory_tables.render(record)
     table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
-    *parts, total = [
-        float(line.rsplit(maxsplit=2)[1])
-        for line in table
-        if memory_tables.FRAGMENTATION not in line
-    ]
+    lines = [line for line in table if memory_tables.FRAGMENTATION not in line]
+    *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in lines]
     assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
     assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
 
 
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
-    large = {
-        "parts": dict.fromkeys(memory_ledger.MEASURED_PARTS, 10),
-        "peak_memory_bytes": 90,
-        "phase": "optimizer",
-        "kernels": [],
-    }
+    parts = dict.fromkeys(MEASURED_PARTS, 10)
+    large = {"parts": parts, "peak_memory_bytes": 90, "phase": "optimizer", "kernels": []}
     flags = {part: flag for part, flag, _ in memory_tables.advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
@@ -466,10 +436,9 @@ def test_flags_that_do_not_go_together_are_refused(run_script, tmp_path, monkeyp
 
 
 def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_profile, "HAS_GPU", False)
-    outcome = run_script(
-        profile_baseline, *TINY, "--memory-snapshot", str(tmp_path / "step.pickle")
-    )
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", False)
+    file = str(tmp_path / "step.pickle")
+    outcome = run_script(profile_baseline, *TINY, "--memory-snapshot", file)
     assert_refused(outcome, "--memory-snapshot", "no CUDA GPU was found", "--plot")
     assert not list(tmp_path.iterdir())
 
@@ -480,17 +449,11 @@ def test_a_snapshot_without_a_gpu_is_refused(run_script, tmp_path, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("kernels", ["none", "all"])
 def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
-    """A model of which each large tensor is a multiple of 2 MiB, the unit of the allocator's large
-    blocks.
-    """
+    """Each large tensor is a multiple of 2 MiB, the unit of the allocator's large blocks."""
     config = architecture.tiny_config()
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
-    config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = (
-        32_768,
-        8,
-        2,
-        128,
-    )
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 2, 128
+    config.vocab_size = 32_768
     config.save_pretrained(tmp_path)
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
@@ -515,7 +478,5 @@ def test_the_recorded_parts_explain_the_peak_as_the_estimate_told_it(path):
     assert sum(record["parts"].values()) == peak and abs(record["parts"][UNSEEN]) < 0.02 * peak
     assert record["unobserved_peak_bytes"] == pytest.approx(peak, rel=1e-3)
     estimated = estimate_of(record)
-    for phase in PHASES:
-        assert record["phases"][phase]["bytes"] == pytest.approx(
-            estimated["phases"][phase], rel=0.01
-        )
+    heights = {phase: record["phases"][phase]["bytes"] for phase in PHASES}
+    assert heights == pytest.approx(estimated["phases"], rel=0.01)

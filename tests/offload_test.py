@@ -8,10 +8,11 @@ import torch
 
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import RECOMPUTE, Workload
+from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.memory import memory_estimate
-from next_steps.memory.memory_ledger import KEPT
+from next_steps.memory.peak_attribution import KEPT
 from next_steps.patches import offload
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu

@@ -1,7 +1,7 @@
-"""What docs/limits.md, glossary.md and troubleshooting.md state of the code is what the code does.
+"""What docs/limits.md, glossary.md and troubleshooting.md say of the code is true.
 
-Each claim is a phrase that must stand in its page, and a check of what the phrase says.  Figures
-that come from records are held by readme_test.py.
+Each claim is a phrase that must stand in its page, and a check of what the phrase says.
+readme_test.py checks the figures that come from records.
 """
 
 import inspect
@@ -12,12 +12,15 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import harness
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU
 from harness.cli.command_line import UserError
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.flags import DEFAULT_MODEL
+from harness.cli.workload import Workload
 from harness.data.samples import IGNORE_INDEX
 from harness.model import architecture, config_file
 from harness.records import spread
@@ -28,11 +31,6 @@ from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from next_steps.patches.apply_kernels import apply_kernels
 from rmsnorm_kernel import TritonRMSNorm, TritonRMSNormFunction, rmsnorm_reference
 from tools.page_records import HERE, RESULTS
-
-# isort: split
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 CLAIMS = {}  # phrase: (page, check)
 
@@ -121,9 +119,8 @@ def shapes_of_angles():
     assert cos.shape == sin.shape == (1, 5, 8), "what LlamaRotaryEmbedding returns"
     expected = rope_reference(q, k, cos, sin)
     for change in (lambda t: t[0], lambda t: t, lambda t: t.expand(2, 5, 8)):
-        for mine, theirs in zip(
-            triton_apply_rotary_pos_emb(q, k, change(cos), change(sin)), expected
-        ):
+        found = triton_apply_rotary_pos_emb(q, k, change(cos), change(sin))
+        for mine, theirs in zip(found, expected):
             close(mine, theirs)
     half_cos, half_sin = cos[..., :4], sin[..., :4]
     with pytest.raises(ValueError, match=r"cos has shape .*torch\.cat\(\(cos, cos\), -1\)"):
@@ -155,9 +152,8 @@ def second_derivative():
     for name, loss in losses.items():
         with pytest.raises(RuntimeError, match=f"{name}.*no second derivative"):
             loss.backward(create_graph=True)
-    (first,) = torch.autograd.grad(
-        cross_entropy_reference(logits, targets), logits, create_graph=True
-    )
+    loss = cross_entropy_reference(logits, targets)
+    (first,) = torch.autograd.grad(loss, logits, create_graph=True)
     assert torch.autograd.grad(first.square().sum(), logits)[0].abs().sum() > 0
 
 
@@ -199,9 +195,8 @@ def size_of_the_copy():
 
 @says("glossary", "the target, -100, of tokens that are not trained on")
 def ignored_target():
-    assert IGNORE_INDEX == -100 == inspect.signature(TritonCrossEntropyLoss).parameters[
-        "ignore_index"
-    ].default  # fmt: skip
+    parameters = inspect.signature(TritonCrossEntropyLoss).parameters
+    assert IGNORE_INDEX == -100 == parameters["ignore_index"].default
 
 
 @says(
@@ -286,16 +281,13 @@ def home_of_a_user_without_one():
     assert 'f"kernel-dev-ft-{os.getuid()}"' in inspect.getsource(harness.own_folder)
 
 
-SENTENCES = [
-    "no GPU kernel was recorded",
-    "cannot be recorded as a CUDA graph",
-]
+SENTENCES = ["no GPU kernel was recorded", "cannot be recorded as a CUDA graph"]
 
 
 @says("troubleshooting", *SENTENCES)
 def quoted_sentences():
     """A script says them."""
-    sources = [*(HERE / "harness").glob("*.py"), *(HERE / "next_steps").glob("*.py")]
+    sources = [*(HERE / "harness").rglob("*.py"), *(HERE / "next_steps").rglob("*.py")]
     source = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in sources))
     for sentence in SENTENCES:
         assert sentence in source, sentence
@@ -321,9 +313,8 @@ def fifth_rung():
 def ladder_gains() -> list[tuple[float, float]]:
     """What was predicted, and gained, of each rung at 4 x 2,048."""
     rungs = json.loads((RESULTS / "ladder_4x2048.json").read_text())["rungs"]
-    assert [rung["name"] for rung in rungs[1:6]] == [
-        *("adamw", "rmsnorm", "rope", "swiglu", "linear_cross_entropy")
-    ]
+    names = ["adamw", "rmsnorm", "rope", "swiglu", "linear_cross_entropy"]
+    assert [rung["name"] for rung in rungs[1:6]] == names
     return [
         (before["step_ms"] - rung["predicted_ms"], before["step_ms"] - rung["step_ms"])
         for before, rung in itertools.pairwise(rungs[:6])

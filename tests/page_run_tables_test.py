@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tools import page_records
-from tools.page_run_tables import parts, run_label, runs
+from tools.page_step_tables import parts, run_label, runs
 
 ALL = ["rmsnorm", "adamw"]
 

@@ -95,29 +95,22 @@ def by_one_and_two(tmp_path_factory) -> Path:
 def hold_equal(one: Path, several: Path, case: str) -> dict:
     """Losses to 1e-6 of themselves, every parameter to 1e-6; returns the record of several.
 
-    On GPUs the kernels' parameters to 2 % of a step, which is 5e-4: another number of rows is added
-    up in another order there, and where a gradient is nearly nothing AdamW divides by that.
+    On GPUs the kernels' parameters to 2 % of a step, which is 5e-4.  There another number of rows
+    is added up in another order, and AdamW divides by gradients that are nearly nothing.
     """
     allowed = 1e-5 if HAS_GPU and "kernels" in case else 1e-6
-    _, _, way = case.partition("-")
-    first, other = (
-        json.loads((folder / f"{name}.json").read_text())
-        for folder, name in ((one, f"one-{way}"), (several, case))
-    )
+    runs = one / f"one-{case.partition('-')[2]}", several / case
+    first, other = (json.loads(run.with_suffix(".json").read_text()) for run in runs)
     for key in ("losses", "validation_loss_before", "validation_loss_after"):
         assert other[key] == pytest.approx(first[key], rel=1e-6), key
     assert first["losses"][3] != pytest.approx(first["losses"][0], rel=1e-3)
     assert other["tokens"] == first["tokens"]
-    weights, others = (
-        load_file(folder / name / "model.safetensors")
-        for folder, name in ((one, f"one-{way}"), (several, case))
-    )
+    weights, others = (load_file(run / "model.safetensors") for run in runs)
     assert weights.keys() == others.keys()
     apart = {name: (weights[name] - others[name]).abs().max().item() for name in weights}
     assert max(apart.values()) < allowed, apart
-    assert json.loads((several / case / "config.json").read_text())["architectures"] == [
-        "LlamaForCausalLM"
-    ]
+    config = json.loads((several / case / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
     return other
 
 
@@ -177,8 +170,7 @@ def test_three_processes_divide_what_two_do_not(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")],
+    ("how", "said"), [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")]
 )
 def test_when_one_process_fails_all_end(how, said):
     start = time.perf_counter()
@@ -245,9 +237,8 @@ def test_two_processes_go_on_to_the_bit(way, tmp_path):
     resumed = [*flags, "--resume", str(tmp_path / "kept"), *outputs(tmp_path / "resumed")]
     said = run_of(2, "finetune_optimized.py", *resumed)
     assert "steps 5 to 6" in said and "In another way" not in said
-    (losses, weights), (others, resumed) = map(
-        what_came_out, (tmp_path / "straight", tmp_path / "resumed")
-    )
+    losses, weights = what_came_out(tmp_path / "straight")
+    others, resumed = what_came_out(tmp_path / "resumed")
     assert losses == others and len(losses) == 6
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
@@ -262,9 +253,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tm
     then = ["--resume", str(tmp_path / "kept"), *outputs(tmp_path / "then")]
     said = run_of(after, "finetune_baseline.py", *SIX, size[after], *then)
     assert "steps 5 to 6" in said and f"world_size {None if after == 1 else 2} (not" in said
-    (losses, weights), (others, resumed) = map(
-        what_came_out, (tmp_path / "first", tmp_path / "then")
-    )
+    losses, weights = what_came_out(tmp_path / "first")
+    others, resumed = what_came_out(tmp_path / "then")
     assert others == pytest.approx(losses, rel=1e-6)
     assert max((weights[name] - resumed[name]).abs().max().item() for name in weights) < 1e-6
 
@@ -324,9 +314,8 @@ def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
         workload = tiny_workload(*flags, "--batch-size", "2")
         data = dataset.load_data(workload, tiny_config(), 3)
         of_each.append([batch for step in loader.Loader(data.train, 2) for batch in step])
-        assert sum(len(batch.input_ids) for batch in data.validation) == sum(
-            len(batch.input_ids) for batch in whole.validation
-        )
+        n_validated = sum(len(batch.input_ids) for batch in data.validation)
+        assert n_validated == sum(len(batch.input_ids) for batch in whole.validation)
     assert len(of_each[0]) == len(whole.train) == 6
     for large, *small in zip(whole.train, *of_each):
         parts = torch.cat([batch.input_ids for batch in small]).cpu()
@@ -334,22 +323,20 @@ def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
 
 
 def test_without_torchrun_there_is_one_process(run_script):
-    assert (parallel.world_size(), parallel.rank(), parallel.is_first()) == (1, 0, True)
+    assert (processes.world_size(), processes.rank(), processes.is_first()) == (1, 0, True)
     assert tiny_workload().parallel is None and tiny_workload().is_on_the_page
     assert parallel.gather(1.5, 2) == [(1.5, 2)]
     outcome = run_script(finetune_baseline, *TINY, "--parallel", "ddp")
-    assert (outcome.code, outcome.err) == (
-        2,
-        "error: --parallel ddp needs more than the one process; torchrun starts several: "
-        "torchrun --nproc-per-node 2 SCRIPT\n",
-    )
+    given = "error: --parallel ddp needs more than the one process"
+    advice = "torchrun starts several: torchrun --nproc-per-node 2 SCRIPT\n"
+    assert (outcome.code, outcome.err) == (2, f"{given}; {advice}")
 
 
 def test_several_processes_shard_the_model_unless_told(as_rank):
     as_rank(1, 2)
     workload = tiny_workload()
     assert (workload.parallel, workload.world_size) == ("fsdp", 2)
-    assert not workload.is_on_the_page and not parallel.is_first()
+    assert not workload.is_on_the_page and not processes.is_first()
     assert tiny_workload("--parallel", "ddp").parallel == "ddp"
 
 

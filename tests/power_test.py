@@ -1,70 +1,69 @@
-"""What is made of nvidia-smi's lines, and that it ends with the block; a stand-in says them."""
+"""What is made of PyTorch's readings of power and clock, and that reading ends with the block."""
 
-import stat
+import itertools
 import time
 
 import pytest
+import torch
 
-from harness.cli import device
-from harness.steps import power
 from harness.steps.power import PowerMeter, power_in_words
 
 
 @pytest.fixture
-def said(monkeypatch, tmp_path):
-    """said("line", "line") -> from now on nvidia-smi says these lines, and then nothing more."""
+def said(monkeypatch):
+    """said((watts, mhz), ...) -> from now on the GPU says these, and then fails."""
 
-    def say(*lines: str) -> None:
-        script = tmp_path / "nvidia-smi"
-        text = "\n".join(lines)
-        script.write_text(f"#!/bin/sh\ncat <<'EOF'\n{text}\nEOF\nexec sleep 60\n")
-        script.chmod(script.stat().st_mode | stat.S_IEXEC)
-        monkeypatch.setattr(device, "HAS_GPU", True)
-        monkeypatch.setattr(power.shutil, "which", lambda name: str(script))
-        monkeypatch.setattr(power, "command", lambda: [str(script)])
+    def say(*readings: tuple[float, float]) -> None:
+        watts, mhz = (iter(column) for column in zip(*readings))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 1e3 * next(watts))
+        monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: next(mhz))
 
     return say
 
 
-def lines_read(meter: PowerMeter, n: int) -> None:
+def wait_for(meter: PowerMeter, n: int) -> None:
     end = time.monotonic() + 20
-    while len(meter.lines) < n and time.monotonic() < end:
+    while len(meter.readings) < n and time.monotonic() < end:
         time.sleep(0.01)
-    assert len(meter.lines) == n
+    assert len(meter.readings) >= n
 
 
 def test_the_medians_of_what_is_said_meanwhile(said):
-    said("100.5, 1200", "690.25, 1600", "700.0, 1500", "[N/A], [N/A]", "31")
+    said((100.5, 1200), (690.25, 1600), (700.0, 1500))
     with PowerMeter() as meter:
-        lines_read(meter, 5)
+        wait_for(meter, 3)
         reading = meter.reading()
     assert reading == {"watts": 690.25, "mhz": 1500.0, "readings": 3}
-    assert meter.process.returncode is not None, "nvidia-smi still runs"
-    assert power_in_words(reading) == "690 W at 1,500 MHz (medians of 3 readings by nvidia-smi)"
+    assert power_in_words(reading) == "690 W at 1,500 MHz (medians of 3 readings)"
 
 
 def test_what_was_said_before_the_restart_does_not_count(said):
-    said("100, 1200")
+    said((100, 1200))
     with PowerMeter() as meter:
-        lines_read(meter, 1)
+        wait_for(meter, 1)
         meter.restart()
         assert meter.reading() is None
 
 
 def test_a_failing_block_ends_it_too(said):
-    said("100, 1200")
+    said(*itertools.repeat((100, 1200), 10_000))
     with pytest.raises(ValueError), PowerMeter() as meter:
+        assert meter.thread.is_alive()
         raise ValueError
-    assert meter.process.returncode is not None
+    assert not meter.thread.is_alive()
 
 
-@pytest.mark.parametrize("without", ["GPU", "nvidia-smi"])
-def test_without_gpu_or_nvidia_smi_there_is_no_reading(said, monkeypatch, without):
-    said("100, 1200")
-    if without == "GPU":
-        monkeypatch.setattr(device, "HAS_GPU", False)
-    else:
-        monkeypatch.setattr(power.shutil, "which", lambda name: None)
+@pytest.mark.parametrize("has_gpu", [True, False], ids=["no nvidia-ml-py", "no GPU"])
+def test_power_that_cannot_be_read_is_said_to_be_unknown(said, monkeypatch, has_gpu):
+    def refuse(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    said((100, 1200))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "power_draw", refuse)
     with PowerMeter() as meter:
-        assert meter.process is None
-    assert meter.reading() is None and power_in_words(None) == "n/a"
+        assert meter.thread is None
+    assert meter.reading() is None
+    assert power_in_words(None).startswith("not known (pip install nvidia-ml-py")

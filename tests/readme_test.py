@@ -5,7 +5,6 @@ be true.
 import re
 import runpy
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +15,15 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from next_steps.comparisons import sweep_kernels
-from next_steps.studies import fp8_accuracy, fp8_costs, frontier, make_samples, scaling
+from next_steps.studies import fp8_study, frontier, make_samples, scaling
+from tests import packaged_model
 from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
-from tools.page_records import HERE, RESULTS, load
-from tools.page_step_tables import Step
+from tools.page_records import HERE, RESULTS, Step, load
 
 PAGES = fill_pages.pages()
-TEXTS = {page: page.read_text() for page in PAGES}
+TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
 FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 
@@ -49,10 +48,10 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
-    "next_steps.studies.fp8_accuracy": fp8_accuracy,
-    "next_steps.studies.fp8_costs": fp8_costs,
+    "next_steps.studies.fp8_study": fp8_study,
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.make_samples": make_samples,
+    "tests.packaged_model": packaged_model,
     "next_steps.studies.scaling": scaling,
     "tools.compile_check": compile_check,
     "next_steps.comparisons.sweep_kernels": sweep_kernels,
@@ -62,107 +61,86 @@ MODULES = {
 }
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [
-        match["code"] for match in FENCED.finditer(TEXTS[page]) if match["language"] == language
-    ]
+def blocks(text: str, language: str) -> list[str]:
+    return [match["code"] for match in FENCED.finditer(text) if match["language"] == language]
 
 
-def name_of(page: Path) -> str:
-    return str(page.relative_to(HERE))
+def test_outputs_and_tables_equal_the_records():
+    changed = [name for name, text in TEXTS.items() if fill_pages.fill(text) != text]
+    assert not changed, "run: python -m tools.fill_pages"
 
 
-def with_pages(function):
-    return pytest.mark.parametrize("page", PAGES, ids=name_of)(function)
+def test_every_comment_marks_the_block_below_it():
+    for name, text in TEXTS.items():
+        n_marked = len(list(MARKED.finditer(text)))
+        assert text.count("<!--") == n_marked, f"{name}: a marker without block, or a comment"
 
 
-@with_pages
-def test_outputs_and_tables_equal_the_records(page):
-    assert fill_pages.fill(TEXTS[page]) == TEXTS[page], "run: python -m tools.fill_pages"
+def test_no_measured_figure_is_typed_by_hand():
+    for name, text in TEXTS.items():
+        prose = FENCED.sub("", MARKED.sub("", text))
+        typed = [line for line in prose.splitlines() if UNIT.search(NOT_MEASURED.sub("", line))]
+        assert not typed, name
 
 
-@with_pages
-def test_every_comment_marks_the_block_below_it(page):
-    text = TEXTS[page]
-    assert text.count("<!--") == len(list(MARKED.finditer(text))), (
-        "a marker with no block below, or another comment"
-    )
+def test_every_record_that_a_page_quotes_says_where_it_was_made():
+    markers = (match for text in TEXTS.values() for match in MARKED.finditer(text))
+    quoted = {m["what"].split("|")[0].strip() for m in markers if m["kind"] == "output"}
+    for name in " ".join(quoted).split():
+        record = load(name)
+        assert record["environment"]["date"] and record["environment"]["commit"] != "unknown", name
+        assert record["environment"]["gpu"] or record["kind"] == "estimate", name
 
 
-@with_pages
-def test_no_measured_figure_is_typed_by_hand(page):
-    prose = FENCED.sub("", MARKED.sub("", TEXTS[page]))
-    typed = [line for line in prose.splitlines() if UNIT.search(NOT_MEASURED.sub("", line))]
-    assert not typed
-
-
-@with_pages
-def test_every_record_that_a_page_quotes_says_where_it_was_made(page):
-    for match in MARKED.finditer(TEXTS[page]):
-        for name in match["what"].split("|")[0].split() if match["kind"] == "output" else []:
-            record = load(name)
-            assert record["environment"]["date"] and record["environment"]["commit"] != "unknown"
-            assert record["environment"]["gpu"] or record["kind"] == "estimate"
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", FENCED.sub("", text), flags=re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings(text)}
 
 
-@with_pages
-def test_every_link_leads_somewhere(page):
-    for link in LINK.findall(TEXTS[page]):
-        target, _, anchor = link.partition("#")
-        path = (page.parent / target).resolve() if target else page
-        assert path.exists(), f"{link}: no such file"
-        assert not anchor or anchor in anchors(path.read_text()), f"{link}: no such heading"
+def test_every_link_leads_somewhere():
+    for page, text in zip(PAGES, TEXTS.values()):
+        for link in LINK.findall(text):
+            target, _, anchor = link.partition("#")
+            path = (page.parent / target).resolve() if target else page
+            assert path.exists(), f"{page}: {link}: no such file"
+            assert not anchor or anchor in anchors(path.read_text()), f"{page}: {link}: no heading"
 
 
-@with_pages
-def test_no_heading_occurs_twice(page):
-    headings = re.findall(r"^#+ .+$", FENCED.sub("", TEXTS[page]), flags=re.MULTILINE)
-    assert len(set(headings)) == len(headings)
+def test_lines_fit_on_a_screen():
+    lines = [(name, line) for name, text in TEXTS.items() for line in text.splitlines()]
+    assert not [each for each in lines if len(each[1]) > COLUMNS or each[1] != each[1].rstrip()]
 
 
-@with_pages
-def test_lines_fit_on_a_screen(page):
-    wide = [
-        line for line in TEXTS[page].splitlines() if len(line) > COLUMNS or line != line.rstrip()
-    ]
-    assert not wide
-
-
-@with_pages
-def test_pages_are_short(page):
-    assert len(TEXTS[page].splitlines()) <= (560 if page.name == "README.md" else 200)
+def test_pages_are_short_and_no_heading_occurs_twice():
+    for name, text in TEXTS.items():
+        assert len(text.splitlines()) <= (600 if name == "README.md" else 200), name
+        assert len(set(headings(text))) == len(headings(text)), name
 
 
 @pytest.mark.exhaustive
-@with_pages
-def test_snippets_run_as_printed(page, tmp_path):
-    """One after the other, as one file: what a snippet names, an earlier one of the page has
-    made.
-    """
-    code = "\n".join(blocks(page, "python"))
-    if code:
-        file = tmp_path / "snippets.py"
-        file.write_text(code)
-        runpy.run_path(str(file))
+@pytest.mark.parametrize("name", [name for name in TEXTS if blocks(TEXTS[name], "python")])
+def test_snippets_run_as_printed(name, tmp_path):
+    """The snippets run one after the other, as one file. A snippet uses names of earlier ones."""
+    file = tmp_path / "snippets.py"
+    file.write_text("\n".join(blocks(TEXTS[name], "python")))
+    runpy.run_path(str(file))
 
 
 def test_the_snippets_print_what_they_say(tmp_path, capsys):
     file = tmp_path / "snippets.py"
-    file.write_text("\n".join(blocks(HERE / "README.md", "python")))
+    file.write_text("\n".join(blocks(TEXTS["README.md"], "python")))
     runpy.run_path(str(file))
     chunks, result = ["m = 5   d = 1.203", "m = 7   d = 1.587"], ["loss = 0.462", "True"]
     assert capsys.readouterr().out.splitlines()[:4] == chunks + result
 
 
-def commands(page: Path) -> list[list[str]]:
-    """Each command of the page's bash blocks, in words, with the values of its variables."""
+def commands() -> list[list[str]]:
+    """Each command of the pages' bash blocks, in words, with the values of its variables."""
     found = []
-    for block in blocks(page, "bash"):
+    for block in (block for text in TEXTS.values() for block in blocks(text, "bash")):
         variables = {}
         for line in block.replace("\\\n", " ").splitlines():
             if assignment := re.fullmatch(r'(\w+)="(.*)"', line):
@@ -174,24 +152,17 @@ def commands(page: Path) -> list[list[str]]:
     return [words for words in found if words]
 
 
-@pytest.fixture(scope="module")
-def helps():
-    """What --help of each script that a page runs has said."""
-    return {}
-
-
-@with_pages
-def test_commands_name_scripts_and_flags_that_exist(page, run_script, helps):
-    for words in commands(page):
+def test_commands_name_scripts_and_flags_that_exist(run_script):
+    helps = {}
+    for words in commands():
         if words[0] == "pytest":
             assert (HERE / words[1]).is_file()
         if words[0] != "python":
             continue
         script = words[2] if words[1] == "-m" else words[1]
         if script.endswith(("_test.py", "_test")):
-            assert (
-                HERE / f"{script.removesuffix('.py').replace('.', '/')}.py"
-            ).is_file() and words[-1] == script
+            path = HERE / f"{script.removesuffix('.py').replace('.', '/')}.py"
+            assert path.is_file() and words[-1] == script
             continue
         if script not in helps:
             helps[script] = run_script(MODULES[script], "--help").out
@@ -199,9 +170,8 @@ def test_commands_name_scripts_and_flags_that_exist(page, run_script, helps):
         assert all(re.search(rf"{flag}\b", helps[script]) for flag in flags), words
 
 
-@with_pages
-def test_commands_write_nothing_that_git_knows(page):
-    for words in commands(page):
+def test_commands_write_nothing_that_git_knows():
+    for words in commands():
         for flag, value in zip(words, [*words[1:], ""]):
             if flag in ("--json", "--plot", "--save", "--memory-snapshot"):
                 assert value.startswith("runs/"), f"{flag} {value}: readers' files go to runs/"
@@ -209,7 +179,7 @@ def test_commands_write_nothing_that_git_knows(page):
 
 
 def test_a_changed_figure_is_noticed():
-    text = TEXTS[HERE / "README.md"]
+    text = TEXTS["README.md"]
     for match in (
         next(m for m in MARKED.finditer(text) if m["kind"] == kind) for kind in ("output", "table")
     ):
@@ -220,14 +190,10 @@ def test_a_changed_figure_is_noticed():
 
 def test_a_ratio_of_steps_below_their_spread_is_not_printed():
     run = {"warmup_steps": 1, "seconds": [9.0, 0.18, 0.20, 0.22], "median_seconds": 0.2}
-    first = Step.of_run(run)
-    assert first.cell() == "200 ms (188–212)" and first.between(1) == "188.0–212.0"
-    near, far = (
-        Step.of_rung({"step_ms": ms, "p20_ms": ms - 5, "p80_ms": ms + 5}) for ms in (190, 250)
-    )
+    first = Step.of(run)
+    assert first.ms == 200 and first.between() == "188–212" and first.between(1) == "188.0–212.0"
+    near, far = (Step.of({"step_ms": ms, "p20_ms": ms - 5, "p80_ms": ms + 5}) for ms in (190, 250))
     assert (first.over(near), first.over(far)) == ("no difference", "0.80×")
-    old = Step.of_rung({"step_ms": 190})  # of a record that does not say
-    assert (old.cell(), first.over(old)) == ("190 ms", "1.05×")
 
 
 LINES = """\
@@ -270,9 +236,5 @@ def test_columns_are_left_out_and_the_heading_says_so():
 def test_every_picture_is_drawn_from_its_records():
     drawn = {f"{name}.png" for name, _, _ in fill_pages.pictures()}
     assert drawn == {path.name for path in RESULTS.glob("*.png")}
-    shown = {
-        Path(link).name
-        for text in TEXTS.values()
-        for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    }
-    assert shown <= drawn
+    links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", "".join(TEXTS.values()))
+    assert {link.rpartition("/")[2] for link in links} <= drawn

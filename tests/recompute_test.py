@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import RECOMPUTE, Workload
+from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.loading import load_model
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
-from next_steps.memory import memory_estimate
+from next_steps.memory import meta_step
+from next_steps.memory.peak_attribution import kept_blocks
 from next_steps.patches import recompute
 from next_steps.patches.apply_kernels import apply_kernels
 from next_steps.patches.recompute import set_recompute
@@ -285,8 +287,8 @@ def test_a_layer_keeps_what_the_arithmetic_says(level, kernels):
     kept = {}
     for n_layers in (1, 3):  # what is kept outside of the layers is in both
         config.num_hidden_layers = n_layers
-        ledger = memory_estimate.run_step(config, workload)
-        kept[n_layers] = sum(block.n_bytes for block in ledger.kept())
+        ledger = meta_step.run_step(config, workload)
+        kept[n_layers] = sum(block.n_bytes for block in kept_blocks(ledger))
     numbers = (kept[3] - kept[1]) / 2 / n_tokens / 2
     expected = kept_by_arithmetic(level, bool(kernels), config)
     assert numbers == pytest.approx(expected, rel=3e-3)  # rstd and lse of each row

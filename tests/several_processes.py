@@ -1,4 +1,4 @@
-"""What parallel_test.py has done by several processes: torchrun starts this file in each.
+"""Work for several processes of parallel_test.py: torchrun starts this file in each.
 
     torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER CASE CASE ...
     torchrun --nproc-per-node 2 -m tests.several_processes raise|die
@@ -11,9 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from harness.cli import command_line
+from harness.cli import command_line, processes
 from harness.cli.command_line import RunError
-from harness.steps import parallel
 from next_steps import finetune_options
 from tests.small_workloads import TINY, smaller_config
 
@@ -32,31 +31,24 @@ def two_layers():
 
 
 def train(folder: Path, case: str, batch_size: int) -> None:
-    """Train a case, such as fsdp-kernels-3, -3 being its micro-batches, and what comes behind.
+    """Train a case, such as fsdp-kernels-3 with three micro-batches; recompute levels may follow.
 
-    Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
-    reads no fsdp or ddp.
+    The record becomes FOLDER/CASE.json and the model FOLDER/CASE.  The data lie beside FOLDER.  One
+    process ignores fsdp and ddp.
     """
     from harness.cli.device import HAS_GPU
-    from harness.cli.workload import Workload, finetune_parser
+    from harness.cli.flags import finetune_parser
+    from harness.cli.workload import Workload
     from harness.model import architecture
     from next_steps.finetuning import kernel_training
 
     way, kernels, accumulate, *more = case.split("-")
     parser = finetune_parser("")
     finetune_options.add_flags(parser)
-    flags = [
-        "--data",
-        f"{folder.parent}/data.jsonl",
-        "--batch-size",
-        str(batch_size),
-        "--steps",
-        "4",
-        "--lr",
-        "5e-4",
-    ]
+    flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
+    flags += ["--steps", "4", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
-    flags += ["--parallel", way] if parallel.world_size() > 1 else []
+    flags += ["--parallel", way] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
@@ -78,7 +70,7 @@ def fail(how: str) -> None:
 
     def training_step(*arguments):
         calls.append(arguments)
-        if parallel.rank() == 1 and len(calls) == 2:
+        if processes.rank() == 1 and len(calls) == 2:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise {"raise": RunError, "fault": ValueError}[how]("planted")

@@ -10,7 +10,8 @@ import torch
 
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import Workload, finetune_parser
+from harness.cli.flags import finetune_parser
+from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture
 
@@ -18,6 +19,9 @@ from harness.model import architecture
 # after the harness, which decides how triton (imported by transformers) will run
 from transformers import LlamaConfig
 
+# of a record that no machine made
+MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}
+MADE_UP |= dict.fromkeys(("torch", "triton", "transformers"), "0")
 # A few hundred rows are all that Triton's interpreter gets through in a second.
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size", "1"]
 

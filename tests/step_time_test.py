@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.cli.workload import RECOMPUTE, Workload
+from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.profiling.kernel_facts import KERNELS
 from next_steps.memory import step_time

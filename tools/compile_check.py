@@ -3,18 +3,18 @@
     python -m tools.compile_check    # sm_90, sm_100, sm_103 (GB300), sm_120, gfx942: minutes
     python -m tools.compile_check --targets sm_103
 
-The kernels are reached through the autograd Functions that users call (compile_cases.py), launched
-on a GPU that is not there (pretended_gpu.py).
+The autograd Functions that users call (compile_cases.py) launch the kernels on a GPU that is not
+there (pretended_gpu.py).
 
-Exit code 1 if a kernel does not compile, needs more shared memory than the target has, or spills: a
-spilled value did not fit in the registers and goes through memory, which is what a fused kernel is
-there to avoid.  (compile_targets.py names the exceptions: two registers on targets that no figure
-of this project comes from.)
+Exit code 1 if a kernel does not compile, needs more shared memory than the target has, or spills.
+A spilled value did not fit in the registers and goes through memory, which a fused kernel is there
+to avoid.  (compile_targets.py names the exceptions: two registers on targets that no figure of this
+project comes from.)
 
-Also if no thread loads or stores at least 8 bytes at once.  With 2 at a time AdamW took 1.8 times
-as long (results/log.md).  Triton joins neighbours only if it can prove that their addresses are
-multiples of 16 bytes, and one `%` more in an index may end the proof.  (Sizes that no power of two
-divides are exempt.)
+Exit code 1 also if no thread loads or stores at least 8 bytes at once.  With 2 bytes at a time
+AdamW took 1.8 times as long (results/log.md).  Triton joins neighbours only if it can prove that
+their addresses are multiples of 16 bytes.  One `%` more in an index may end the proof.  (Sizes that
+no power of two divides are exempt.)
 """
 
 import argparse
@@ -23,11 +23,11 @@ import os
 from harness.cli import command_line, tables
 from tools.compile_targets import TARGETS, UNALIGNED, Row
 
-NARROW = 8  # bytes; a kernel without any access of as many is not what was written
+NARROW = 8  # bytes; every kernel has an access of at least so many
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """One sentence per fault; empty if the check passes."""
+    """Return a sentence for each fault; none if the check passes."""
     found = [] if rows else ["no kernel was compiled"]
     for row in rows:
         where = f"{row.kernel} ({row.case}) for {row.target}"
@@ -65,13 +65,8 @@ def parse_targets(text: str) -> list[str]:
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument(
-        "--targets",
-        type=parse_targets,
-        default="all",
-        metavar="NAME,NAME|all",
-        help=f"of {', '.join(TARGETS)} (default: %(default)s)",
-    )
+    named = {"type": parse_targets, "default": "all", "metavar": "NAME,NAME|all"}
+    parser.add_argument("--targets", **named, help=f"of {', '.join(TARGETS)} (default: all)")
     names = parser.parse_args().targets
     # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
     os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")

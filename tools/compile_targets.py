@@ -9,8 +9,7 @@ class Target:
     arch: int | str
     warp_size: int
     max_shared: int  # bytes of shared memory of one program, by the vendor's documentation
-    # 32-bit registers per thread that may live in memory, as Triton 3.7.1's assembler leaves them.
-    allowed_spills: int = 0
+    allowed_spills: int = 0  # 32-bit registers per thread in memory, with Triton 3.7.1's assembler
 
     @property
     def vendor(self) -> str:
@@ -27,7 +26,7 @@ TARGETS = {
 }
 
 
-# In the name of a case whose addresses are multiples of a single number's bytes only.
+# part of a case's name: its addresses are multiples of one number's bytes only
 UNALIGNED = "size not divisible by 16"
 
 

@@ -13,11 +13,12 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      a table of page_gains.py or of one of
-                                                       page_*_tables.py: TABLES[NAME](WORD, ...)
+    <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) of a module
+                                                       page_*_tables.py
+    <!-- table: flags -->                              the rules of harness/cli/flags.py
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
-Sentences hold no measured figure: what they say is in a block beside them.
+A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
 """
 
 import re
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.cli import command_line, output_files
+from harness.cli import command_line, flags, output_files
 from harness.records import run_records
 from tools.page_records import HERE, RESULTS, load
 
@@ -42,12 +43,11 @@ def pages() -> list[Path]:
 
 
 def fill(text: str) -> str:
-    """A page's text with every marked block and table computed from the records."""
-    from tools import page_gains, page_kernel_tables, page_run_tables, page_step_tables
+    """Return a page's text with every marked block and table computed from the records."""
+    from tools import page_kernel_tables, page_step_tables
     from tools.page_outputs import output_block
 
-    tables = page_gains.TABLES | page_kernel_tables.TABLES
-    tables |= page_step_tables.TABLES | page_run_tables.TABLES
+    tables = page_kernel_tables.TABLES | page_step_tables.TABLES | {"flags": flags.page}
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":
@@ -62,7 +62,7 @@ def fill(text: str) -> str:
 
 
 def pictures() -> Iterator[tuple[str, Callable, list]]:
-    """Each picture of results/: its name, the function that draws it, what that is called with."""
+    """Each picture of results/: its name, the function that draws it, the function's arguments."""
     import compare_runs
     from harness.benchmark import benchmark_picture
     from harness.benchmark.benchmark_specs import SPECS
@@ -71,13 +71,14 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     from next_steps.memory import memory_tables
     from next_steps.studies import frontier, ladder, scaling_tables
     from tools import trace_picture
-    from tools.page_step_tables import scaling_records
 
-    for kernel in SPECS:
-        if (RESULTS / f"benchmark_{kernel}.json").exists():
-            yield f"benchmark_{kernel}", benchmark_picture.plot, [load(f"benchmark_{kernel}")]
-    for which in ("baseline_1x512", "baseline_4x2048", "all_4x2048"):
-        yield f"memory_{which}", memory_tables.plot, [load(f"memory_{which}")]
+    single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
+    memory = "memory_baseline_1x512", "memory_baseline_4x2048", "memory_all_4x2048"
+    single |= dict.fromkeys(memory, memory_tables.plot)
+    single |= {"frontier": frontier.plot, "trace_fsdp_4x2048": trace_picture.plot}
+    for name, draw in single.items():
+        if (RESULTS / f"{name}.json").exists():  # FP8's benchmarks have no record
+            yield name, draw, [load(name)]
     for name, before, after in (
         ("roofline_4x2048", "profile_4x2048", "profile_4x2048_both"),
         ("roofline_all_4x2048", "profile_4x2048", "profile_4x2048_all"),
@@ -86,12 +87,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         yield name, roofline.plot, [[load(before), load(after)]]
     runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
-    if (RESULTS / "frontier.json").exists():
-        yield "frontier", frontier.plot, [load("frontier")]
-    if several := scaling_records(*PARALLEL)[1:]:
-        yield "scaling", scaling_tables.plot, [several]
-    if (RESULTS / "trace_fsdp_4x2048.json").exists():
-        yield "trace_fsdp_4x2048", trace_picture.plot, [load("trace_fsdp_4x2048")]
+    yield "scaling", scaling_tables.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
     yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
 
 
@@ -102,7 +98,7 @@ def record_output(path: str, script: str) -> int:
         The script's exit code.
 
     Raises:
-        UserError: the file cannot be written, or is no record.
+        UserError: The file cannot be written, or the file is no record.
     """
     output_files.require_writable(path)
     output_files.require_ours("--record", path, *output_files.BEGINNINGS["json"])
@@ -116,15 +112,10 @@ def record_output(path: str, script: str) -> int:
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 where they differ"
-    )
-    parser.add_argument(
-        "--pictures", action="store_true", help="draw the pictures of results/ again"
-    )
-    parser.add_argument(
-        "--record", nargs=2, metavar=("FILE", "SCRIPT"), help="record what SCRIPT prints"
-    )
+    add = parser.add_argument
+    add("--check", action="store_true", help="change nothing; exit code 1 where they differ")
+    add("--pictures", action="store_true", help="draw the pictures of results/ again")
+    add("--record", nargs=2, metavar=("FILE", "SCRIPT"), help="record what SCRIPT prints")
     args = parser.parse_args()
     if args.record:
         return record_output(*args.record)
@@ -141,12 +132,9 @@ def main() -> int:
             if not args.check:
                 page.write_text(after)
     if args.check and changed:
-        print(
-            f"{', '.join(changed)}: not what the records say; run: python -m tools.fill_pages",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+        fault = f"{', '.join(changed)}: not what the records say"
+        print(f"{fault}; run: python -m tools.fill_pages", file=sys.stderr)
+    return int(args.check and bool(changed))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
-    python -m tools.make_records                                  # what there is
-    python -m tools.make_records kernels steps lora fp8           # all of it, into results/
+    python -m tools.make_records                                  # list the runs
+    python -m tools.make_records kernels steps lora fp8           # all runs, into results/
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
-Each record is a run of a script in a process of its own: the 8B at its real size with random
-weights, for which the largest needs 114 GB of GPU memory.  While one runs, the next two have
-imported PyTorch and wait, so that the GPU does not.  After --seconds no run begins, and the one
-that is under way is ended: the most telling come first in each group.  Exit code 1 if a run failed
-or was left out.
+Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
+random weights; the largest needs 114 GB of GPU memory.  fp8_study needs a model with trained
+weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
+wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
+So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ KERNELS = (
     *("rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "adamw"),
     *("reverse_kl", "nf4", "fp8", "fp8_casts"),
 )
-AHEAD = 3  # processes that are started: the one that runs and those that wait
+AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
 import contextlib, json, runpy, sys
 import harness.profiling.profiler, next_steps.finetuning.kernel_training
@@ -103,39 +103,31 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
-        "fp8_costs": "next_steps.studies.fp8_costs",
+        "fp8_costs": "next_steps.studies.fp8_study costs",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
-        "fp8_accuracy": "next_steps.studies.fp8_accuracy --jobs 15",
+        "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",
     },
 }
 
 
 def commands() -> dict[str, str]:
-    """What writes each record, of all groups."""
+    """Return {record: the command that writes it} of all groups."""
     return {name: command for group in RUNS.values() for name, command in group.items()}
 
 
 def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
-    """A process for each name, which has imported what it needs and waits for its command.
+    """Yield a process for each name, which has imported PyTorch and waits for its command.
 
-    What it prints goes into ASIDE/NAME.txt.  Those that nobody asked for are ended.
+    A process prints into ASIDE/NAME.txt.  Processes that nobody asked for are ended.
     """
-    started = []
+    started, command = [], [sys.executable, "-c", WAIT]
     try:
         for i in range(len(names)):
             for name in names[len(started) : i + AHEAD]:
                 with (aside / f"{name}.txt").open("w") as said:
-                    started.append(
-                        subprocess.Popen(
-                            [sys.executable, "-c", WAIT],
-                            cwd=HERE,
-                            stdin=subprocess.PIPE,
-                            stdout=said,
-                            stderr=said,
-                            text=True,
-                        )
-                    )
+                    files = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}
+                    started.append(subprocess.Popen(command, cwd=HERE, text=True, **files))
             yield started[i]
     finally:
         for process in started:
@@ -144,7 +136,7 @@ def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
 
 
 def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> bool:
-    """Let it run to its end; True if that is a good one, False also if it is not over in time."""
+    """Let the process run its command; return True if it succeeds in time."""
     with contextlib.suppress(BrokenPipeError):  # it has failed already
         process.stdin.write(json.dumps(words) + "\n")
         process.stdin.close()
@@ -156,7 +148,7 @@ def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> b
 
 
 def make(names: list[str], folder: Path, seconds: float | None) -> int:
-    """Make these records; returns how many of the runs failed or were left out."""
+    """Make these records; return how many of the runs failed or were left out."""
     folder.mkdir(parents=True, exist_ok=True)
     end = None if seconds is None else time.monotonic() + seconds
     missing = len(names)
@@ -179,27 +171,21 @@ def make(names: list[str], folder: Path, seconds: float | None) -> int:
     return missing
 
 
-def listing() -> str:
-    lines = []
-    for group, runs in RUNS.items():
-        lines += [f"{group}:", *(f"    {name:<32}{command}" for name, command in runs.items())]
-    return "\n".join(lines)
-
-
-def main() -> int | None:
+def main() -> int:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="GROUP|RECORD", help="which (default: say what there is)")
+    add("names", nargs="*", metavar="GROUP|RECORD", help="which (default: list them)")
     add("--into", type=Path, default=HERE / "results", metavar="DIR", help="default: results/")
-    add("--seconds", type=positive_int, metavar="N", help="that all of it may take")
+    add("--seconds", type=positive_int, metavar="N", help="the time for all runs")
     args = parser.parse_args()
     if not args.names:
-        print(listing())
-        return None
+        for group, runs in RUNS.items():
+            print(f"{group}:", *(f"    {name:<32}{runs[name]}" for name in runs), sep="\n")
+        return 0
     if unknown := [name for name in args.names if name not in commands() | RUNS]:
         raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
     names = [each for name in args.names for each in RUNS.get(name, [name])]
-    return 1 if make(list(dict.fromkeys(names)), args.into.resolve(), args.seconds) else None
+    return int(make(list(dict.fromkeys(names)), args.into.resolve(), args.seconds) > 0)
 
 
 if __name__ == "__main__":

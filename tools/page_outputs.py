@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_tables
-from next_steps.studies import fp8_accuracy, fp8_costs, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
 from tools.page_records import load
 
 COLUMNS = 120
@@ -18,15 +18,15 @@ LEFT_OUT = "..."
 
 
 def render(names: list[str]) -> str:
-    """What the script that wrote these records printed."""
+    """Return what the script that wrote these records printed."""
     records = [load(name) for name in names]
-    if len(records) > 1 and records[0]["kind"] == "profile":
+    kind = records[0]["kind"]
+    if len(records) > 1 and kind == "profile":
         return profile_comparison.render_comparison(*records)
-    if len(records) > 1 and records[0]["kind"] == "scaling":
+    if len(records) > 1 and kind == "scaling":
         return scaling_tables.render(*records)
     if len(records) > 1:
         return compare_runs.render(compare_runs.run_names(records), records)
-    (record,) = records
     renderers = {
         "finetune": finetune_output,
         "profile": profile_baseline.render,
@@ -37,15 +37,15 @@ def render(names: list[str]) -> str:
         "ladder": ladder.render,
         "frontier": frontier.render,
         "longest": longest.render,
-        "fp8_accuracy": fp8_accuracy.render,
-        "fp8_costs": fp8_costs.render,
+        "fp8_accuracy": fp8_study.render_accuracy,
+        "fp8_costs": fp8_study.render_costs,
         "text": lambda record: "\n".join(record["lines"]),
     }
-    return renderers[record["kind"]](record)
+    return renderers[kind](*records)
 
 
 def finetune_output(record: dict) -> str:
-    """Every step and the result block."""
+    """Return every step's line and the result block."""
     columns = [record[key] for key in ("losses", "seconds", "tokens", "peaks")]
     n_steps = record["steps"]
     steps = [training_run.step_line(i, n_steps, *columns) for i in range(1, n_steps + 1)]
@@ -53,10 +53,10 @@ def finetune_output(record: dict) -> str:
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
-    """Of the first line from `start` on that begins so.
+    """Return the place of the first line, from `start` on, that begins with this text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: No line does.
     """
     for i in range(start, len(lines)):
         if lines[i].strip().startswith(beginning):
@@ -67,61 +67,56 @@ def position(lines: list[str], beginning: str, start: int) -> int:
 
 
 def cut(lines: list[str], parts: list[str]) -> list[str]:
-    """The lines that the parts name, in their order; LEFT_OUT where some are missing between."""
+    """Return the lines that the parts name; LEFT_OUT stands where lines are missing between."""
     shown, end = [], 0
     for part in parts:
         first, dots, last = (text.strip() for text in part.partition(".."))
         start = position(lines, first, end)
         stop = position(lines, last, start) + 1 if last else len(lines) if dots else start + 1
-        if any(line.strip() for line in lines[end:start]):
-            shown.append(LEFT_OUT)
-        elif start > end:
-            shown.append("")
+        if start > end:
+            shown.append(LEFT_OUT if any(lines[end:start]) else "")
         shown += lines[start:stop]
         end = stop
-    return shown + ([LEFT_OUT] if any(line.strip() for line in lines[end:]) else [])
+    return shown + ([LEFT_OUT] if any(lines[end:]) else [])
 
 
 def column_spans(rule: str) -> list[tuple[int, int]]:
-    """Where the columns of a printed table begin and end, from the rule below its heading."""
+    """Return where a printed table's columns begin and end, from the rule below its heading."""
     return [match.span() for match in re.finditer(r"-+(?:  |$)", rule)]
 
 
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
-    """The same without the columns of these names; LEFT_OUT ends a heading that had them."""
+    """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
     spans, result = [], []
-    for heading, line in zip(lines, [*lines[1:], ""]):
-        if re.fullmatch(r"-+(  +-+)+", line.strip()):
-            columns = column_spans(line)
-            spans = [(a, b) for a, b in columns if heading[a:b].strip() not in names]
-            left_out = len(spans) < len(columns)
-            spans = spans if left_out else []
-            ending = f"  {LEFT_OUT}" if left_out else ""
-        elif not heading.strip():
+    for line, below in zip(lines, [*lines[1:], ""]):
+        ending = ""
+        if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
+            columns = column_spans(below)
+            spans = [(a, b) for a, b in columns if line[a:b].strip() not in names]
+            if len(spans) == len(columns):
+                spans = []
+            else:
+                ending = f"  {LEFT_OUT}"
+        elif not line:
             spans = []
         if spans:
-            kept = "".join(heading[a:b].ljust(b - a) for a, b in spans)
-            heading = kept.rstrip() + ending
-        result.append(heading)
-        ending = ""
+            line = "".join(line[a:b].ljust(b - a) for a, b in spans).rstrip() + ending
+        result.append(line)
     return result
 
 
-def wrapped(line: str) -> list[str]:
-    """A sentence too long for a page, as a terminal breaks it; a table's row is left as it is."""
-    is_row = "  " in line.strip()
-    if len(line) <= COLUMNS or is_row:
-        return [line]
-    return textwrap.wrap(line, COLUMNS - 4, subsequent_indent="    ")
-
-
 def output_block(what: str) -> str:
-    """A fenced block with what was recorded, cut as the marker says."""
+    """Return a fenced block with what was recorded, cut as the marker says.
+
+    A sentence too long for a page is broken as a terminal breaks it. A table's row stays whole.
+    """
     names, *parts = (part.strip() for part in what.split("|"))
     lines = [line.rstrip() for line in render(names.split()).splitlines()]
     if parts and parts[-1].startswith("without "):
         columns = parts.pop().removeprefix("without ")
         lines = without_columns(lines, [name.strip() for name in columns.split(";")])
     lines = cut(lines, parts) if parts else lines
-    pieces = (piece for line in lines for piece in wrapped(line.rstrip()))
-    return "\n".join(["```text", *pieces, "```"])
+    for i, line in enumerate(lines):
+        if len(line) > COLUMNS and "  " not in line.strip():
+            lines[i] = textwrap.fill(line, COLUMNS - 4, subsequent_indent="    ")
+    return "\n".join(["```text", *lines, "```"])

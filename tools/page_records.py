@@ -1,62 +1,65 @@
-"""The records behind the pages, and how a page writes their numbers."""
+"""The records behind the pages, and the renderer of the pages' tables.
+
+A table is a list of rows and a line of columns. A row is a dict whose keys are the columns' headers
+or a tuple of all cells. `Measured.cells` and `step_cells` make such dicts of records.
+"""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.benchmark.benchmark_picture import rate_at
-from harness.benchmark.benchmark_specs import OURS, SPECS
+from harness.benchmark.benchmark_specs import SPECS
+from harness.benchmark.benchmark_tables import megabytes, microseconds
+from harness.cli.workload import OPPONENTS
+from harness.records.spread import Range, spread, timed, unless_same
 
 HERE = Path(__file__).parents[1]  # the project's folder
 RESULTS = HERE / "results"
+SHORT_NAMES = {  # for a column that must not be wide
+    OPPONENTS["rms-norm"]: "F.rms_norm",
+    OPPONENTS["liger"]: "Liger",
+    OPPONENTS["unsloth"]: "Unsloth",
+    OPPONENTS["compile"]: "compile",
+    OPPONENTS["compile-reduce-overhead"]: "compile+graph",
+    OPPONENTS["torchao-tensorwise"]: "torchao",
+    OPPONENTS["torchao-rowwise"]: "torchao, rows",
+}
 
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def rows_at(record: dict, tokens: int, section: int = 0) -> dict[str, dict]:
-    """{implementation: row} of a benchmark at one number of tokens."""
-    return {
-        r["implementation"]: r for r in record["sections"][section]["rows"] if r["tokens"] == tokens
-    }
+def table(rows: Iterable[dict | tuple], columns: str) -> str:
+    """Return a Markdown table that reads well as raw text too.
 
+    The first column is left-aligned, the others are right-aligned.
 
-def us_of(row: dict) -> float:
-    """The total's median, host included."""
-    return row["total_us"][1]
-
-
-def per_cent(record: dict, section: dict, row: dict, us: float | None) -> str:
-    """Of the ceiling that the kernel is measured by, at this time."""
-    rate = SPECS[section["kernel"]].rate
-    if us is None or row[rate.key] is None:
-        return "n/a"
-    return f"{100 * rate_at(rate, row, us) / record[rate.ceiling_key]:.0f} %"
-
-
-def markdown(headers: list[str], rows: list[list[str]]) -> str:
-    """A table that reads well as raw text too: the first column left-aligned, the others
-    right-aligned.
+    Args:
+        columns: the headers, with "|" between.
     """
-    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
-
-    def line(cells: list[str]) -> str:
-        padded = [
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = (
-        "|"
-        + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
-        + "|"
-    )
-    return "\n".join([line(headers), rule, *(line(row) for row in rows)])
+    headers = [header.strip() for header in columns.split("|")]
+    rows = [[row[each] for each in headers] if isinstance(row, dict) else row for row in rows]
+    shown = []
+    for place, column in enumerate(zip(headers, *rows)):
+        width = max(len(cell) for cell in column)
+        cells = [f" {cell.rjust(width) if place else cell.ljust(width)} " for cell in column]
+        shown.append([cells[0], "-" * (width + 1) + (":" if place else "-"), *cells[1:]])
+    return "\n".join(f"|{'|'.join(line)}|" for line in zip(*shown))
 
 
 def times(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}×"
+
+
+def per_cent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def gb(n_bytes: float, digits: int = 1) -> str:
+    return f"{n_bytes / 1e9:.{digits}f}"
 
 
 def in_words(size: str) -> str:
@@ -65,10 +68,95 @@ def in_words(size: str) -> str:
 
 
 def size_label(record: dict) -> str:
-    """A record's size, likewise; with its micro-batches, if there are several."""
+    """A record's size in the same words. Several micro-batches are a third factor."""
     sizes = record["batch_size"], record["seq_len"], record.get("accumulate")
     return in_words("x".join(str(size) for size in sizes if size))
 
 
-def is_ours(name: str) -> bool:
-    return name.startswith(OURS)
+class Measured(NamedTuple):
+    """One row of a benchmark's record."""
+
+    record: dict
+    section: dict
+    row: dict
+
+    @property
+    def total(self) -> float:
+        """Median of one call at a time in us. The host's work is included."""
+        return self.row["total_us"][1]
+
+    @property
+    def alone(self) -> float | None:
+        """The kernels' time in us, without the host."""
+        return self.row["kernels_us"]
+
+    @property
+    def mb(self) -> float:
+        return (self.row["extra_bytes"] or 0) / 1e6
+
+    def share(self, us: float | None) -> str:
+        """The share of the ceiling that `us` microseconds reach."""
+        rate = SPECS[self.section["kernel"]].rate
+        if us is None or self.row[rate.key] is None:
+            return "n/a"
+        return per_cent(rate_at(rate, self.row, us) / self.record[rate.ceiling_key])
+
+    def cells(self) -> dict[str, str]:
+        spec, row = SPECS[self.section["kernel"]], self.row
+        us = {name: row[f"{name}_us"] for name in ("forward", "backward")}
+        us |= {"total": self.total, "queued": row["host_us"], "alone": self.alone}
+        cells = {name: microseconds(value) for name, value in us.items()}
+        cells |= {f"{name} %": self.share(us[name]) for name in ("total", "alone")}
+        cells["µs, forward + backward"] = cells["implementation"] = row["implementation"]
+        cells[spec.rows.lower()] = f"{row['tokens']:,}"
+        if len(spec.dimensions) == 1:
+            cells[spec.dimensions[0].name] = f"{self.section['size']:,}"
+        cells["MB"] = cells["extra MB"] = megabytes(row["extra_bytes"])
+        return cells
+
+
+def measured(name: str, tokens: str = "all") -> list[Measured]:
+    """The rows of a benchmark's record at some numbers of tokens, with commas between."""
+    record = load(f"benchmark_{name}")
+    sections = record["sections"]
+    rows = [Measured(record, section, row) for section in sections for row in section["rows"]]
+    wanted = tokens.split(",")
+    return [each for each in rows if tokens == "all" or str(each.row["tokens"]) in wanted]
+
+
+def by_size(name: str, tokens: int) -> list[dict[str, Measured]]:
+    """{implementation: row} at so many tokens, of each section of the record."""
+    found = {}
+    for each in measured(name, str(tokens)):
+        found.setdefault(id(each.section), {})[each.row["implementation"]] = each
+    return list(found.values())
+
+
+class Step(NamedTuple):
+    """How long a run's step takes."""
+
+    ms: float  # median
+    range: Range  # 20th to 80th percentile
+
+    @classmethod
+    def of(cls, record: dict) -> "Step":
+        """Return the step of a fine-tuning run, or of a rung of the ladder."""
+        if "step_ms" in record:
+            return cls(record["step_ms"], (record["p20_ms"], record["p80_ms"]))
+        low, high = spread([1e3 * seconds for seconds in timed(record)])
+        return cls(1e3 * record["median_seconds"], (low, high))
+
+    def between(self, digits: int = 0) -> str:
+        return "–".join(f"{end:,.{digits}f}" for end in self.range)
+
+    def over(self, other: "Step", ratio: float | None = None) -> str:
+        """Say how many times this step is as long, or another ratio of the two runs."""
+        words = times(self.ms / other.ms if ratio is None else ratio)
+        return unless_same(words, self.range, other.range)
+
+
+def step_cells(record: dict) -> dict[str, str]:
+    """Return a run's time as the pages' columns."""
+    step = Step.of(record)
+    cells = {"step, ms": f"{step.ms:,.1f}", "p20–p80": step.between(1)}
+    return cells | {"busy, ms": f"{record['busy_ms']:,.1f}"}

@@ -1,168 +1,225 @@
-"""The pages' tables of whole steps: fine-tuning, profiles, memory, distillation.
+"""The pages' tables of whole steps: gains, fine-tuning, profiles, memory, distillation.
 
-Beside each time of a step stands how far the steps lie apart; a ratio that is less is not printed.
+A time of a step stands beside the range of the steps. Two steps whose ranges overlap have no ratio.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
 
+from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
+from harness.cli.flags import FP8_ALL, OPPONENTS
 from harness.cli.processes import PARALLEL
-from harness.cli.workload import OPPONENTS
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
-from harness.records.spread import Range, spread, timed, unless_same
 from next_steps.studies import frontier, ladder, scaling_tables
 from tools.page_outputs import column_spans, position
-from tools.page_records import RESULTS, in_words, load, markdown, size_label, times
+from tools.page_records import (
+    SHORT_NAMES,
+    Step,
+    by_size,
+    gb,
+    in_words,
+    load,
+    size_label,
+    step_cells,
+    table,
+    times,
+)
 
-# of whoever may be the strongest other, for a column that must not be wide
-SHORT_NAMES = {
-    OPPONENTS["rms-norm"]: "F.rms_norm",
-    OPPONENTS["liger"]: "Liger",
-    OPPONENTS["unsloth"]: "Unsloth",
-    OPPONENTS["compile"]: "compile",
-    OPPONENTS["compile-reduce-overhead"]: "compile+graph",
-    OPPONENTS["torchao-tensorwise"]: "torchao",
-    OPPONENTS["torchao-rowwise"]: "torchao, rows",
+SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
+
+
+# ---------------------------------------------------------------- the table of gains
+
+
+def gain_of_kernel(label: str, kernel: str, tokens: int, mine: str) -> tuple[str, ...]:
+    """A row of gains. The strongest other overwrites its inputs exactly if ours does."""
+    rows, ending = by_size(kernel, tokens)[0], ", in place"
+    alike = [n for n in rows if n.endswith(ending) == mine.endswith(ending)]
+    others = [n for n in alike if not n.startswith(OURS) and n not in (EAGER, HOST_FLOOR)]
+    rival = min(others, key=lambda name: rows[name].total)
+    shown = [rows[name] for name in (EAGER, rival, mine)]
+    cells = [f"{row.total / 1e3:.2f} ms" for row in shown]
+    if kernel == "cross_entropy":
+        cells = [f"{cell}, {row.mb / 1e3:.1f} GB" for cell, row in zip(cells, shown)]
+    cells[1] = f"{rival.removesuffix(ending)}: {cells[1]}"
+    eager, other, ours = (row.total for row in shown)
+    return label, *cells, times(eager / ours, 1), times(other / ours)
+
+
+def cell(run: dict) -> str:
+    step = Step.of(run)
+    return f"{step.ms:,.0f} ms ({step.between()})"
+
+
+def short(run: dict) -> str:
+    name = run["name"] if "name" in run else OPPONENTS[run["opponent"]]
+    return SHORT_NAMES.get(name, name)
+
+
+def gain_of_step(label: str, base: dict, ours: dict, other: dict | None = None) -> tuple[str, ...]:
+    """A row of gains. `other` is the record of the strongest opponent."""
+    gain, rival, over = Step.of(base).over(Step.of(ours)), "–", "–"
+    if other is not None:
+        rival, over = f"{short(other)}: {cell(other)}", Step.of(other).over(Step.of(ours))
+    return f"step {label}", cell(base), rival, cell(ours), gain, over
+
+
+# runs of a GPU, one after the other: Hugging Face's, ours, those of others
+SETS_OF_RUNS = {
+    "LoRA": ("lora_baseline", "lora_all", "lora_compile", "lora_liger", "lora_unsloth"),
+    "FP8": ("fp8_baseline", "fp8_all", "fp8_torchao_tensorwise", "fp8_torchao_rowwise"),
 }
 
 
-class Step(NamedTuple):
-    """How long a run's step takes."""
-
-    ms: float  # median
-    range: Range | None  # 20th to 80th percentile; None: its record is too old to say
-
-    @classmethod
-    def of_run(cls, record: dict) -> "Step":
-        low, high = spread([1e3 * seconds for seconds in timed(record)])
-        return cls(1e3 * record["median_seconds"], (low, high))
-
-    @classmethod
-    def of_rung(cls, rung: dict) -> "Step":
-        known = "p20_ms" in rung
-        return cls(rung["step_ms"], (rung["p20_ms"], rung["p80_ms"]) if known else None)
-
-    def between(self, digits: int = 0) -> str:
-        if self.range is None:
-            return ""
-        low, high = self.range
-        return f"{low:,.{digits}f}–{high:,.{digits}f}"
-
-    def cell(self) -> str:
-        return f"{self.ms:,.0f} ms" + (f" ({self.between()})" if self.range else "")
-
-    def over(self, other: "Step", ratio: float | None = None) -> str:
-        """How many times this step is as long, or another ratio of the two runs."""
-        ratio = times(self.ms / other.ms if ratio is None else ratio)
-        both = self.range and other.range
-        return unless_same(ratio, self.range, other.range) if both else ratio
+def gains() -> str:
+    """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
+    body = [
+        gain_of_kernel("RMSNorm, 65,536 rows", "rmsnorm", 65_536, OURS),
+        gain_of_kernel("loss, 8,192 rows", "cross_entropy", 8192, OURS),
+        gain_of_kernel("the same, in place", "cross_entropy", 8192, IN_PLACE),
+    ]
+    sizes = {"1 × 512": "1x512", "4 × 2,048": "4x2048"}
+    for words, size in sizes.items():
+        runs = (load(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
+        body.append(gain_of_step(f"{words}, two", *runs))
+    for words, size in sizes.items():
+        record = load(f"ladder_{size}")
+        rungs = {rung["name"]: rung for rung in record["rungs"]}
+        base, ours = rungs[ladder.BASELINE], rungs[ladder.CUDA_GRAPH]
+        body.append(gain_of_step(f"{words}, all", base, ours, ladder.strongest(record)))
+    for label, names in SETS_OF_RUNS.items():  # of the larger size
+        first, last, *others = (load(f"{name}_{size}") for name in names)
+        rival = min(others, key=lambda run: run["median_seconds"])
+        body.append(gain_of_step(f"{words}, {label}", first, last, rival))
+    rival = ladder.strongest(record, "peak_memory_bytes")
+    n_bytes = [each["peak_memory_bytes"] for each in (base, rival, ours)]
+    base, other, ours = (f"{gb(each)} GB" for each in n_bytes)
+    ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
+    body.append((f"memory {words}", base, f"{short(rival)}: {other}", ours, *ratios))
+    return table(body, " | Hugging Face | strongest other | ours | gain | over it")
 
 
-def gpus() -> str:
-    """Which model trains on which GPU, by the estimator, in GB at 1 x 512 and 4 x 2,048 tokens."""
-    body = []
-    for memory, model in (
-        ("24 GB", "Llama-3.2-1B"),
-        ("48 GB", "Llama-3.2-3B"),
-        ("80 GB", "Llama-3.1-8B"),
-    ):
-        records = [load(f"estimate_{model}_{size}") for size in ("1x512", "4x2048")]
-        estimates = [estimate for record in records for estimate in record["estimates"]]
-        peaks = [f"{estimate['peak_memory_bytes'] / 1e9:.1f}" for estimate in estimates]
-        room = 0.95 * float(memory.removesuffix(" GB"))
-        peaks = [peak if float(peak) < room else f"({peak})" for peak in peaks]
-        body.append([memory, f"`{records[0]['model']}`", *peaks])
-    headers = ["GPU", "--model", "1 × 512, none", "--kernels all"]
-    return markdown([*headers, "4 × 2,048, none", "--kernels all"], body)
+# ---------------------------------------------------------------- the ladder
+
+BESIDE_THE_BASELINE = "step, ms | p20–p80 | busy | tokens/s | GB | loss diff."
 
 
-# step, what a page calls the command, what was added to it on the GPU, and on a CPU
-DURATIONS = (
-    ("3", "profile_baseline.py", " --random-init", " --model tiny"),
-    ("6", "rmsnorm_test.py", "", ""),
-    ("7", "benchmark_kernels.py --kernel rmsnorm", "", ""),
-    ("9", "cross_entropy_test.py", "", ""),
-    ("10", "benchmark_kernels.py --kernel cross_entropy", "", ""),
-    ("11", "finetune_baseline.py", " --random-init", " --model tiny --seq-len 64"),
-    ("11", "finetune_optimized.py", " --random-init", " --model tiny --seq-len 64"),
-)
-
-
-def seconds_in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def durations() -> str:
-    """How long the playbook's commands take, from start to end."""
-    on_gpu, on_cpu = (load(f"durations_{where}")["seconds"] for where in ("gpu", "cpu"))
-    body = []
-    for step, command, gpu_flags, cpu_flags in DURATIONS:
-        measured = on_gpu[command + gpu_flags], on_cpu[command + cpu_flags]
-        body.append([f"`{command}`", step, *map(seconds_in_words, measured)])
-    return markdown(["command", "step", "on an H200, random weights", "on a CPU core"], body)
-
-
-BESIDE_THE_BASELINE = ["step, ms", "p20–p80", "busy", "tokens/s", "GB", "loss diff."]
-
-
-def beside_the_baseline(rung: dict, base: dict) -> list[str]:
-    step = Step.of_rung(rung)
+def beside_the_baseline(rung: dict, base: dict) -> dict[str, str]:
+    cells = step_cells(rung)
     speed = rung["tokens_per_second"] / base["tokens_per_second"]
-    ratio = times(speed) if rung is base else Step.of_rung(base).over(step, speed)
-    gb = f"{rung['peak_memory_bytes'] / 1e9:.1f}"
-    difference = f"{max(relative_differences(base, rung)):.1e}"
-    busy = f"{rung['busy_ms']:,.1f}" if "busy_ms" in rung else ""  # older records do not say
-    return [f"{step.ms:,.1f}", step.between(1), busy, ratio, gb, difference]
-
-
-def without_empty_columns(headers: list[str], body: list[list[str]]) -> str:
-    """What an older record does not say needs no column."""
-    said = [i for i, column in enumerate(zip(*body)) if any(column)]
-    return markdown([headers[i] for i in said], [[row[i] for i in said] for row in body])
+    return cells | {
+        "busy": cells["busy, ms"],
+        "tokens/s": times(speed) if rung is base else Step.of(base).over(Step.of(rung), speed),
+        "GB": gb(rung["peak_memory_bytes"]),
+        "loss diff.": f"{max(relative_differences(base, rung)):.1e}",
+    }
 
 
 def ladder_table(size: str) -> str:
     """The rungs, in the columns that a page has room for."""
-    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
-    body = []
-    for before, rung in zip([None, *rungs], rungs):
-        name, gain = rung["name"], ["", ""]
-        if before is not None:
-            name = f"+ {name}"
-            gain = [f"{before['step_ms'] - rung[key]:,.1f}" for key in ("predicted_ms", "step_ms")]
-        body.append([name, *gain, *beside_the_baseline(rung, rungs[0])])
-    headers = ["rung", "predicted, ms", "gained, ms"]
-    return without_empty_columns([*headers, *BESIDE_THE_BASELINE], body)
+    (base, *rungs), _ = ladder.blocks(load(f"ladder_{size}"))
+    first = {"rung": base["name"], "predicted, ms": "", "gained, ms": ""}
+    body = [first | beside_the_baseline(base, base)]
+    for before, rung in itertools.pairwise([base, *rungs]):
+        row = {"rung": f"+ {rung['name']}"} | beside_the_baseline(rung, base)
+        row["predicted, ms"] = f"{before['step_ms'] - rung['predicted_ms']:,.1f}"
+        row["gained, ms"] = f"{before['step_ms'] - rung['step_ms']:,.1f}"
+        body.append(row)
+    return table(body, f"rung | predicted, ms | gained, ms | {BESIDE_THE_BASELINE}")
 
 
-def others_table(size: str) -> str:
+def others(size: str) -> str:
     """The runs beside the rungs."""
-    rungs, others = ladder.blocks(load(f"ladder_{size}"))
-    body = [[other["name"], *beside_the_baseline(other, rungs[0])] for other in others]
-    return without_empty_columns(["others", *BESIDE_THE_BASELINE], body)
+    (base, *_), runs = ladder.blocks(load(f"ladder_{size}"))
+    body = [{"others": run["name"]} | beside_the_baseline(run, base) for run in runs]
+    return table(body, f"others | {BESIDE_THE_BASELINE}")
 
 
-def graphs_table(size: str) -> str:
-    """Like with like: the baseline, two kernels and all of them, each with the host and without."""
+def graphs(size: str) -> str:
+    """The baseline, two kernels and all of them, each launched by the host and in a CUDA graph."""
     record = load(f"ladder_{size}")
-    runs = {rung["name"]: rung for rung in record["rungs"]}
+    runs = {rung["name"]: step_cells(rung) for rung in record["rungs"]}
     (*_, all_kernels, _), _ = ladder.blocks(record)
-    two = " + ".join(PLAYBOOK_KERNELS)
-    body = []
-    for label, eager, graph in (
-        ("baseline", runs[ladder.BASELINE], runs[ladder.BASELINE + ladder.IN_A_GRAPH]),
-        ("the two kernels", runs[two], runs[two + ladder.IN_A_GRAPH]),
-        ("all kernels", all_kernels, runs[ladder.CUDA_GRAPH]),
+    two, body = " + ".join(PLAYBOOK_KERNELS), []
+    for label, *names in (
+        ("baseline", ladder.BASELINE, ladder.BASELINE + ladder.IN_A_GRAPH),
+        ("the two kernels", two, two + ladder.IN_A_GRAPH),
+        ("all kernels", all_kernels["name"], ladder.CUDA_GRAPH),
     ):
-        cells = []
-        for run in (eager, graph):
-            step = Step.of_rung(run)
-            cells += [f"{step.ms:,.1f} ({step.between(1)})", f"{run['busy_ms']:,.1f}"]
-        body.append([label, *cells])
-    headers = [f"step {in_words(size)}", "eager, ms (p20–p80)", "GPU busy, ms"]
-    return markdown([*headers, "CUDA graph, ms (p20–p80)", "GPU busy, ms"], body)
+        body.append([label])
+        for ms, between, busy in (runs[name].values() for name in names):
+            body[-1] += [f"{ms} ({between})", busy]
+    eager, graph = (f"{way}, ms (p20–p80) | GPU busy, ms" for way in ("eager", "CUDA graph"))
+    return table(body, f"step {in_words(size)} | {eager} | {graph}")
+
+
+# ---------------------------------------------------------------- runs and profiles
+
+
+def run_label(record: dict) -> str:
+    """The name of a run without its size: an opponent's name or the flags."""
+    flags = [f"--quantize {record['quantize']}"] if record.get("quantize") else []
+    if not record["kernels"]:
+        name = "Hugging Face" + (", peft" if record.get("lora_rank") else "")
+        if record.get("opponent"):
+            name = SHORT_NAMES[OPPONENTS[record["opponent"]]]
+        return name + "".join(f", `{flag}`" for flag in flags)
+    if mode := record.get("fp8"):
+        flags.append("--fp8" if mode == FP8_ALL else f"--fp8 {mode}")
+    flags += ["--cuda-graph"] if record.get("cuda_graph") else []
+    return f"`{' '.join(['--kernels all', *flags])}`"
+
+
+def runs(size: str, *names: str) -> str:
+    """Fine-tuning runs, as rows, of the records NAME_SIZE.
+
+    gain: the first row's step over this step. "over it": this step over the last row's, which for
+    two rows would be the gain again.
+    """
+    records = [load(f"{name}_{size}") for name in names]
+    first, last = records[0], records[-1]
+
+    def over(run: dict, other: dict) -> str:
+        """How many times as long, or that the two are not told apart."""
+        return "" if run is other else Step.of(run).over(Step.of(other))
+
+    body = [
+        step_cells(run)
+        | {
+            size_label(first): run_label(run),
+            "tokens/s": f"{run['tokens_per_second']:,.0f}",
+            "gain": over(first, run),
+            "over it": over(run, last),
+            "GB": gb(run["peak_memory_bytes"], 2),
+        }
+        for run in records
+    ]
+    gains = "gain | over it" if len(records) > 2 else "gain"
+    columns = f"step, ms | p20–p80 | busy, ms | tokens/s | {gains} | GB"
+    return table(body, f"{size_label(first)} | {columns}")
+
+
+def by_record(label: str, headers: list[str], rows: dict[str, list[str]]) -> str:
+    """A table with a column for each record."""
+    return table([(name, *cells) for name, cells in rows.items()], " | ".join([label, *headers]))
+
+
+def parts(*names: str) -> str:
+    """Profiles as columns, category by category, in ms of the GPU."""
+    records, rows = [load(name) for name in names], {}
+    for category in records[0]["categories"]:
+        ms = [record["categories"][category]["us"] / 1e3 for record in records]
+        if max(ms) >= SHOWN_FROM_MS:
+            rows[category] = [f"{each:,.1f}" if each else "" for each in ms]
+    rows["busy"] = [f"{record['busy_us'] / 1e3:,.1f}" for record in records]
+    rows["step"] = [f"{record['median_step_ms']:,.1f}" for record in records]
+    launches = (sum(each["launches"] for each in r["categories"].values()) for r in records)
+    rows["launches"] = [f"{n:,}" for n in launches]
+    # What is the same for all of them stands over the first column.
+    sizes, labels = ([label(each) for each in records] for label in (size_label, run_label))
+    common, columns = (sizes[0], labels) if len(set(sizes)) == 1 else (labels[0], sizes)
+    return by_record(f"{common}, ms", columns, rows)
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
@@ -174,81 +231,98 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
     text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
     start = position(text, "Category", 0)
     stop = position(text, "p20 to p80", start) + 1
-    spans = column_spans(text[start + 1])
-    shown = [text[start], *text[start + 2 : stop]]
-    cells = [
-        [line.ljust(200)[a:b].strip().replace(" to ", "–") for a, b in spans] for line in shown
-    ]
-    keep = [0, 1, 2, 3, 4, 7, 8]
-    headers, *body = ([row[i] for i in keep] for row in cells)
+    spans = [column_spans(text[start + 1])[i] for i in (0, 1, 2, 3, 4, 7, 8)]
+    headers, *body = (
+        [line.ljust(200)[a:b].strip().replace(" to ", "–") for a, b in spans]
+        for line in [text[start], *text[start + 2 : stop]]
+    )
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
-    return markdown(headers, body)
+    return table(body, " | ".join(headers))
+
+
+# ---------------------------------------------------------------- memory and several GPUs
+
+
+def gpus() -> str:
+    """Which model trains on which GPU, by the estimator, in GB. Brackets: it does not fit."""
+    body = []
+    for memory, model in ((24, "Llama-3.2-1B"), (48, "Llama-3.2-3B"), (80, "Llama-3.1-8B")):
+        records = [load(f"estimate_{model}_{size}") for size in ("1x512", "4x2048")]
+        estimates = [estimate for record in records for estimate in record["estimates"]]
+        peaks = [gb(estimate["peak_memory_bytes"]) for estimate in estimates]
+        peaks = [peak if float(peak) < 0.95 * memory else f"({peak})" for peak in peaks]
+        body.append((f"{memory} GB", f"`{records[0]['model']}`", *peaks))
+    sizes = "1 × 512, none | --kernels all | 4 × 2,048, none | --kernels all"
+    return table(body, f"GPU | --model | {sizes}")
 
 
 def peaks(*names: str) -> str:
     """What the memory is made of at the peak, of several memory profiles."""
-    records = [load(name) for name in names]
-    body = []
+    records, rows = [load(name) for name in names], {}
     for part in records[0]["parts"]:
-        gb = [record["parts"].get(part, 0) / 1e9 for record in records]
-        if max(gb) > 0.05:
-            body.append([part, *(f"{each:.2f}" for each in gb)])
-    body.append(["total", *(f"{record['peak_memory_bytes'] / 1e9:.2f}" for record in records)])
-    headers = ["GB at the peak, tokens, --kernels"]
-    for record in records:
-        kernels = "all" if record["kernels"] else "none"
-        headers.append(f"{size_label(record)}, {kernels}")
-    return markdown(headers, body)
+        n_bytes = [record["parts"].get(part, 0) for record in records]
+        if max(n_bytes) > 0.05e9:
+            rows[part] = [gb(each, 2) for each in n_bytes]
+    rows["total"] = [gb(record["peak_memory_bytes"], 2) for record in records]
+    headers = [f"{size_label(r)}, {'all' if r['kernels'] else 'none'}" for r in records]
+    return by_record("GB at the peak, tokens, --kernels", headers, rows)
 
 
-def frontier_rows() -> str:
-    """Memory against time; of no record, a table without rows."""
-    if not (RESULTS / "frontier.json").exists():
-        return markdown(list(frontier.HEADERS), [])
+def frontier_table() -> str:
+    """Memory against time."""
     rows = load("frontier")["rows"]
-    return markdown(list(frontier.HEADERS), [frontier.cells(row, rows) for row in rows])
+    return table([frontier.cells(row, rows) for row in rows], " | ".join(frontier.HEADERS))
 
 
 def longest() -> str:
     """The longest sequences that fit."""
     body = []
     for name in ("baseline", "all", "layer", "layer_offload"):
-        if not (RESULTS / f"longest_{name}.json").exists():
-            continue  # not measured yet
         record = load(f"longest_{name}")
-        flags = [f"--kernels {'all' if record['kernels'] else 'none'}"]
-        flags += [f"--recompute {record['recompute']}"] if "recompute" in record else []
-        flags += ["--offload"] if "offload" in record else []
-        label = f"`{' '.join(flags)}`"
-        tokens, peak = record["lengths"][-1], record["peaks"][-1]
-        body.append([label, f"{tokens:,}", f"{peak / 1e9:.1f}"])
-    return markdown(["", "longest sequence, tokens", "peak, GB"], body)
-
-
-def scaling_records(*parallel: str) -> list[dict]:
-    """Of one process and of two, as far as there are any; none unless there is that of one."""
-    names = ["scaling_1", *(f"scaling_{way}_2" for way in parallel)]
-    if not (RESULTS / f"{names[0]}.json").exists():
-        return []
-    return [load(name) for name in names if (RESULTS / f"{name}.json").exists()]
+        flags = f"--kernels {'all' if record['kernels'] else 'none'}"
+        flags += f" --recompute {record['recompute']}" if "recompute" in record else ""
+        flags += " --offload" if "offload" in record else ""
+        body.append((f"`{flags}`", f"{record['lengths'][-1]:,}", gb(record["peaks"][-1])))
+    return table(body, " | longest sequence, tokens | peak, GB")
 
 
 def scaling(parallel: str) -> str:
-    """Each of two GPUs beside one alone; of no record, a table without rows."""
-    records = scaling_records(parallel)
-    rows = scaling_tables.body(*records) if len(records) == 2 else []
-    return markdown(list(scaling_tables.HEADERS), rows)
+    """Each of two GPUs beside one alone."""
+    records = load("scaling_1"), load(f"scaling_{parallel}_2")
+    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
 
 
 def crossovers() -> str:
-    """From how many tokens on communication is hidden; of no record, a table without rows."""
-    _, *several = scaling_records(*PARALLEL) or [None]
-    body = [
-        [f"{way}, {record['parallel']}", scaling_tables.crossover(record, way)]
-        for record in several
-        for way in scaling_tables.ways_in(record)
-    ]
-    return markdown(["", "tokens in a step of each GPU"], body)
+    """From how many tokens on communication is hidden."""
+    body = []
+    for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
+        for way in scaling_tables.ways_in(record):
+            name = f"{way}, {record['parallel']}"
+            body.append((name, scaling_tables.crossover(record, way)))
+    return table(body, " | tokens in a step of each GPU")
+
+
+# ---------------------------------------------------------------- others
+
+STEPS = {  # the playbook's commands: their step, and what was added on the GPU and on a CPU
+    "profile_baseline.py": ("3", " --random-init", " --model tiny"),
+    "rmsnorm_test.py": ("6", "", ""),
+    "benchmark_kernels.py --kernel rmsnorm": ("7", "", ""),
+    "cross_entropy_test.py": ("9", "", ""),
+    "benchmark_kernels.py --kernel cross_entropy": ("10", "", ""),
+    "finetune_baseline.py": ("11", " --random-init", " --model tiny --seq-len 64"),
+    "finetune_optimized.py": ("11", " --random-init", " --model tiny --seq-len 64"),
+}
+
+
+def durations() -> str:
+    """How long the playbook's commands take, from start to end."""
+    records, body = [load(f"durations_{where}")["seconds"] for where in ("gpu", "cpu")], []
+    for command, (step, *flags) in STEPS.items():
+        seconds = (record[command + added] for record, added in zip(records, flags))
+        words = (f"{s:.0f} s" if s < 100 else f"{s / 60:.0f} min" for s in seconds)
+        body.append((f"`{command}`", step, *words))
+    return table(body, "command | step | on an H200, random weights | on a CPU core")
 
 
 def quality() -> str:
@@ -257,55 +331,41 @@ def quality() -> str:
     fp32, bf16, rounded = (record["validation_loss_after"] for record in records)
     closed = f"{100 * (bf16 - rounded) / (bf16 - fp32):.0f} %"
     body = [
-        ["fp32, `torch.optim.AdamW`", f"{fp32:.4f}", ""],
-        ["bf16, `torch.optim.AdamW`", f"{bf16:.4f}", "0 %"],
-        ["bf16, our kernel, stochastic rounding", f"{rounded:.4f}", closed],
+        ("fp32, `torch.optim.AdamW`", f"{fp32:.4f}", ""),
+        ("bf16, `torch.optim.AdamW`", f"{bf16:.4f}", "0 %"),
+        ("bf16, our kernel, stochastic rounding", f"{rounded:.4f}", closed),
     ]
-    return markdown(["after 400 steps", "validation loss", "of the gap to fp32 closed"], body)
+    return table(body, "after 400 steps | validation loss | of the gap to fp32 closed")
 
 
 def distillation() -> str:
     """The small students, on a CPU."""
     teacher = load("distill_teacher_tiny")["validation_loss_after"]
-    body = [["the teacher", "", "", "", f"{teacher:.2f}"]]
-    for label, name in (
-        ("its first layer", "distill_tiny_first_layer"),
-        ("a layer with random weights", "distill_tiny"),
-    ):
-        record = load(name)
-        losses = record["losses"][0], record["losses"][-1]
-        found = [*losses, record["validation_loss_before"], record["validation_loss_after"]]
-        body.append([label, *(f"{value:.2f}" for value in found)])
-    headers = ["", "reverse KL in step 1", "in step 20", "validation loss before", "after"]
-    return markdown(headers, body)
+    body = [("the teacher", "", "", "", f"{teacher:.2f}")]
+    names = {
+        "its first layer": "distill_tiny_first_layer",
+        "a layer with random weights": "distill_tiny",
+    }
+    for label, name in names.items():
+        run = load(name)
+        validated = [run[f"validation_loss_{when}"] for when in ("before", "after")]
+        losses = run["losses"][0], run["losses"][-1], *validated
+        body.append((label, *(f"{loss:.2f}" for loss in losses)))
+    return table(body, " | reverse KL in step 1 | in step 20 | validation loss before | after")
 
 
 def distillation_8b() -> str:
     """The large student, with and without the kernels."""
     body = []
-    for label, name in (("`--kernels all`", "distill_8b"), ("`--kernels none`", "distill_8b_none")):
-        record = load(name)
-        step, memory = Step.of_run(record), record["peak_memory_bytes"] / 1e9
-        ends = [f"{record['losses'][i]:.3f}" for i in (0, -1)]
-        body.append([label, f"{step.ms:.0f}", step.between(), f"{memory:.1f}", *ends])
-    return markdown(
-        ["", "step, ms", "p20–p80", "peak, GB", "reverse KL in step 1", "in step 20"], body
-    )
+    for kernels, name in (("all", "distill_8b"), ("none", "distill_8b_none")):
+        run = load(name)
+        step, losses = Step.of(run), (f"{run['losses'][i]:.3f}" for i in (0, -1))
+        times = f"{step.ms:.0f}", step.between(), gb(run["peak_memory_bytes"])
+        body.append((f"`--kernels {kernels}`", *times, *losses))
+    return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "gpus": gpus,
-    "durations": durations,
-    "ladder": ladder_table,
-    "others": others_table,
-    "graphs": graphs_table,
-    "compare": compare,
-    "peaks": peaks,
-    "frontier": frontier_rows,
-    "longest": longest,
-    "scaling": scaling,
-    "crossovers": crossovers,
-    "quality": quality,
-    "distillation": distillation,
-    "distillation_8b": distillation_8b,
-}
+FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, scaling, crossovers
+FUNCTIONS += durations, quality, distillation, distillation_8b
+TABLES = {"ladder": ladder_table, "frontier": frontier_table}
+TABLES |= {function.__name__: function for function in FUNCTIONS}

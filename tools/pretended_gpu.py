@@ -1,8 +1,7 @@
-"""A GPU that is not there: kernels are launched for it, compiled, and kept instead of being run.
+"""A GPU that is not there: kernels are launched for it and compiled, but not run.
 
-Two things are faked: the tensors (in PyTorch's FakeTensorMode they have a shape, strides and a CUDA
-device, but no memory) and Triton's driver (it names a target to compile for, and keeps the binary
-instead of loading it).
+Two things are faked.  Tensors in PyTorch's FakeTensorMode have a shape, strides and a CUDA device,
+but no memory.  Triton's driver names a target to compile for, and keeps the binary.
 """
 
 import contextlib
@@ -16,15 +15,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 
 from tools.compile_cases import Case
 from tools.compile_targets import TARGETS, Row
-
-# after the kernels, which decide how Triton will run
-import triton  # isort: skip
-from triton.backends.compiler import GPUTarget  # isort: skip
-from triton.errors import TritonError  # isort: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -37,22 +34,20 @@ def gpu_target(name: str) -> GPUTarget:
 class StubDriver:
     """The part of Triton's driver that a launch touches.
 
-    Each target is a device of its own number, because Triton keeps the kernels it has compiled in a
-    table per device number.
+    Each target is a device of its own number: Triton has a table of compiled kernels per device.
     """
 
     def __init__(self, names: list[str]):
         self.names, self.device = names, 0
         self.loaded: list[tuple[str, bytes, int]] = []
-        self.utils = self  # Triton looks for the two functions after next in driver.utils
+        self.utils = self  # where Triton looks for load_binary and get_device_properties
 
     def launcher_cls(self, src, metadata):
         return lambda *args: None
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int):
         self.loaded.append((name, binary, shared))
-        # module, function, registers, spills (`resources` reads these two), threads that a program
-        # may have
+        # module, function, registers and spills (`resources` reads these), most threads
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict:
@@ -69,7 +64,7 @@ class StubDriver:
 
 
 class StubContext(SimpleNamespace):
-    """The `ctx` that autograd hands a Function; autograd itself would want PyTorch with CUDA."""
+    """The `ctx` of a Function.  Autograd itself would need PyTorch with CUDA."""
 
     def save_for_backward(self, *tensors) -> None:
         self.saved_tensors = tensors
@@ -77,10 +72,7 @@ class StubContext(SimpleNamespace):
 
 @contextlib.contextmanager
 def pretend_gpu():
-    """CUDA tensors without memory, on a GPU of the target's generation.
-
-    With an H100's multiprocessors and cache.
-    """
+    """Have CUDA tensors without memory, on a GPU with an H100's multiprocessors and cache."""
 
     def properties(device) -> SimpleNamespace:
         arch = triton.runtime.driver.active.get_current_target().arch  # 103 or "gfx942"
@@ -89,13 +81,15 @@ def pretend_gpu():
             multi_processor_count=132, L2_cache_size=50 * 2**20, major=major, minor=minor
         )
 
+    of_cuda = {
+        "device": lambda device: contextlib.nullcontext(),
+        "current_device": lambda: 0,
+        "get_device_properties": properties,
+        "is_current_stream_capturing": lambda: False,
+    }
     with (
-        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(torch.cuda, "get_device_properties", properties),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        # aligned, as every allocation is
-        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),
+        mock.patch.multiple(torch.cuda, **of_cuda),
+        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),  # aligned
         FakeTensorMode(),
         torch.no_grad(),
     ):
@@ -103,7 +97,7 @@ def pretend_gpu():
 
 
 def launch(case: Case, dtype: torch.dtype) -> None:
-    """Evaluation, then forward and backward as in training; or just the call."""
+    """Launch an evaluation, then forward and backward as in training; or just the call."""
 
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -112,10 +106,10 @@ def launch(case: Case, dtype: torch.dtype) -> None:
     if not isinstance(case.function, type):
         case.function(*arguments)
         return
-    needs_grad = [
+    needs_grad = (
         isinstance(a, torch.Tensor) and a.is_floating_point() and i not in case.frozen
         for i, a in enumerate(arguments)
-    ]
+    )
     context = StubContext(needs_input_grad=tuple(needs_grad))
     case.function.apply(*arguments)
     outputs = case.function.forward(context, *arguments)
@@ -127,7 +121,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
 
 
 def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
-    """(registers, spilled registers) of a compiled kernel."""
+    """Return registers and spilled registers of a compiled kernel."""
     if gpu.backend == "hip":
         return amd_note(binary, b".vgpr_count"), amd_note(binary, b".vgpr_spill_count")
     usage = cuobjdump(binary, "-res-usage")
@@ -136,24 +130,20 @@ def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
 
 
 def cuobjdump(binary: bytes, flag: str) -> str:
-    """What NVIDIA's tool, which Triton brings along, says of a binary."""
+    """Return what NVIDIA's tool, which Triton brings along, prints of a binary."""
     tool = Path(triton.knobs.nvidia.cuobjdump.path)
-    # for -sass it calls nvdisasm, which lies beside it
-    path = os.pathsep.join([str(tool.parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(tool.parent), os.environ["PATH"]])  # -sass calls nvdisasm
+    how = {"capture_output": True, "text": True, "check": True, "env": os.environ | {"PATH": path}}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [str(tool), flag, file.name]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
-        )
-    return run.stdout
+        return subprocess.run([str(tool), flag, file.name], **how).stdout
 
 
 def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
-    """Bytes that a thread loads or stores at once, at most; None where the code cannot be read.
+    """Return the most bytes that a thread loads or stores at once; None if the code is unreadable.
 
-    That is AMD's code, and GB300's with Triton 3.6, which brings the tools of CUDA 12.8.
+    AMD's code is, and so is GB300's with Triton 3.6, which brings the tools of CUDA 12.8.
     """
     if gpu.backend == "hip":
         return None
@@ -171,10 +161,10 @@ def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
 
 
 def amd_note(binary: bytes, key: bytes) -> int:
-    """A number from the metadata in an AMD binary.
+    """Return a number from the metadata in an AMD binary.
 
-    It is MessagePack: the key, then either one byte below 128, or a marker and the number in 1, 2
-    or 4 bytes.
+    The metadata is MessagePack: the key, then either one byte below 128, or a marker and the number
+    in 1, 2 or 4 bytes.
     """
     value = binary[binary.index(key) + len(key) :]
     width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(value[0])
@@ -182,9 +172,9 @@ def amd_note(binary: bytes, key: bytes) -> int:
 
 
 def compile_all(cases: Sequence[Case], names: list[str]) -> list[Row]:
-    """A row for every different kernel that the cases launch on the named targets.
+    """Return a row for every different kernel that the cases launch on the named targets.
 
-    A kernel that two cases share is listed at the first.
+    A kernel that two cases share is listed at the first case.
     """
     driver = StubDriver(names)
     triton.runtime.driver.set_active(driver)

@@ -1,14 +1,13 @@
-"""Draw what the streams of a GPU do during about two decoder layers, from a trace under FSDP2.
+"""Draw what a GPU's streams do during about two decoder layers, from a trace under FSDP2.
 
     torchrun --nproc-per-node 2 profile_baseline.py --trace runs/trace.json
     python -m tools.trace_picture runs/trace.json runs/trace.png --json runs/trace_picture.json
 
-Two panels, of the forward from an all-gather on and of the backward from a reduce-scatter on, both
-from the middle of theirs.  What NCCL sends has a lane of its own; shaded is the time in which
-nothing else runs.  The record has what is drawn, and is far smaller than the trace.
+One panel begins with an all-gather of the forward, the other with a reduce-scatter of the backward.
+NCCL's kernels have a lane of their own.  The time in which nothing else runs is shaded.  The record
+has what is drawn.  It is far smaller than the trace.
 """
 
-import argparse
 import gzip
 import itertools
 import json
@@ -21,9 +20,9 @@ from harness.cli.command_line import UserError
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 SENT = {
-    ALL_GATHER: re.compile("nccl.*AllGather"),
-    REDUCE_SCATTER: re.compile("nccl.*ReduceScatter"),
-    ALL_REDUCE: re.compile("nccl.*AllReduce"),
+    ALL_GATHER: re.compile("^nccl.*AllGather"),
+    REDUCE_SCATTER: re.compile("^nccl.*ReduceScatter"),
+    ALL_REDUCE: re.compile("^nccl.*AllReduce"),
 }
 OPTIMIZER = re.compile("multi_tensor_apply", re.IGNORECASE)  # PyTorch's; ours are known by name
 NCCL = "NCCL"
@@ -40,10 +39,10 @@ SHADE = "#FFC0CB"
 
 
 def read(path: str) -> dict:
-    """A Chrome trace, compressed if its name ends in .gz.
+    """Read a Chrome trace, which is compressed if its name ends in .gz.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: The trace cannot be read.
     """
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
@@ -56,20 +55,18 @@ def read(path: str) -> dict:
 
 
 def kind_of(name: str) -> str:
-    """Of COLOURS, by a kernel's name."""
+    """Return the key of COLOURS for a kernel's name."""
     from harness.profiling.attribution import category_by_name, category_of_kernel
 
-    for kind, pattern in SENT.items():
-        if pattern.match(name):
+    for kind, pattern in {**SENT, "optimizer": OPTIMIZER}.items():
+        if pattern.search(name):
             return kind
     category = category_by_name(name) or category_of_kernel(name)
-    if OPTIMIZER.search(name):
-        category = "optimizer"
     return category if category in COLOURS else "other"
 
 
 def gpu_work(trace: dict) -> list[dict]:
-    """Lane, kind, start and end in microseconds of everything that a GPU did, by its start."""
+    """Return lane, kind, start and end in microseconds of all work of a GPU, sorted by start."""
     work = []
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in GPU_WORK:
@@ -80,10 +77,10 @@ def gpu_work(trace: dict) -> list[dict]:
 
 
 def window(work: list[dict], kind: str, part: float, layers: int) -> tuple[float, float]:
-    """From the start of one kernel of a kind, at that part of them all, to that of a later one.
+    """Return the starts of two kernels of a kind, `layers` apart, the first at a part of them all.
 
     Raises:
-        UserError: there are too few.
+        UserError: There are too few.
     """
     starts = [each["start"] for each in work if each["kind"] == kind]
     first = int(part * len(starts))
@@ -94,7 +91,7 @@ def window(work: list[dict], kind: str, part: float, layers: int) -> tuple[float
 
 
 def cut(work: list[dict], start: float, end: float) -> list[dict]:
-    """What runs in a window, in milliseconds from its start."""
+    """Return what runs in a window, in milliseconds from the window's start."""
     inside = [each for each in work if each["start"] < end and each["end"] > start]
 
     def ms(time: float) -> float:
@@ -104,7 +101,7 @@ def cut(work: list[dict], start: float, end: float) -> list[dict]:
 
 
 def exposed(work: list[dict]) -> list[tuple[float, float]]:
-    """From when to when something is sent and nothing else runs."""
+    """Return the times from when to when something is sent and nothing else runs."""
     edges = sorted({edge for each in work for edge in (each["start"], each["end"])})
     found = []
     for start, end in itertools.pairwise(edges):
@@ -115,9 +112,9 @@ def exposed(work: list[dict]) -> list[tuple[float, float]]:
 
 
 def picture_of(trace: dict, layers: int) -> dict:
-    """The record that is drawn."""
+    """Return the record that is drawn."""
     work = gpu_work(trace)
-    # each layer is gathered in the forward and again in the backward
+    # Each layer is gathered in the forward and again in the backward.
     windows = {
         "forward": window(work, ALL_GATHER, 1 / 4, layers),
         "backward": window(work, REDUCE_SCATTER, 1 / 2, layers),
@@ -134,10 +131,10 @@ def picture_of(trace: dict, layers: int) -> dict:
 
 
 def plot(record: dict, path: str) -> None:
-    """A lane for each stream, over time."""
+    """Draw a lane for each stream, over time."""
     from matplotlib.patches import Patch
 
-    from harness.cli.pictures import pyplot, save_plot
+    from harness.cli.tables import pyplot, save_plot
 
     panels = record["panels"]
     figure, axes = pyplot().subplots(len(panels), 1, figsize=(12, 5), layout="constrained")
@@ -169,7 +166,7 @@ def main() -> None:
     add("plot", metavar="PICTURE.png", help="what is drawn")
     add("--layers", type=command_line.positive_int, default=2, help="in a panel (default: 2)")
     add("--json", metavar="FILE", help="write what is drawn as a JSON record")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     from harness.cli.output_files import check_outputs
     from harness.records.run_records import write_record
 

@@ -18,8 +18,7 @@ from harness.benchmark.benchmark_specs import (
     numbers,
 )
 from harness.benchmark.benchmark_tables import gpu_line, sections_of
-from harness.cli.pictures import pyplot, save_plot
-from harness.cli.tables import NOT_MEANINGFUL
+from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 
 FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
 HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}
@@ -43,32 +42,26 @@ COLOURS = {
 
 
 def digits():
-    """A formatter of an axis."""
+    """Return a formatter of an axis."""
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def line_style(name: str) -> dict:
-    """A variant of an implementation (in place, ...) has its colour and a marker of its own."""
+    """Return the style: a library's colour, and a marker for the variant (in place, ...)."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
     variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, SEPARATE
     marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
-    if name == PLAIN:
-        marker = "v"
-    return {
-        "color": colour,
-        "marker": marker,
-        "markersize": 6,
-        "linewidth": 2.5 if name.startswith(OURS) else 1.5,
-    }
+    marker = "v" if name == PLAIN else marker
+    width = 2.5 if name.startswith(OURS) else 1.5
+    return {"color": colour, "marker": marker, "markersize": 6, "linewidth": width}
 
 
 def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]]]:
-    """The rows of the picture: kernel, what its title adds, what is along x, (x, measurement)s.
+    """Yield the picture's rows: kernel, end of the title, what is along x, (x, measurement)s.
 
-    A row for each size over the tokens; of a kernel measured at one number of tokens, one over the
-    sizes.
+    A row shows one size over the tokens. If there is one number of tokens, it shows the sizes.
     """
     for kernel in dict.fromkeys(section["kernel"] for section in record["sections"]):
         spec, sections = SPECS[kernel], sections_of(record, kernel)
@@ -82,27 +75,23 @@ def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]
             sizes = numbers(section["size"])
             title = "".join(f", {each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))
             title += ":\n" if len(sizes) > 1 else ": "
-            yield (
-                kernel,
-                title,
-                spec.rows.lower(),
-                [(row["tokens"], row) for row in section["rows"]],
-            )
+            points = [(row["tokens"], row) for row in section["rows"]]
+            yield kernel, title, spec.rows.lower(), points
 
 
 def clocks(row: dict) -> dict[str, float]:
-    """Microseconds by clock: the kernels alone, where that could be measured, and with the host."""
+    """Return microseconds by clock: kernels alone, if they were measured, and host included."""
     found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
     return {clock: us for clock, us in found.items() if us is not None}
 
 
 def rate_at(rate: Rate, row: dict, us: float) -> float:
-    """GB/s or TFLOP/s if the row's work took `us`; the record has it for the call with the host."""
+    """Return the GB/s or TFLOP/s of the row's work in `us`; the record has it for the total."""
     return row[rate.key] * row["total_us"][1] / us
 
 
 def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
-    """A line at the measured ceiling, and its name in the room that is left beyond it."""
+    """Draw a line at the measured ceiling, and its name beyond the line."""
     (panel.axvline if vertical else panel.axhline)(ceiling, color="black", linewidth=1)
     if vertical:
         place = {"xy": (ceiling, 1), "xycoords": ("data", "axes fraction"), "xytext": (14, -5)}
@@ -114,7 +103,7 @@ def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
 
 
 def draw_bars(panel, rate: Rate, rows: list[dict], ceiling: float) -> None:
-    """The rates at one size: kernels alone as full bars, host included as frames."""
+    """Draw the rates at one size: kernels alone as full bars, host included as frames."""
     rows = [row for row in reversed(rows) if row[rate.key] is not None]
     for place, row in enumerate(rows):
         times, colour = clocks(row), line_style(row["implementation"])["color"]
@@ -136,7 +125,7 @@ def draw_bars(panel, rate: Rate, rows: list[dict], ceiling: float) -> None:
 def draw_bars_at_each_size(
     panels, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
 ) -> None:
-    """A panel of bars for each of a few places along x; panels that are left over go."""
+    """Draw a panel of bars for each of a few places along x; remove the other panels."""
     places = sorted({x for x, _ in points})
     for panel, x in zip(panels, places):
         draw_bars(panel, rate, [row for place, row in points if place == x], ceiling)
@@ -149,22 +138,20 @@ def draw_bars_at_each_size(
 def draw_lines(
     latency, bandwidth, rate: Rate, points: list[tuple[int, dict]], ceiling: float
 ) -> None:
-    """Times and rates over the size: kernels alone solid, host included dashed."""
+    """Draw times and rates over the size: kernels alone solid, host included dashed."""
     highest = ceiling
     for implementation in dict.fromkeys(row["implementation"] for _, row in points):
         style = line_style(implementation)
         rows = [(x, row) for x, row in points if row["implementation"] == implementation]
         for clock in ("host included", "kernels alone"):
             measured = [(x, row, clocks(row)[clock]) for x, row in rows if clock in clocks(row)]
-            if not measured:
-                continue
-            places, times = [x for x, _, _ in measured], [us for _, _, us in measured]
+            places, _, times = zip(*measured) if measured else ((), (), ())
             drawn = style | (HOST_STYLE if clock == "host included" else {})
             latency.plot(places, times, **drawn)
             if implementation != HOST_FLOOR:
                 rates = [rate_at(rate, row, us) for _, row, us in measured]
                 bandwidth.plot(places, rates, **drawn)
-                highest = max(highest, *rates)
+                highest = max(highest, *rates, 0)
     draw_ceiling(bandwidth, ceiling, rate, vertical=False)
     bandwidth.set(ylim=(0, 1.1 * highest))
 
@@ -172,7 +159,7 @@ def draw_lines(
 def draw_over_sizes(
     pair, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
 ) -> None:
-    """Time in one panel and the rate in the other, over the places along x."""
+    """Draw time in one panel and the rate in the other, over the places along x."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
@@ -201,14 +188,12 @@ def draw_over_sizes(
 
 
 def plot(record: dict, path: str) -> None:
-    """Per kernel, by both clocks: time over tokens or sizes, and the rate beside its ceiling."""
-    plt = pyplot()
+    """Draw for each kernel, by both clocks, times over tokens or sizes, and rates."""
     parts = list(panels(record))
     columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
     size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
-    figure, axes = plt.subplots(
-        len(parts), columns, figsize=size, squeeze=False, layout="constrained"
-    )
+    how = {"figsize": size, "squeeze": False, "layout": "constrained"}
+    figure, axes = pyplot().subplots(len(parts), columns, **how)
     for (kernel, added, along, points), pair in zip(parts, axes):
         spec = SPECS[kernel]
         ceiling, name = record[spec.rate.ceiling_key], spec.title + added

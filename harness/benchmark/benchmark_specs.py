@@ -1,6 +1,6 @@
-"""What benchmark_kernels.py measures of each kernel: sizes, the least work, the words of its table.
+"""What benchmark_kernels.py measures of each kernel: sizes, least work, words of the table.
 
-Imports no PyTorch.  In next_steps/comparisons/ are the inputs (benchmark_problems.py) and the
+This imports no PyTorch.  In next_steps/comparisons/ are the inputs (benchmark_problems.py) and the
 implementations (benchmark_contenders.py, benchmark_peers.py).
 """
 
@@ -11,10 +11,9 @@ DTYPES = "bf16", "fp16", "fp32"
 LLAMA_HIDDEN, LLAMA_INTERMEDIATE, LLAMA_VOCAB = 4096, 14_336, 128_256
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128  # of LLaMA 3.1 8B
 MAX_SEQUENCE = 2048  # of RoPE's B x T tokens
-# Without a GPU: what Triton's interpreter does in seconds.
+# Without a GPU: sizes that Triton's interpreter can run in seconds.
 CPU_TOKENS, CPU_HIDDEN, CPU_VOCAB, CPU_INTERMEDIATE, CPU_PARAMETERS = (4, 16), 256, 1000, 1000, 5000
-CPU_QUANTIZED = 64 * 80
-CPU_COLUMNS = 64  # of rows in FP8
+CPU_QUANTIZED, CPU_COLUMNS = 64 * 80, 64
 
 EAGER = "PyTorch, as Hugging Face writes it"
 FORMULA = "PyTorch's formula"
@@ -36,11 +35,11 @@ def numbers(size: int | Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a kernel's time is turned into, and the ceiling beside which it is printed."""
+    """The unit of a kernel's rate, and the ceiling beside which the rate is printed."""
 
     name: str
     format: str
-    per_us: float  # bytes or FLOP in a microsecond that are one of it
+    per_us: float  # bytes or FLOP in a microsecond that make 1 of the unit
     ceiling: str
     key: str  # in a row of the record
     ceiling_key: str  # in the record
@@ -54,9 +53,9 @@ COMPUTE = Rate("TFLOP/s", ",.1f", 1e6, "matmul", "tflops", "matmul_tflops", "flo
 @dataclass(frozen=True)
 class Dimension:
     name: str
-    gpu: tuple[int, ...]  # each measured, unless told
+    gpu: tuple[int, ...]  # the sizes measured by default
     cpu: tuple[int, ...]  # the same without a GPU
-    flag: str | None = None  # of the command line; None: it is what it is
+    flag: str | None = None  # sets other sizes; None: no flag does
 
     def defaults(self, on_gpu: bool) -> tuple[int, ...]:
         return self.gpu if on_gpu else self.cpu
@@ -64,18 +63,25 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Spec:
+    """One kernel's sizes, least work and words.
+
+    `work` counts the tensors as large as the input that must be read or written, forward and
+    backward together.  Every implementation is given the same count.  So a column of GB/s compares
+    times, and nothing else.
+    """
+
     title: str
-    gpu_tokens: tuple[int, ...]  # unless told
+    gpu_tokens: tuple[int, ...]  # measured by default
     dimensions: tuple[Dimension, ...]  # of the input, after the tokens
-    work: int  # see WORK
+    work: int
     errors: tuple[str, ...]  # a problem's parts
     cpu_tokens: tuple[int, ...] = CPU_TOKENS
     beside: float = 0  # bytes for each element, of tensors that are not as large
     rate: Rate = BANDWIDTH
-    rows: str = "Tokens"  # what the first dimension counts; if anything else, not --tokens
+    rows: str = "Tokens"  # what the first dimension counts; --tokens sets only tokens
     judged: str = "gradients' errors"
     notes: tuple[str, ...] = ()  # above the table
-    swept_tokens: int | None = None  # of --sweep on a GPU; None: it does not know the settings
+    swept_tokens: int | None = None  # of --sweep on a GPU; None: the kernel has no sweep
 
     def tokens(self, on_gpu: bool) -> list[int]:
         return list(self.gpu_tokens if on_gpu else self.cpu_tokens)
@@ -84,44 +90,32 @@ class Spec:
         return self.swept_tokens if on_gpu else self.cpu_tokens[-1]
 
 
-# WORK.  Tensors as large as the input that must be read or written, forward and backward together.
-# Every implementation is given the same count, so that a column of GB/s compares times and nothing
-# else.
-#   RMSNorm, 5: the forward reads x and writes y, the backward reads x and dy and writes dx.  The
-#   weight and one number per row are less than 0.1 % of that.
-#   Cross-entropy, 3: the forward reads the logits; the backward reads them again, since nothing
-#   stays on the chip between the two, and writes their gradient.  Who computes the gradient in the
-#   forward can have part of the second read from the cache, and so come closer to the copy rate, or
-#   pass it.
-#   Reverse KL, 3: student and teacher are read, the gradient is written.
-#   SwiGLU, 8: the forward reads gate and up and writes y, the backward reads dy, gate and up and
-#   writes dgate and dup.
-#   RoPE, 4: the forward reads q and k and writes both, the backward does so with their gradients.
-#   cos and sin are as long as one head of 40, if all samples share them.
-#   AdamW, 7: reads p, g, m and v, writes p, m and v.
-#   NF4, 1, the weight that is written; and beside it half a byte, 1 / 64 and 4 / (64 * 256) bytes
-#   for each number of it.
-#   FP8, 1, the matrix that is read; and beside it a byte for each number, its code.
-#   FP8 casts, 5: of SwiGLU, whose forward reads gate and up, whose backward reads dy, gate and up;
-#   and beside them 1 and 3 bytes of codes.
-#   Linear + cross-entropy, 6, but FLOP: three products, each of which multiplies and adds per logit
-#   and hidden column.
+def columns(*gpu: int, cpu: int, flag: str | None = "hidden") -> Dimension:
+    return Dimension("columns", gpu, (cpu,), flag)
+
+
 HIDDEN = Dimension("hidden", (LLAMA_HIDDEN,), (CPU_HIDDEN,), "hidden")
 VOCABULARY = Dimension("vocabulary", (LLAMA_VOCAB,), (CPU_VOCAB,), "vocab")
 ROPE_COLUMNS = (Q_HEADS + K_HEADS) * HEAD_DIM
 SPECS = {
     "rmsnorm": Spec(
         "RMSNorm",
-        gpu_tokens=(256, 1024, 4096, 16_384, 65_536),
-        dimensions=(HIDDEN,),
+        (256, 1024, 4096, 16_384, 65_536),
+        (HIDDEN,),
+        # Forward: reads x, writes y. Backward: reads x and dy, writes dx. The weight and one number
+        # per row are less than 0.1 % of that.
         work=5,
         errors=("dx", "dW"),
         swept_tokens=16_384,
     ),
     "cross_entropy": Spec(
         "Cross-Entropy",
-        gpu_tokens=(128, 256, 512, 1024, 8192),
-        dimensions=(VOCABULARY,),
+        (128, 256, 512, 1024, 8192),
+        (VOCABULARY,),
+        # Forward: reads the logits. Backward: reads them again, since nothing stays on the chip
+        # between the two, and writes their gradient. An implementation that computes the gradient
+        # in the forward can read a part from the cache. So it can come closer to the copy rate, or
+        # pass it.
         work=3,
         errors=("target", "other"),
         notes=("in place: the gradient overwrites the logits, which are lost",),
@@ -129,8 +123,9 @@ SPECS = {
     ),
     "swiglu": Spec(
         "SwiGLU",
-        gpu_tokens=(1024, 16_384),
-        dimensions=(Dimension("columns", (LLAMA_INTERMEDIATE,), (CPU_INTERMEDIATE,), "hidden"),),
+        (1024, 16_384),
+        (columns(LLAMA_INTERMEDIATE, cpu=CPU_INTERMEDIATE),),
+        # Forward: reads gate and up, writes y. Backward: reads dy, gate and up, writes dgate, dup.
         work=8,
         errors=("y", "dgate", "dup"),
         judged="errors of y and the gradients",
@@ -138,8 +133,10 @@ SPECS = {
     ),
     "rope": Spec(
         "RoPE",
-        gpu_tokens=(512, 8192, 32_768),
-        dimensions=(Dimension("columns", (ROPE_COLUMNS,), (ROPE_COLUMNS,)),),
+        (512, 8192, 32_768),
+        (columns(ROPE_COLUMNS, cpu=ROPE_COLUMNS, flag=None),),
+        # Forward: reads q and k, writes both. Backward: the same with their gradients. cos and sin
+        # are as long as one head of 40, if all samples share them.
         work=4,
         errors=("rotated", "gradient"),
         judged="errors of the rotated and of the gradients",
@@ -151,11 +148,11 @@ SPECS = {
     ),
     "adamw": Spec(
         "AdamW",
-        gpu_tokens=(LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),  # an MLP's projection: 58.7 million
-        cpu_tokens=(CPU_PARAMETERS,),
-        dimensions=(),
-        work=7,
+        (LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),  # an MLP's projection: 58.7 million
+        (),
+        work=7,  # reads p, g, m and v, writes p, m and v
         errors=("update",),
+        cpu_tokens=(CPU_PARAMETERS,),
         rows="Parameters",
         judged="error of what a step adds to the weights",
         notes=(
@@ -165,18 +162,18 @@ SPECS = {
     ),
     "linear_cross_entropy": Spec(
         "Linear + Cross-Entropy",
-        gpu_tokens=(512, 8192),
-        dimensions=(HIDDEN, VOCABULARY),
-        work=6,
+        (512, 8192),
+        (HIDDEN, VOCABULARY),
+        work=6,  # FLOP: three products, each with a multiply and an add per logit and hidden column
         errors=("dhidden", "dW target", "dW other"),
         rate=COMPUTE,
         notes=("Forward: those that keep no logits compute the gradients in it",),
     ),
     "reverse_kl": Spec(
         "Reverse KL",
-        gpu_tokens=(4096,),
-        dimensions=(Dimension("vocabulary", (32_768, 65_536, 131_072), (CPU_VOCAB,), "vocab"),),
-        work=3,
+        (4096,),
+        (Dimension("vocabulary", (32_768, 65_536, 131_072), (CPU_VOCAB,), "vocab"),),
+        work=3,  # reads student and teacher, writes the gradient
         errors=("probable", "other"),
         notes=(
             "ours: one pass and the gradient in the forward; "
@@ -187,34 +184,32 @@ SPECS = {
     ),
     "nf4": Spec(
         "NF4",
-        gpu_tokens=(LLAMA_HIDDEN * LLAMA_HIDDEN // 4, LLAMA_HIDDEN * LLAMA_INTERMEDIATE),  # k, up
-        cpu_tokens=(CPU_QUANTIZED,),
-        dimensions=(),
-        work=1,
-        beside=1 / 2 + 1 / 64 + 4 / (64 * 256),
+        (LLAMA_HIDDEN * LLAMA_HIDDEN // 4, LLAMA_HIDDEN * LLAMA_INTERMEDIATE),  # k, up
+        (),
+        work=1,  # writes the weight
+        beside=1 / 2 + 1 / 64 + 4 / (64 * 256),  # reads for each number a code and its scales
         errors=("weight",),
+        cpu_tokens=(CPU_QUANTIZED,),
         rows="Numbers",
         judged="error of the weight",
         notes=("one call writes the weight out, and has no backward",),
     ),
     "fp8": Spec(
         "FP8",
-        gpu_tokens=(512, 8192),
-        dimensions=(
-            Dimension("columns", (LLAMA_HIDDEN, LLAMA_INTERMEDIATE), (CPU_COLUMNS,), "hidden"),
-        ),
-        work=1,
-        beside=1,
+        (512, 8192),
+        (columns(LLAMA_HIDDEN, LLAMA_INTERMEDIATE, cpu=CPU_COLUMNS),),
+        work=1,  # reads the matrix
+        beside=1,  # writes a code for each number
         errors=("rows",),
         judged="error of the rows",
         notes=("one call finds scales and codes of all rows, and has no backward",),
     ),
     "fp8_casts": Spec(
         "FP8 Casts: SwiGLU",
-        gpu_tokens=(512, 8192),
-        dimensions=(Dimension("columns", (LLAMA_INTERMEDIATE,), (CPU_COLUMNS,), "hidden"),),
-        work=5,
-        beside=4,
+        (512, 8192),
+        (columns(LLAMA_INTERMEDIATE, cpu=CPU_COLUMNS),),
+        work=5,  # forward: reads gate and up; backward: reads dy, gate and up
+        beside=4,  # writes 1 byte of codes, then 3
         errors=("y", "gradients", "y again"),
         judged="errors of what the codes stand for",
         notes=(

@@ -11,7 +11,6 @@ from harness.benchmark.benchmark_specs import (
     numbers,
 )
 from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
-from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import ceilings_card
 
 
@@ -24,14 +23,14 @@ def sections_of(record: dict, kernel: str) -> list[dict]:
 
 
 def share(record: dict, section: dict, row: dict | None) -> str:
-    """The row's GB/s or TFLOP/s as a percentage of the measured copy or matmul rate."""
+    """Return the row's GB/s or TFLOP/s as a percentage of the measured copy or matmul rate."""
     rate = SPECS[section["kernel"]].rate
     reached = None if row is None else row[rate.key]
     return number(None if reached is None else 100 * reached / record[rate.ceiling_key], ".0f")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:
-    """{tokens: {implementation: row}}, in the order measured."""
+    """Return {tokens: {implementation: row}}, in the order of measurement."""
     found: dict[int, dict[str, dict]] = {}
     for row in section["rows"]:
         found.setdefault(row["tokens"], {})[row["implementation"]] = row
@@ -50,52 +49,59 @@ def microseconds(time: float | None) -> str:
     return number(time, ",.1f" if time is not None and time < 1000 else ",.0f")
 
 
+# The times of a table are by up to three clocks, whose names the pages use too.
 ONE_CALL = "Times: one call at a time, wall clock; the host is in them."
+CLOCKS = (
+    "Total: one call at a time after flushing the cache, which hides part of the host's work",
+    "Queued: calls queued back to back; Alone: the kernels in a CUDA graph, without the host",
+)
+
+
+def heading(record: dict, text: str) -> str:
+    return title(text if record["environment"]["gpu"] else text + NOT_MEANINGFUL)
+
+
+PLAYBOOK = {  # kernel: title, columns
+    "rmsnorm": (
+        "RMSNorm Benchmark — Custom Triton vs. PyTorch Reference",
+        *("Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"),
+    ),
+    "cross_entropy": (
+        "Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch",
+        *("Tokens", "Custom (us)", "PyTorch (us)", "Speedup"),
+        *("Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"),
+    ),
+}
 
 
 def playbook_table(record: dict, section: dict) -> str:
     """The playbook's: our kernel against PyTorch as Hugging Face calls it, forward + backward."""
-    env = record["environment"]
-    mark = "" if env["gpu"] else NOT_MEANINGFUL
-    if section["kernel"] == "rmsnorm":
-        heading = [
-            title(f"RMSNorm Benchmark — Custom Triton vs. PyTorch Reference{mark}"),
-            gpu_line(env),
-        ]
-        if len(sections_of(record, "rmsnorm")) > 1:
-            heading.append(f"Hidden size: {section['size']:,}")
-        headers = ["Tokens", "Custom (us)", "PyTorch (us)"]
-        headers += ["Custom (GB/s)", "PyTorch (GB/s)", "Speedup"]
-    else:
-        name = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
-        heading = [
-            title(f"Cross-Entropy Benchmark — Custom Triton (online softmax) vs. PyTorch{mark}"),
-            gpu_line(env),
-            f"Vocabulary size: {section['size']:,}{name}",
-        ]
-        headers = ["Tokens", "Custom (us)", "PyTorch (us)", "Speedup"]
-        headers += ["Custom Mem (MB)", "PyTorch Mem (MB)", "Mem Reduction"]
-    heading.append(ONE_CALL)
+    name, *headers = PLAYBOOK[section["kernel"]]
+    lines = [heading(record, name), gpu_line(record["environment"])]
+    size = f"{section['size']:,}"
+    if section["kernel"] == "cross_entropy":
+        llama = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
+        lines.append(f"Vocabulary size: {size}{llama}")
+    elif len(sections_of(record, section["kernel"])) > 1:
+        lines.append(f"Hidden size: {size}")
     missing = {"total_us": [None] * 3, "gbs": None, "extra_bytes": None}
     body = []
     for tokens, rows in rows_by_tokens(section).items():
-        ours, eager = rows[OURS], rows.get(EAGER, missing)
-        us, eager_us = ours["total_us"][1], eager["total_us"][1]
-        times = [f"{tokens:,}", number(us), number(eager_us)]
-        speedup = ratio(eager_us, us, ".2f")
-        if section["kernel"] == "rmsnorm":
-            rates = [number(row["gbs"], ",.0f") for row in (ours, eager)]
-            body.append([*times, *rates, speedup])
-        else:
-            extra, eager_extra = ours["extra_bytes"], eager["extra_bytes"]
-            memory = [megabytes(extra), megabytes(eager_extra), ratio(eager_extra, extra, ".1f")]
-            body.append([*times, speedup, *memory])
-    return "\n".join([*heading, "", table(headers, body, ["right"] * len(headers))])
+        shown = {"Custom": rows[OURS], "PyTorch": rows.get(EAGER, missing)}
+        cells = {"Tokens": f"{tokens:,}"}
+        for who, row in shown.items():
+            cells[f"{who} (us)"] = number(row["total_us"][1])
+            cells[f"{who} (GB/s)"] = number(row["gbs"], ",.0f")
+            cells[f"{who} Mem (MB)"] = megabytes(row["extra_bytes"])
+        ours, eager = shown.values()
+        cells["Speedup"] = ratio(eager["total_us"][1], ours["total_us"][1], ".2f")
+        cells["Mem Reduction"] = ratio(eager["extra_bytes"], ours["extra_bytes"], ".1f")
+        body.append([cells[header] for header in headers])
+    return "\n".join([*lines, ONE_CALL, "", table(headers, body, ["right"] * len(headers))])
 
 
 def full_table(record: dict, section: dict) -> str:
     """Every implementation at every size."""
-    mark = "" if record["environment"]["gpu"] else NOT_MEANINGFUL
     spec, sizes = SPECS[section["kernel"]], numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
@@ -106,69 +112,73 @@ def full_table(record: dict, section: dict) -> str:
     else:
         work = [f"{spec.work} FLOP", *work]
     compilation = section.get("first_call_seconds")  # a record may be older than a measurement
-    heading = [
-        title(f"{spec.title}: every implementation{mark}"),
+    lines = [
+        heading(record, f"{spec.title}: every implementation"),
         "; ".join([record["dtype"], *shape, f"times in us; {spec.judged} against float64"]),
         f"{spec.rate.name}: {' x '.join(work)} / total p50",
         *spec.notes,
-        "Total: one call at a time after flushing the cache, which hides part of the host's work; "
-        "Host: calls queued back to back",
+        *CLOCKS,
         f"First call (compilation): {'n/a' if compilation is None else f'{compilation:.1f} s'}",
     ]
     headers = [spec.rows, "Implementation", "Forward", "Backward", "Total p20 / p50 / p80"]
-    headers += ["Host", "Kernels only", spec.rate.name, f"% of {spec.rate.ceiling}", "Extra MB"]
+    headers += ["Queued", "Alone", spec.rate.name, f"% of {spec.rate.ceiling}", "Extra MB"]
     headers += [f"Error {part}" for part in spec.errors]
     body = []
     for tokens, rows in rows_by_tokens(section).items():
-        if body:
-            body.append([""] * len(headers))
+        body += [[""] * len(headers)] if body else []
         for row in rows.values():
-            total = " / ".join(microseconds(us) for us in row["total_us"])
-            times = [microseconds(row[key]) for key in ("forward_us", "backward_us")]
-            times += [total, microseconds(row.get("host_us")), microseconds(row["kernels_us"])]
-            rate = number(row[spec.rate.key], spec.rate.format)
-            errors = [number(row["errors"].get(part), ".1e") for part in spec.errors]
-            found = [rate, share(record, section, row), megabytes(row["extra_bytes"]), *errors]
-            body.append([f"{tokens:,}", row["implementation"], *times, *found])
+            body.append([
+                f"{tokens:,}",
+                row["implementation"],
+                microseconds(row["forward_us"]),
+                microseconds(row["backward_us"]),
+                " / ".join(microseconds(us) for us in row["total_us"]),
+                microseconds(row.get("host_us")),
+                microseconds(row["kernels_us"]),
+                number(row[spec.rate.key], spec.rate.format),
+                share(record, section, row),
+                megabytes(row["extra_bytes"]),
+                *(number(row["errors"].get(part), ".1e") for part in spec.errors),
+            ])  # fmt: skip
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
-    return "\n".join([*heading, "", table(headers, body, align)])
+    return "\n".join([*lines, "", table(headers, body, align)])
 
 
 def summary_table(record: dict, kernel: str) -> str:
     """All sizes of one kernel: ours beside the ceiling and torch.compile."""
-    mark = "" if record["environment"]["gpu"] else NOT_MEANINGFUL
     spec, sections = SPECS[kernel], sections_of(record, kernel)
     measured = {row["implementation"] for section in sections for row in section["rows"]}
     shown = [name for name in (OURS, IN_PLACE) if name in measured]
     headers = [*(dimension.name.capitalize() for dimension in spec.dimensions), spec.rows]
     for name in shown:
         headers += [f"{name} (us)", f"% of {spec.rate.ceiling}"]
-    headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}", "of kernels only"]
+    headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}", "alone"]
     body = []
     for section in sections:
-        if body:
-            body.append([""] * len(headers))
+        body += [[""] * len(headers)] if body else []
         for tokens, rows in rows_by_tokens(section).items():
-            us = dict.fromkeys((*shown, COMPILED))
-            us |= {name: rows[name]["total_us"][1] for name in us if name in rows}
+            total = {name: row["total_us"][1] for name, row in rows.items()}
             cells = [f"{n:,}" for n in (*numbers(section["size"]), tokens)]
             for name in shown:
-                cells += [microseconds(us[name]), share(record, section, rows.get(name))]
-            compiled, ours = (rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS))
-            cells += [microseconds(us[COMPILED]), ratio(us[COMPILED], us[OURS], ".2f")]
-            body.append([*cells, ratio(compiled, ours, ".2f")])
-    heading = title(f"{spec.title}: all sizes, forward + backward, {record['dtype']}{mark}")
-    clocks = f"{ONE_CALL} Kernels only: it is not."
-    return "\n".join([heading, clocks, table(headers, body, ["right"] * len(headers))])
+                cells += [microseconds(total.get(name)), share(record, section, rows.get(name))]
+            alone = [rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS)]
+            cells += [microseconds(total.get(COMPILED))]
+            cells += [ratio(total.get(COMPILED), total.get(OURS), ".2f"), ratio(*alone, ".2f")]
+            body.append(cells)
+    lines = [
+        heading(record, f"{spec.title}: all sizes, forward + backward, {record['dtype']}"),
+        f"{ONE_CALL} Alone: the kernels without the host.",
+    ]
+    return "\n".join([*lines, table(headers, body, ["right"] * len(headers))])
 
 
 def render(record: dict) -> str:
-    """Everything the script prints about its measurements, from their record."""
+    """Return everything that the script prints about its measurements."""
     env = record["environment"]
     blocks = [] if env["gpu"] else [NO_GPU_NOTE]
     blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
-        if section["kernel"] in PLAYBOOK_KERNELS:
+        if section["kernel"] in PLAYBOOK:
             blocks.append(playbook_table(record, section))
         blocks.append(full_table(record, section))
     several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]

@@ -1,4 +1,4 @@
-"""How an implementation is called, judged and timed, whichever kernel it is of."""
+"""How an implementation is called, judged and timed. The same for every kernel."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,33 +14,31 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import describe
 from harness.steps import timing
 
-STEPS_DONE = 9.0  # before an optimizer's step that is judged, so that corrections of moments matter
+STEPS_DONE = 9.0  # before the judged step of an optimizer, so that its bias corrections matter
 
 
 @dataclass(frozen=True)
 class Implementation:
     """`function` is called with a problem's inputs: (x, weight) -> y or (logits, targets) -> loss.
 
-    It may destroy them.  It is then timed on what it left of them, which is as much work.
+    The function may destroy its inputs. It is then timed on what it left, which is as much work.
     For AdamW it makes an optimizer: (list of parameters) -> torch.optim.Optimizer.
     """
 
     name: str
     function: Callable
     backward_again: bool = True  # may the backward of one forward run more than once?
-    # Does a call wait for the GPU?  A CUDA graph cannot record that, and is not tried.
-    waits: bool = False
+    waits: bool = False  # does a call wait for the GPU? A CUDA graph cannot record that.
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kernel at one size: inputs, upstream gradient, and what the results should be."""
+    """One kernel at one size: inputs, upstream gradient, and exact results."""
 
     inputs: list[torch.Tensor]
-    # gradients are wanted of so many inputs, the first ones; None: it is an optimizer's step
-    wrt: int | None
-    dy: tuple[torch.Tensor, ...] | None  # of each output; None: 1, what loss.backward() starts with
-    parts: Callable[..., dict[str, torch.Tensor]]  # (output, gradients) -> what of them is checked
+    wrt: int | None  # the number of inputs with a gradient, the first ones; None: an optimizer
+    dy: tuple[torch.Tensor, ...] | None  # for each output; None: 1, as loss.backward() has it
+    parts: Callable[..., dict[str, torch.Tensor]]  # (output, gradients) -> the checked parts
     exact: dict[str, torch.Tensor]  # the same parts in float64
 
 
@@ -48,9 +46,9 @@ class Problem:
 
 
 class Activations(torch.autograd.Function):
-    """Turns tensors into activations: computed from something (`anchor`) that requires grad.
+    """Turn tensors into activations, which are computed from a tensor that requires grad.
 
-    A leaf will not do, because implementations that work in place refuse to destroy one.
+    Leaves are no activations: implementations that work in place refuse to destroy a leaf.
     """
 
     @staticmethod
@@ -66,7 +64,6 @@ class Call:
     """An implementation on its own copy of a problem's inputs, which it may destroy."""
 
     def __init__(self, problem: Problem, implementation: Implementation):
-        free_memory()
         self.problem, self.function = problem, implementation.function
         self.copies = [t.clone() for t in problem.inputs]
         self.dy = problem.dy and tuple(t.clone() for t in problem.dy)
@@ -82,7 +79,7 @@ class Call:
         return self.function(*self.inputs)
 
     def backward(self, output, retain_graph: bool = False) -> tuple[torch.Tensor, ...]:
-        # autograd.grad hands gradients out; .backward() would add them to .grad
+        # autograd.grad returns the gradients; .backward() would add them to .grad.
         return torch.autograd.grad(output, self.wrt, self.dy, retain_graph=retain_graph)
 
     def both(self) -> tuple[torch.Tensor, ...]:
@@ -99,10 +96,9 @@ class Call:
 
 
 class Step:
-    """The same of an optimizer, on its own parameter: a call is one step."""
+    """The same for an optimizer, on its own parameter: a call is one step."""
 
     def __init__(self, problem: Problem, implementation: Implementation):
-        free_memory()
         self.p, gradient, m, v = (t.clone() for t in problem.inputs)
         self.p.grad = gradient
         self.optimizer = implementation.function([self.p])
@@ -120,10 +116,9 @@ class Step:
 
 
 class Evaluation:
-    """The same of a function that has no gradient: a call is one of it."""
+    """The same for a function without gradient."""
 
     def __init__(self, problem: Problem, implementation: Implementation):
-        free_memory()
         self.copies, self.function = [t.clone() for t in problem.inputs], implementation.function
 
     def both(self) -> torch.Tensor:
@@ -135,13 +130,9 @@ class Evaluation:
         return self.both(), ()
 
 
-def free_memory() -> None:
-    """Let go of what the implementation before this one held; on the CPU that is little."""
-    if HAS_GPU:
-        device.free_memory()
-
-
 def prepare(problem: Problem, implementation: Implementation) -> Call | Step | Evaluation:
+    if HAS_GPU:
+        device.free_memory()  # which the implementation before held; on a CPU it is little
     if problem.wrt is None:
         return Step(problem, implementation)
     return (Call if problem.wrt else Evaluation)(problem, implementation)
@@ -151,7 +142,7 @@ def prepare(problem: Problem, implementation: Implementation) -> Call | Step | E
 
 
 def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:
-    """Relative error of each part of the results against float64."""
+    """Return the relative error of each part of the results against float64."""
     found = problem.parts(*prepare(problem, implementation).results())
     return {name: relative_error(found[name], exact) for name, exact in problem.exact.items()}
 
@@ -159,16 +150,14 @@ def gradient_errors(problem: Problem, implementation: Implementation) -> dict[st
 def check_ours(
     errors: dict[str, dict[str, float]], dtype: torch.dtype, tokens: int, judge: str = EAGER
 ) -> None:
-    """Ours may be twice as wrong as eager PyTorch (`judge`) in the same dtype, plus a floor.
+    """Allow ours twice the error of eager PyTorch (`judge`) in the same dtype, plus a floor.
 
     Raises:
-        RunError: it is worse, or there is no eager result to judge it by.
+        RunError: Ours is worse, or there is no eager result.
     """
     if judge not in errors:
-        raise RunError(
-            f"PyTorch itself fails at {tokens:,} tokens, so nothing is there to compare with; "
-            "lower --tokens"
-        )
+        fault = f"PyTorch itself fails at {tokens:,} tokens, so nothing is there to compare with"
+        raise RunError(f"{fault}; lower --tokens")
     for name in (name for name in errors if name.startswith(OURS)):
         for part, error in errors[name].items():
             allowed = 2 * errors[judge][part] + FLOOR[dtype]
@@ -180,7 +169,7 @@ def check_ours(
 
 
 def measure_times(problem: Problem, implementation: Implementation) -> dict:
-    """A row's times in microseconds, by every clock that can be read, and its memory in bytes."""
+    """Return a row's times in microseconds, by each possible clock, and its memory in bytes."""
     call = prepare(problem, implementation)
     launches = implementation.name != HOST_FLOOR
     capturable = launches and not implementation.waits
@@ -197,7 +186,7 @@ def measure_times(problem: Problem, implementation: Implementation) -> dict:
         "forward_us": forward,
         "backward_us": backward,
         "total_us": [total.p20, total.p50, total.p80],
-        # The host matters where calls are short; of long ones a batch would take seconds.
+        # The host matters where calls are short. A batch of long calls would take seconds.
         "host_us": timing.queued_time_us(call.both, calls=max(2, min(20, int(3e5 / total.p50)))),
         "kernels_us": timing.graph_time_us(call.from_new_graph) if capturable else None,
         "extra_bytes": extra,
@@ -208,7 +197,7 @@ def measure_times(problem: Problem, implementation: Implementation) -> dict:
 def others_may_fail(
     implementation: Implementation, shape: str, absent: list[str]
 ) -> Iterator[None]:
-    """Another's failure (out of memory, a GPU it does not know) is a result; ours is an error."""
+    """Note another's failure (out of memory, an unknown GPU) in `absent`; raise our own."""
     try:
         yield
     except Exception as error:

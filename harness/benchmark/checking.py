@@ -1,14 +1,14 @@
 """The one comparator that every test uses.
 
-A kernel is judged against float64, computed from the same rounded inputs, and
-it may be at most twice as wrong as eager PyTorch in the kernel's own dtype:
+A kernel is judged against float64, computed from the same rounded inputs.  It
+may be at most twice as wrong as eager PyTorch in the kernel's own dtype:
 
     error(t)  = ||t - ref64|| / ||ref64||
     allowed   = 2 * error(eager) + floor
     passed    = error(kernel) <= allowed
 
-The floor covers the case where eager happens to be exact.  There is no `atol`
-to choose, so there is none to loosen when a kernel is wrong.
+The floor covers the case where eager is exact by chance.  Nobody chooses an
+`atol`, so nobody can loosen one when a kernel is wrong.
 """
 
 import math
@@ -26,10 +26,10 @@ DTYPE_NAME = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF1
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """||out - ref|| / ||ref|| in float64; 0.0 when both are zero, inf when only ref is.
+    """Return ||out - ref|| / ||ref|| in float64; 0.0 if both are zero, inf if only ref is.
 
-    NaN anywhere gives NaN, which no allowance accepts.  The sums are made where `ref` lies: a CPU
-    core takes a minute for the gradient of a whole vocabulary.
+    NaN anywhere gives NaN, which no allowance accepts.  The device of `ref` computes the sums: a
+    CPU core takes a minute for the gradient of a whole vocabulary.
     """
     ref = ref.detach().double()
     distance = (out.detach().to(ref.device) - ref).norm().item()
@@ -70,14 +70,14 @@ def compare(
     """Compare a kernel's output with float64, allowing twice eager's own error.
 
     Args:
-        name: what is being compared; it begins the printed line.
+        name: begins the printed line.
         out: the kernel's output or gradient, any dtype.
         ref64: the same quantity computed in float64 from the same inputs.
         eager: the same quantity from eager PyTorch in the kernel's dtype.
-        dtype: whose floor applies; `eager.dtype` unless told.
+        dtype: gives the floor; default: `eager.dtype`.
 
     Raises:
-        AssertionError: `out` is None, or its shape or dtype is not eager's.
+        AssertionError: `out` is None, or its shape or dtype differs from eager's.
     """
     assert out is not None, f"{name}: there is no output (None) to compare"
     assert out.shape == eager.shape == ref64.shape, (
@@ -92,37 +92,35 @@ def compare(
 
 
 def assert_all_passed(checks: list[Check]) -> None:
-    """For pytest: fail with every line that is over its allowance."""
+    """Fail with the line of every check that is over its allowance."""
     assert checks, "no comparison was made"
     failed = [str(check) for check in checks if not check.passed]
     assert not failed, "\n" + "\n".join(failed)
 
 
 def print_title(function: str) -> None:
-    """The first lines of a test that is run as a script."""
+    """Print the first lines of a test that runs as a script."""
     if not HAS_GPU:
-        print("No GPU found: the kernels run on the CPU, in Triton's interpreter,", end=" ")
-        print("at smaller shapes.\n")
-    print(f"{function} Correctness Tests")
-    print("=" * 60)
+        where = "the kernels run on the CPU, in Triton's interpreter, at smaller shapes."
+        print(f"No GPU found: {where}\n")
+    print(f"{function} Correctness Tests\n{'=' * 60}")
 
 
 def print_verdict(function: str, passed: bool) -> int:
-    """Its last lines, and its exit code."""
-    print("\n" + "=" * 60)
-    print(f"All {function} tests {'PASSED' if passed else 'FAILED'}")
+    """Print the last lines; return the exit code."""
+    print(f"\n{'=' * 60}\nAll {function} tests {'PASSED' if passed else 'FAILED'}")
     return 0 if passed else 1
 
 
 def print_checks(checks: list[Check], indent: str = "  ") -> bool:
-    """Print one line per check; True when all passed."""
+    """Print one line per check; return True if all passed."""
     for check in checks:
         print(indent + str(check))
     return all(check.passed for check in checks)
 
 
 def print_tests(cases: dict[str, object], checks_of: Callable[[object], list[Check]]) -> bool:
-    """Print each case's checks below its number and title; True when all passed."""
+    """Print each case's checks below its number and title; return True if all passed."""
     passed = True
     for number, (title, case) in enumerate(cases.items(), start=1):
         print(f"\nTest {number}: {title}")
@@ -131,7 +129,7 @@ def print_tests(cases: dict[str, object], checks_of: Callable[[object], list[Che
 
 
 def print_loss(check: Check, reference: torch.Tensor, custom: torch.Tensor) -> bool:
-    """Print the line of a check of two scalars, with their values; True when it passed."""
+    """Print a check of two scalars with their values; return True if it passed."""
     values = f"ref: {reference.item():.6f}  custom: {custom.item():.6f}  diff: {check.max_diff:.2e}"
     print(f"  {check.name} — {values}  {'PASSED' if check.passed else 'FAILED'}")
     return check.passed

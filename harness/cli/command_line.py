@@ -1,18 +1,16 @@
-"""How a script is called and how it ends: flags, errors in one sentence, exit codes, Ctrl-C.
+"""How a script is called and how it ends: errors in one sentence, exit codes, Ctrl-C.
 
-Every script has the same form, so that --help and a mistyped flag are answered at once:
+Every script has the same form, so that it answers --help and a mistyped flag at once:
 
-    from harness.cli import command_line    # light: imports no PyTorch, which takes seconds
+    from harness.cli import command_line    # imports no PyTorch, which takes seconds
 
     def main() -> None:
-        args = parse_args()             # flags, from light modules alone
-        import torch                    # what the script runs, after its flags
+        args = parse_args()             # flags, from modules that import no PyTorch
+        import torch                    # what the script runs
         ...
 
     if __name__ == "__main__":
         command_line.run_main(main)
-
-Defaults that depend on the GPU are None until then; `Workload.from_flags` fills them in.
 """
 
 import argparse
@@ -23,25 +21,22 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
+
+from harness.cli.processes import world_size
 
 
 class UserError(Exception):
-    """The input is at fault: one sentence, exit code 2."""
+    """The input is wrong: one sentence, exit code 2."""
 
 
 class RunError(Exception):
     """Something failed while running: one sentence, exit code 1."""
 
 
-def world_size() -> int:
-    """How many processes torchrun started for this run; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors as one sentence in place of the usage text."""
+    """argparse, which says an error in one sentence in place of the usage text."""
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,37 +44,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message} (--help lists the flags)")
 
-    def parse_args(self, args=None, namespace=None):
-        """As argparse does it; `given` of the result names the flags on the command line."""
-        parsed = super().parse_args(args, namespace)
-        absent = object()
-        # what is there already gets no default
-        unset = argparse.Namespace(**dict.fromkeys(vars(parsed), absent))
-        again = vars(super().parse_args(args, unset))
-        parsed.given = {name for name, value in again.items() if value is not absent}
-        return parsed
-
 
 def flag_name(name: str) -> str:
-    """As it is typed."""
+    """Return a flag as a user types it."""
     return f"--{name.replace('_', '-')}"
-
-
-def refuse_ignored(args: argparse.Namespace, ignored: dict[str, Sequence[str]]) -> None:
-    """Refuse a flag that another one leaves without effect.
-
-    Args:
-        args: from `Parser.parse_args`.
-        ignored: for the name of a flag, the names of those that do nothing beside it.
-
-    Raises:
-        UserError: such two are on the command line.
-    """
-    for name, others in ignored.items():
-        for other in others:
-            if {name, other} <= args.given:
-                this, that = flag_name(other), flag_name(name)
-                raise UserError(f"{this} does nothing with {that}: leave one of the two out")
 
 
 def whole_number(text: str, least: int = 0) -> int:
@@ -101,7 +69,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """argparse type: a number above 0, and below 1e30 so that fp32 holds what comes of it."""
+    """argparse type: a number above 0, and below 1e30, whose products fp32 can hold."""
     try:
         value = float(text)
     except ValueError:
@@ -111,37 +79,18 @@ def positive_float(text: str) -> float:
     return value
 
 
-def add_kernels_flag(parser: argparse.ArgumentParser, known: list[str], default: str) -> None:
-    """--kernels a,b|all|none, refused where a name is not one of `known`."""
-
-    def parse(text: str) -> list[str]:
-        names = {"all": known, "none": []}.get(text, text.split(","))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown kernel {', '.join(map(repr, unknown))}; "
-                f"choose from {', '.join(known)}, all, none"
-            )
-        return [name for name in known if name in names]
-
-    parser.add_argument(
-        "--kernels", type=parse, default=default, metavar="NAME,NAME|all|none",
-        help=f"custom kernels to use, of {', '.join(known)} (default: %(default)s)",
-    )  # fmt: skip
-
-
 # ---------------------------------------------------------------- how a run ends
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """PyTorch's allocator, Triton, cuBLAS and the CPU's allocator say it in words."""
+    """Return True for an error of PyTorch's, Triton's, cuBLAS's or the CPU's allocator."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, MemoryError) or any(w in str(error) for w in words)
 
 
 def out_of_memory() -> str:
-    """What to do about it."""
-    import torch  # what ran out of memory has imported it
+    """Return the sentence for such an error, which says what to do."""
+    import torch  # imported long ago, by the code that ran out of memory
 
     where = "the GPU" if torch.cuda.is_available() else "this machine"
     return (
@@ -151,24 +100,21 @@ def out_of_memory() -> str:
     )
 
 
-LOST_A_PROCESS = "another process of this run ended or does not answer: see what it says"
-
-
 def lost_a_process(error: Exception) -> bool:
-    """Did one of several processes not get the data of another?  Gloo says it in words."""
+    """Return True if one of several processes did not get the data of another."""
     if world_size() == 1:
         return False
     from torch.distributed import DistError
 
-    return isinstance(error, DistError) or "gloo" in str(error)
+    return isinstance(error, DistError) or "gloo" in str(error)  # gloo raises a RuntimeError
 
 
 class OutputError(Exception):
-    """Standard output takes nothing more; its cause is the OSError."""
+    """Standard output cannot be written to.  The cause is the OSError."""
 
 
 class StandardOutput:
-    """sys.stdout, with an OutputError for its OSError, which could be that of any other file."""
+    """sys.stdout with an OutputError in place of OSError, which any other file could raise."""
 
     def __init__(self, stream: io.TextIOBase):
         self.stream = stream
@@ -190,7 +136,7 @@ class StandardOutput:
 
 
 class Ended(BaseException):
-    """A signal ends the process; as Ctrl-C does it, so that whoever has something to end can."""
+    """A signal ends the process.  Raised as Ctrl-C is, so that `finally` and `with` still run."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -198,16 +144,13 @@ class Ended(BaseException):
 
 
 def run_child(command: list[str]) -> subprocess.CompletedProcess:
-    """Run a command to its end and catch what it prints.
-
-    It ends with this process, whatever ends that.
-    """
+    """Run a command and catch what it prints.  A signal to this process ends the command too."""
 
     def end(number, frame):
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends this process at once
         raise Ended(number)
 
-    # under nohup SIGHUP is ignored, and is to be
+    # nohup ignores SIGHUP, and that stays
     ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     try:
         for number in ending:
@@ -219,10 +162,10 @@ def run_child(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a script's main(), without a traceback for what is no fault of the script.
+    """Run a script's main() and exit; an error of the user gets a sentence and no traceback.
 
-    Exit code 0; 1: it failed while running; 2: bad input; 128 + N: signal N ended it, Ctrl-C for
-    one (130), or a pipe whose reader is gone, as in `| head -1` (141).
+    Exit codes: 0; 1: failed while running; 2: bad input; 130: Ctrl-C; 128 + N: signal N ended the
+    run, SIGPIPE (141) where the reader of a pipe is gone, as in `| head -1`.
     """
     if sys.stdout is None:  # closed by whoever started the script
         leave(exit_code(main))
@@ -233,17 +176,17 @@ def run_main(main: Callable[[], int | None]) -> None:
         code = exit_code(main)
         try:
             output.flush()
-        except OutputError as error:  # main() printed less than a buffer, or has not been told yet
+        except OutputError as error:  # main() printed less than a buffer holds
             code = code or output_failed(error)
     leave(code)
 
 
 def leave(code: int) -> None:
-    """End this process; of several, each ends at once, without what Python does at its end.
+    """End this process.  One of several processes skips what Python does at its end.
 
-    One that failed does not wait for the others, which may wait for its data: torchrun ends them.
-    In those that did not, threads of torch.distributed may still hold Python's objects, and to let
-    go of them while Python ends can abort the process.
+    A process that failed does not wait for the others, which may wait for its data; torchrun ends
+    them.  In a process that did not fail, threads of torch.distributed may still hold Python's
+    objects, and freeing these while Python ends can abort the process.
     """
     if world_size() == 1:
         sys.exit(code)
@@ -257,40 +200,38 @@ def leave(code: int) -> None:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """What main() ends with; what went wrong is a sentence on stderr."""
+    """Run main() and return its exit code; print what went wrong to stderr."""
+    code = 1
     try:
         return main() or 0
     except SystemExit as stop:  # argparse, after --help
         return stop.code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except OutputError as error:
         return output_failed(error)
+    except UserError as error:
+        words, code = f"error: {error}", 2
+    except RunError as error:
+        words = f"error: {error}"
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        words, code = "interrupted", 128 + signal.SIGINT
     except Ended as error:
-        print(f"ended by {error}", file=sys.stderr)
-        return 128 + error.number
+        words, code = f"ended by {error}", 128 + error.number
     except Exception as error:
         if isinstance(error, (RuntimeError, MemoryError)) and ran_out_of_memory(error):
-            print(f"error: {out_of_memory()}", file=sys.stderr)
+            words = f"error: {out_of_memory()}"
         elif lost_a_process(error):
-            print(f"error: {LOST_A_PROCESS}", file=sys.stderr)
-        elif world_size() > 1:  # its end must not wait for the others: see `leave`
-            traceback.print_exc()
+            words = "error: another process of this run ended or does not answer: see what it says"
+        elif world_size() > 1:  # `leave` must end this process, so the error cannot be raised
+            words = traceback.format_exc().rstrip("\n")
         else:
             raise
-        return 1
+    print(words, file=sys.stderr)
+    return code
 
 
 def output_failed(error: OutputError) -> int:
-    """The exit code where stdout takes nothing more; a sentence, unless its reader is gone."""
-    # when the interpreter ends, it tries to write what is left
+    """Return the exit code where stdout failed; print why, unless the reader of a pipe is gone."""
+    # when Python ends, it tries to write what is left
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error.__cause__, BrokenPipeError):
         return 128 + signal.SIGPIPE
@@ -299,21 +240,18 @@ def output_failed(error: OutputError) -> int:
 
 
 def answer_flags(doc: str) -> None:
-    """For a script without flags that must import PyTorch at its top, as a file of tests must.
+    """Answer --help and refuse every flag, before PyTorch is imported.
 
-    Called before these imports: answers --help, refuses every other word, and makes Ctrl-C during
-    the imports print one word and no traceback.
+    Called by files of tests, which import PyTorch at their top, before these imports.  Ctrl-C
+    during the imports then prints one word and no traceback.
     """
     if len(sys.argv) > 1:
         run_main(lambda: Parser(doc).parse_args() and None)
-    sys.excepthook = show_interrupt
 
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
 
-def show_interrupt(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    """In the place of sys.excepthook; the exit code stays that of a process which SIGINT ended."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, traceback)
+    sys.excepthook = show  # the exit code stays that of a process which SIGINT ended

@@ -1,6 +1,10 @@
-"""How results are printed: titles, tables, numbers."""
+"""How results are shown: titles, tables and numbers as text, pictures as PNG files."""
+
+import io
 
 from tabulate import tabulate
+
+from harness.cli.output_files import MARK, write_output
 
 RULE = "=" * 70
 NO_GPU_NOTE = (
@@ -18,7 +22,7 @@ def title(text: str) -> str:
 
 
 def table(headers: list[str], rows: list[list], align: list[str] | None = None) -> str:
-    """A plain table: the first column left-aligned, the others right-aligned unless told."""
+    """Return a plain table.  Unless told, only the first column is aligned left."""
     align = align or ["left"] + ["right"] * (len(headers) - 1)
     return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
@@ -28,10 +32,33 @@ def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str
 
 
 def decimal_unit(values: list[float], large: str, small: str, size: float) -> tuple[str, float]:
-    """(name, size) of a column's unit: the large one if a value reaches it, else its thousandth."""
+    """Return (name, size) of a column's unit: `small`, unless a value reaches the large unit."""
     return (large, size) if max(values, default=0.0) >= size else (small, size / 1e3)
 
 
 def describe(error: Exception) -> str:
-    """Its type and the first line of what it says."""
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+
+
+def pyplot():
+    """Return matplotlib.pyplot, loaded at the first picture and drawing into files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no display
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save_plot(figure, path: str, dpi: int = 120) -> None:
+    """Write a figure of `pyplot()` as a PNG, say so, and free it.
+
+    Raises:
+        RunError: the file cannot be written (any more).
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi, metadata={"Source": MARK})
+    pyplot().close(figure)
+    write_output(path, picture.getvalue(), "the picture")
+    print(f"Plot written to {path}")

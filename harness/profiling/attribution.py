@@ -1,9 +1,9 @@
-"""Whose time is a kernel's?  A profile's events, attributed to operations, categories and phases.
+"""Which operation, category and phase does a kernel's time belong to?
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm) and kernels
-that they make the GPU run.  A kernel knows the operation that launched it, but `aten::mul` may be a
-norm, the loss or AdamW.  To tell them apart, profile_baseline.py opens named ranges around parts of
-the model, and `category_of` finds for each kernel the range that it was launched for.
+The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
+that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
+the loss or AdamW.  To tell these apart, profiler.py opens named ranges around parts of the model,
+and `category_of` finds the range that a kernel was launched for.
 
 Without a GPU the CPU time of each operation takes the kernels' place.
 """
@@ -31,7 +31,7 @@ from harness.profiling.kernel_facts import (
 )
 
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
-# around a projection with an adapter, and inside of that around the projection itself
+# ranges: around a projection with its adapter, and inside it around the projection alone
 WITH_ADAPTER, WITHOUT_ADAPTER = "adapters", "projection"
 CATEGORY_OF_RANGE = {
     "normalization": "normalization",
@@ -39,7 +39,7 @@ CATEGORY_OF_RANGE = {
     "rotary": "rotary",
     "optimizer": "optimizer",
     WITH_ADAPTER: ADAPTERS,
-    # what is not a matmul or SDPA there
+    # in these three, what is no matmul and no attention
     "mlp": "activation",
     "attention": OTHER,
     "embedding": OTHER,
@@ -53,22 +53,15 @@ CATEGORY_OF_KERNEL = {
     "matmul": re.compile("gemm|cutlass|nvjet"),
     "attention": re.compile("flash|fmha|sdpa"),
 }
-RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, cudaMemcpyAsync
+RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx and others
 LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
 WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits for the GPU
-READING_OPERATION = re.compile(r"aten::_local_scalar_dense$")  # .item(), for which it would wait
+READING_OPERATION = re.compile(r"aten::_local_scalar_dense$")  # .item() calls it
 # CUPTI's names for what the profiler and the driver do to the run
 PROFILER_OVERHEADS = {
-    "Command Buffer Full",
-    "Buffer Flush",
-    "Instrumentation",
-    "Resource",
-    "Activity Buffer Request",
-    "Driver Compiler",
-    "Lazy Function Loading",
-    "Runtime Triggered Module Loading",
-    "UVM Activity Init",
-    "Unknown",
+    *("Command Buffer Full", "Buffer Flush", "Activity Buffer Request", "Instrumentation"),
+    *("Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading"),
+    *("UVM Activity Init", "Resource", "Unknown"),
 }
 EVALUATE = "autograd::engine::evaluate_function: "  # opened by autograd around each backward node
 BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itself
@@ -76,48 +69,51 @@ BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itse
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One piece of time to explain: a GPU kernel, copy or fill, and the CPU event that launched it.
+    """A GPU kernel, copy or fill, and the CPU event that launched it.
 
     Without a GPU: an operation and the CPU time that it spent itself.
     """
 
     name: str
     us: float
-    launcher: FunctionEvent | None  # None: the profiler recorded no launch for this kernel
+    launcher: FunctionEvent | None  # None: the profiler recorded no launch of the kernel
 
 
 def is_operation(event: FunctionEvent) -> bool:
-    """An operator or autograd node on the CPU: no range, CUDA call, overhead, or Python frame."""
+    """Return True for an operator or an autograd node on the CPU."""
     return (
         event.device_type == DeviceType.CPU
         and not event.is_user_annotation
-        and event.id != 0  # as Python frames have it
+        and event.id != 0  # a Python frame has 0
         and not RUNTIME_CALL.match(event.name)
         and event.name not in PROFILER_OVERHEADS
     )
 
 
 def is_evaluation(event: FunctionEvent | None) -> bool:
-    """Autograd's wrapper around a backward node, in which it also adds and reduces gradients."""
+    """Return True for autograd's wrapper around a backward node.
+
+    Autograd also adds and reduces gradients in the wrapper.
+    """
     return event is not None and event.name.startswith(EVALUATE)
 
 
 def gpu_events(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Kernels, copies and fills.
+    """Return kernels, copies and fills.
 
-    Not the other two that appear on the GPU's timeline: ranges, which would
-    count twice, and the profiler's own overheads, in which the GPU does nothing.
+    The GPU's timeline also has ranges, which would count twice, and the profiler's own overheads,
+    in which the GPU does nothing.
     """
     on_gpu = (e for e in events if e.device_type == DeviceType.CUDA)
     return [e for e in on_gpu if not e.is_user_annotation and e.name not in PROFILER_OVERHEADS]
 
 
 def work_of(events: list[FunctionEvent]) -> list[Work]:
-    """Everything that took time, each kernel exactly once; without a GPU, every operation.
+    """Return each kernel exactly once; without a GPU, every operation.
 
-    The profiler copies each kernel's name and duration to the operation that
-    launched it.  A kernel launched straight from Python inside a range has no
-    such operation; then the CUDA call that carries the kernel's id leads to the range.
+    The profiler copies each kernel's name and duration to the operation that launched the kernel.
+    A kernel that Python launched inside a range has no such operation.  Then the CUDA call with the
+    kernel's id leads to the range.
     """
     kernels = gpu_events(events)
     if not kernels:
@@ -141,47 +137,40 @@ def work_of(events: list[FunctionEvent]) -> list[Work]:
 
 
 def ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
-    """The event, what called it, and so on outwards."""
+    """Yield the event, its caller, the caller's caller and so on."""
     while event is not None:
         yield event
         event = event.cpu_parent
 
 
 def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], FunctionEvent]:
-    """(thread, sequence number) -> the forward operation that created that backward node.
+    """Return the forward operation that created a backward node, by (thread, sequence number).
 
-    An operation carries the number that the next backward node will get, so of
-    several with one number the last to start is the one that created the node.
+    An operation carries the number that the next backward node will get.  So of several operations
+    with one number, the last to start created the node.
     """
-    forward = [
-        e
-        for e in events
-        if is_operation(e)
-        and e.sequence_nr >= 0
-        and e.scope != BACKWARD_SCOPE
-        and not is_evaluation(e)
-    ]
+    numbered = (e for e in events if is_operation(e) and e.sequence_nr >= 0)
+    forward = [e for e in numbered if e.scope != BACKWARD_SCOPE and not is_evaluation(e)]
     forward.sort(key=lambda e: e.time_range.start)
     return {(e.thread, e.sequence_nr): e for e in forward}
 
 
 def category_of(
-    launcher: FunctionEvent,
-    forward: dict[tuple[int, int], FunctionEvent],
-    rank: int | None = None,
+    launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None = None
 ) -> str:
-    """Whose time is a kernel that `launcher` launched?  The heart of the profile.
+    """Return the category of a kernel that `launcher` launched.  The heart of the profile.
 
-    1. Where two paths of the network meet (a residual; q, k and v of one input)
-       autograd adds their gradients, outside of any backward node.  No layer owns that add.
-    2. Fused attention or a matrix product among the launcher and its callers decides; but a product
-       with an adapter's matrix is the adapter's.
-    3. Otherwise walk outwards to the first thing that tells: a range, one of our
-       autograd.Functions by its name, or a backward node.  The backward pass runs
-       on a thread of its own, outside of all ranges, but its nodes carry the number
-       of the forward operation that created them, and what was true of that is true here.
+    1. Where two paths of the network meet (a residual; q, k and v of one input), autograd adds
+       their gradients outside of any backward node.  No layer owns that addition.
+    2. If the launcher or one of its callers is fused attention or a matrix product, that decides.
+       A product with an adapter's matrix belongs to the adapter.
+    3. Else walk outwards to the first thing that tells: a range, one of our autograd.Functions by
+       its name, or a backward node.  The backward runs on a thread of its own, outside of all
+       ranges.  But a backward node carries the number of the forward operation that created it,
+       and has that operation's category.
 
-    rank: of the adapters, if there are any.
+    Args:
+        rank: of the adapters, if there are any.
     """
     if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
         return OTHER
@@ -205,10 +194,10 @@ def category_of(
 def in_adapter(
     product: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None
 ) -> bool:
-    """Is it part of an adapter, and not of the projection beside it?
+    """Return True if a product belongs to an adapter, and not to the projection beside it.
 
-    Around peft's modules there are ranges.  In a Function of ours there are none: a product is an
-    adapter's if its smallest side is the rank, or that of the two or three that share an input.
+    peft's modules have ranges around them.  Our Functions have none: there a product belongs to an
+    adapter if its smallest side is the rank, or two or three ranks that share an input.
     """
     for event in ancestors(product):
         if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
@@ -223,7 +212,7 @@ def in_adapter(
 
 
 def phase_of(launcher: FunctionEvent) -> str:
-    """forward, loss, backward or optimizer: the innermost range's, as loss lies inside forward."""
+    """Return the innermost phase around an event; the loss lies inside the forward."""
     for event in ancestors(launcher):
         if is_evaluation(event):
             return "backward"
@@ -233,7 +222,10 @@ def phase_of(launcher: FunctionEvent) -> str:
 
 
 def category_by_name(name: str) -> str | None:
-    """That of NCCL's kernels and of our own, wherever launched: AdamW's may run in the backward."""
+    """Return the category of a kernel of NCCL or ours, wherever it was launched.
+
+    AdamW's kernel, for example, may run in the backward.
+    """
     if name.startswith("nccl"):
         return COMMUNICATION
     row, _ = launch_of(name) or (None, None)
@@ -241,18 +233,18 @@ def category_by_name(name: str) -> str | None:
 
 
 def category_of_kernel(name: str) -> str:
-    """What a kernel's name gives away when its launch was not recorded."""
+    """Return the category that a kernel's name tells if the kernel's launch was not recorded."""
     known = (c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name))
     return next(known, UNATTRIBUTED)
 
 
 def busy_us(events: list[FunctionEvent]) -> float:
-    """Time in which at least one kernel ran (without a GPU: one operation)."""
+    """Return the time in which at least one kernel ran (without a GPU: one operation)."""
     return covered_us(gpu_events(events) or [e for e in events if is_operation(e)])
 
 
 def covered_us(timed: list[FunctionEvent]) -> float:
-    """Time in which at least one of these ran."""
+    """Return the time in which at least one of these events ran."""
     total, busy_until = 0.0, float("-inf")
     for start, end in sorted((e.time_range.start, e.time_range.end) for e in timed):
         total += max(0.0, end - max(start, busy_until))
@@ -261,10 +253,10 @@ def covered_us(timed: list[FunctionEvent]) -> float:
 
 
 def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[int, Cost]:
-    """The costs without a GPU, where an operation that calls others is work, as they are.
+    """Return the costs of a run without a GPU, where calling and called operations both count.
 
-    Its own count or theirs, whichever is more.  On a GPU the operation that launched a kernel did
-    the work.
+    The larger count wins: the operation's own, or the sum of the operations that it calls.  On a
+    GPU the operation that launched a kernel did the work.
     """
 
     def visit(event: FunctionEvent) -> dict[int, Cost]:
@@ -284,11 +276,11 @@ def attribute(
     sizes: Sizes | None = None,
     rank: int | None = None,
 ) -> dict:
-    """Operations, categories and phases in numbers; each of the three adds up to the same total.
+    """Return operations, categories and phases in numbers; each of the three has the same sum.
 
     Args:
-        costs: what each operation moves and computes, by its number; 0 unless given.
-        sizes: of the model, for the same of our kernels; 0 unless given.
+        costs: what each operation moves and computes, by the operation's number; 0 unless given.
+        sizes: of the model, from which the costs of our kernels follow; 0 unless given.
         rank: of the adapters, if there are any.
     """
     on_gpu = bool(gpu_events(events))
@@ -301,11 +293,11 @@ def attribute(
     pieces = work_of(events)
     launches = Counter(work.name for work in pieces)
     for work in pieces:
-        # the operation nearest to the kernel; one launched straight from a range stands for itself
+        # the operation nearest to the kernel; a kernel launched from a range stands for itself
         operation = next(filter(is_operation, ancestors(work.launcher)), None)
         row = operations[operation.name if operation else work.name]
         cost = cost_of_kernel(work.name, launches[work.name], sizes) if sizes else None
-        if cost is None:  # that of its operation, once
+        if cost is None:  # the cost of its operation, once
             counts = operation is not None and operation not in row["launchers"]
             cost = costs.get(operation.id, NOTHING) if counts else NOTHING
         row["launchers"].add(operation or work)
@@ -335,11 +327,11 @@ def attribute(
 
 
 def host_waits(events: list[FunctionEvent]) -> list[dict]:
-    """In which operations the host waits for the GPU, how often, and in which phase.
+    """Return the operations in which the host waits for the GPU, how often and in which phase.
 
-    Not the waiting that begins and ends the timing of a step.  Without a GPU nobody waits: those
-    that would, as far as they can be known, which are .item() and what calls it.  The optimizer's
-    are no sign there: it keeps its counts of steps in the host's memory, and reads them.
+    The waiting that begins and ends the timing of a step does not count.  Without a GPU nobody
+    waits; .item() and its callers are listed, because they would.  The optimizer's .item() is left
+    out there: the optimizer keeps its counts of steps in the host's memory.
     """
     on_gpu = bool(gpu_events(events))
     waiting = WAITING_CALL if on_gpu else READING_OPERATION
@@ -355,12 +347,12 @@ def host_waits(events: list[FunctionEvent]) -> list[dict]:
 
 
 def idle_times(events: list[FunctionEvent]) -> dict:
-    """Microseconds in which the GPU had nothing to do between its first kernel and last, and why.
+    """Return the microseconds in which the GPU waited for the host, and why.
 
-    Where a kernel had been launched before the one ahead of it ended, the time between the two is
-    the GPU's own.  Else it waited for the host.  If the host came back from waiting for the GPU in
-    that gap, that is why nothing had been queued; if not, it was too slow: `host_us` is its median
-    time from the launch before to such a launch.
+    A gap between two kernels is the GPU's own if the second kernel was launched before the first
+    ended.  In every other gap the GPU waited for the host (`idle_us`).  If the host came back from
+    waiting for the GPU in the gap, that is why nothing was queued (`synchronization_us`).  If not,
+    the host was too slow: `host_us` is its median time from the launch before to such a launch.
     """
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
     on_host.sort(key=lambda e: e.time_range.start)
@@ -386,10 +378,10 @@ def idle_times(events: list[FunctionEvent]) -> dict:
 
 
 def communication_times(events: list[FunctionEvent]) -> dict:
-    """Microseconds in which NCCL's kernels ran, and in which no other did: theirs are exposed.
+    """Return the microseconds in which NCCL's kernels ran, and in which they ran alone: exposed.
 
-    The others, on streams of their own, hide the rest.  A kernel of NCCL's also waits for the
-    processes that come later, and that time is in both numbers.
+    Kernels on other streams hide the rest.  A kernel of NCCL also waits for processes that come
+    later; that time is in both numbers.
     """
     kernels = gpu_events(events)
     nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]

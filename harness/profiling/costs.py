@@ -1,7 +1,7 @@
 """What the operations and kernels of a training step move and compute.
 
-Bytes and FLOPs of PyTorch's operations are counted from the shapes that the profiler recorded; of
-our own kernels, whose launches have no shapes for it, from the passes in kernel_facts.py.
+Bytes and FLOPs of PyTorch's operations follow from the shapes that the profiler recorded.  The
+profiler records no shapes for our own kernels: theirs follow from the passes in kernel_facts.py.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.cli import adapter_flags, fp8_flags
+from harness.cli import adapter_config, flags
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.adapters import trained_count
@@ -31,18 +31,11 @@ class Cost(NamedTuple):
 NOTHING = Cost(0.0, 0.0)
 # bytes of a number, by the names under which the profiler writes dtypes
 WIDTHS = {
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "c10::Float8_e4m3fn": 1,
-    "float": 4,
-    "double": 8,
-    "long int": 8,
-    "long": 8,
-    "int": 4,
-    "bool": 1,
+    **{"c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "float": 4, "double": 8},
+    **{"long int": 8, "long": 8, "int": 4, "bool": 1},
 }
 INTEGERS = {"long int", "long", "int"}
-# the position of their first factor
+# position of the first factor
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
@@ -57,13 +50,13 @@ PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
 
 
 def sizes_of(config, workload: Workload) -> Sizes:
-    """Of a model of this configuration, in the workload's dtype, on all micro-batches of a step."""
+    """Return the sizes of a configuration's model, for all micro-batches of a step."""
     width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
     n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
     per_layer = width * n_tokens * config.num_hidden_layers
     head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     n_projections = len(architecture.projection_shapes(config))
-    copies = width * workload.micro_batches * config.num_hidden_layers  # of a number of a layer
+    copies = width * workload.micro_batches * config.num_hidden_layers  # bytes per layer's number
     return Sizes(
         weights=width * trained_count(config, workload),
         stream=per_layer * config.hidden_size,
@@ -79,23 +72,23 @@ def sizes_of(config, workload: Workload) -> Sizes:
 
 
 def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
-    """`quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
+    """Return `quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
 
     Weights that are transposed come in as bf16: three bytes, not two.
 
     Args:
-        per_layer: bytes of a number of each token in each layer.
-        copies: bytes of a number of each layer, for each micro-batch.
+        per_layer: bytes of one number for each token in each layer.
+        copies: bytes of one number for each layer and micro-batch.
     """
     if workload.fp8 is None:
         return {}
     shapes = architecture.projection_shapes(config)
     rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
     weights = copies * architecture.projection_weights(config)
-    sharing = adapter_flags.ATTENTION[:3], adapter_flags.MLP[:2]  # that share an input
+    sharing = adapter_config.ATTENTION[:3], adapter_config.MLP[:2]  # projections of one input
     qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
-    results = qkv + rows["o_proj"] + rows["down_proj"]  # whose gradients come in bf16
-    if workload.fp8 == fp8_flags.INPUTS:
+    results = qkv + rows["o_proj"] + rows["down_proj"]  # their gradients come in bf16
+    if workload.fp8 == flags.FP8_INPUTS:
         numbers = columns["o_proj"] + results + gate_up
         return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
     inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
@@ -108,17 +101,18 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
 def least_ms(
     config, workload: Workload, n_tokens: float, flops_per_token: float, ceilings: dict
 ) -> float:
-    """The speed of light of a training step: the milliseconds that its necessary work takes.
+    """Return the speed of light of a training step: the milliseconds of its necessary work.
 
-    That is first all FLOPs of matrix products and attention, at the matmul rate (with --fp8 those
-    that are FP8's at FP8's), and then, at the copy rate, the bytes that kernels which fuse all they
-    can still have to read and write: for norms, rotary embedding, activation, loss and the update
-    of the weights (the floors in kernel_facts.py).
+    That is all FLOPs of matrix products and attention at the matmul rate (FLOPs in FP8 at the rate
+    of FP8), and then, at the copy rate, the bytes that fully fused kernels still read and write for
+    norms, rotary embedding, activation, loss and the update of the weights (the floors in
+    kernel_facts.py).
 
-    Not in it: the bytes of matrix products and attention, which can pass while these compute, among
-    them the weights that each micro-batch reads and the gradients that it adds to, which a product
-    could do as it stores; the embedding and the additions of residuals; what a teacher reads and
-    writes; the host.  So several micro-batches take at least what one of all their tokens takes.
+    Not counted: the bytes of matrix products and attention, which can pass while these compute.
+    Among them are the weights that each micro-batch reads, and the gradients, which a product could
+    add to as it stores.  Nor the embedding, the additions of residuals, what a teacher reads and
+    writes, and the host.  So several micro-batches take at least as long as one with all their
+    tokens.
 
     Args:
         config: of the model.
@@ -137,26 +131,26 @@ def least_ms(
 
 
 def fp8_flops_per_token(config, workload: Workload) -> float:
-    """FLOPs of the layers' projections that --fp8 takes: 2 a weight in each of three products."""
-    n_products = {None: 0, fp8_flags.INPUTS: 2, fp8_flags.ALL: 3}[workload.fp8]
+    """Return the FLOPs that --fp8 takes over: 2 for each weight in each of up to 3 products."""
+    n_products = {None: 0, flags.FP8_INPUTS: 2, flags.FP8_ALL: 3}[workload.fp8]
     n_weights = config.num_hidden_layers * architecture.projection_weights(config)
     return 2.0 * n_products * n_weights
 
 
 class Operand(NamedTuple):
-    """A tensor, or a list of tensors, that an operation was called with."""
+    """A tensor, or a list of tensors, among an operation's inputs."""
 
     shape: tuple[int, ...] | None  # None: a list
     numel: int
-    n_bytes: int  # of memory: what a view repeats (stride 0) counts once
+    n_bytes: int  # of memory: numbers that a view repeats (stride 0) count once
     dtype: str
 
 
 def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
-    """The tensors among an operation's inputs, as the profiler's trace has them.
+    """Return the tensors among an operation's inputs, from the profiler's trace.
 
-    Of a list it does not record the dtype, which is the model's here; and of more than 30 tensors
-    nothing at all: such a list is AdamW's, with one tensor for each parameter.
+    The trace has no dtype of a list: the model's is taken.  Of more than 30 tensors the trace has
+    nothing: such a list is AdamW's, with one tensor for each parameter.
     """
     operands = []
     columns = (inputs[f"Input {name}"] for name in ("Dims", "Strides", "type"))
@@ -171,9 +165,9 @@ def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
 
 
 def result_of(operands: list[Operand]) -> tuple[int, int]:
-    """(numel, bytes) of an elementwise result: the shapes broadcast, in the widest dtype of them.
+    """Return (numel, bytes) of an elementwise result: shapes broadcast, in the widest dtype.
 
-    A tensor of no dimensions is a number, and does not widen the others.
+    A tensor without dimensions is a number and does not widen the others.
     """
     if operands[0].shape is None:
         return operands[0].numel, operands[0].n_bytes
@@ -182,7 +176,10 @@ def result_of(operands: list[Operand]) -> tuple[int, int]:
 
 
 def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
-    """What one call of a PyTorch operation moves and computes; NOTHING where a step spends no time.
+    """Return what a call of a PyTorch operation moves and computes.
+
+    NOTHING stands for operations in which a step spends no time.  Elementwise work is one FLOP per
+    number of the result (for a reduction: of the input); a copy does none.
 
     Args:
         name: as in "aten::mul".
@@ -190,9 +187,6 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
             Chrome trace.
         sizes: of the model, for lists of tensors.
         seq_len: keys of an attention; causal, so a query sees half of them.
-
-    Elementwise work is one FLOP per number of the result (of the input, where it is reduced); a
-    copy does none.
     """
     operands = operands_of(inputs, sizes)
     kind = name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
@@ -243,10 +237,9 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
 def costs_of_trace(
     trace: dict, sizes: Sizes, seq_len: float, kernels: Sequence[str] = ()
 ) -> dict[int, Cost]:
-    """The profiler's number of an operation -> what it costs, if anything, from a Chrome trace.
+    """Return what each operation in a Chrome trace costs, by the profiler's number of it.
 
-    With the adamw kernel a list holds no parameters: it is the counts of the steps made, one number
-    for each of them.
+    With the adamw kernel a list holds no parameters but their counts of steps, one number each.
     """
     costs = {}
     for event in trace["traceEvents"]:
@@ -259,9 +252,9 @@ def costs_of_trace(
 
 
 def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
-    """One launch of a kernel of ours, of so many in the step.
+    """Return the cost of one launch of a kernel, of so many in the step.
 
-    None: it is not ours, or moves next to nothing.
+    None: the kernel is not ours, or moves next to nothing.
     """
     _, launch = launch_of(name) or (None, None)
     if launch is None or launch.tensor is None:

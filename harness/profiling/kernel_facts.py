@@ -1,16 +1,16 @@
-"""What there is to know about each kernel, a row for each; PyTorch and kernels are not imported.
+"""The facts about each kernel, one row for each.  Imports neither PyTorch nor the kernels.
 
-The profile's attribution, the diagnosis, the ladder, the memory's tables, --kernels and the
-benchmark's list are all read from these rows.  What a new kernel costs:
+Attribution, diagnosis, ladder, tables of memory, --kernels and the benchmark's list read these
+rows.  A new kernel needs:
 
     a lesson             next_steps/NAME_kernel.py, and its page docs/NAME.md
     a row                here
-    a patch              next_steps/patches/apply_kernels.py, if --kernels is to know it
+    a patch              next_steps/patches/apply_kernels.py, for --kernels
     a benchmark problem  its sizes in harness/benchmark/benchmark_specs.py, its inputs and
                          exact results in next_steps/comparisons/benchmark_problems.py, its
                          opponents in next_steps/comparisons/benchmark_contenders.py
-    a subject            in the tests, for the contracts that every kernel keeps; and a file of
-                         tests for what is its own
+    a subject            in the tests, for the contracts that every kernel keeps, and a file of
+                         tests of its own
     a compile case       tools/compile_cases.py
     its faults           tests/faults/NAME_kernel.py, for tests/mutation_test.py
 
@@ -26,19 +26,8 @@ OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
 CATEGORIES = [  # of a profile, in the order of its table
-    "matmul",
-    "attention",
-    "normalization",
-    "loss",
-    "activation",
-    "rotary",
-    ADAPTERS,
-    DEQUANTIZATION,
-    FP8_CASTS,
-    OTHER,
-    "optimizer",
-    COMMUNICATION,
-    UNATTRIBUTED,
+    *("matmul", "attention", "normalization", "loss", "activation", "rotary", ADAPTERS),
+    *(DEQUANTIZATION, FP8_CASTS, OTHER, "optimizer", COMMUNICATION, UNATTRIBUTED),
 ]
 
 
@@ -53,51 +42,48 @@ class Sizes:
     logits: int  # (B*T, V)
     layers: int
     width: int  # of one number
-    micro_batches: int = 1  # of which B*T are the tokens together
+    micro_batches: int = 1  # B*T are the tokens of all of them
     projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
-    quantized: int = 0  # what passes of their own make FP8 of; as bytes of the model's dtype
+    quantized: int = 0  # what separate passes quantize to FP8, as bytes of the model's dtype
     transposed: int = 0  # what is transposed in FP8, in the same bytes
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a Triton kernel of ours moves and computes; the profiler records neither its shapes."""
+    """What a Triton kernel of ours moves and computes; the profiler does not record its shapes."""
 
-    prefix: str  # how its name begins
-    # Of Sizes; None: it moves next to nothing in a step, or tensors of so many sizes that its name
-    # does not tell which.
+    prefix: str  # how the kernel's name begins
+    # Of Sizes.  None: the kernel moves next to nothing in a step, or tensors of several sizes.
     tensor: str | None = None
-    passes: float = 0  # over it
+    passes: float = 0  # over that tensor
     flops: int = 0  # per number, counted in the kernel's source; an exponential is one
-    every_launch: bool = True  # one is for one layer's tensor; else those of a step share the whole
+    every_launch: bool = True  # a launch does one layer's tensor; else a step's launches share it
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A row."""
+    """The facts about one kernel."""
 
-    name: str  # as --kernels and benchmark_kernels.py --kernel have it
+    name: str  # for --kernels and benchmark_kernels.py --kernel
     lesson: str  # its module
     test: str  # the module of its own tests
     patches: str | None  # "model", "loss" or "optimizer"; None: --kernels does not know it
-    # Of the profile: where its kernels' time is counted, and what it takes over.  None: it has no
+    # The profile's category that counts its kernels' time, and that it takes over.  None: it has no
     # kernels of its own.
     category: str | None
-    also_replaces: tuple[str, ...] = ()  # categories
-    # Part of the name of an autograd Function -> the category of its time, where neither the range
-    # around it nor a kernel's own name tells.
+    also_replaces: tuple[str, ...] = ()  # further categories that it takes over
+    # Part of the name of an autograd Function -> the category of the Function's time, if neither a
+    # range nor a kernel's name tells.
     functions: dict[str, str] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
-    # Its module: (ours, that of transformers in whose place it stands).
-    module: tuple[str, str] | None = None
+    module: tuple[str, str] | None = None  # (our module, the module of transformers it replaces)
     rung: int | None = None  # its place on the ladder, the largest cost of the baseline first
-    # What it still has to read and write: (a tensor of Sizes, passes over it).
-    floor: tuple[str, int] | None = None
-    # A category that it makes smaller without taking it over -> what the diagnosis says of it.
+    floor: tuple[str, int] | None = None  # what it still moves: (a tensor of Sizes, passes over it)
+    # A category that it makes smaller without taking it over -> the diagnosis's advice.
     advice: dict[str, str] = field(default_factory=dict)
     # A function, "module:name" -> what the tables of memory call the tensors that it asks for.
     allocates: dict[str, str] = field(default_factory=dict)
-    # A part of the memory (in one phase: part, phase) -> how the kernel makes it smaller.
+    # A part of the memory, or (part, phase) -> how the kernel makes it smaller.
     memory: dict[str | tuple[str, str], str] = field(default_factory=dict)
 
     @property
@@ -106,7 +92,7 @@ class Facts:
         return {*self.also_replaces, *([self.category] if self.category else [])}
 
     def floor_bytes(self, sizes: Sizes) -> int:
-        """What it still has to read and write in a step."""
+        """Return the bytes that it still has to read and write in a step."""
         tensor, passes = self.floor
         return passes * getattr(sizes, tensor)
 
@@ -156,9 +142,8 @@ ROWS = [
         functions={"SwiGLU": "activation"},
         launches=(
             Launch("_swiglu_fwd", "inner", passes=3, flops=6),  # gate, up in, y out
-            Launch(
-                "_swiglu_bwd", "inner", passes=6, flops=13
-            ),  # dy, gate, up in; dgate, dup, y out
+            # dy, gate, up in; dgate, dup, y out
+            Launch("_swiglu_bwd", "inner", passes=6, flops=13),
             # the same, with two and three thin products, which are not counted here
             Launch("_swiglu_lora_fwd", "inner", passes=3, flops=10),
             Launch("_swiglu_lora_bwd", "inner", passes=6, flops=19),
@@ -192,12 +177,10 @@ ROWS = [
         rung=1,
         floor=("weights", 7),
         memory={
-            "gradients": (
-                "updates a weight as soon as its gradient is complete, which is then freed"
-            ),
-            ("temporaries", "optimizer"): (
-                "updates in one pass: no intermediate result as large as the weights"
-            ),
+            "gradients": "updates a weight as soon as its gradient is complete, "
+            "which is then freed",
+            ("temporaries", "optimizer"): "updates in one pass: no intermediate result as large as "
+            "the weights",
         },
     ),
     Facts(
@@ -207,15 +190,13 @@ ROWS = [
         patches="loss",
         category="loss",
         functions={"LinearCrossEntropy": "loss"},
-        launches=(
-            Launch("_scale"),
-        ),  # by 1, and then it does nothing; the others are cross_entropy's
+        # by 1, and then it does nothing; the other kernels are cross_entropy's
+        launches=(Launch("_scale"),),
         rung=5,
         floor=("logits", 2),  # logits in, their gradient out
         memory={
-            "logits and loss": (
-                "takes the loss from the hidden states, a chunk of the logits at a time"
-            ),
+            "logits and loss": "takes the loss from the hidden states, a chunk of the logits at a "
+            "time"
         },
     ),
     Facts(
@@ -247,9 +228,9 @@ ROWS = [
         name="lora_linear",
         lesson="next_steps.layers.lora_linear",
         test="tests.lora_linear_test",
-        patches=None,  # the fused layer takes it where there are adapters
+        patches=None,  # the fused layer calls it where there are adapters
         category=None,  # no kernels of its own
-        # what is not a matrix product there: adapters that are laid one below the other
+        # what is no matrix product there: laying adapters one below the other
         functions={"LoRALinear": ADAPTERS},
     ),
     Facts(
@@ -330,6 +311,6 @@ RUNGS = sorted((row for row in ROWS if row.rung), key=lambda row: row.rung)
 
 
 def launch_of(name: str) -> tuple[Facts, Launch] | None:
-    """The row and what it knows of a Triton kernel of this name; None: it is not ours."""
+    """Return the row and the launch of a Triton kernel, by the kernel's name; None: not ours."""
     known = ((row, launch) for row in ROWS for launch in row.launches)
     return next((found for found in known if name.startswith(found[1].prefix)), None)

@@ -1,19 +1,11 @@
 """What the kernels changed: two profiles of one workload, and what the first one predicted."""
 
+from harness.cli import tables
 from harness.cli.command_line import UserError
-from harness.cli.tables import (
-    NOT_MEANINGFUL,
-    OF_KERNELS,
-    OF_STEPS,
-    decimal_unit,
-    number,
-    table,
-    title,
-)
 from harness.cli.workload import kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
-from harness.profiling.diagnosis_tables import short
 from harness.profiling.kernel_facts import FACTS
+from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
 from harness.records.run_records import (
     environment_line,
@@ -30,12 +22,11 @@ from harness.records.run_records import (
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
 NAMED = 6  # operations that came or went
-SAME_WORKLOAD = ["model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate"]
-SAME_WORKLOAD += ["device"]
+SAME_WORKLOAD = "model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate", "device"
 
 of_timeline = has_numbers("step_ms", "idle_us", "host_us")
 
-# what is read of a profile: a key -> does its value fit?
+# the keys that are read of a profile, each with the check of its value
 KEYS = {
     "environment": is_environment,
     "kernels": is_list_of(lambda name: name in [*FACTS]),
@@ -53,7 +44,7 @@ KEYS = {
     "median_step_ms": is_positive,
     "busy_us": is_number,
 }
-# and where it has ceilings, as all but the oldest do
+# the same for a profile with ceilings; only the oldest have none
 KEYS_WITH_CEILINGS = {
     "ceilings": lambda rates: (
         has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
@@ -70,10 +61,9 @@ KEYS_WITH_CEILINGS = {
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
-    """By the diagnosis of `before`: what the kernels that only `after` has should gain.
+    """Return the microseconds that each kernel of `after` alone should gain, by category.
 
-    Returns:
-        Category -> microseconds.
+    The prediction is the diagnosis of `before`.
     """
     if "ceilings" not in before:
         return {}
@@ -83,7 +73,7 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
 
 
 def refuse_other_workload(before: dict, after: dict) -> None:
-    """UserError if the two profiles are not of the same workload."""
+    """Raise UserError if the two profiles are not of the same workload."""
     differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
     if differ:
         said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
@@ -91,13 +81,13 @@ def refuse_other_workload(before: dict, after: dict) -> None:
 
 
 def categories_table(before: dict, after: dict) -> str:
-    """Each category before and after, the gain beside what was predicted; idle time and step."""
+    """Return categories, idle time and step before and after, the gain beside the prediction."""
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
-    unit, size = decimal_unit(n_bytes, "GB", "MB", 1e9)
+    unit, size = tables.decimal_unit(n_bytes, "GB", "MB", 1e9)
     for name, old in before["categories"].items():
-        new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # older: not this one
+        new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # not in older records
         if not old["launches"] and not new["launches"]:
             continue
         row = comparison_row(name, old["us"], new["us"], predicted.get(name))
@@ -116,19 +106,19 @@ def categories_table(before: dict, after: dict) -> str:
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     rows = [row + [""] * (len(headers) - len(row)) for row in rows]
-    return table(headers, rows)
+    return tables.table(headers, rows)
 
 
 def comparison_row(
     name: str, before_us: float, after_us: float, predicted_us: float | None
 ) -> list[str]:
     gain = f"{(before_us - after_us) / 1e3:,.3f}"
-    predicted = number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    predicted = tables.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
 def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) -> str:
-    """The longest operations that the others do not have."""
+    """Return the longest operations that the other profile does not have."""
     rows = [row for name, row in operations.items() if name not in others]
     rows.sort(key=lambda row: -row["us"])
     said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:NAMED]]
@@ -142,7 +132,7 @@ def run_line(label: str, record: dict) -> str:
 
 
 def render_comparison(before: dict, after: dict) -> str:
-    """What went away and what came from one profile to another, from their records.
+    """Return what went away and what came from one profile to another.
 
     Raises:
         UserError: they are not of the same workload.
@@ -155,8 +145,8 @@ def render_comparison(before: dict, after: dict) -> str:
         run_line("After: ", after),
         f"{model_line(before)}; {size_in_words(before)}",
         "",
-        title(f"What the kernels changed{'' if on_gpu else NOT_MEANINGFUL}"),
-        *([OF_KERNELS, OF_STEPS, ""] if on_gpu else []),
+        tables.title(f"What the kernels changed{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
         categories_table(before, after),
         "",
         only_in("Went away:", old, new),

@@ -1,8 +1,14 @@
-"""What is printed of a profile: operations, categories and phases, each with its share; totals."""
+"""What is printed of a profile: its tables, and its diagnosis.
 
-from harness.cli.tables import OF_KERNELS, OF_STEPS, number, table
+The tables show operations, categories and phases, each with its share.  The diagnosis shows each
+part beside its ceilings, what it could gain and what to do (diagnose.py).
+"""
+
+from harness.cli import tables
+from harness.profiling import diagnose
 from harness.profiling.kernel_facts import ADAPTERS, COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED
 from harness.records.spread import spread
+from harness.steps.power import power_in_words
 
 TOP = 20
 OF_A_GRAPH = (
@@ -10,21 +16,23 @@ OF_A_GRAPH = (
     "step just before the recording, which ran the same kernels; times, idle share and trace are\n"
     "the replay's."
 )
+# parts that most runs lack: they have a row only where there is something in them
+HIDDEN = ADAPTERS, DEQUANTIZATION, COMMUNICATION, UNATTRIBUTED, "other"
 
 
 def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
-    """Rows of (name, microseconds, count) with each one's share, and their sum."""
+    """Return rows of (name, microseconds, count) with the share of each, and their sum."""
     total = sum(us for _, us, _ in rows)
     rows = [*rows, ("Total", total, sum(count for _, _, count in rows))]
     cells = [
         [name, f"{us / 1e3:,.3f}ms", f"{100 * us / total:.1f}%", f"{count:,}"]
         for name, us, count in rows
     ]
-    return table(headers, cells)
+    return tables.table(headers, cells)
 
 
 def operations_table(record: dict) -> str:
-    """The playbook's table, with one row for all the other operations, so that it adds up."""
+    """Return the playbook's table.  One row has all the other operations, so the rows add up."""
     rows = [(row["name"][:60], row["us"], row["calls"]) for row in record["operations"]]
     rows, rest = rows[:TOP], rows[TOP:]
     if rest:
@@ -35,49 +43,224 @@ def operations_table(record: dict) -> str:
 
 
 def parts_table(header: str, parts: dict, device: str) -> str:
-    """Categories or phases; catch-alls, and what few runs have, only where something is in them."""
+    """Return the table of categories or phases."""
     rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
-    hidden = ADAPTERS, DEQUANTIZATION, COMMUNICATION, UNATTRIBUTED, "other"
-    rows = [row for row in rows if row[2] or row[0] not in hidden]
+    rows = [row for row in rows if row[2] or row[0] not in HIDDEN]
     counted = "Launches" if device == "CUDA" else "Operation calls"
     return sum_table([header, f"{device} time", "Share", counted], rows)
 
 
 def totals(record: dict) -> str:
-    """Is the GPU kept busy, and how much memory does the step take?"""
+    """Return the lines that say how busy the GPU is and how much memory the step takes."""
     on_gpu = record["device"] == "CUDA"
-    busy_ms, step_ms = record["busy_us"] / 1e3, record["median_step_ms"]
-    idle = max(0.0, 1 - busy_ms / step_ms)
-    resting = number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
-    profiled = [("Step under the profiler:", f"{record['profiled_step_ms']:,.1f} ms")]
+    busy_ms, median_ms = record["busy_us"] / 1e3, record["median_step_ms"]
+    idle = max(0.0, 1 - busy_ms / median_ms)
+    resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    profiled_ms = record["profiled_step_ms"]
+    profiled = [("Step under the profiler:", f"{profiled_ms:,.1f} ms")]
     if record.get("timeline"):
-        slower = [
-            ("Kernels recorded:", record["timeline"]["step_ms"]),
-            (
-                "Shapes too, no graph:" if record.get("cuda_graph") else "Shapes too:",
-                record["profiled_step_ms"],
-            ),
-        ]
+        shapes = "Shapes too, no graph:" if record.get("cuda_graph") else "Shapes too:"
+        slower = ("Kernels recorded:", record["timeline"]["step_ms"]), (shapes, profiled_ms)
         profiled = [
-            (name, f"{ms:,.1f} ms ({100 * (ms / step_ms - 1):+.1f} %)") for name, ms in slower
+            (name, f"{ms:,.1f} ms ({100 * (ms / median_ms - 1):+.1f} %)") for name, ms in slower
         ]
     low, high = spread(record["step_ms"])
-    steps = (
-        f"median of {len(record['step_ms'])}, 20th to 80th percentile: {low:,.1f} to {high:,.1f}"
-    )
+    n = len(record["step_ms"])
+    steps = f"median of {n}, 20th to 80th percentile: {low:,.1f} to {high:,.1f}"
+    peak = f"Peak {'GPU' if on_gpu else 'process'} memory:"
+    in_memory = f"{resting} GB (weights and optimizer state)" if on_gpu else resting
     lines = [
         ("GPU busy:" if on_gpu else "In operations:", f"{busy_ms:,.1f} ms"),
-        ("Step without the profiler:", f"{step_ms:,.1f} ms ({steps})"),
+        ("Step without the profiler:", f"{median_ms:,.1f} ms ({steps})"),
         *profiled,
         ("GPU idle share:" if on_gpu else "Outside operations:", f"{100 * idle:.1f} %"),
-        (
-            "Memory before the step:",
-            f"{resting} GB (weights and optimizer state)" if on_gpu else resting,
-        ),
-        (
-            f"Peak {'GPU' if on_gpu else 'process'} memory:",
-            f"{record['peak_memory_bytes'] / 1e9:.1f} GB",
-        ),
+        ("Memory before the step:", in_memory),
+        (peak, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
     ]
-    clocks = [OF_KERNELS, OF_STEPS] if on_gpu else []
+    clocks = [tables.OF_KERNELS, tables.OF_STEPS] if on_gpu else []
     return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])
+
+
+# ---------------------------------------------------------------- the diagnosis
+
+
+def short(value: float) -> str:
+    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.1g}"
+
+
+def flop_rate(tflops: float) -> str:
+    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:,.1f} GFLOP/s"
+
+
+def achieved(finding: diagnose.Finding) -> str:
+    """Return the rate in the unit of the ceiling that applies."""
+    if finding.flops_us > finding.bytes_us:
+        return flop_rate(finding.flops / finding.us / 1e6)
+    gbs = finding.n_bytes / finding.us / 1e3
+    return f"{gbs:,.0f} GB/s" if gbs >= 100 else f"{gbs:,.1f} GB/s"
+
+
+def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
+    bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    flops_unit, flop = tables.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
+    headers = [header, "Time, ms", f"Moved, {bytes_unit}", flops_unit]
+    headers += ["FLOP/byte", "Achieved", "% of ceiling", "Verdict"]
+    rows = []
+    for f in findings:
+        work = [short(f.n_bytes / byte), short(f.flops / flop), short(f.flops / f.n_bytes)]
+        judged = [achieved(f), f"{100 * f.share:.0f}", f.verdict]
+        rows.append([f.name[:60], f"{f.us / 1e3:,.3f}", *work, *judged])
+    return tables.table(headers, rows, ["left", *["right"] * 6, "left"])
+
+
+def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
+    """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
+    unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
+    headers = [
+        "Recoverable",
+        "Now, ms",
+        f"Necessary, {unit}",
+        f"At {100 * diagnose.TARGET:.0f} %, ms",
+    ]
+    headers += ["Gain, ms", "Step", "What to do"]
+    rows = []
+    for f in findings:
+        now, at_target, gain = (f"{us / 1e3:,.3f}" for us in (f.us, f.target_us, f.gain_us))
+        gained = [gain, percent_of_step(f, record), f.advice]
+        rows.append([f.name, now, short(f.needed / size), at_target, *gained])
+    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
+
+
+def percent_of_step(finding: diagnose.Finding, record: dict) -> str:
+    return f"{-finding.gain_us / diagnose.step_ms(record) / 10:.1f} %"
+
+
+def decision(record: dict, findings: list[diagnose.Finding]) -> list[str]:
+    """Return three lines: the largest recoverable cost, what to do, what that should gain."""
+    if not findings:
+        shorter = f"{100 * diagnose.LEAST_SHARE:.1f} % shorter"
+        return [f"Nothing is left to recover: no part of it could make the step {shorter}."]
+    first = findings[0]
+    now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
+    cost = f"{first.name}, {now_ms:,.1f} of {diagnose.step_ms(record):,.1f} ms, {first.verdict}"
+    if first.necessary is not None:
+        unit, size = tables.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
+        moved, necessary = first.n_bytes / size, first.necessary / size
+        cost += f": it moves {moved:,.1f} {unit}, {necessary:,.1f} are necessary"
+    roof = "matmul" if first.flops_us / diagnose.TARGET == first.target_us else "copy"
+    where = f"at {100 * diagnose.TARGET:.0f} % of the {roof} rate " if first.target_us else ""
+    gain = f"{where}{target_ms:,.1f} ms instead of {now_ms:,.1f}"
+    return [
+        f"Largest recoverable cost:  {cost}",
+        f"What to do about it:       {first.advice}",
+        f"What it should gain:       {gain}: step {percent_of_step(first, record)} (Amdahl)",
+    ]
+
+
+def ceilings_line(record: dict) -> str:
+    ceilings = record["ceilings"]
+    copy, matmul = ceilings["copy_gbs"], ceilings["matmul_tflops"]
+    fp8 = f"; FP8 matmul {flop_rate(ceilings['fp8_tflops'])}" if "fp8_tflops" in ceilings else ""
+    return (
+        f"Ceilings measured in this run: copy {copy:,.0f} GB/s (read + write), "
+        f"{record['dtype']} matmul {flop_rate(matmul)}; "
+        f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte{fp8}"
+    )
+
+
+def host_line(record: dict) -> str:
+    """Return the line about the host's part in the times."""
+    if record["timeline"] is None:
+        interpreted = "; kernels of ours are interpreted, and not counted"
+        return f"No GPU: the times are the CPU's{interpreted if record['kernels'] else ''}"
+    us = diagnose.host_us(record)
+    slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
+    return f"Where the GPU waits for the host: {slow}"
+
+
+def communication_lines(record: dict) -> list[str]:
+    """Return what the communication should take, what it took, and how much other kernels hide.
+
+    A record of one process, or an older one, has no such lines.  A record of CPUs has only the
+    prediction.
+    """
+    lines = []
+    if "communication" in record:
+        expected = record["communication"]
+        unit, size = tables.decimal_unit([*expected["bytes"].values()], "GB", "MB", 1e9)
+        parts = [
+            f"{n_bytes / size:,.1f} {unit} by {name} at {expected['gbs'][name]:,.1f} GB/s"
+            for name, n_bytes in expected["bytes"].items()
+        ]
+        lines.append(f"Communication, predicted: {expected['ms']:,.1f} ms, {', '.join(parts)}")
+    if total_us := (record.get("timeline") or {}).get("communication_us", 0.0):
+        exposed = diagnose.exposed_us(record)
+        hidden, share = total_us - exposed, exposed / record["median_step_ms"] / 10
+        lines.append(
+            f"Communication: {total_us / 1e3:,.1f} ms, of which other kernels hide "
+            f"{hidden / 1e3:,.1f}; exposed: {exposed / 1e3:,.1f}, {share:.1f} % of a step"
+        )
+    return lines
+
+
+def waiting_lines(record: dict) -> list[str]:
+    """Return the three measurements of data and step, and the two questions that they answer."""
+    if "loading" not in record:  # an older record
+        return []
+    loading = record["loading"]
+    return [
+        "",
+        f"Loader alone:        {loading['alone_ms']:,.1f} ms per batch",
+        f"One resident batch:  {loading['resident_ms']:,.1f} ms per step",
+        f"Both together:       {loading['together_ms']:,.1f} ms per step, "
+        f"{loading['waited_ms']:,.1f} of them waiting for the batch",
+        f"1. Does the step wait for its batch?  {loading_verdict(record)}",
+        f"2. Does the host wait for the GPU in it?  {synchronization_verdict(record)}",
+    ]
+
+
+def loading_verdict(record: dict) -> str:
+    if not diagnose.waits_for_data(record):
+        return "No: both together take no longer than the resident batch, it is not the loader."
+    if diagnose.loads_too_slowly(record):
+        return "Yes: both together and the loader alone take longer than the step: loader-bound."
+    return (
+        "Yes: both together take longer than the step, the loader alone does not: "
+        "loader-bound, for it does not work ahead."
+    )
+
+
+def synchronization_verdict(record: dict) -> str:
+    operations = diagnose.waits_in_words(record)
+    if not operations:
+        return "No: no operation does."
+    if record["timeline"] is None:
+        return f"It would, on a GPU: host-synchronization at {operations}."
+    if diagnose.waits(record) and diagnose.SYNCHRONIZATION in diagnose.judge_idle(record):
+        return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
+    return f"Yes, while the GPU had enough to do: {operations}."
+
+
+def diagnosis(record: dict) -> str:
+    """Return the diagnosis of a profile, from its record."""
+    findings = diagnose.ranking(record)
+    on_gpu = record["device"] == "CUDA"
+    power = [f"Power and clock during the steps: {power_in_words(record.get('power'))}"]
+    return "\n".join(
+        [
+            tables.title(f"Diagnosis{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+            ceilings_line(record),
+            *(power if "power" in record else []),  # not in older records and those of a CPU
+            host_line(record),
+            *communication_lines(record),
+            *waiting_lines(record),
+            *([tables.OF_KERNELS] if on_gpu else []),
+            "",
+            findings_table("Category", list(diagnose.judge_categories(record).values())),
+            "",
+            findings_table("Operation", diagnose.judge_operations(record)),
+            "",
+            *([gains_table(record, findings), ""] if findings else []),
+            *decision(record, findings),
+        ]
+    )

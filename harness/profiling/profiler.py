@@ -3,34 +3,31 @@
 import contextlib
 import gzip
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from transformers.models.llama import modeling_llama
 
 from harness.cli.command_line import RunError
-from harness.cli.device import HAS_GPU
+from harness.cli.device import HAS_GPU, synchronize
 from harness.cli.output_files import write_output
 from harness.data import dataset
+from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
-from harness.profiling.attribution import (
-    WITH_ADAPTER,
-    WITHOUT_ADAPTER,
-    busy_us,
-    communication_times,
-    gpu_events,
-    idle_times,
-)
+from harness.profiling import attribution
 from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping, timing
 
-# after `device`, which decides how triton (imported by transformers) will run
-from transformers.models.llama import modeling_llama  # isort: skip
-
+# Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
+ALONE, TOGETHER = 7, 3
+NEEDED = ALONE + TOGETHER
 RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
-# "forward", "backward" and "optimizer" are opened by the training step, the others here
+# the training step opens "forward", "backward" and "optimizer"
 RANGE_OF_CLASS = {
     "LlamaRMSNorm": "normalization",
     "LlamaMLP": "mlp",
@@ -46,7 +43,7 @@ for ours, theirs in (row.module for row in ROWS if row.module):
 
 
 def in_range(name: str, function: Callable) -> Callable:
-    """`function`, run inside a profiler range."""
+    """Return `function`, run inside a profiler range."""
 
     def ranged(*args, **kwargs):
         with record_function(name):
@@ -56,12 +53,12 @@ def in_range(name: str, function: Callable) -> Callable:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """As it was before FSDP made the module a unit."""
+    """Return the name of a module's class, without what FSDP puts in front of it."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 def range_hooks(module: torch.nn.Module, name: str) -> list:
-    """Forward hooks that open and close a range around `module`; returns their handles."""
+    """Open and close a range around `module` by hooks; return their handles."""
     opened = []
 
     def open_range(module, inputs):
@@ -71,25 +68,21 @@ def range_hooks(module: torch.nn.Module, name: str) -> list:
     def close_range(module, inputs, output):
         opened.pop().__exit__(None, None, None)
 
-    return [
-        module.register_forward_pre_hook(open_range),
-        module.register_forward_hook(close_range),
-    ]
+    return [module.register_forward_pre_hook(open_range), module.register_forward_hook(close_range)]
 
 
 @contextlib.contextmanager
 def category_ranges(
     model: torch.nn.Module, loss: str = "loss_function", whole: tuple[type, ...] = ()
 ) -> Iterator[None]:
-    """Name the parts of the model for the profiler; everything is as before afterwards.
+    """Open ranges around the parts of the model, until the context ends.
 
     Rotary embedding and loss are functions, not modules.  LlamaAttention.forward looks
-    `apply_rotary_pos_emb` up in its module each time, so it can be replaced there.
+    `apply_rotary_pos_emb` up in its module each time, so the function can be replaced there.
 
     Args:
         loss: the attribute of the model that is its loss's function.
-        whole: classes of modules that do not call their parts.  Where these are hooked they would,
-            to honour the hooks.
+        whole: classes of modules that do not call their parts.  A hook on a part would make them.
     """
     fused = {part for each in model.modules() if isinstance(each, whole) for part in each.modules()}
     handles = [
@@ -100,8 +93,8 @@ def category_ranges(
     ]
     for module in model.modules():
         if has_adapter(module) and module not in fused:
-            handles += range_hooks(module, WITH_ADAPTER)
-            handles += range_hooks(module.base_layer, WITHOUT_ADAPTER)
+            handles += range_hooks(module, attribution.WITH_ADAPTER)
+            handles += range_hooks(module.base_layer, attribution.WITHOUT_ADAPTER)
     loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
     setattr(model, loss, in_range("loss", loss_function))
     modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
@@ -123,7 +116,7 @@ def timed_step(
     batches: list[dataset.Batch],
     take_step: Callable = stepping.training_step,
 ) -> float:
-    """One step, as `stepping.timed_step` takes it; milliseconds."""
+    """Take one step and return its milliseconds."""
     with record_function("step"):
         _, seconds = stepping.timed_step(model, optimizer, batches, take_step)
     return 1e3 * seconds
@@ -136,9 +129,12 @@ def last_of(
     steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
 ) -> float:
-    """Two steps, from the micro-batches of each; the second one's milliseconds.
+    """Take two steps and return the milliseconds of the second.
 
-    The first is thrown away: it pays for attaching the profiler to the GPU.
+    The first step pays for attaching the profiler to the GPU.
+
+    Args:
+        steps: the micro-batches of each step.
 
     Raises:
         RunError: no kernel was recorded.
@@ -147,7 +143,7 @@ def last_of(
         for batches in steps:
             step_ms = timed_step(model, optimizer, batches, take_step)
             profiler.step()
-    if HAS_GPU and not gpu_events(profiler.events()):
+    if HAS_GPU and not attribution.gpu_events(profiler.events()):
         raise RunError(
             "no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)"
         )
@@ -157,9 +153,9 @@ def last_of(
 def profiled_step(
     model, optimizer, steps: list[list[dataset.Batch]], stacks: bool
 ) -> tuple[profile, float]:
-    """Which kernel was launched for what, with the shapes of all operations; and milliseconds.
+    """Return a profile with all operations and their shapes, and the step's milliseconds.
 
-    At the host's expense: see `timeline`.
+    The recording slows the host down: see `timeline`.
     """
     profiler = profile(
         activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else []),
@@ -171,27 +167,25 @@ def profiled_step(
 
 
 def timeline(
-    model,
-    optimizer,
-    steps: list[list[dataset.Batch]],
-    take_step: Callable = stepping.training_step,
+    model, optimizer, steps: list[list[dataset.Batch]], take_step: Callable = stepping.training_step
 ) -> tuple[profile, dict]:
-    """When the GPU is idle or only communicates, while kernels and CUDA calls alone are recorded.
+    """Return a profile of kernels and CUDA calls alone, and when the GPU was idle or communicating.
 
-    Recording operations slows the host down, up to a quarter where it is what the GPU waits for; a
-    kernel takes as long as ever, but the time between kernels would be the profiler's.
+    Recording operations too would slow the host down, by up to a quarter where the GPU waits for
+    the host.  Kernels take the same time, but the time between them would be the profiler's.
     """
     profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
     step_ms = last_of(profiler, model, optimizer, steps, take_step)
     events = profiler.events()
-    times = {**idle_times(events), **communication_times(events)}
-    return profiler, {"step_ms": step_ms, "busy_us": busy_us(events), **times}
+    times = {**attribution.idle_times(events), **attribution.communication_times(events)}
+    return profiler, {"step_ms": step_ms, "busy_us": attribution.busy_us(events), **times}
 
 
 def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
-    """What this GPU can do at most; before training, which needs the memory (twice 2 GiB).
+    """Measure what this GPU can do at most.  Needs twice 2 GiB: call it before training.
 
-    fp8: a workload's; without it, and without a GPU, FP8 has no ceiling.
+    Args:
+        fp8: a workload's.  Without it, and without a GPU, FP8 has no ceiling.
     """
     ceilings = {
         "copy_gbs": timing.copy_bandwidth(),
@@ -204,14 +198,57 @@ def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
     return ceilings
 
 
+# ---------------------------------------------------------------- does a step wait for its data?
+
+
+def measure_loading(loader: Loader, take_step: Callable, resident_ms: float) -> dict:
+    """Tell the loader's time from the step's, by three measurements; medians in milliseconds.
+
+        alone       the next batch, and no step
+        resident    a step whose batch is on the device already: `resident_ms`
+        together    a step and, once its work is launched, the next one's batch
+
+    A sum of two times cannot be told from one of them, so each is measured without the other.
+    `waited_ms` is how long the device waited for a batch.  What the numbers mean: diagnose.py.
+
+    Args:
+        loader: has NEEDED steps' batches left to fetch.
+        take_step: takes a step on such batches and does not wait for it.
+    """
+    alone, together, waited = [], [], []
+    for _ in range(ALONE):
+        start = from_idle()
+        loader.fetch()
+        alone.append(1e3 * (from_idle() - start))
+    for _ in range(TOGETHER):
+        batches = loader.take()
+        start = from_idle()
+        take_step(batches)
+        waited_at_most = 1e3 * loader.fetch()
+        together.append(1e3 * (from_idle() - start))
+        waited.append(min(waited_at_most, max(0.0, together[-1] - resident_ms)))
+    return {
+        "alone_ms": statistics.median(alone),
+        "resident_ms": resident_ms,
+        "together_ms": statistics.median(together),
+        "waited_ms": statistics.median(waited),
+    }
+
+
+def from_idle() -> float:
+    """Return the time in seconds once the device has nothing left to do."""
+    synchronize()
+    return time.perf_counter()
+
+
 # ---------------------------------------------------------------- the trace
 
 
 def read_trace(profiler: profile) -> tuple[dict, bytes]:
-    """A profile as a Chrome trace, and as the bytes of its file.
+    """Return a profile as a Chrome trace, and as the bytes of the trace's file.
 
-    The profiler replaces what it is pointed at, be it a link or a device, and does not say where it
-    fails.  So it gets a file of our own.
+    The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
+    writes to a file of our own.
 
     Raises:
         RunError: there is no room for that file.

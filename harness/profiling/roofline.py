@@ -1,23 +1,22 @@
-"""The roofline of a profile, as a picture: how near each category is to what the GPU can do."""
+"""The roofline of a profile as a picture: how near each category is to the GPU's ceilings."""
 
 import math
 
-from harness.cli.pictures import pyplot, save_plot
-from harness.cli.tables import NOT_MEANINGFUL
+from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 from harness.cli.workload import kernels_in_words, size_in_words
 from harness.profiling.diagnose import Finding, judge_categories
-from harness.profiling.diagnosis_tables import flop_rate
+from harness.profiling.profile_tables import flop_rate
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
 
 def point_of(finding: Finding) -> tuple[float, float]:
-    """FLOP per byte moved, TFLOP/s."""
+    """Return (FLOP per byte moved, TFLOP/s)."""
     return finding.flops / finding.n_bytes, finding.flops / finding.us / 1e6
 
 
 def draw_roof(axis, record: dict, left: float, right: float) -> None:
-    """The ceilings of a record, from one intensity to another; FP8's dashed, if there is one."""
+    """Draw the ceilings from one intensity to another; FP8's is dashed."""
     tbs, matmul = record["ceilings"]["copy_gbs"] / 1e3, record["ceilings"]["matmul_tflops"]
     edge = matmul / tbs
     axis.plot([left, edge, right], [tbs * left, matmul, matmul], color="black", linewidth=2)
@@ -39,12 +38,12 @@ def draw_roof(axis, record: dict, left: float, right: float) -> None:
 
 
 def draw_category(axis, colour: str, findings: list[Finding], step_ms: float, ends: bool) -> None:
-    """A category's points: rings, but for the last one; an arrow where they are far apart.
+    """Draw a category's points: rings, the last one filled; an arrow if they are far apart.
 
     Args:
-        findings: before and after, or one of the two alone.
-        step_ms: the step of which a point's area is a part.
-        ends: there is none in the last profile.
+        findings: before and after, or one of the two.
+        step_ms: the time that a point's area is a share of.
+        ends: True if the last profile does not have the category.
     """
     points = [point_of(finding) for finding in findings]
     for finding, point in zip(findings, points):
@@ -67,7 +66,7 @@ def draw_category(axis, colour: str, findings: list[Finding], step_ms: float, en
 def label_category(
     axis, name: str, colour: str, findings: list[Finding], height: float, edge: float, end: str
 ) -> None:
-    """Its name, times and shares, at this height of the picture, and a line to its last point."""
+    """Write a category's name, times and shares, with a line to its last point."""
     times = " → ".join(dict.fromkeys(f"{f.us / 1e3:,.1f}" for f in findings))
     shares = " → ".join(dict.fromkeys(f"{100 * f.share:.0f}" for f in findings))
     point = point_of(findings[-1])
@@ -84,10 +83,9 @@ def label_category(
 
 
 def plot(records: list[dict], path: str) -> None:
-    """Each category a point under the measured ceilings, its area the time that it takes.
+    """Draw each category as a point under the measured ceilings; a point's area is its time.
 
-    Of two records the first one's points are rings, and an arrow leads from them to where the
-    kernels moved them.
+    With two records, rings show the first one, and arrows lead to the points of the second.
     """
     from matplotlib.ticker import FuncFormatter
 
@@ -98,7 +96,7 @@ def plot(records: list[dict], path: str) -> None:
     judged = [judge_categories(record) for record in records]
     names = list(dict.fromkeys(name for each in judged for name, f in each.items() if f.flops))
     found = {name: [each[name] for each in judged if name in each] for name in names}
-    # Where does a category go that the last profile has not?
+    # what became of a category that the last profile does not have
     gone = " → other kernels" if records[-1]["environment"]["gpu"] else " → interpreted"
     xs, ys = zip(*(point_of(f) for findings in found.values() for f in findings))
     left, right = 0.4 * min(xs), max(40 * edge, 3 * max(xs))

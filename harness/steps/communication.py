@@ -1,16 +1,17 @@
-"""What processes that train one model receive from one another in a step, and how long that takes.
+"""How many bytes a process receives from the others in a step, and how long that takes.
 
-Predicted from two numbers that are known without a profile: the bytes, which follow from the
-model's size, and the rate of each operation, measured in this run.
+The prediction needs no profile.  The bytes follow from the model's size, and the rate of each
+operation is measured in this run.
 
-    all-gather        a unit's weights, of which each process holds a share, become whole
-    reduce-scatter    of a unit's gradients each process gets the mean of its own share
+    all-gather        a unit's weights become whole; each process held a share of them
+    reduce-scatter    each process gets the mean of its own share of a unit's gradients
     all-reduce        gradients that each process holds whole become their mean: both in a row
 
-Bytes are those that a process receives: of what is whole in the end, all but its own share.
+Bytes are what a process receives: all of the whole result but its own share.
 """
 
 import time
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,17 @@ import torch.distributed as dist
 from harness.cli.device import DEVICE, synchronize
 from harness.cli.processes import DDP
 from harness.cli.workload import Workload
+from harness.steps.stepping import trained
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = OPERATIONS = "all-gather", "reduce-scatter", "all-reduce"
-REDUCED = torch.float32  # gradients are added up in it, whatever the weights have; by FSDP2
+REDUCED = torch.float32  # FSDP2 adds gradients up in it, whatever the weights' dtype
 WARMUP, REPEATS = 3, 10
 
 
 def expected(model: torch.nn.Module, workload: Workload) -> dict:
-    """What a step receives, how fast that comes in this run, and so how long it takes.
+    """Return `bytes` and `gbs` (GB/s) of each operation, and `ms` for all of them in a row.
 
-    All processes call it, before training: it needs the memory of two layers in fp32.
-
-    Returns:
-        bytes and gbs (GB/s), each by operation, and ms, one operation after the other.
+    All processes must call it before training: it needs the memory of two layers in fp32.
     """
     received, rates = bytes_received(model, workload), measure_rates(model, workload)
     ms = sum(n_bytes / rates[name] / 1e6 for name, n_bytes in received.items())
@@ -38,29 +37,31 @@ def expected(model: torch.nn.Module, workload: Workload) -> dict:
 
 
 def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]:
-    """By a process in a step, by each operation.
+    """Return the bytes that a process receives in a step, by operation.
 
-    A decoder layer's weights are gathered for its forward and for its backward, the others' once;
-    each micro-batch does that again.  Gradients are reduced in the last one.
+    A decoder layer's weights are gathered for the forward and for the backward, all other weights
+    once.  Each micro-batch gathers again.  The last micro-batch reduces the gradients.
 
     Args:
         model: a LlamaForCausalLM, whole or sharded.
     """
     n = workload.world_size
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    in_layers = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad]
     if workload.parallel == DDP:
-        received = {ALL_REDUCE: 2 * sum(p.numel() * p.element_size() for p in trained)}
+        received = {ALL_REDUCE: 2 * bytes_of(trained(model))}
     else:
-        gradients = sum(p.numel() for p in trained) * REDUCED.itemsize
-        gathered = (weights + in_layers) * workload.micro_batches
+        gradients = sum(p.numel() for p in trained(model)) * REDUCED.itemsize
+        weights = bytes_of(model.parameters()) + bytes_of(model.model.layers.parameters())
+        gathered = weights * workload.micro_batches
         received = {ALL_GATHER: gathered, REDUCE_SCATTER: gradients}
     return {name: n_bytes * (n - 1) // n for name, n_bytes in received.items()}
 
 
+def bytes_of(parameters: Iterable[torch.nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
 def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float]:
-    """GB/s at which a process receives pieces of a decoder layer's size, by each operation."""
+    """Measure the GB/s at which a process receives pieces of a decoder layer's size."""
     n = workload.world_size
     layer = list(model.model.layers[0].parameters())
     size = sum(p.numel() for p in layer) // n * n
@@ -81,7 +82,7 @@ def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float
 
 
 def seconds_of(operation, *tensors: torch.Tensor) -> float:
-    """The mean of a few, in a row, as a step's are."""
+    """Return the mean seconds of a few operations in a row, as in a step."""
     for _ in range(WARMUP):
         operation(*tensors)
     synchronize()

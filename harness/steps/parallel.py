@@ -1,16 +1,16 @@
-"""Several processes that train one model, each on a GPU and with sequences of its own.
+"""Several processes that train one model, each on its own GPU and with its own sequences.
 
     torchrun --nproc-per-node 2 finetune_baseline.py    # the script twice; each is told its rank
 
     start(workload)                  # the processes find one another
-    called = wrap(model, workload)   # what is called in the model's place
-    gather(number)                   # that number of each process
+    called = wrap(model, workload)   # call this in the model's place
+    gather(number)                   # return that number of each process
 
-The processes take the same steps, each with its own part of the batch, and so of the gradient:
-`ddp` keeps the whole model in each, `fsdp` a share of every parameter.  Both average gradients over
-the processes.  docs/several_gpus.md has the pictures.
+The processes take the same steps, each with its own part of the batch.  `ddp` keeps the whole model
+in each process, `fsdp` a share of every parameter.  Both average gradients over the processes.
+docs/several_gpus.md has the pictures.
 
-In one process nothing here does anything.  Imports no PyTorch before a run starts.
+In one process nothing here does anything.  Which process this is: harness/cli/processes.py.
 """
 
 import contextlib
@@ -18,33 +18,28 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli.command_line import UserError
-from harness.cli.processes import DDP, FSDP, is_first, rank, world_size
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.processes import DDP, FSDP, is_first, world_size
 from harness.cli.workload import Workload
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["gather", "is_first", "rank", "start", "world_size", "wrap"]
-
-# after it a process that waits for the others gives up; loading a large model may take minutes
+# a process that waits longer for the others gives up; loading a large model may take minutes
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def start(workload: Workload) -> None:
-    """Find the other processes, take this one's GPU, and let only the first one print.
+    """Find the other processes, take this one's GPU, and let only the first process print.
 
     Raises:
-        UserError: there are fewer GPUs than processes, or it was not torchrun that started them.
+        UserError: there are fewer GPUs than processes, or torchrun did not start the processes.
     """
     if workload.parallel is None:
         return
-    import torch
-
-    from harness.cli.device import HAS_GPU
-
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if HAS_GPU:
@@ -62,46 +57,42 @@ def start(workload: Workload) -> None:
         raise UserError(f"{given}: start the script with torchrun, or unset it") from error
 
 
-def wrap(model: "torch.nn.Module", workload: Workload) -> "torch.nn.Module":
-    """What is called in the model's place, so that its gradients are averaged over the processes.
+def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
+    """Return what is called in the model's place: it averages the gradients over the processes.
 
     Args:
-        model: a LlamaForCausalLM with all patches, equal in all processes.  `fsdp` changes it: its
-            parameters become DTensors, of which each process holds a share.  So the optimizer is
-            made afterwards, and before the model is called: a validation leaves some gathered.
+        model: a LlamaForCausalLM with all patches, equal in all processes.  `fsdp` changes the
+            model: its parameters become DTensors, of which each process holds a share.  So make the
+            optimizer afterwards, and before the model is called: a validation leaves some
+            parameters gathered.
     """
     if workload.parallel == DDP:
-        from torch.nn.parallel import DistributedDataParallel
-
-        # A gradient lies in the bucket that is sent: not a second time.  Buffers are the same in
-        # all processes, among them quantized weights, and need not be sent in each forward.
+        # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
+        # quantized weights, are the same in all processes and need not be sent in each forward.
         return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if workload.parallel == FSDP:
         shard(model)
     return model
 
 
-def shard(model: "torch.nn.Module") -> None:
-    """FSDP2: a unit's weights are gathered when it is about to run, and its gradients reduced.
+def shard(model: torch.nn.Module) -> None:
+    """Shard a model by FSDP2: each unit is gathered when it is about to run.
 
-    A unit is a decoder layer.  Norm and head at the end are another, which stays gathered: its
-    backward follows at once.  The rest, the embedding, is the root's.
+    A unit is a decoder layer.  Norm and head at the end are one more unit; it stays gathered, as
+    its backward follows at once.  The rest, the embedding, belongs to the root.
     """
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
         fully_shard(layer, **options)
-    # a head that is the embedding too can be in one unit alone, the root
+    # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
 
 @contextlib.contextmanager
-def unreduced(model: "torch.nn.Module") -> Iterator[None]:
-    """Backwards in here add gradients up in each process, which the next one after it averages."""
+def unreduced(model: torch.nn.Module) -> Iterator[None]:
+    """Let backwards add gradients up in each process; the next backward outside averages them."""
     if hasattr(model, "no_sync"):  # DDP
         with model.no_sync():
             yield
@@ -113,46 +104,39 @@ def unreduced(model: "torch.nn.Module") -> Iterator[None]:
         yield
 
 
-def mean_over_processes(count: "torch.Tensor") -> "torch.Tensor":
-    """The mean of a count () int64 over the processes, () float32; in one process itself.
+def mean_over_processes(count: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a count () int64 over the processes, () float32; in one process itself.
 
-    If each process divides its sum of losses by their mean number of targets, then the mean of the
-    quotients is the mean loss over the targets of them all.  So are the gradients.
+    If each process divides its sum of losses by this mean number of targets, then the mean of the
+    quotients is the mean loss over the targets of all processes.  The same holds for the gradients.
     """
     if world_size() == 1:
         return count
-    import torch
-
     torch.distributed.all_reduce(count)
     return count / world_size()
 
 
 def gather(*numbers: float) -> list[tuple[float, ...]]:
-    """These numbers of every process, in the order of their ranks."""
+    """Return these numbers of every process, in the order of the ranks."""
     if world_size() == 1:
         return [numbers]
-    import torch
-
-    from harness.cli.device import DEVICE
-
     own = torch.tensor(numbers, dtype=torch.float64, device=DEVICE)
     all_of_them = [torch.empty_like(own) for _ in range(world_size())]
     torch.distributed.all_gather(all_of_them, own)
     return [tuple(each.tolist()) for each in all_of_them]
 
 
-def whole_weights(model: "torch.nn.Module", trained_alone: bool = False) -> dict | None:
-    """A sharded model's state_dict, whole and in the first process's memory; None of a whole one.
+def whole_weights(model: torch.nn.Module, trained_alone: bool = False) -> dict | None:
+    """Return a sharded model's whole state_dict in the first process's memory; None if not sharded.
 
-    To be called in all processes.  trained_alone: without what is frozen.  A parameter of two names
-    is there once, under the first.
+    All processes must call it.  A parameter with two names is there once, under the first.
+
+    Args:
+        trained_alone: leave out what is frozen.
     """
-    if world_size() == 1:
+    if world_size() == 1 or not isinstance(model, FSDPModule):
         return None
-    from torch.distributed.fsdp import FSDPModule
-
-    if not isinstance(model, FSDPModule):
-        return None
+    # takes a second to import
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(
@@ -160,6 +144,6 @@ def whole_weights(model: "torch.nn.Module", trained_alone: bool = False) -> dict
     )
     weights = get_model_state_dict(model, options=options)
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    # gathered each on its own, a head that is the embedding would no longer be known as one
+    # each gathered on its own, head and embedding would no longer be known as one parameter
     again = named - {name for name, _ in model.named_parameters()}
     return {name: weight for name, weight in weights.items() if name not in again}

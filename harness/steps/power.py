@@ -1,4 +1,4 @@
-"""Power and clock of the GPU while it works: matrix products are limited by power before all else.
+"""Power and clock of the GPU while it works.  Power limits matrix products before anything else.
 
     with PowerMeter() as meter:
         ...                     # warm-up
@@ -6,77 +6,71 @@
         ...                     # what counts
     meter.reading()             # {"watts": ..., "mhz": ..., "readings": ...}, or None
 
-nvidia-smi says both every tenth of a second, in a process of its own; its watts are the mean of the
-last second.  Without it, without a GPU, and for work that is over too soon there is no reading.
-Imports no PyTorch before it reads.
+A thread asks PyTorch every tenth of a second.  PyTorch asks NVIDIA's library, for which
+nvidia-ml-py must be installed; its watts are the mean of about the last second.  Imports no PyTorch
+before it reads.
 """
 
-import shutil
 import statistics
-import subprocess
 import threading
 
-EVERY_MS = 100
-COLUMNS = "power.draw,clocks.sm"  # watts, MHz of the multiprocessors
-
-
-def command() -> list[str]:
-    """nvidia-smi's, for this process's GPU."""
-    import torch
-
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    which = ["-i", f"GPU-{uuid}", f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits"]
-    return ["nvidia-smi", *which, "-lms", str(EVERY_MS)]
+EVERY_S = 0.1
 
 
 class PowerMeter:
     """Reads while its block runs."""
 
     def __init__(self):
-        self.lines: list[str] = []
-        self.process = None
+        self.readings: list[tuple[float, float]] = []  # (watts, MHz of the multiprocessors)
+        self.ended = threading.Event()
+        self.thread = None
 
     def __enter__(self) -> "PowerMeter":
-        from harness.cli.device import HAS_GPU
+        import torch
 
-        if HAS_GPU and shutil.which("nvidia-smi"):
-            self.process = subprocess.Popen(
-                command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-            threading.Thread(target=self._read, daemon=True).start()
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            if self._read(device):
+                self.thread = threading.Thread(target=self._read_on, args=[device], daemon=True)
+                self.thread.start()
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.process:
-            self.process.terminate()
-            self.process.wait()
+        self.ended.set()
+        if self.thread:
+            self.thread.join()
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.append(line)
+    def _read(self, device: int) -> bool:
+        """Add a reading; return False if there is none."""
+        import torch
+
+        try:
+            watts, mhz = torch.cuda.power_draw(device) / 1e3, float(torch.cuda.clock_rate(device))
+        except Exception:  # no nvidia-ml-py, no driver, or a GPU that does not say
+            return False
+        self.readings.append((watts, mhz))
+        return True
+
+    def _read_on(self, device: int) -> None:
+        while not self.ended.wait(EVERY_S) and self._read(device):
+            pass
 
     def restart(self) -> None:
         """Forget what has been read so far."""
-        self.lines.clear()
+        self.readings.clear()
 
     def reading(self) -> dict | None:
-        """Medians since the last restart; None if there is nothing, or the GPU does not say."""
-        pairs = []
-        for line in self.lines.copy():
-            try:
-                watts, mhz = map(float, line.split(","))
-            except ValueError:  # "[N/A]", or half a line at the end
-                continue
-            pairs.append((watts, mhz))
-        if not pairs:
+        """Return the medians since the last restart; None if nothing was read."""
+        readings = self.readings.copy()
+        if not readings:
             return None
-        watts, mhz = (statistics.median(column) for column in zip(*pairs))
-        return {"watts": watts, "mhz": mhz, "readings": len(pairs)}
+        watts, mhz = (statistics.median(column) for column in zip(*readings))
+        return {"watts": watts, "mhz": mhz, "readings": len(readings)}
 
 
 def power_in_words(reading: dict | None) -> str:
-    """A reading of a record; n/a where there was none."""
+    """Return a record's reading as it is printed."""
     if reading is None:
-        return "n/a"
-    of_many = f"medians of {reading['readings']} readings by nvidia-smi"
-    return f"{reading['watts']:,.0f} W at {reading['mhz']:,.0f} MHz ({of_many})"
+        return "not known (pip install nvidia-ml-py, and steps of a tenth of a second)"
+    medians = f"medians of {reading['readings']} readings"
+    return f"{reading['watts']:,.0f} W at {reading['mhz']:,.0f} MHz ({medians})"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from harness.cli import processes
 from harness.cli.command_line import RunError, UserError, ran_out_of_memory
 from harness.cli.device import synchronize
 from harness.cli.tables import describe
@@ -21,19 +22,20 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def make_optimizer(model: torch.nn.Module, lr: float, **options) -> torch.optim.Optimizer:
-    """AdamW as PyTorch gives it, by default without further options."""
+    """Return PyTorch's AdamW, by default without further options."""
     return torch.optim.AdamW(trained(model), lr=lr, **options)
 
 
 def in_steps(batches: list[Batch], micro_batches: int) -> list[list[Batch]]:
-    """The micro-batches of each step, from those of all steps in a row."""
+    """Split the micro-batches of all steps into those of each step."""
     return [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
 
 
 def inputs_of(batch: Batch, model: Callable) -> dict:
-    """What the model is called with for a batch; one that asks for it is told the targets' number.
+    """Return a model's arguments for a batch.
 
-    So it need not wait for the GPU to count them.
+    A model with `takes_max_targets` is told the number of targets, so it need not wait for the GPU
+    to count them.
     """
     inner = getattr(model, "module", model)  # of DistributedDataParallel
     counted = {"max_targets": batch.n_targets} if getattr(inner, "takes_max_targets", False) else {}
@@ -41,13 +43,12 @@ def inputs_of(batch: Batch, model: Callable) -> dict:
 
 
 def count_targets(batches: list[Batch]) -> torch.Tensor:
-    """How many tokens a step is trained on: () int64, on the batches' device.
+    """Return the number of targets of a step, () int64 on the batches' device.
 
-    Of several processes the mean of theirs: `parallel.mean_over_processes`.
-
-    Filled there: a copy from the host would wait for the device.
+    With several processes: their mean number (`parallel.mean_over_processes`).
     """
     count = sum(batch.n_targets for batch in batches)
+    # filled on the device: a copy from the host would wait for the device
     on_device = torch.full((), count, dtype=torch.int64, device=batches[0].input_ids.device)
     return parallel.mean_over_processes(on_device)
 
@@ -58,24 +59,24 @@ def training_step(
     batches: list[Batch],
     n_targets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One optimizer step; returns the loss as a scalar on the device, without waiting for it.
+    """Take one optimizer step; return the loss as a scalar on the device, without waiting for it.
 
-    With one micro-batch it is the step of finetune_baseline.py's page.  Of several the gradients
-    are added up, and the loss is the mean over the targets of them all: each micro-batch adds its
-    sum of losses divided by their number.  With several processes the targets are those of all, and
-    the loss is the mean of what the processes return.  The ranges give the profiler its phases;
-    outside a profile they cost nothing worth measuring.
+    With one micro-batch it is the step of finetune_baseline.py's page.  With several the gradients
+    add up, and the loss is the mean over the targets of all: each micro-batch adds its sum of
+    losses, divided by the number of all targets.  With several processes the targets of all
+    processes count, and the loss is the mean of what the processes return.  The ranges give the
+    profiler its phases; outside a profile they cost nothing worth measuring.
 
     Args:
         model: a Hugging Face model, or what is called as one.
-        optimizer: one that steps during a backward has a context `accumulating()` for all but the
-            last, in which it does not.
+        optimizer: an optimizer that steps during the backward has a context `accumulating()`, in
+            which it does not step.  The context is around all micro-batches but the last.
         batches: the micro-batches of the step.
-        n_targets: where `count_targets` of several is already on the device.
+        n_targets: the result of `count_targets`, if it is already on the device.
     """
     *earlier, last = batches
     shared = {}
-    if earlier or parallel.world_size() > 1:
+    if earlier or processes.world_size() > 1:
         shared["num_items_in_batch"] = count_targets(batches) if n_targets is None else n_targets
 
     def add_gradients(batch: Batch) -> torch.Tensor:
@@ -87,7 +88,7 @@ def training_step(
 
     accumulating = getattr(optimizer, "accumulating", contextlib.nullcontext)
     with accumulating(), parallel.unreduced(model):
-        # one by one: a compiled model writes over the loss that it returned before
+        # added one by one: a compiled model writes over the loss that it returned before
         loss_before = sum(add_gradients(batch) for batch in earlier)
     loss = add_gradients(last)
     with torch.profiler.record_function("optimizer"):
@@ -102,7 +103,7 @@ def timed_step(
     batches: list[Batch],
     take_step: Callable = training_step,
 ) -> tuple[torch.Tensor, float]:
-    """(loss, seconds) of one step, from an idle device to an idle device.
+    """Take one step; return the loss and the seconds from an idle device to an idle device.
 
     Args:
         take_step: `training_step`, or the replay that `captured_step` makes of it.
@@ -115,7 +116,7 @@ def timed_step(
 
 
 def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """Its tensors, by the names of its fields."""
+    """Return a batch's tensors by the names of its fields."""
     return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
@@ -125,28 +126,28 @@ def captured_step(
     batches: list[Batch],
     stream: torch.cuda.Stream,
 ) -> Callable:
-    """`training_step` recorded as one CUDA graph, and replayed: thousands of launches become one.
+    """Record `training_step` as one CUDA graph: thousands of launches become one.
 
-    A graph repeats kernels with the addresses and numbers that it has seen.  So each micro-batch is
-    copied to where the recorded one was, all steps must have the recorded shapes, the number of
-    targets and the optimizer's count of steps lie on the GPU.  Steps must have been taken before,
-    on the same stream: kernels are compiled and optimizer states made outside of a graph.
+    A graph repeats kernels with the recorded addresses and numbers.  So each micro-batch is copied
+    to where the recorded one was, all steps must have the recorded shapes, and the number of
+    targets and the optimizer's count of steps lie on the GPU.  Take steps before, on the same
+    stream: kernels are compiled and optimizer states are made outside of a graph.
 
     Returns:
-        A function to be called as `training_step` is.
+        A function that replays the step; call it as `training_step`.
 
     Raises:
-        RunError: the step cannot be recorded: something in it waits for the GPU.
+        RunError: the step cannot be recorded, because something in it waits for the GPU.
         UserError: a batch has another shape than the recorded one.
     """
     clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
-    # the batches to come may have more targets than these: each token may be one
+    # later batches may have more targets: each token may be one
     recorded = [
         replace(batch, **tensors, n_targets=batch.labels.numel())
         for batch, tensors in zip(batches, clones)
     ]
-    n_targets = count_targets(batches) if len(batches) > 1 else None  # the mean's own, of one
-    # a graph has memory of its own and cannot use what the steps before it left
+    n_targets = count_targets(batches) if len(batches) > 1 else None
+    # a graph has memory of its own and cannot use what earlier steps left
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     try:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 
-# after `device`, which decides how Triton will run
-import triton  # isort: skip
-
-# Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs
-# utilization.  First matching name wins; a GPU that is not listed gives n/a.
+# Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs utilization.  The
+# first matching name wins.
 DATASHEET_BF16_TFLOPS = {
     "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250,
     "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
@@ -35,33 +33,28 @@ class Timing:
 
 
 def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
-    """Wall time of fn(), launches included.
+    """Return the wall time of fn(), launches included.
 
-    On a GPU: triton's do_bench (warm-up first, so that compilation stays out;
-    the L2 cache is flushed before every call, so that inputs come from memory).
+    On a GPU: triton's do_bench.  It warms up first, so compilation stays out, and flushes the L2
+    cache before every call, so inputs come from memory.
     """
     if HAS_GPU:
-        return Timing(
-            *(
-                1e3 * t
-                for t in triton.testing.do_bench(
-                    fn, warmup=25, rep=rep_ms, quantiles=[0.2, 0.5, 0.8]
-                )
-            )
-        )
+        quantiles = [0.2, 0.5, 0.8]
+        ms = triton.testing.do_bench(fn, warmup=25, rep=rep_ms, quantiles=quantiles)
+        return Timing(*(1e3 * t for t in ms))
     samples = []
     for _ in range(3):
         start = time.perf_counter()
         fn()
         samples.append(1e6 * (time.perf_counter() - start))
-    low, middle, high = sorted(samples)
-    return Timing(low, middle, high)
+    return Timing(*sorted(samples))
 
 
 def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
-    """Wall time of one fn() among `calls` that are queued back to back, median of several batches.
+    """Return the wall time of one fn() among `calls` that are queued back to back.
 
-    That is what a training loop pays: the host's time or the GPU's, whichever is longer.
+    A training loop pays this time: the host's or the GPU's, whichever is longer.  The result is the
+    median of several batches of calls.
     """
     calls, batches = (calls, 5) if HAS_GPU else (1, 3)
     fn()
@@ -77,10 +70,10 @@ def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
 
 
 def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
-    """Kernel time of fn() alone: median us of its replays from one CUDA graph, no Python between.
+    """Return the kernel time of fn() alone: the median us of its replays from one CUDA graph.
 
-    Without a GPU, or where fn cannot be captured because it synchronizes with
-    the host, None.  Replays run back to back, so data that fits in L2 stays there.
+    None without a GPU, or if fn synchronizes with the host and so cannot be captured.  Replays run
+    back to back, so data that fits in L2 stays there.
     """
     if not HAS_GPU:
         return None
@@ -95,7 +88,7 @@ def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
 
 
 def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
-    """Measured device copy rate, GB/s, reads plus writes counted."""
+    """Measure the device's copy rate in GB/s, reads plus writes."""
     if not HAS_GPU:
         n_bytes = 64 << 20
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
@@ -104,32 +97,26 @@ def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
 
 
 def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Measured matrix rate, TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
+    """Measure the matrix rate in TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
     n = n if HAS_GPU else 512
     a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 
 def fp8_rate(n: int = 8192) -> float:
-    """The same of e4m3 numbers with a scale for each row, added up fast; needs a GPU."""
+    """Measure the same for e4m3 with a scale for each row and fast accumulation; needs a GPU."""
     a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     scales = torch.ones(n, 1, device=DEVICE)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
     def product() -> torch.Tensor:
-        return torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=scales,
-            scale_b=scales.t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
+        return torch._scaled_mm(a, b.t(), scale_a=scales, scale_b=scales.t(), **options)
 
     return 2 * n**3 / time_us(product, rep_ms=400).p50 / 1e6
 
 
 def datasheet_tflops(gpu: str | None) -> float | None:
-    """Dense bf16 TFLOP/s by the data sheet, None where the GPU is not listed."""
+    """Return dense bf16 TFLOP/s by the data sheet; None for a GPU that is not listed."""
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
 
 
@@ -147,15 +134,16 @@ class _Result(torch.autograd.Function):
 
 
 def as_a_result(values: torch.Tensor) -> torch.Tensor:
-    """A copy that requires a gradient and, as logits are, is an operation's result; the operation
-    keeps nothing for its backward, and its own gradient is one number.
+    """Return a copy that requires a gradient and is an operation's result, as logits are.
+
+    The operation keeps nothing for its backward, and its own gradient is one number.
     """
     anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
     return _Result.apply(anchor, values)
 
 
 def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
-    """Peak GPU memory that fn() allocates beyond what was allocated before it; None on the CPU."""
+    """Return the peak of what fn() allocates beyond what was allocated before; None on the CPU."""
     if not HAS_GPU:
         return None
     fn()  # workspaces that are allocated once do not count
@@ -168,7 +156,7 @@ def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory allocated on the GPU so far; on the CPU, this process's peak resident size."""
+    """Return the GPU's peak of allocated memory; on the CPU, the process's peak resident size."""
     if HAS_GPU:
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

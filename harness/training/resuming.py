@@ -1,7 +1,7 @@
 """From which checkpoint a run goes on, and whether it may: flags, facts, refusals.
 
-The files themselves are those of checkpoint_files.py.  What does not fit is refused before a model
-is loaded; the flags alone import no PyTorch.
+checkpoint_files.py reads and writes the files.  A checkpoint that does not fit is refused before a
+model is loaded.  The flags alone import no PyTorch.
 """
 
 import argparse
@@ -12,38 +12,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.cli.command_line import UserError, flag_name
+from harness.cli.command_line import UserError
 from harness.cli.workload import Workload
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import FACTS, newest
 
-# lists of a run with an entry for each step
+# lists in a run's facts that have an entry for each step
 COLUMNS = "losses", "seconds", "tokens", "peaks", "data_seconds"
-# on what bits depend besides the workload
+# facts besides the workload that the bits of a result depend on
 MACHINE = "gpu", "cpu", "torch", "cuda", "triton", "transformers"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a run's flags say about them; by default there are none."""
+    """What a run's flags say about checkpoints; by default there are none."""
 
-    folder: str | None = None  # to write them to
+    folder: str | None = None  # to write checkpoints to
     every: int | None = None  # steps; None: only when a signal ends the run
-    resume: str | None = None  # to go on from its newest
-    keep: int = 1  # how many stay, the newest ones
+    resume: str | None = None  # the folder whose newest checkpoint the run goes on from
+    keep: int = 1  # how many checkpoints stay, the newest ones
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
-        """What the flags say.
+        """Return what the flags say.
 
         Raises:
-            UserError: there is no folder to write to, or the checkpoint of another run is in it.
+            UserError: `refuse_another_runs` refuses the folder to write to.
         """
         asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
-        for name in ("checkpoint_every", "keep"):
-            if (value := getattr(args, name)) and not asked.folder:
-                given = f"{flag_name(name)} {value} has no place to write to"
-                raise UserError(f"{given}: add --checkpoint DIR")
         asked.refuse_another_runs()
         return asked
 
@@ -51,7 +47,7 @@ class Checkpoints:
         """Refuse to write beside a checkpoint that this run does not go on from.
 
         Raises:
-            UserError: there is one, or a folder that is none has the name of a later one.
+            UserError: there is such a checkpoint, or something else that has a checkpoint's name.
         """
         if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
             given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
@@ -68,7 +64,7 @@ class Checkpoints:
         """Hold the folder, so that no other run writes there meanwhile.
 
         Raises:
-            UserError: another run does, or has done since the flags were read.
+            UserError: another run writes there, or has written since the flags were read.
         """
         with checkpoint_files.alone_in(self.folder):
             self.refuse_another_runs()
@@ -76,28 +72,26 @@ class Checkpoints:
 
     @property
     def is_asked(self) -> bool:
-        """Is there anything to write or to go on from?"""
+        """Return True if there is a folder to write to or to go on from."""
         return self.folder is not None or self.resume is not None
 
 
 def read(folder: str, workload: Workload) -> tuple[Path, dict]:
-    """The newest checkpoint, and its facts, if the workload may go on from it.
+    """Return the newest checkpoint in a folder and its facts, if the workload may go on from it.
 
-    Prints from where, and what is done in another way than before.
+    Prints where the run goes on, and what it does in another way than before.
 
     Raises:
-        UserError: there is none, it is damaged, is of another training, or has no step left; what
-            `load_config` refuses.
+        UserError: there is no checkpoint; it is damaged, of another training, or has no step left;
+            or `load_config` refuses the model.
     """
     from harness.model.architecture import computing_differences
     from harness.model.config_file import load_config
 
     path = newest(folder) if folder else None
     if path is None:
-        expected = "a folder that --checkpoint DIR has written to"
-        raise UserError(
-            f"--resume {folder!r} holds no checkpoint, expected {expected}: name another"
-        )
+        given = f"--resume {folder!r} holds no checkpoint"
+        raise UserError(f"{given}, expected a folder that --checkpoint wrote to: name another")
     try:
         facts = json.loads((path / FACTS).read_text())
         saved, step = Workload.from_record(facts), facts["step"]
@@ -128,15 +122,15 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
 
 
 def refused_differences(saved: Workload, workload: Workload) -> list[str]:
-    """What makes it another training than the saved one.
+    """Return words for each setting that makes the workload another training than the saved one.
 
     A step's sequences may be laid out in another way: 8 at once, in two micro-batches of 4, or 4 on
-    each of two GPUs.  The number of steps decides which samples are read, and so their order.
+    each of two GPUs.  The number of steps must stay, because it decides which samples are read.
     """
     without_layout = {"batch_size": 1, "accumulate": None, "world_size": None}
     before, now = replace(saved, **without_layout), replace(workload, **without_layout)
     different = before.differences(now)
-    if saved.fp8 != workload.fp8:  # it rounds otherwise
+    if saved.fp8 != workload.fp8:  # FP8 rounds otherwise
         different.append(f"fp8 {workload.fp8} (not {saved.fp8})")
     expected, given = (each.sequences * each.micro_batches for each in (saved, workload))
     if given != expected:
@@ -145,28 +139,26 @@ def refused_differences(saved: Workload, workload: Workload) -> list[str]:
 
 
 def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
-    """A line for all that is done in another way, and whether that may change the last bits."""
+    """Return a line for all that is done in another way but gives the same bits, and for the rest.
+
+    Args:
+        machine: the facts of MACHINE where the checkpoint was written.
+    """
     from harness.records.run_records import environment
 
     here = environment()
+    pairs = {name: (before, here[name]) for name, before in machine.items()}
+    pairs |= {n: (getattr(saved, n), getattr(workload, n)) for n in ("batch_size", "accumulate")}
     changed = [
-        f"{name} {here[name]} (not {before})"
-        for name, before in machine.items()
-        if here[name] != before
+        f"{name} {now} (not {before})" for name, (before, now) in pairs.items() if before != now
     ]
-    for name in ("batch_size", "accumulate"):
-        before, now = getattr(saved, name), getattr(workload, name)
-        if before != now:
-            changed.append(f"{name} {now} (not {before})")
     exact = []
     for difference in saved.differences(workload, how=True):
         name = difference.split()[0]
         # PyTorch's AdamW computes in another order where a graph may record it; ours does not
         stays = name == "offload" or (name == "cuda_graph" and "adamw" in workload.kernels)
         (exact if stays else changed).append(difference)
-    lines = []
-    if exact:
-        lines.append(f"In another way, with the same result to the bit: {'; '.join(exact)}")
-    if changed:
-        lines.append(f"In another way, so that last bits may differ: {'; '.join(changed)}")
-    return lines
+    endings = {"with the same result to the bit": exact, "so that last bits may differ": changed}
+    return [
+        f"In another way, {words}: {'; '.join(each)}" for words, each in endings.items() if each
+    ]

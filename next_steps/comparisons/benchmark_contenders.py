@@ -1,4 +1,4 @@
-"""Who is timed: PyTorch in its several forms, our kernels, and the time of the host alone.
+"""Who is timed: PyTorch in its several forms, our kernels, and the host alone.
 
 Other libraries are in benchmark_peers.py.
 """
@@ -43,26 +43,24 @@ from next_steps.lessons.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_re
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
-from next_steps.studies.fp8_contenders import separate_swiglu, separate_swiglu_backward
+from next_steps.studies.fp8_costs import separate_swiglu, separate_swiglu_backward
 from rmsnorm_kernel import TritonRMSNormFunction
 
 
 @dataclass(frozen=True)
 class Contenders:
-    """Of one kernel: everything but the other libraries."""
+    """One kernel's implementations, without the other libraries."""
 
-    # The first is what ours is judged by, and what torch.compile compiles.
-    pytorch: list[Implementation]
+    pytorch: list[Implementation]  # the first one judges ours, and torch.compile compiles it
     ours: list[Implementation]
-    # The time of the host alone, where it can be longer than the GPU's.
-    nothing: Callable | None = None
+    nothing: Callable | None = None  # the host alone, where its time can exceed the GPU's
     compile_pytorch: bool = True
     compile_ours: bool = False  # the first one of ours
     donate: bool = False  # see compile_function
 
 
 class Nothing(torch.autograd.Function):
-    """Allocates what RMSNorm or SwiGLU return and launches no kernel: Python and autograd alone."""
+    """Allocate what RMSNorm or SwiGLU return, and launch no kernel: Python and autograd alone."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -90,7 +88,7 @@ class NothingLoss(torch.autograd.Function):
 
 
 class NothingRotated(torch.autograd.Function):
-    """The same for RoPE, which needs neither q nor k in the backward."""
+    """The same for RoPE, whose backward needs neither q nor k."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin):
@@ -114,52 +112,39 @@ def eager_linear_cross_entropy(
 
 
 def rmsnorm_contenders(dtype: str) -> Contenders:
-    return Contenders(
-        [
-            Implementation(EAGER, eager_rmsnorm),
-            Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
-        ],
-        [Implementation(OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))],
-        Nothing.apply,
-        compile_ours=True,
-    )
+    pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
+    ours = Implementation(OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
+    eager = Implementation(EAGER, eager_rmsnorm)
+    return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
-    return Contenders(
-        [
-            Implementation(EAGER, eager_cross_entropy),
-            Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
-        ],
-        [
-            Implementation(OURS, TritonCrossEntropyLoss()),
-            Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
-            Implementation(PLAIN, PlainCrossEntropyFunction.apply),
-        ],
-        NothingLoss.apply,
-        compile_ours=True,
-    )
+    pytorch = [
+        Implementation(EAGER, eager_cross_entropy),
+        Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
+    ]
+    ours = [
+        Implementation(OURS, TritonCrossEntropyLoss()),
+        Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
+        Implementation(PLAIN, PlainCrossEntropyFunction.apply),
+    ]
+    return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
-    return Contenders(
-        [Implementation(EAGER, swiglu_reference)],
-        [
-            Implementation(OURS, TritonSwiGLU()),
-            Implementation(IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
-        ],
-        Nothing.apply,
-    )
+    ours = [
+        Implementation(OURS, TritonSwiGLU()),
+        Implementation(IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
+    ]
+    return Contenders([Implementation(EAGER, swiglu_reference)], ours, Nothing.apply)
 
 
 def rope_contenders(dtype: str) -> Contenders:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    return Contenders(
-        [Implementation(EAGER, apply_rotary_pos_emb)],
-        [Implementation(OURS, triton_apply_rotary_pos_emb)],
-        NothingRotated.apply,
-    )
+    eager = Implementation(EAGER, apply_rotary_pos_emb)
+    ours = Implementation(OURS, triton_apply_rotary_pos_emb)
+    return Contenders([eager], [ours], NothingRotated.apply)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
@@ -168,8 +153,8 @@ def adamw_contenders(dtype: str) -> Contenders:
     if dtype == "bf16":
         rounded = functools.partial(TritonAdamW, **ADAMW, stochastic_rounding=True)
         ours.append(Implementation(f"{OURS}, stochastic rounding", rounded))
-    # On a GPU the default is foreach=True.  waits: without capturable=True they refuse to be
-    # recorded, even the fused one, which does not wait.
+    # On a GPU the default is foreach=True. waits: without capturable=True none of them can be
+    # recorded as a CUDA graph, not even the fused one, which does not wait.
     fused = functools.partial(torch_adamw, fused=True)
     pytorch = [
         Implementation("torch.optim.AdamW", torch_adamw, waits=True),
@@ -191,7 +176,7 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
         chunked = functools.partial(F.linear_cross_entropy, options=options)
         name = "F.linear_cross_entropy, chunked"
         pytorch.append(Implementation(name, chunked, backward_again=False))
-    # The second backward of one forward would be another one, which computes the logits anew.
+    # A second backward of one forward would compute the logits again.
     ours = Implementation(OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
     return Contenders(pytorch, [ours], donate=True)
 
@@ -209,10 +194,9 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
         in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
         eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
     one_tile = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
-    # each row may have a grad_output of its own
-    two_kernels = TritonReverseKLLoss(reduction="none")
+    two_kernels = TritonReverseKLLoss(reduction="none")  # a grad_output for each row
     ours = [
-        # a second backward would compute the gradient anew
+        # A second backward would compute the gradient again.
         Implementation(OURS, TritonReverseKLLoss(), backward_again=False),
         Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
     ]
@@ -221,39 +205,32 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
 
 def nf4_contenders(dtype: str) -> Contenders:
     def of_tensors(dequantize: Callable) -> Callable:
-        """What takes the problem's inputs: those of NF4, and the weight that they are of."""
+        """Take the problem's inputs: NF4's tensors, and the weight with its shape and dtype."""
         return lambda *inputs: dequantize(NF4(*inputs[:-1]), inputs[-1].shape, inputs[-1].dtype)
 
-    return Contenders(
-        [Implementation(FORMULA, of_tensors(nf4_dequantize_reference))],
-        [Implementation(OURS, of_tensors(nf4_dequantize))],
-    )
+    formula = Implementation(FORMULA, of_tensors(nf4_dequantize_reference))
+    return Contenders([formula], [Implementation(OURS, of_tensors(nf4_dequantize))])
 
 
 def fp8_contenders(dtype: str) -> Contenders:
-    return Contenders(
-        [Implementation(FORMULA, quantize_rows_reference)], [Implementation(OURS, quantize_rows)]
-    )
+    formula = Implementation(FORMULA, quantize_rows_reference)
+    return Contenders([formula], [Implementation(OURS, quantize_rows)])
 
 
 def fp8_casts_contenders(dtype: str) -> Contenders:
-    def both(forward: Callable, backward: Callable) -> Callable:
-        """What takes the problem's inputs: dy, and gate and up in one matrix."""
+    def both(name: str, forward: Callable, backward: Callable) -> Implementation:
+        """Take the problem's inputs: dy, and gate and up in one matrix."""
 
         def call(dy: torch.Tensor, gate_up: torch.Tensor) -> tuple[Rows, ...]:
             gate, up = gate_up.chunk(2, 1)
             return forward(gate, up), *backward(dy, gate, up)
 
-        return call
+        return Implementation(name, call)
 
-    formulas = both(swiglu_fp8_reference, swiglu_fp8_backward_reference)
-    return Contenders(
-        [Implementation(FORMULA, formulas)],
-        [
-            Implementation(OURS, both(swiglu_fp8, swiglu_fp8_backward)),
-            Implementation(SEPARATE, both(separate_swiglu, separate_swiglu_backward)),
-        ],
-    )
+    formula = both(FORMULA, swiglu_fp8_reference, swiglu_fp8_backward_reference)
+    ours = both(OURS, swiglu_fp8, swiglu_fp8_backward)
+    separate = both(SEPARATE, separate_swiglu, separate_swiglu_backward)
+    return Contenders([formula], [ours, separate])
 
 
 CONTENDERS: dict[str, Callable[[str], Contenders]] = {
@@ -271,11 +248,14 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
 
 
 def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> list[Implementation]:
-    """In the order of the table's rows; anew for each size, for torch.compile to specialize to."""
+    """Return the implementations in the order of the table's rows.
+
+    They are made anew for each size, so that torch.compile specializes to it.
+    """
     own = CONTENDERS[kernel](dtype)
     compiled, ours = [], own.ours
     if HAS_GPU and own.compile_pytorch:
-        torch.compiler.reset()  # it gives up after eight shapes; forget those before this one
+        torch.compiler.reset()  # it gives up after eight shapes, so it forgets the earlier ones
         function = compile_function(own.pytorch[0].function, own.donate)
         compiled = [Implementation(COMPILED, function, backward_again=not own.donate)]
         if own.compile_ours:
@@ -286,11 +266,11 @@ def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> lis
 
 
 def compile_function(function: Callable, donate: bool = False) -> Callable:
-    """torch.compile for one shape, all of it or an error."""
+    """Compile the whole function for one shape, or raise."""
     import torch._functorch.config
 
-    # Donation lets a compiled backward reuse the memory of what the forward saved for it.  Without
-    # it the backward can run more than once, and so be timed by itself; but where the logits are
-    # saved, it would take twice as much.
+    # Donation lets a compiled backward reuse the memory of what the forward saved. Without donation
+    # the backward can run more than once, so it can be timed alone. But where the logits are saved,
+    # it takes twice as much memory.
     torch._functorch.config.donated_buffer = donate
     return torch.compile(function, dynamic=False, fullgraph=True)

@@ -1,7 +1,9 @@
-"""Whom ours is compared with besides PyTorch: Liger-Kernel, QuACK and bitsandbytes."""
+"""The other libraries that ours is compared with: Liger-Kernel, QuACK and bitsandbytes.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Each function imports its library and returns the library's implementations of one kernel.
+"""
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +14,22 @@ from harness.cli.tables import describe
 from next_steps.comparisons.benchmark_problems import EPS
 from next_steps.lessons.nf4_kernel import BLOCK, GROUP
 
-LIGER, LIGER_IN_PLACE = "Liger-Kernel", "Liger-Kernel, in place"  # without a mode that keeps inputs
+LIGER = "Liger-Kernel"
+LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
 
 
 def liger_rmsnorm() -> list[Implementation]:
     from liger_kernel.ops import LigerRMSNormFunction
 
-    def rmsnorm(x, weight):
-        # not in place, where it writes dx over dy, which the timing loop uses again
-        return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
-
-    return [Implementation(LIGER, rmsnorm)]
+    # Not in place. In place it writes dx over dy, which the timing loop uses again.
+    settings = EPS, 0.0, "llama", False
+    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
 
 
 def liger_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
-    # it reads the number of valid targets back to the host
+    # The host reads the number of valid targets.
     return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
 
 
@@ -41,33 +42,28 @@ def liger_swiglu() -> list[Implementation]:
 def liger_rope() -> list[Implementation]:
     from liger_kernel.transformers import liger_rotary_pos_emb
 
-    # it overwrites q and k, and the gradients that come in
+    # It overwrites q, k and the gradients of its outputs.
     return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
 
 
 def liger_linear_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = LigerFusedLinearCrossEntropyLoss()  # it reads that number back to the host, too
-
-    def linear_cross_entropy(hidden, weight, targets):
-        return loss(weight, hidden, targets)
-
-    return [Implementation(LIGER, linear_cross_entropy, waits=True)]
+    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
+    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
 
 
 def liger_reverse_kl() -> list[Implementation]:
     from liger_kernel.transformers import LigerJSD
 
-    # The generalized JSD of log-probabilities, which are PyTorch's; with beta 1 it is
+    # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
     jsd = LigerJSD(beta=1.0)
 
-    def reverse_kl(student, teacher):
-        both = (F.log_softmax(each, -1, dtype=torch.float32) for each in (student, teacher))
-        return jsd(*both)
+    def reverse_kl(*logits):
+        return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
 
-    # it waits for grad_output
+    # It waits for grad_output.
     return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
 
 
@@ -102,59 +98,41 @@ def quack_rmsnorm() -> list[Implementation]:
 def quack_cross_entropy() -> list[Implementation]:
     import quack
 
-    def in_place(logits, targets):
-        return quack.cross_entropy(logits, targets, inplace_backward=True)
-
+    in_place = functools.partial(quack.cross_entropy, inplace_backward=True)
     return [
         Implementation("QuACK", quack.cross_entropy),
         Implementation("QuACK, in place", in_place, backward_again=False),
     ]
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A library, and what makes its implementations of a kernel."""
-
-    package: str  # as pip knows it
-    module: str
-    kernels: dict[str, Callable[[], list[Implementation]]]
-
-
-PEERS = {
-    "Liger-Kernel": Peer(
-        "liger-kernel",
-        "liger_kernel",
-        {
-            "rmsnorm": liger_rmsnorm,
-            "cross_entropy": liger_cross_entropy,
-            "swiglu": liger_swiglu,
-            "rope": liger_rope,
-            "linear_cross_entropy": liger_linear_cross_entropy,
-            "reverse_kl": liger_reverse_kl,
-        },
-    ),
-    "QuACK": Peer(
-        "quack-kernels",
-        "quack",
-        {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
-    ),
-    "bitsandbytes": Peer("bitsandbytes", "bitsandbytes", {"nf4": bitsandbytes_nf4}),
+PACKAGES = {  # library: (its name for pip, the module)
+    "Liger-Kernel": ("liger-kernel", "liger_kernel"),
+    "QuACK": ("quack-kernels", "quack"),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
+}
+PEERS = {  # kernel: {library: what makes its implementations}
+    "rmsnorm": {LIGER: liger_rmsnorm, "QuACK": quack_rmsnorm},
+    "cross_entropy": {LIGER: liger_cross_entropy, "QuACK": quack_cross_entropy},
+    "swiglu": {LIGER: liger_swiglu},
+    "rope": {LIGER: liger_rope},
+    "linear_cross_entropy": {LIGER: liger_linear_cross_entropy},
+    "reverse_kl": {LIGER: liger_reverse_kl},
+    "nf4": {"bitsandbytes": bitsandbytes_nf4},
 }
 
 
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
-    """(the other libraries' implementations, a sentence for each library that is absent)."""
+    """Return the other libraries' implementations, and a sentence for each absent library."""
     found, absent = [], []
-    for name, peer in PEERS.items():
-        if kernel not in peer.kernels:
-            continue
+    for name, make in PEERS.get(kernel, {}).items():
+        package, module = PACKAGES[name]
         try:
-            implementations = peer.kernels[kernel]()
+            implementations = make()
         except Exception as error:  # whatever its import raises, ours can still be measured
-            if isinstance(error, ModuleNotFoundError) and error.name == peer.module:
-                absent.append(f"{name}: not installed (pip install {peer.package} to add it)")
-            else:
-                absent.append(f"{name}: cannot be imported ({describe(error)})")
+            reason = f"cannot be imported ({describe(error)})"
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                reason = f"not installed (pip install {package} to add it)"
+            absent.append(f"{name}: {reason}")
             continue
         if HAS_GPU:
             found += implementations

@@ -23,7 +23,7 @@ CHECKED_PARAMETERS = 2**18
 REFERENCE_CHUNK = 4096  # rows of RMSNorm differentiated in float64 at a time
 LOGITS_CHUNK = 512  # rows of logits in float64 at a time: 0.5 GB at V = 128,256
 Parts = dict[str, torch.Tensor]  # of results, by name
-ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # such a rate changes bf16 weights visibly, in one step
+ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # this rate changes bf16 weights visibly, in one step
 
 
 def eager_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,23 +52,52 @@ def rmsnorm_problem(tokens: int, hidden: int, dtype: torch.dtype) -> Problem:
     return Problem([x, weight], 2, (dy,), parts, parts(None, (dx, dw)))
 
 
+def loss_problem(
+    inputs: list[torch.Tensor], name: str, columns: torch.Tensor, reference: Callable
+) -> Problem:
+    """A loss of logits (B*T, V), whose gradient is judged at some columns and elsewhere.
+
+    Apart, because the entries of these columns carry nearly all of the norm. They would hide the
+    errors of the others.
+
+    Args:
+        inputs: the logits first.
+        name: of the entries in `columns` (B*T, 1).
+        reference: (rows of the logits in float64, the same rows of the other input) -> their sum.
+    """
+    logits, other = inputs
+
+    def parts(loss: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> Parts:
+        rows, where = gradients[0][:CHECKED_ROWS], columns[:CHECKED_ROWS]
+        return {name: rows.gather(1, where), "other": rows.scatter(1, where, 0.0)}
+
+    rows = logits[:CHECKED_ROWS].double().requires_grad_()
+    # Rows are independent, except for the mean's 1 / tokens.
+    mean = reference(rows, other[:CHECKED_ROWS]) / len(logits)
+    return Problem(inputs, 1, None, parts, parts(None, torch.autograd.grad(mean, [rows])))
+
+
 def cross_entropy_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Problem:
     torch.manual_seed(0)
     logits = torch.randn(tokens, vocab, device=DEVICE, dtype=dtype)  # (B*T, V)
     targets = torch.randint(vocab, (tokens,), device=DEVICE)  # (B*T,)
 
-    def parts(loss: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> Parts:
-        # Apart, because the targets' entries carry nearly all of the norm and would hide the
-        # others' errors.
-        rows, columns = gradients[0][:CHECKED_ROWS], targets[:CHECKED_ROWS, None]
-        return {"target": rows.gather(1, columns), "other": rows.scatter(1, columns, 0.0)}
+    def reference(rows: torch.Tensor, row_targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_reference(rows, row_targets, reduction="sum")
 
-    rows = logits[:CHECKED_ROWS].double().requires_grad_()
-    total = cross_entropy_reference(rows, targets[:CHECKED_ROWS], reduction="sum")
-    exact = torch.autograd.grad(
-        total / tokens, [rows]
-    )  # rows are independent but for the mean's 1 / tokens
-    return Problem([logits, targets], 1, None, parts, parts(None, exact))
+    return loss_problem([logits, targets], "target", targets[:, None], reference)
+
+
+def reverse_kl_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Problem:
+    torch.manual_seed(0)
+    student = 3 * random(tokens, vocab, dtype=dtype)  # (B*T, V)
+    teacher = student + random(tokens, vocab, dtype=dtype)  # (B*T, V): the student knows something
+
+    def reference(rows: torch.Tensor, teacher_rows: torch.Tensor) -> torch.Tensor:
+        return reverse_kl_reference(rows, teacher_rows.double(), reduction="sum")
+
+    probable = student[:CHECKED_ROWS].argmax(1, keepdim=True)
+    return loss_problem([student, teacher], "probable", probable, reference)
 
 
 def swiglu_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
@@ -85,33 +114,28 @@ def swiglu_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
 
 
 def rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
-    """q and k of as few sequences as MAX_SEQUENCE allows, in the layout in which Hugging Face's
-    attention has them.
-    """
+    """Few sequences, of up to MAX_SEQUENCE tokens, in the layout of Hugging Face's attention."""
     torch.manual_seed(0)
     T = next(length for length in range(min(tokens, MAX_SEQUENCE), 0, -1) if tokens % length == 0)
     shapes = [(tokens // T, T, heads, HEAD_DIM) for heads in (Q_HEADS, K_HEADS)]
-    q, k, dq, dk = (
-        random(*shape, dtype=dtype).transpose(1, 2) for shape in shapes * 2
-    )  # (B, heads, T, D)
+    tensors = (random(*shape, dtype=dtype).transpose(1, 2) for shape in shapes * 2)
+    q, k, dq, dk = tensors  # (B, heads, T, D)
     frequencies = 500_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
-    angles = torch.outer(torch.arange(T, device=DEVICE), frequencies).repeat(1, 2)[
-        None
-    ]  # (1, T, D)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def last(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The last tokens' q and k in one: there the angles are largest."""
-        return torch.cat([t[-1, :, -CHECKED_ROWS:].flatten() for t in tensors])
+    angles = torch.outer(torch.arange(T, device=DEVICE), frequencies).repeat(1, 2)[None]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)  # (1, T, D)
 
     def parts(rotated: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> Parts:
-        return {"rotated": last(rotated), "gradient": last(gradients)}
+        # the last tokens' q and k in one: their angles are largest
+        found = {"rotated": rotated, "gradient": gradients}
+        return {
+            name: torch.cat([t[-1, :, -CHECKED_ROWS:].flatten() for t in tensors])
+            for name, tensors in found.items()
+        }
 
     inputs = [t[-1:, :, -CHECKED_ROWS:].double().requires_grad_() for t in (q, k)]
     rotated = rope_reference(*inputs, *(t[:, -CHECKED_ROWS:].double() for t in (cos, sin)))
-    gradients = torch.autograd.grad(
-        rotated, inputs, [t[-1:, :, -CHECKED_ROWS:].double() for t in (dq, dk)]
-    )
+    upstream = [t[-1:, :, -CHECKED_ROWS:].double() for t in (dq, dk)]
+    gradients = torch.autograd.grad(rotated, inputs, upstream)
     return Problem([q, k, cos, sin], 2, (dq, dk), parts, parts(rotated, gradients))
 
 
@@ -122,13 +146,12 @@ def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Probl
     before, *others = (t[-CHECKED_PARAMETERS:].double() for t in (p, g, m, v))
 
     def parts(stepped: torch.Tensor, gradients: tuple[()]) -> Parts:
-        # What the step adds: beside the weights themselves, the error of a step that is wrong would
-        # be small.
+        # Beside the weights themselves, the error of a wrong step would be small.
         return {"update": stepped[-CHECKED_PARAMETERS:].double() - before}
 
-    exact, *_ = adamw_reference(
-        before, *others, STEPS_DONE + 1, beta1=0.9, beta2=0.999, eps=1e-8, **ADAMW
-    )  # torch's default betas and eps, which all contenders share
+    # torch's default betas and eps, which all contenders share
+    settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **ADAMW}
+    exact, *_ = adamw_reference(before, *others, STEPS_DONE + 1, **settings)
     return Problem([p, g, m, v], None, None, parts, parts(exact, ()))
 
 
@@ -136,23 +159,17 @@ def linear_cross_entropy_problem(tokens: int, size: tuple[int, int], dtype: torc
     torch.manual_seed(0)
     H, V = size
     hidden = random(tokens, H, dtype=dtype)  # (B*T, H)
-    weight = (torch.randn(V, H, device=DEVICE) / H**0.5).to(
-        dtype
-    )  # (V, H), so that logits are about as large as 1
+    weight = (torch.randn(V, H, device=DEVICE) / H**0.5).to(dtype)  # (V, H): logits near 1
     targets = torch.randint(V, (tokens,), device=DEVICE)  # (B*T,)
+    all_words = torch.arange(V, device=DEVICE)
     wanted = targets[:CHECKED_ROWS]
-    unwanted = torch.arange(V, device=DEVICE)[~torch.isin(torch.arange(V, device=DEVICE), targets)][
-        :CHECKED_ROWS
-    ]
+    unwanted = all_words[~torch.isin(all_words, targets)][:CHECKED_ROWS]
 
     def parts(loss: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> Parts:
         # Apart, because the rows of words that are targets carry nearly all of dW's norm.
         dhidden, dweight = gradients
-        return {
-            "dhidden": dhidden[:CHECKED_ROWS],
-            "dW target": dweight[wanted],
-            "dW other": dweight[unwanted],
-        }
+        dhidden = dhidden[:CHECKED_ROWS]
+        return {"dhidden": dhidden, "dW target": dweight[wanted], "dW other": dweight[unwanted]}
 
     weight64, dhidden, dweight = weight.double(), None, 0.0
     words = torch.cat([wanted, unwanted])  # dW in float64 is 4 GB: these rows alone
@@ -162,37 +179,13 @@ def linear_cross_entropy_problem(tokens: int, size: tuple[int, int], dtype: torc
         (dlogits,) = torch.autograd.grad(total / tokens, [logits])
         dhidden = dlogits[:CHECKED_ROWS] @ weight64 if dhidden is None else dhidden
         dweight = dweight + dlogits[:, words].t() @ rows
-    exact = {
-        "dhidden": dhidden,
-        "dW target": dweight[: len(wanted)],
-        "dW other": dweight[len(wanted) :],
-    }
+    dw_target, dw_other = dweight.split([len(wanted), len(unwanted)])
+    exact = {"dhidden": dhidden, "dW target": dw_target, "dW other": dw_other}
     return Problem([hidden, weight, targets], 2, None, parts, exact)
 
 
-def reverse_kl_problem(tokens: int, vocab: int, dtype: torch.dtype) -> Problem:
-    torch.manual_seed(0)
-    student = 3 * random(tokens, vocab, dtype=dtype)  # (B*T, V)
-    teacher = student + random(
-        tokens, vocab, dtype=dtype
-    )  # (B*T, V), of which the student knows something
-
-    def parts(loss: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> Parts:
-        # Apart, because the most probable columns' entries are the largest and would hide the
-        # others' errors.
-        rows, columns = gradients[0][:CHECKED_ROWS], student[:CHECKED_ROWS].argmax(1, keepdim=True)
-        return {"probable": rows.gather(1, columns), "other": rows.scatter(1, columns, 0.0)}
-
-    rows = student[:CHECKED_ROWS].double().requires_grad_()
-    total = reverse_kl_reference(rows, teacher[:CHECKED_ROWS].double(), reduction="sum")
-    exact = torch.autograd.grad(
-        total / tokens, [rows]
-    )  # rows are independent but for the mean's 1 / tokens
-    return Problem([student, teacher], 1, None, parts, parts(None, exact))
-
-
 def nf4_problem(numbers: int, size: tuple[()], dtype: torch.dtype) -> Problem:
-    """Codes and scales; and the weight that they are of, for its shape and dtype alone."""
+    """Codes and scales, and their weight, from which only the shape and the dtype are read."""
     torch.manual_seed(0)
     weight = 0.02 * random(numbers, dtype=dtype)
     nf4 = nf4_quantize(weight)
@@ -205,14 +198,15 @@ def nf4_problem(numbers: int, size: tuple[()], dtype: torch.dtype) -> Problem:
     return Problem([*nf4, weight], 0, None, parts, parts(exact, ()))
 
 
+def first_rows(codes: Rows) -> torch.Tensor:
+    return dequantize(Rows(*(t[:CHECKED_ROWS] for t in codes)), torch.float32)
+
+
 def fp8_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
     torch.manual_seed(0)
     x = random(tokens, columns, dtype=dtype)  # (N, K)
-
-    def parts(rows: Rows, gradients: tuple[()]) -> Parts:
-        return {"rows": dequantize(Rows(*(t[:CHECKED_ROWS] for t in rows)), torch.float32)}
-
-    return Problem([x], 0, None, parts, {"rows": x[:CHECKED_ROWS].double()})
+    exact = {"rows": x[:CHECKED_ROWS].double()}
+    return Problem([x], 0, None, lambda codes, _: {"rows": first_rows(codes)}, exact)
 
 
 def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
@@ -222,8 +216,7 @@ def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
     dy = random(tokens, columns, dtype=dtype)  # (N, I)
 
     def parts(results: tuple[Rows, ...], gradients: tuple[()]) -> Parts:
-        few = (Rows(*(t[:CHECKED_ROWS] for t in rows)) for rows in results)
-        return dict(zip(("y", "gradients", "y again"), (dequantize(r, torch.float32) for r in few)))
+        return dict(zip(("y", "gradients", "y again"), map(first_rows, results)))
 
     inputs = [t[:CHECKED_ROWS].double().requires_grad_() for t in gate_up.chunk(2, 1)]
     y = swiglu_reference(*inputs)

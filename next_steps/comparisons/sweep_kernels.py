@@ -1,15 +1,15 @@
-"""Why do the kernel files carry these settings?  Every launch with others, each checked and timed.
+"""Why do the kernel files carry these settings?  This checks and times each launch with others.
 
     python benchmark_kernels.py --sweep                                   # both files' launches
     python benchmark_kernels.py --kernel rmsnorm --hidden 8192 --sweep    # another size or GPU
 
-A kernel runs with some number of warps, on tiles of some shape, in some number of programs.  None
-of that changes its result, but all of it changes how fast it is.  The kernel files carry what was
-fastest where they were measured.
+A kernel runs with some number of warps, on tiles of some shape, in some number of programs.  These
+settings change how fast a kernel is, but not its result.  The kernel files carry what was fastest
+where they were measured.
 
-Nothing in those files knows of this one: for each setting a stand-in takes the kernel's place in
-its module, and launches the kernel as its launcher asks, but for the setting.  So what a file
-carries is observed, not copied.
+The kernel files do not know of this file.  For each setting a stand-in takes the kernel's place in
+its module.  The stand-in launches the kernel as the launcher asks, except for the setting.  So the
+setting that a file carries is observed, not copied.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from harness.benchmark.checking import FLOOR
 from harness.cli.command_line import RunError
@@ -28,18 +30,11 @@ from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
 from next_steps.comparisons.sweep_launches import LAUNCHES, Launch, processors
 from next_steps.comparisons.sweep_tables import Setting, words
 
-# after the kernels, which decide how Triton will run
-from triton.errors import TritonError  # isort: skip
-from triton.runtime.errors import OutOfResources  # isort: skip
-
 HANDFUL = 4  # settings per launch on the CPU, beside the file's own
 
 
 class StandIn:
-    """Takes a kernel's place: launches it with these options in place of the launcher's.
-
-    It keeps what it saw.
-    """
+    """Take a kernel's place: launch it with these options in place of the launcher's, keep both."""
 
     def __init__(self, kernel, options: Setting, n_programs: int | None):
         self.kernel, self.options, self.n_programs = kernel, options, n_programs
@@ -59,30 +54,26 @@ class StandIn:
 
 @contextlib.contextmanager
 def carrying(launch: Launch, setting: Setting) -> Iterator[StandIn]:
-    """Meanwhile the launch has this setting, as if its file carried it; with {}, what the file does
-    carry.
-    """
+    """Give the launch this setting, as if its file carried it; with {} the file's own setting."""
     options = {knob: value for knob, value in setting.items() if knob != "n_programs"}
     n_programs = setting.get("n_programs")
     with contextlib.ExitStack() as patches:
+
+        def replace(name: str, value: object) -> None:
+            patches.enter_context(mock.patch.object(launch.module, name, value))
+
         if launch.programs_from and n_programs:
-            # its launcher makes room for what each program leaves, so it must be told before the
-            # launch
-            told = n_programs, setting["STAGES"]
-            patches.enter_context(
-                mock.patch.object(launch.module, launch.programs_from, lambda *args: told)
-            )
-        asked = None if launch.programs_from else n_programs
-        stand_in = StandIn(getattr(launch.module, launch.kernel), options, asked)
-        patches.enter_context(mock.patch.object(launch.module, launch.kernel, stand_in))
+            # The launcher makes room for what each program leaves, so it must know the number.
+            told, n_programs = (n_programs, setting["STAGES"]), None
+            replace(launch.programs_from, lambda *args: told)
+        stand_in = StandIn(getattr(launch.module, launch.kernel), options, n_programs)
+        replace(launch.kernel, stand_in)
         yield stand_in
 
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """New tensors are full of NaN, so that what a kernel forgets to write cannot be the last
-    setting's result.
-    """
+    """Fill new tensors with NaN: what a kernel does not write must not be an earlier result."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -91,14 +82,14 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def carried(launch: Launch) -> tuple[Setting, dict[str, torch.Tensor]]:
-    """The setting that the file carries, and what it computes."""
+    """Return the setting that the file carries, and the outputs."""
     with carrying(launch, {}) as kernel, poisoned_outputs():
         outputs = launch.outputs()
     return {knob: kernel.launched[knob] for knob in launch.knobs}, outputs
 
 
 def settings_to_try(launch: Launch, shipped: Setting) -> list[Setting]:
-    """The file's own first, none twice; on the CPU a handful."""
+    """Return the file's setting, then the others without repetition; on the CPU a handful."""
     others = []
     for setting in launch.others(shipped):
         if setting not in [shipped, *others]:
@@ -107,21 +98,19 @@ def settings_to_try(launch: Launch, shipped: Setting) -> list[Setting]:
 
 
 def difference(found: torch.Tensor, shipped: torch.Tensor) -> float:
-    """||found - shipped|| / ||shipped||, on the GPU, because these are gigabytes."""
+    """Return ||found - shipped|| / ||shipped||, computed on the GPU: these are gigabytes."""
     if torch.equal(found, shipped):
         return 0.0
-    far, size = (
-        torch.linalg.vector_norm(t, dtype=torch.float32) for t in (found - shipped, shipped)
-    )
+    norm = torch.linalg.vector_norm
+    far, size = (norm(t, dtype=torch.float32) for t in (found - shipped, shipped))
     return (far / size).item()
 
 
 def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tensor]) -> dict:
-    """The setting's row: its time, or why it has none.
+    """Return the setting's row: its time, or the reason why it has none.
 
     Raises:
-        RunError: the launcher did not take the setting, which then must not be timed under its
-            name.
+        RunError: The launcher ignored the setting. So its time would be that of another setting.
     """
     row = {"setting": setting, "us": None, "registers": None, "spills": None, "fault": None}
     with carrying(launch, setting) as kernel:
@@ -144,11 +133,10 @@ def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tens
             )
         if kernel.compiled is not None:  # the interpreter compiles nothing
             row |= {"registers": kernel.compiled.n_regs, "spills": kernel.compiled.n_spills}
-        # Sums in another order are rounded otherwise, so not bit for bit.
+        # Sums in another order are rounded in another way, so bits may differ.
         errors = {name: difference(found[name], tensor) for name, tensor in expected.items()}
-        wrong = [
-            f"{name} {e:.1e}" for name, e in errors.items() if not e <= FLOOR[expected[name].dtype]
-        ]  # or NaN
+        allowed = {name: FLOOR[tensor.dtype] for name, tensor in expected.items()}
+        wrong = [f"{n} {e:.1e}" for n, e in errors.items() if not e <= allowed[n]]  # or NaN
         if wrong:
             return row | {"fault": f"WRONG, relative difference of {', '.join(wrong)}"}
         del found
@@ -156,21 +144,18 @@ def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tens
 
 
 def sweep(kernel: str, n_rows: int, size: int, dtype_name: str) -> list[dict]:
-    """One section of the record for each launch of the kernel's file."""
+    """Return a section of the record for each launch of the kernel's file."""
     sections, dtype = [], TORCH_DTYPES[dtype_name]
     for launch in LAUNCHES[kernel](n_rows, size, dtype):
         shipped, expected = carried(launch)
         to_try = settings_to_try(launch, shipped)
         if HAS_GPU:
-            print(
-                f"trying {len(to_try)} settings of {launch.name}, {n_rows:,} x {size:,}",
-                file=sys.stderr,
-            )
+            n_settings = f"trying {len(to_try)} settings of {launch.name}"
+            print(f"{n_settings}, {n_rows:,} x {size:,}", file=sys.stderr)
         tried = [try_setting(launch, setting, expected) for setting in to_try]
-        if tried[0]["fault"]:
-            raise RunError(
-                f"{launch.name}: what the file carries, launched a second time: {tried[0]['fault']}"
-            )
+        if fault := tried[0]["fault"]:
+            again = "what the file carries, launched a second time"
+            raise RunError(f"{launch.name}: {again}: {fault}")
         sections.append({
             "launch": launch.name, "file": f"{launch.module.__name__.replace('.', '/')}.py",
             "rows": n_rows, "size": size,

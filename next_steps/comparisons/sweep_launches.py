@@ -23,15 +23,14 @@ class Launch:
     kernel: str  # its name in the module
     knobs: tuple[str, ...]
     others: Callable[[Setting], list[Setting]]  # what to try beside the file's setting
-    run: Callable[[], object]  # this is timed; in place, it may find the logits overwritten
+    run: Callable[[], object]  # is timed; in place, it may find the logits overwritten
     outputs: Callable[[], dict[str, torch.Tensor]]  # what it computes from fresh inputs
     passes: int  # tensors as large as the input that must be read or written
-    # The module's function that gives (n_programs, STAGES), if there is one.
-    programs_from: str | None = None
+    programs_from: str | None = None  # the module's function that gives (n_programs, STAGES)
 
 
 def processors() -> int:
-    """Multiprocessors; without a GPU 2, so that programs have several rows each."""
+    """Return the number of multiprocessors; without a GPU 2, so programs have several rows each."""
     return torch.cuda.get_device_properties().multi_processor_count if HAS_GPU else 2
 
 
@@ -60,21 +59,17 @@ def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
         found.append(shipped | {"num_warps": 2})
         return found + [shipped | {"STAGES": stages} for stages in (2, 6)]
 
+    module, warps = rmsnorm_kernel, [1, 2, 4, 8, 16, 32]
     return [
         Launch(
-            "RMSNorm forward",
-            rmsnorm_kernel,
-            "_rmsnorm_fwd_kernel",
-            ("num_warps",),
-            lambda shipped: combinations(num_warps=(1, 2, 4, 8, 16, 32)),
+            *("RMSNorm forward", module, "_rmsnorm_fwd_kernel", ("num_warps",)),
+            lambda shipped: combinations(num_warps=warps),
             forward,
             lambda: dict(zip(("y", "rstd"), forward())),
             passes=2,
         ),
         Launch(
-            "RMSNorm backward",
-            rmsnorm_kernel,
-            "_rmsnorm_bwd_kernel",
+            *("RMSNorm backward", module, "_rmsnorm_bwd_kernel"),
             ("num_warps", "STAGES", "n_programs"),
             backward_settings,
             backward,
@@ -88,7 +83,7 @@ def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
 def tiles(
     shipped: Setting, warps: tuple[int, ...], shapes: list[tuple[float, float]]
 ) -> list[Setting]:
-    """Tiles whose rows, and columns per thread, are the file's times each pair of factors."""
+    """Return tiles: the file's rows, and columns per thread, times each pair of factors."""
     columns, found = shipped["TILE_COLS"] // shipped["num_warps"], []
     for w, (r, c) in itertools.product(warps, shapes):
         tile = {"TILE_ROWS": int(shipped["TILE_ROWS"] * r), "TILE_COLS": int(columns * c) * w}
@@ -119,8 +114,8 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
         return {"loss": loss, "m": found[:, 0], "d": found[:, 1]}
 
     def parts(dlogits: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Apart, because the targets' entries carry nearly all of the norm and would hide the
-        # others' errors.
+        # Apart, because the targets' entries carry nearly all of the norm. They would hide the
+        # errors of the others.
         columns = targets[:, None]
         return {"target": dlogits.gather(1, columns), "other": dlogits.scatter(1, columns, 0.0)}
 

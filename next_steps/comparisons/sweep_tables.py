@@ -1,4 +1,4 @@
-"""What --sweep prints: every setting of a launch with its time, and what follows for the file."""
+"""What --sweep prints: every setting of a launch with its time, and advice for the file."""
 
 from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
 from harness.records.run_records import ceilings_card
@@ -19,7 +19,7 @@ def words(setting: Setting) -> str:
 
 
 def programs(n_programs: int, section: dict) -> str:
-    """As a number, and where it comes from."""
+    """Return the number of programs, and its origin in brackets."""
     if n_programs == section["rows"]:
         return f"{n_programs:,} (rows)"
     per_processor, rest = divmod(n_programs, section["processors"])
@@ -28,7 +28,7 @@ def programs(n_programs: int, section: dict) -> str:
 
 
 def advice(section: dict) -> str:
-    """Keep what the file carries, or what to set in it."""
+    """Say what to set in the file, or to keep it."""
     timed = [row for row in section["tried"] if row["us"] is not None]
     shipped = next(row for row in section["tried"] if row["setting"] == section["shipped"])
     best = min(timed, key=lambda row: row["us"])
@@ -57,7 +57,7 @@ def setting_row(record: dict, section: dict, row: dict) -> list[str]:
 
 
 def section_table(record: dict, section: dict) -> str:
-    """All settings of one launch, the fastest first, those without a time last."""
+    """Return all settings of one launch, the fastest first, those without a time last."""
     on_gpu = record["environment"]["gpu"] is not None
     size = f"{section['rows']:,} x {section['size']:,}, {record['dtype']}"
     knobs = list(section["shipped"])
@@ -83,7 +83,7 @@ def section_table(record: dict, section: dict) -> str:
 
 
 def render_sweep(record: dict) -> str:
-    """Everything that a sweep prints about its measurements, from their record."""
+    """Return everything that a sweep prints about its measurements."""
     env = record["environment"]
     blocks = [] if env["gpu"] else [NO_GPU_NOTE]
     blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from harness.cli.workload import WARMUP_STEPS, Workload
+from harness.cli.flags import WARMUP_STEPS
+from harness.cli.workload import Workload
 from harness.steps import parallel, stepping
 from harness.training import resuming
 from harness.training.resuming import Checkpoints

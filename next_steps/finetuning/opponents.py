@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.workload import OPPONENTS, Workload
+from harness.cli.flags import OPPONENTS
+from harness.cli.workload import Workload
 from harness.model.architecture import unpacked_sequences
 from harness.model.patching import replace_modules
 from harness.steps import parallel, stepping
@@ -60,17 +61,14 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
     their own, and it would be slower than without FP8.
 
     Raises:
-        UserError: it is not installed, this GPU has no FP8, or there are adapters.
+        UserError: it is not installed, or this GPU has no FP8.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError("torchao is not installed: pip install torchao") from error
-    flag = f"--opponent {workload.opponent}"
     if reason := fp8_support():
-        raise UserError(f"{flag}: {reason}")
-    if workload.lora_rank:
-        raise UserError(f"{flag} trains the weights: leave --lora-rank and --adapter out")
+        raise UserError(f"--opponent {workload.opponent}: {reason}")
     model = lora.load(workload)
     config = Float8LinearConfig.from_recipe_name(recipe)
     for layer in model.model.layers:

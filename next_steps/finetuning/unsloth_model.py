@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from harness.cli.adapter_flags import TARGETS
+from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU, free_memory
 from harness.cli.workload import Workload, draws_weights

@@ -47,7 +47,8 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.cli.fp8_flags import ALL
+from harness.cli.flags import FP8_ALL
+from kernel_support import refuse_second_derivative
 from next_steps.layers.lora_linear import as_rows
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
@@ -109,7 +110,7 @@ def exact_weight_gradients(
 
 def takes_weight_gradients(mode: str, n_rows: int) -> bool:
     """Are the weights' gradients, which sum over the rows, products of FP8?"""
-    return mode == ALL and takes_fp8(n_rows)
+    return mode == FP8_ALL and takes_fp8(n_rows)
 
 
 def norm_gradients(
@@ -174,7 +175,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, scale, *weights = ctx.saved_tensors
         need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
         gradients = [None] * len(weights)
@@ -219,7 +220,7 @@ class FP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, weight, scale = ctx.saved_tensors
         need_x, _, need_weight = ctx.needs_input_grad
         douts = [as_rows(dout)]  # (N, O)
@@ -256,7 +257,7 @@ class FP8MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, both, scale, scale_down, *weights = ctx.saved_tensors
         *weights, w_down = weights
         need_x, need_norm_weight, _, _, *need_weights, need_down = ctx.needs_input_grad
@@ -291,12 +292,6 @@ class FP8MLPFunction(torch.autograd.Function):
             [need_x, need_norm_weight, *need_weights],
         )
         return dx, dnorm_weight, None, None, *gradients, dw_down
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        asked = "which create_graph=True asks for"
-        raise RuntimeError(f"FP8 in the layer has no second derivative, {asked}.")
 
 
 def qkv_fp8(

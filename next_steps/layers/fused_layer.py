@@ -45,6 +45,7 @@ Limits: those of the two kernels; no bias, no second derivative.
 import torch
 from torch.nn.functional import linear
 
+from kernel_support import refuse_second_derivative
 from next_steps.layers.lora_linear import (
     arguments,
     as_rows,
@@ -115,7 +116,7 @@ class NormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual, *douts):
-        _refuse_second_derivative()
+        refuse_second_derivative("The fused layer")
         dh = None
         if not ctx.add:
             *douts, dh = douts
@@ -172,7 +173,7 @@ class SwiGLULinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("The fused layer")
         gate, up, h, stacked, weight, b = ctx.saved_tensors
         need_gate, need_up, _, _, *needed = ctx.needs_input_grad
         inplace = may_overwrite_saved() and need_gate and need_up
@@ -209,7 +210,7 @@ class LoRASwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        _refuse_second_derivative()
+        refuse_second_derivative("The fused layer")
         gate, up, y, h, b_gate, b_up, h_down, w, a, b = ctx.saved_tensors
         need_gate, need_up, need_h, _, _, _, need_b_gate, need_b_up, *needed = ctx.needs_input_grad
         scales, last_scale = ctx.scales[:2], ctx.scales[2:]
@@ -230,12 +231,6 @@ class LoRASwiGLUFunction(torch.autograd.Function):
         of_b = parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
         dh = thin_gradient(douts, h, scales, bs) if need_h else None
         return dgate, dup, dh, None, None, None, *of_b, *gradients
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        asked = "which create_graph=True asks for"
-        raise RuntimeError(f"The fused layer has no second derivative, {asked}.")
 
 
 def norm_linear(

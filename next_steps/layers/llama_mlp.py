@@ -26,6 +26,7 @@ Limits: those of the kernel; no second derivative.
 
 import torch
 
+from kernel_support import refuse_second_derivative
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
     may_overwrite_saved,
@@ -51,10 +52,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        # Under create_graph=True; `once_differentiable` would let the derivative vanish silently.
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for"
-            raise RuntimeError(f"SwiGLU in Triton has no second derivative, {asked}.")
+        refuse_second_derivative("SwiGLU in Triton")
         inplace = may_overwrite_saved()  # nobody else holds gate, up and dy
         x, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
         need_x, need_w_gate, need_w_up, need_w_down = ctx.needs_input_grad
@@ -109,7 +107,7 @@ class TritonLlamaMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         projections = self.gate_proj, self.up_proj, self.down_proj
         hooked = torch.nn.modules.module._has_any_global_hook()
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         wide = x.dtype == torch.float64
         if all(map(_is_plain, projections)) and not (hooked or autocast or wide):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))

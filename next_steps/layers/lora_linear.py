@@ -57,6 +57,7 @@ import torch
 from torch.nn.functional import linear
 
 from harness.model.patching import has_hooks
+from kernel_support import refuse_second_derivative
 
 PEFT = "peft.tuners.lora.layer", "Linear"  # by its name: peft is imported by who uses it
 
@@ -218,9 +219,7 @@ class LoRALinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *douts):
-        if torch.is_grad_enabled():  # create_graph=True
-            asked = "which create_graph=True asks for"
-            raise RuntimeError(f"A projection with LoRA has no second derivative, {asked}.")
+        refuse_second_derivative("A projection with LoRA")
         x, h, stacked, *others = ctx.saved_tensors
         weights, b = others[: len(douts)], others[len(douts) :]
         need_x, _, _, *needed = ctx.needs_input_grad
@@ -246,7 +245,7 @@ def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.T
     and so under autocast, and where somebody has hooks on all modules.
     """
     hooked = torch.nn.modules.module._has_any_global_hook()
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
     if hooked or autocast or not fits:
         return tuple(projection(x) for projection in projections)

@@ -32,26 +32,19 @@ Limits: those of fp8_kernel.py, and matrices of two dimensions; no autograd: fp8
 import torch
 import torch.nn.functional as F
 
-from next_steps.lessons.fp8_kernel import (  # before triton: it decides where kernels run
-    FLOATS,
-    INTERPRETED,  # noqa: F401  asked of every module that has kernels
+from kernel_support import FLOATS, check_tensors, on_device_of, operator, tl, triton
+from next_steps.lessons.fp8_kernel import (
     Rows,
     adjacent_columns,
-    check_alike,
-    check_matrix,
-    check_plain,
+    check_matrices,
     empty_rows,
     magnitude_bits,
-    on_device_of,
     quantize_rows_reference,
     scale_and_inverse,
     store_codes,
     warps_of_row,
 )
 from next_steps.lessons.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
-
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
 
 # SwiGLU, the best of 20 on an H200: numbers of a row that a program of the backward holds at a
 # time, and those of a thread, there and in the forward.
@@ -214,19 +207,29 @@ def _chunk(
 
 
 def rmsnorm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Rows, torch.Tensor]:
-    """RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32, as rmsnorm_forward's.
+    """Return RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _rmsnorm_operator if torch.compiler.is_compiling() else _launch_rmsnorm
-    codes, scales, rstd = launch(x, weight, eps)
+    codes, scales, rstd = _launch_rmsnorm(x, weight, eps)
     return Rows(codes, scales), rstd
 
 
-def _launch_rmsnorm(x, weight, eps):
-    _check_rmsnorm(x, weight)
+def _rmsnorm_results(x, weight, eps):
+    check_matrices({"x": (x, ("N", "H"))})
+    check_tensors(("x", x, FLOATS, ("N", "H")), ("weight", weight, FLOATS, ("H",)))
     rows = empty_rows(x, *x.shape)
-    rstd = torch.empty_like(rows.scales)  # (N,) fp32
+    return *rows, torch.empty_like(rows.scales)  # rstd (N,) fp32
+
+
+@operator(
+    "tutorial::rmsnorm_fp8",
+    "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    _rmsnorm_results,
+)
+def _launch_rmsnorm(x, weight, eps):
+    codes, scales, rstd = _rmsnorm_results(x, weight, eps)
     n_rows, n_cols = x.shape
     x = adjacent_columns(x)
     block = triton.next_power_of_2(n_cols)
@@ -235,8 +238,8 @@ def _launch_rmsnorm(x, weight, eps):
             _rmsnorm_fp8_kernel[(n_rows,)](
                 x, x.stride(0),
                 weight.contiguous(),
-                rows.codes,
-                rows.scales,
+                codes,
+                scales,
                 rstd,
                 n_cols,
                 eps,
@@ -244,21 +247,32 @@ def _launch_rmsnorm(x, weight, eps):
                 num_warps=warps_of_row(block),
                 enable_fp_fusion=True,
             )  # fmt: skip
-    return *rows, rstd
+    return codes, scales, rstd
 
 
 def swiglu_fp8(gate: torch.Tensor, up: torch.Tensor) -> Rows:
-    """silu(gate) * up of gate, up (N, I), as Rows; they may be columns of a wider matrix.
+    """Return silu(gate) * up of gate, up (N, I), as Rows; they may be columns of a wider matrix.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _forward_operator if torch.compiler.is_compiling() else _launch_forward
-    return Rows(*launch(gate, up))
+    return Rows(*_launch_forward(gate, up))
 
 
+def _check_swiglu(**named: torch.Tensor) -> None:
+    check_matrices({name: (t, ("N", "I")) for name, t in named.items()})
+
+
+def _forward_results(gate, up):
+    _check_swiglu(gate=gate, up=up)
+    return empty_rows(gate, *gate.shape)
+
+
+@operator(
+    "tutorial::swiglu_fp8_forward", "(Tensor gate, Tensor up) -> (Tensor, Tensor)", _forward_results
+)
 def _launch_forward(gate, up):
-    _check_swiglu(gate, up)
-    rows = empty_rows(gate, *gate.shape)
+    rows = _forward_results(gate, up)
     n_rows, n_cols = gate.shape
     gate, up = adjacent_columns(gate), adjacent_columns(up)
     block = triton.next_power_of_2(n_cols)
@@ -280,19 +294,29 @@ def _launch_forward(gate, up):
 def swiglu_fp8_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[Rows, Rows]:
-    """[dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows.
+    """Return [dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _backward_operator if torch.compiler.is_compiling() else _launch_backward
-    d_codes, d_scales, y_codes, y_scales = launch(dy, gate, up)
+    d_codes, d_scales, y_codes, y_scales = _launch_backward(dy, gate, up)
     return Rows(d_codes, d_scales), Rows(y_codes, y_scales)
 
 
-def _launch_backward(dy, gate, up):
-    _check_swiglu(gate, up, dy)
+def _backward_results(dy, gate, up):
+    _check_swiglu(gate=gate, up=up, dy=dy)
     n_rows, n_cols = gate.shape
-    d, y = empty_rows(gate, n_rows, 2 * n_cols), empty_rows(gate, n_rows, n_cols)
+    return *empty_rows(gate, n_rows, 2 * n_cols), *empty_rows(gate, n_rows, n_cols)
+
+
+@operator(
+    "tutorial::swiglu_fp8_backward",
+    "(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_results,
+)
+def _launch_backward(dy, gate, up):
+    results = _backward_results(dy, gate, up)
+    n_rows, n_cols = gate.shape
     dy, gate, up = map(adjacent_columns, (dy, gate, up))
     chunk = min(triton.next_power_of_2(n_cols), CHUNK)
     if n_rows > 0:
@@ -301,84 +325,10 @@ def _launch_backward(dy, gate, up):
                 dy, dy.stride(0),
                 gate, gate.stride(0),
                 up, up.stride(0),
-                d.codes,
-                d.scales,
-                y.codes,
-                y.scales,
+                *results,
                 n_cols,
                 CHUNK=chunk,
                 num_warps=warps_of_row(chunk, NUMBERS_PER_THREAD),
                 enable_fp_fusion=True,
             )  # fmt: skip
-    return *d, *y
-
-
-# What torch.compile sees in place of the kernels: see rmsnorm_kernel.py.
-
-_rmsnorm_operator = torch.library.custom_op(
-    "tutorial::rmsnorm_fp8",
-    _launch_rmsnorm,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@_rmsnorm_operator.register_fake
-def _(x, weight, eps):
-    _check_rmsnorm(x, weight)
-    rows = empty_rows(x, *x.shape)
-    return *rows, torch.empty_like(rows.scales)
-
-
-_forward_operator = torch.library.custom_op(
-    "tutorial::swiglu_fp8_forward",
-    _launch_forward,
-    mutates_args=(),
-    schema="(Tensor gate, Tensor up) -> (Tensor, Tensor)",
-)
-
-
-@_forward_operator.register_fake
-def _(gate, up):
-    _check_swiglu(gate, up)
-    return tuple(empty_rows(gate, *gate.shape))
-
-
-_backward_operator = torch.library.custom_op(
-    "tutorial::swiglu_fp8_backward",
-    _launch_backward,
-    mutates_args=(),
-    schema="(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_backward_operator.register_fake
-def _(dy, gate, up):
-    _check_swiglu(gate, up, dy)
-    n_rows, n_cols = gate.shape
-    return *empty_rows(gate, n_rows, 2 * n_cols), *empty_rows(gate, n_rows, n_cols)
-
-
-# ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ------
-
-
-def _check_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> None:
-    check_matrix("x", x)
-    check_plain("weight", weight)
-    if weight.dtype not in FLOATS:
-        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
-        raise TypeError(f"weight is {weight.dtype}, expected {expected}")
-    if weight.shape != x.shape[1:] or weight.device != x.device:
-        given = f"weight has shape {tuple(weight.shape)} on {weight.device}"
-        expected = f"({x.shape[1]},) on {x.device}: fit x, or move it."
-        raise ValueError(f"{given}, expected {expected}")
-
-
-def _check_swiglu(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
-    for name, t in (("gate", gate), ("up", up), ("dy", gate if dy is None else dy)):
-        check_matrix(name, t)
-        check_alike(name, t, "gate", gate)
-        if t.shape != gate.shape:
-            given = f"{name} has shape {tuple(t.shape)}"
-            expected = f"gate's {tuple(gate.shape)}: change one of them."
-            raise ValueError(f"{given}, expected {expected}")
+    return results

@@ -60,27 +60,21 @@ Limits: fp16, bf16, fp32; rows of up to 32,768 numbers, in three parts at most; 
 sm_89 or later, sizes multiples of 16.  On a CPU a product is that of the codes as fp32.
 """
 
-import contextlib
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# No GPU: run the kernels on the CPU; must precede `import triton`.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernel_support import (
+    FLOATS,
+    FP32,
+    check_tensors,
+    on_device_of,
+    operator,
+    tl,
+    triton,
+)
 
-import triton
-import triton.language as tl
-
-# Beside this file's folder; without it codes are not rounded to nearest on a CPU.
-with contextlib.suppress(ModuleNotFoundError):
-    import kernel_support  # noqa: F401
-
-INTERPRETED = triton.knobs.runtime.interpret  # on the CPU, by Triton's interpreter?
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_COLUMNS, MAX_PARTS = 32_768, 3
 MULTIPLE = 16  # of a product's sizes, for the GPU's library
@@ -107,7 +101,7 @@ class Rows(NamedTuple):
 
 
 def quantize_rows_reference(*parts: torch.Tensor) -> Rows:
-    """Parts (N, K_i), side by side, as Rows (N, sum of K_i)."""
+    """Return parts (N, K_i), side by side, as Rows (N, sum of K_i)."""
     x = torch.cat([part.float() for part in parts], 1)  # (N, K) fp32
     bits = x.abs().amax(1).view(torch.int32).clamp(max=INFINITY.value)  # (N,)
     exponents = (((bits + ROUND_UP.value) >> 23) - 8).clamp(min=1)
@@ -118,7 +112,7 @@ def quantize_rows_reference(*parts: torch.Tensor) -> Rows:
 
 
 def transpose_rows_reference(rows: Rows) -> Rows:
-    """Rows (K, N) of Rows (N, K), all with the largest scale."""
+    """Return Rows (K, N) of Rows (N, K), all with the largest scale."""
     codes, scales = rows
     largest = scales.amax() if len(scales) else scales.new_tensor(SMALLEST_SCALE)
     moved = (codes.float() * (scales / largest)[:, None]).to(FP8)  # (N, K)
@@ -126,7 +120,7 @@ def transpose_rows_reference(rows: Rows) -> Rows:
 
 
 def dequantize(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix (N, K) in this dtype."""
+    """Return the matrix (N, K) in this dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     return (rows.codes.float().to(wide) * rows.scales[:, None]).to(dtype)
 
@@ -178,14 +172,16 @@ def _load_part(x_ptr, n_cols, BLOCK_SIZE: tl.constexpr):
     return tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
 
 
-# Of fp32 numbers, without their signs: ordered as the magnitudes are, infinity and NaN at the end.
+# The bits of fp32 numbers without their signs are ordered as the magnitudes are.  Infinity and NaN
+# come last.
 @triton.jit
 def magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-# Of the row whose largest magnitude has these bits.  Both are normal: exponents 1 to 253 of 254.
-# The inverse of what is not finite is NaN, so that all codes of the row are.
+# The scale of the row whose largest magnitude has these bits, and its inverse.  Both are normal
+# numbers: exponents 1 to 253 of 254.  In a row that is not finite the inverse is NaN, and so all
+# codes are.
 @triton.jit
 def scale_and_inverse(amax_bits):
     amax_bits = tl.minimum(amax_bits, INFINITY)
@@ -246,35 +242,54 @@ def _fp8_transpose_kernel(
 
 
 def quantize_rows(*parts: torch.Tensor) -> Rows:
-    """Parts (N, K_i), side by side, as Rows (N, sum of K_i); bits as `quantize_rows_reference`'s.
+    """Return parts (N, K_i), side by side, as Rows (N, sum of K_i), as `quantize_rows_reference`.
 
-    Three parts at most, of one dtype, of any strides.  Raises TypeError or ValueError for what the
-    kernel cannot take.
+    There are three parts at most, of one dtype and any strides.
+
+    Raises:
+        TypeError, ValueError: the kernel cannot take the parts.
     """
-    launch = _quantize_operator if torch.compiler.is_compiling() else _launch_quantize
-    return Rows(*launch(list(parts)))
+    return Rows(*_quantize(list(parts)))
 
 
-def _launch_quantize(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_parts(parts)
-    rows = empty_rows(parts[0], parts[0].shape[0], sum(part.shape[1] for part in parts))
+def _quantize_result(parts: Sequence[torch.Tensor]) -> Rows:
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"there are {len(parts)} parts, expected 1 to {MAX_PARTS}: join some.")
+    n_rows = check_matrices({f"part {i}": (t, ("N", f"K{i}")) for i, t in enumerate(parts)})["N"]
+    n_cols = sum(part.shape[1] for part in parts)
+    if n_cols > MAX_COLUMNS:
+        expected = f"{MAX_COLUMNS:,} at most: use quantize_rows_reference for longer rows."
+        raise ValueError(f"the rows have {n_cols:,} numbers, expected {expected}")
+    return empty_rows(parts[0], n_rows, n_cols)
+
+
+@operator("tutorial::fp8_quantize_rows", "(Tensor[] parts) -> (Tensor, Tensor)", _quantize_result)
+def _quantize(parts):
+    rows = _quantize_result(parts)
     _write_rows(rows, parts)
     return tuple(rows)
 
 
 def quantize_stacked(*weights: torch.Tensor) -> Rows:
-    """Weights (O_i, I), one below the other, as Rows (sum of O_i, I): one product for them all.
+    """Return weights (O_i, I), one below the other, as Rows (sum of O_i, I): one product for all.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take the weights.
     """
-    launch = _stacked_operator if torch.compiler.is_compiling() else _launch_stacked
-    return Rows(*launch(list(weights)))
+    return Rows(*_quantize_stacked(list(weights)))
 
 
-def _launch_stacked(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_stacked(weights)
+def _stacked_result(weights: Sequence[torch.Tensor]) -> Rows:
+    n_cols = _check_stacked(weights)
+    return empty_rows(weights[0], sum(map(len, weights)), n_cols)
+
+
+@operator(
+    "tutorial::fp8_quantize_stacked", "(Tensor[] weights) -> (Tensor, Tensor)", _stacked_result
+)
+def _quantize_stacked(weights):
+    rows = _stacked_result(weights)
     lengths = [len(weight) for weight in weights]
-    rows = empty_rows(weights[0], sum(lengths), weights[0].shape[1])
     for codes, scales, weight in zip(*(t.split(lengths) for t in rows), weights):
         _write_rows(Rows(codes, scales), [weight])
     return tuple(rows)
@@ -311,35 +326,43 @@ def _write_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> None:
 
 
 def _three(parts: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """The parts and their rows' strides; None and 0 where there is none."""
+    """Return three parts and their rows' strides; None and 0 where there is none."""
     missing = MAX_PARTS - len(parts)
     return parts + [None] * missing, [part.stride(0) for part in parts] + [0] * missing
 
 
 def adjacent_columns(t: torch.Tensor) -> torch.Tensor:
-    """t (N, K), copied where a row's numbers have gaps between them."""
+    """Return t (N, K), copied where the numbers of a row have gaps between them."""
     return t if t.stride(1) == 1 else t.contiguous()
 
 
 def warps_of_row(block_size: int, numbers_per_thread: int = NUMBERS_PER_THREAD) -> int:
-    """For a program that holds a row of so many numbers.  A warp is 32 threads."""
+    """Return the warps, of 32 threads each, of a program that holds a row of so many numbers."""
     return min(max(triton.next_power_of_2(block_size // (32 * numbers_per_thread)), 1), 32)
 
 
 def transpose_rows(rows: Rows) -> Rows:
-    """Rows (K, N) of Rows (N, K), all with the largest scale; as `transpose_rows_reference`.
+    """Return Rows (K, N) of Rows (N, K), all with the largest scale; as `transpose_rows_reference`.
 
-    Raises TypeError or ValueError for what the kernel cannot take.
+    Raises:
+        TypeError, ValueError: the kernel cannot take the rows.
     """
-    launch = _transpose_operator if torch.compiler.is_compiling() else _launch_transpose
-    return Rows(*launch(*rows))
+    return Rows(*_transpose(*rows))
 
 
-def _launch_transpose(codes, scales):
+def _transpose_result(codes, scales):
     _check_rows("rows", Rows(codes, scales))
-    n_rows, n_cols = codes.shape
-    transposed = empty_rows(codes, n_cols, n_rows)
-    if n_rows == 0:
+    return empty_rows(codes, *codes.shape[::-1])
+
+
+@operator(
+    "tutorial::fp8_transpose_rows",
+    "(Tensor codes, Tensor scales) -> (Tensor, Tensor)",
+    _transpose_result,
+)
+def _transpose(codes, scales):
+    transposed = _transpose_result(codes, scales)
+    if len(codes) == 0:
         transposed.scales.fill_(SMALLEST_SCALE)
     else:
         scales = scales.contiguous()
@@ -348,35 +371,48 @@ def _launch_transpose(codes, scales):
 
 
 def quantize_transposed(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
-    """Weights (O_i, I), one below the other and transposed: Rows (I, sum of O_i) of this scale.
+    """Return weights (O_i, I), one below the other and transposed: Rows (I, sum of O_i).
 
-    `transpose_rows(quantize_stacked(*weights))` in 3 bytes a number in place of 5, for who knows
-    the largest of those scales: scale () fp32.  A number is rounded once, there it may be twice,
-    if it ends among the subnormals.  Raises TypeError or ValueError for what the kernel cannot
-    take.
+    It is `transpose_rows(quantize_stacked(*weights))` in 3 bytes a number in place of 5, for a
+    caller that knows the largest of those scales.  A number is rounded once.  There it may be
+    rounded twice, if it ends among the subnormals.
+
+    Args:
+        scale: () fp32, of all rows.
+
+    Raises:
+        TypeError, ValueError: the kernel cannot take a tensor.
     """
-    launch = _transposed_operator if torch.compiler.is_compiling() else _launch_transposed
-    return Rows(*launch(list(weights), scale))
+    return Rows(*_quantize_transposed(list(weights), scale))
 
 
 def quantize_transposed_reference(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
-    """The same in eager PyTorch."""
+    """Do the same in eager PyTorch."""
     x = torch.cat([weight.float() for weight in weights])  # (sum of O_i, I) fp32
     return Rows((x / scale).to(FP8).t().contiguous(), scale.repeat(x.shape[1]))
 
 
-def _launch_transposed(weights, scale):
-    _check_stacked(weights)
-    _check_scale(scale, weights[0])
+def _transposed_result(weights, scale):
+    n_cols = _check_stacked(weights)
+    check_tensors(("weight 0", weights[0], FLOATS, None), ("scale", scale, FP32, ()))
+    return empty_rows(weights[0], n_cols, sum(map(len, weights)))
+
+
+@operator(
+    "tutorial::fp8_quantize_transposed",
+    "(Tensor[] weights, Tensor scale) -> (Tensor, Tensor)",
+    _transposed_result,
+)
+def _quantize_transposed(weights, scale):
+    transposed = _transposed_result(weights, scale)
     lengths = [len(weight) for weight in weights]
-    transposed = empty_rows(weights[0], weights[0].shape[1], sum(lengths))
     for codes, weight in zip(transposed.codes.split(lengths, dim=1), weights):
         _write_transposed(codes, transposed.scales, weight, None, scale)
     return tuple(transposed)
 
 
 def _write_transposed(codes, scales, x, x_scales, largest) -> None:
-    """Write what x (N, K) becomes: codes (K, N), of any row stride, and scales (K,)."""
+    """Write x (N, K), transposed, into codes (K, N), of any row stride, and scales (K,)."""
     n_rows, n_cols = x.shape
     if n_rows == 0 or n_cols == 0:
         return
@@ -398,84 +434,21 @@ def _write_transposed(codes, scales, x, x_scales, largest) -> None:
         )  # fmt: skip
 
 
-def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
-    elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
-    return torch.cuda.device(t.device) if elsewhere else contextlib.nullcontext()
-
-
-# What torch.compile sees in place of the kernels: see rmsnorm_kernel.py.
-
-_quantize_operator = torch.library.custom_op(
-    "tutorial::fp8_quantize_rows",
-    _launch_quantize,
-    mutates_args=(),
-    schema="(Tensor[] parts) -> (Tensor, Tensor)",
-)
-
-
-@_quantize_operator.register_fake
-def _(parts):
-    _check_parts(parts)
-    return tuple(empty_rows(parts[0], parts[0].shape[0], sum(part.shape[1] for part in parts)))
-
-
-_stacked_operator = torch.library.custom_op(
-    "tutorial::fp8_quantize_stacked",
-    _launch_stacked,
-    mutates_args=(),
-    schema="(Tensor[] weights) -> (Tensor, Tensor)",
-)
-
-
-@_stacked_operator.register_fake
-def _(weights):
-    _check_stacked(weights)
-    return tuple(
-        empty_rows(weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1])
-    )
-
-
-_transpose_operator = torch.library.custom_op(
-    "tutorial::fp8_transpose_rows",
-    _launch_transpose,
-    mutates_args=(),
-    schema="(Tensor codes, Tensor scales) -> (Tensor, Tensor)",
-)
-
-
-@_transpose_operator.register_fake
-def _(codes, scales):
-    _check_rows("rows", Rows(codes, scales))
-    return tuple(empty_rows(codes, *codes.shape[::-1]))
-
-
-_transposed_operator = torch.library.custom_op(
-    "tutorial::fp8_quantize_transposed",
-    _launch_transposed,
-    mutates_args=(),
-    schema="(Tensor[] weights, Tensor scale) -> (Tensor, Tensor)",
-)
-
-
-@_transposed_operator.register_fake
-def _(weights, scale):
-    _check_stacked(weights)
-    return tuple(
-        empty_rows(weights[0], weights[0].shape[1], sum(weight.shape[0] for weight in weights))
-    )
-
-
 # ---- The product -------------------------------------------------------------------------------
 
 
 def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-    """a @ b.t() of Rows (M, K) and (N, K): (M, N) in this dtype.
+    """Return a @ b.t() of Rows (M, K) and (N, K): (M, N) in this dtype.
 
-    On a GPU it is PyTorch's, which adds up to fp32 and writes bf16 (converted, if another dtype is
-    asked for).  fast: partial sums stay in the multiplying units, which on Hopper keep 14 bits of
-    them; otherwise they are added to fp32 registers at intervals.  On a CPU: the product of the
-    codes in fp32.  Raises TypeError or ValueError for what it cannot take.
+    On a GPU PyTorch multiplies, sums in fp32 and writes bf16, which is converted if another dtype
+    is asked for.  On a CPU the codes are multiplied in fp32.
+
+    Args:
+        fast: partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.
+            Otherwise they are added to fp32 registers at intervals.
+
+    Raises:
+        TypeError, ValueError: the rows or the dtype cannot be multiplied.
     """
     if not torch.compiler.is_compiling():  # it asks what torch.compile does not trace
         _check_product(a, b, dtype)
@@ -497,12 +470,12 @@ def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tenso
 
 
 def takes_fp8(*sizes: int) -> bool:
-    """Can a product on a GPU have these sizes, of columns or of what is summed over?"""
+    """Return True if a product on a GPU can have these sizes, of columns or of the summed side."""
     return all(size > 0 and size % MULTIPLE == 0 for size in sizes)
 
 
 def fp8_support() -> str | None:
-    """None, or the sentence that says why this GPU cannot multiply FP8; a CPU can, as fp32."""
+    """Return None, or a sentence that says why this GPU cannot multiply FP8.  A CPU can."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -519,75 +492,38 @@ def fp8_support() -> str | None:
 # ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ------
 
 
-def _check_parts(parts: Sequence[torch.Tensor]) -> None:
-    if not 1 <= len(parts) <= MAX_PARTS:
-        raise ValueError(f"there are {len(parts)} parts, expected 1 to {MAX_PARTS}: join some.")
-    for i, part in enumerate(parts):
-        check_matrix(f"part {i}", part)
-        check_alike(f"part {i}", part, "part 0", parts[0])
-        if part.shape[0] != parts[0].shape[0]:
-            given = f"part {i} has {part.shape[0]} rows, part 0 has {parts[0].shape[0]}"
-            raise ValueError(f"{given}, expected as many: they lie side by side.")
-    n_cols = sum(part.shape[1] for part in parts)
-    if n_cols > MAX_COLUMNS:
-        expected = f"{MAX_COLUMNS:,} at most: use quantize_rows_reference for longer rows."
-        raise ValueError(f"the rows have {n_cols:,} numbers, expected {expected}")
+def check_matrices(matrices: dict[str, tuple[torch.Tensor, tuple]]) -> dict[str, int]:
+    """Refuse tensors that are no matrices of one dtype, or whose rows do not fit a program.
+
+    Args:
+        matrices: by name the tensor and its shape, as kernel_support.check_tensors takes it.
+
+    Returns:
+        the lengths of the shapes' words.
+    """
+    first = next(iter(matrices.values()))[0]
+    dtypes = (first.dtype,) if getattr(first, "dtype", None) in FLOATS else FLOATS
+    lengths = check_tensors(*((name, t, dtypes, shape) for name, (t, shape) in matrices.items()))
+    for name, (t, _) in matrices.items():
+        if not 1 <= t.shape[1] <= MAX_COLUMNS:
+            expected = f"(N, K) with K from 1 to {MAX_COLUMNS:,}: view it so, or use the reference."
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {expected}")
+    return lengths
 
 
-def _check_stacked(weights: Sequence[torch.Tensor]) -> None:
+def _check_stacked(weights: Sequence[torch.Tensor]) -> int:
+    """Refuse weights that do not lie one below the other; return the number of columns."""
     if not weights:
         raise ValueError("there is no weight, expected one at least: pass it.")
-    for i, weight in enumerate(weights):
-        check_matrix(f"weight {i}", weight)
-        check_alike(f"weight {i}", weight, "weight 0", weights[0])
-        if weight.shape[1] != weights[0].shape[1]:
-            given = f"weight {i} has {weight.shape[1]} columns, weight 0 has {weights[0].shape[1]}"
-            raise ValueError(f"{given}, expected as many: they lie one below the other.")
-
-
-def _check_scale(scale: torch.Tensor, weight: torch.Tensor) -> None:
-    check_plain("scale", scale)
-    given = tuple(scale.shape), scale.dtype, scale.device
-    if given != ((), torch.float32, weight.device):
-        given = "scale is {} of {} on {}".format(*given)
-        expected = f"() of torch.float32 on {weight.device}: pass scales.amax()."
-        raise ValueError(f"{given}, expected {expected}")
-
-
-def check_matrix(name: str, x: torch.Tensor) -> None:
-    """Refuse what is no matrix of a kernel's dtype, on its device, of rows that fit a program."""
-    check_plain(name, x)
-    if x.dtype not in FLOATS:
-        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
-        raise TypeError(f"{name} is {x.dtype}, expected {expected}")
-    if x.ndim != 2 or not 1 <= x.shape[1] <= MAX_COLUMNS:
-        expected = f"(N, K) with K from 1 to {MAX_COLUMNS:,}: view it so, or use the reference."
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
-    _check_device(name, x)
-
-
-def check_alike(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    for what in ("dtype", "device"):
-        given, expected = getattr(x, what), getattr(other, what)
-        if given != expected:
-            given = f"{name} has {what} {given}"
-            raise ValueError(f"{given}, expected {other_name}'s {expected}: change one of them.")
+    named = {f"weight {i}": (weight, (f"O{i}", "I")) for i, weight in enumerate(weights)}
+    return check_matrices(named)["I"]
 
 
 def _check_rows(name: str, rows: Rows) -> None:
-    for field, t, dtype in zip(Rows._fields, rows, (FP8, torch.float32)):
-        check_plain(f"{name}.{field}", t)
-        if t.dtype != dtype:
-            expected = f"{dtype}: pass what quantize_rows returns."
-            raise TypeError(f"{name}.{field} is {t.dtype}, expected {expected}")
-    if rows.codes.ndim != 2 or rows.scales.shape != rows.codes.shape[:1]:
-        given = f"{tuple(rows.codes.shape)} and {tuple(rows.scales.shape)}"
-        expected = "(N, K) and (N,): pass what quantize_rows returns."
-        raise ValueError(f"{name} has codes and scales of shape {given}, expected {expected}")
-    if rows.scales.device != rows.codes.device:
-        given = f"{name}.scales is on {rows.scales.device}, its codes on {rows.codes.device}"
-        raise ValueError(f"{given}, expected one device: move one of them.")
-    _check_device(f"{name}.codes", rows.codes)
+    check_tensors(
+        (f"{name}.codes", rows.codes, (FP8,), ("N", "K")),
+        (f"{name}.scales", rows.scales, FP32, ("N",)),
+    )
 
 
 def _check_product(a: Rows, b: Rows, dtype: torch.dtype) -> None:
@@ -604,20 +540,3 @@ def _check_product(a: Rows, b: Rows, dtype: torch.dtype) -> None:
     if a.codes.is_cuda and 0 not in sizes and not takes_fp8(*sizes):
         given = f"b is {tuple(b.codes.shape)}"
         raise ValueError(f"{given}, expected multiples of {MULTIPLE} on a GPU: multiply in bf16.")
-
-
-def _check_device(name: str, t: torch.Tensor) -> None:
-    if not t.is_cuda and not (INTERPRETED and t.is_cpu):
-        expected = "a GPU: move it, or export TRITON_INTERPRET=1 for a CPU."
-        raise ValueError(f"{name} is on {t.device}, expected {expected}")
-
-
-def check_plain(name: str, t: torch.Tensor) -> None:
-    """Refuse what has no memory of its own, or has it in another form."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a tensor: convert it.")
-    if is_traceable_wrapper_subclass(t):
-        advice = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
-        raise TypeError(f"{name} is a {type(t).__name__}, expected a plain tensor: {advice}.")
-    if t.layout is not torch.strided:
-        raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")

@@ -361,7 +361,7 @@ def _add_product(total, a, b, beta):
     """total = beta * total + a @ b, rounded once; with a beta of 0 the old total is not read."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
+    elif a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:  # a CPU has no product of two bf16 matrices with an fp32 result
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
@@ -448,7 +448,8 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
         targets: torch.Tensor,
         max_targets: int | None = None,
     ) -> torch.Tensor:
-        if torch.is_autocast_enabled(hidden.device.type):  # as F.linear does
+        # as F.linear does
+        if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         options = self.ignore_index, self.reduction, self.chunk_size, self.fp32_dweight

@@ -1,15 +1,16 @@
 """The ledger of a training step's memory: every tensor's storage, from its birth to its death.
 
-    born    an operation returns it: `TorchDispatchMode` is called for each, below autograd, forward
-            and backward alike
-    dies    nobody holds it any more: neither a Python variable nor, for the backward, the graph
+    born    an operation returns the storage.  PyTorch calls `TorchDispatchMode` for each operation,
+            below autograd, in the forward and in the backward
+    dies    nobody holds the storage any more: no Python variable and no node of the graph
 
-Which part a storage belongs to follows from who asked for it and when it dies: what is born in the
-forward and lives at its end is kept for the backward, and is called an activation here.
+The ledger also writes down who asked for a storage and in which stage of the step.  What a storage
+is for follows from both: peak_attribution.py.
 
-memory_estimate.py keeps it of a step on meta tensors, memory_profile.py of one that really runs.
+memory_estimate.py keeps a ledger of a step on meta tensors, memory_profile.py of a real step.
 """
 
+import gc
 import inspect
 import math
 import pkgutil
@@ -20,39 +21,25 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import ROWS
 from harness.steps.stepping import trained
+from next_steps.memory.meta_attention import meta_attention
 from next_steps.patches import apply_kernels
-
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
-from transformers.models.llama import modeling_llama  # isort: skip
 
 ROUNDING = 512  # bytes: the CUDA allocator's unit
 PARAMETERS, STATE, GRADIENTS, BATCH = "parameters", "optimizer state", "gradients", "batch"
-KEPT, LOSS, TEMPORARY, WORKSPACES = (
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "cuBLAS workspaces",
-)
-PARTS = [PARAMETERS, STATE, GRADIENTS, KEPT, LOSS, TEMPORARY, BATCH, WORKSPACES]
+LOSS = "logits and loss"
 PHASES = ["forward", "loss", "backward", "optimizer"]
 EMBEDDING = 0  # its number among the layers, in the backward
 ALLOCATIONS = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_zeros",
-    "zeros",
-    "zeros_like",
+    *("empty", "empty_like", "empty_strided", "new_empty"),
+    *("new_zeros", "zeros", "zeros_like"),
 }
-UNSEEN = "inside operations, rounding"  # what an allocator says beyond the parts
-MEASURED_PARTS = [*PARTS, UNSEEN]
-
+MODES = "__torch_dispatch__", "<genexpr>", "<listcomp>"  # functions of modes
 
 # Who asked for a tensor in the forward: the innermost of these functions on Python's stack.
 KIND_OF_FUNCTION = {
@@ -61,6 +48,7 @@ KIND_OF_FUNCTION = {
     modeling_llama.LlamaAttention.forward: "attention",
     apply_kernels.LlamaAttention.forward: "attention",
     sdpa_attention_forward: "attention",
+    meta_attention: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.forward: "residual stream",
@@ -78,20 +66,16 @@ KIND_OF_CODE = {
     for function, kind in KIND_OF_FUNCTION.items()
 }
 KINDS = [  # in the order of the tables
-    "normalization",
-    "q and k, rotated",
-    "v, gate, up (norm_linear)",
-    "v, gate, up (fp8)",
-    "attention",
-    "MLP",
-    "residual stream",
-    "embedding",
-    LOSS,
+    *("normalization", "q and k, rotated", "v, gate, up (norm_linear)", "v, gate, up (fp8)"),
+    *("attention", "MLP", "residual stream", "embedding", LOSS),
 ]
 
 
 def kind_of_caller() -> str | None:
-    """Not by looking into the frames: that would keep their variables alive, and be measured."""
+    """Return the kind of the innermost known function on the stack.
+
+    The frames' variables are not read: reading would keep them alive, and that would be measured.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code not in KIND_OF_CODE:
         frame = frame.f_back
@@ -99,32 +83,31 @@ def kind_of_caller() -> str | None:
 
 
 def name_of(operation) -> str:
-    """Its name; of one that only allocates, the function's that asked for it."""
+    """Return an operation's name; if it only allocates, the name of the function that called it."""
     name = operation.overloadpacket.__name__
     if name not in ALLOCATIONS:
         return name
     frame = sys._getframe(1)
-    while frame.f_code.co_name in ("__torch_dispatch__", "<genexpr>", "<listcomp>") or in_torch(
-        frame
-    ):
+    while frame.f_code.co_name in MODES or frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return frame.f_code.co_name
 
 
-def in_torch(frame) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("torch.")
+def is_transfer(operation, args) -> bool:
+    """Return True for a copy from a meta tensor to a real one or back."""
+    return operation is torch.ops.aten.copy_.default and args[0].is_meta != args[1].is_meta
 
 
 @dataclass(eq=False)
 class Block:
-    """One storage, from birth to death in the ledger's time, which counts both."""
+    """One storage.  Its birth and its death are numbers of the ledger's clock."""
 
     n_bytes: int  # rounded up to ROUNDING
-    operation: str  # `name_of` what made it
+    operation: str  # `name_of` the operation that made it
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str | None
-    stage: tuple[str, int | None]  # in which it was born: phase and layer
+    stage: tuple[str, int | None]  # phase and layer at its birth
     born: int
     died: float = math.inf
     part: str | None = None  # where its owner is known
@@ -142,14 +125,18 @@ class Ledger(TorchDispatchMode):
         self.enter(None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        results = operation(*args, **(kwargs or {}))
+        # a copy between GPU and host: meta tensors have nothing to copy
+        results = args[0] if is_transfer(operation, args) else operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
                 self.record(tensor, name_of(operation))
         return results
 
     def record(self, tensor: torch.Tensor, name: str) -> Block:
-        """The tensor's storage, born now if it is no view or result written to what was there."""
+        """Return the block of the tensor's storage, a new one unless the storage is known.
+
+        The storage of a view, and of a result that was written in place, is known.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.living:
@@ -167,7 +154,7 @@ class Ledger(TorchDispatchMode):
         return block
 
     def note_height(self, moment: int) -> None:
-        """The stage's highest sum, and when: now, if there was no higher one."""
+        """Update the stage's highest sum and its moment."""
         if self.n_bytes > self.peaks.get(self.stage, (-1, None))[0]:
             self.peaks[self.stage] = self.n_bytes, moment
 
@@ -178,39 +165,42 @@ class Ledger(TorchDispatchMode):
         self.n_bytes -= block.n_bytes
 
     def claim(self, part: str, *tensors: torch.Tensor) -> None:
-        """Say what these tensors' storages are; those from before the ledger begin to count."""
+        """Say what these tensors are for.  Storages older than the ledger begin to count here."""
         for tensor in tensors:
             if tensor.device.type == self.device:
                 self.record(tensor, part).part = part
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
-        """What is born from now on is born in this stage of the step."""
+        """Begin a stage of the step.  Blocks that are born from now on belong to it."""
         if self.begins_step(phase, layer):
-            self.began, self.peaks = self.time, {}  # of each stage: its highest sum, and when
-            self.forwards = []  # of each micro-batch: the time of its beginning and end
+            self.began, self.peaks = self.time, {}  # of each stage: its highest sum and the moment
+            self.forwards = []  # of each micro-batch: the moments of its beginning and end
         if (phase, layer) == ("forward", None):
             self.forward_began = self.time
         if phase == "backward" and self.stage[0] == "loss":
             self.forwards.append((self.forward_began, self.time))
         self.stage = phase, layer
-        self.note_height(self.time - 1)  # some allocate nothing
+        self.note_height(self.time - 1)  # some stages allocate nothing
 
     def begins_step(self, phase: str | None, layer: int | None) -> bool:
-        """Is it a step's first stage?  A forward after a backward is another micro-batch's."""
+        """Return True for a step's first stage.
+
+        A forward that follows a backward is another micro-batch's.
+        """
         return (phase, layer) in ((None, None), ("forward", None)) and self.stage[0] != "backward"
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
-        """Know the parameters' gradients.
+        """Claim the parameters' gradients.
 
-        To be called before the optimizer is made, whose hooks may free them.
+        Call it before the optimizer is made: the optimizer's own hooks may free the gradients.
         """
         for p in trained(model):
             p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Know the step's stages, and whose storage is whose.
+        """Enter the step's stages by hooks, and claim parameters and optimizer state.
 
-        Hooks on whole layers leave a fused layer fused.
+        The hooks are on whole layers, so a fused layer stays fused.
         """
         layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
@@ -233,28 +223,56 @@ class Ledger(TorchDispatchMode):
         layer.register_forward_hook(lambda _, inputs, output: self.on_gradient(output, number))
 
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
-        """Where the gradient of a layer's output is complete, the backward of that layer begins.
+        """Enter the backward of a layer when the gradient of the layer's output is complete.
 
-        A frozen embedding's output has none.
+        The output of a frozen embedding has no gradient.
         """
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.enter("backward", layer))
 
-    def part_of(self, block: Block) -> str:
-        if block.part is not None:
-            return block.part
-        if block.kind == LOSS or block.stage == (
-            "backward",
-            None,
-        ):  # that is the backward of the loss
-            return LOSS
-        kept = any(block.born < ended <= block.died for _, ended in self.forwards)
-        return KEPT if kept else TEMPORARY
 
-    def kept(self) -> list[Block]:
-        """What the last forward left to its backward, logits and loss apart."""
-        began, ended = self.forwards[-1]
-        return [b for b in self.blocks if began <= b.born < ended and self.part_of(b) == KEPT]
+@dataclass(frozen=True)
+class Sample:
+    """What the allocator says about the time since the sample before."""
+
+    time: int  # the ledger's, at the sample's end
+    stage: tuple[str, int | None]
+    operation: str
+    allocated: int | None  # the most bytes; None without a GPU
+    reserved: int | None  # bytes at the sample's end
+
+
+class Observer(Ledger):
+    """A ledger of a real step that takes a sample after every operation."""
+
+    def __init__(self, device: str):
+        self.samples: list[Sample] = []
+        super().__init__(device)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
+            gc.collect()
+        results = super().__torch_dispatch__(operation, types, args, kwargs)
+        self.sample(name_of(operation))
+        return results
+
+    def enter(self, phase: str | None, layer: int | None = None) -> None:
+        begins = self.begins_step(phase, layer)
+        if phase is not None:
+            self.sample()  # a sample is of one stage
+        super().enter(phase, layer)
+        if begins:  # with nothing but what was there before
+            self.samples.clear()
+            self.sample()
+
+    def sample(self, operation: str = "none") -> None:
+        allocated = reserved = None
+        if self.device == "cuda":
+            statistics = torch.cuda.memory_stats()
+            allocated = statistics["allocated_bytes.all.peak"]
+            reserved = statistics["reserved_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
+        self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
 
 
 def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:

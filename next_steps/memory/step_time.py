@@ -1,25 +1,26 @@
 """How long will a training step take?  Its work, counted before a run, over what this GPU can do.
 
-The step runs on meta tensors, as for the estimate of its memory, and each operation's work is
-written down: what is computed twice counts twice, because it runs twice.  Four sums, and a rate
-measured in the same run for each:
+The step runs on meta tensors (meta_step.py), and each operation's work is written down.  What is
+computed twice counts twice, because it runs twice.  There are four sums, each with a rate that is
+measured in the same run:
 
     FLOPs of matrix products                  the rate of a large one
-    FLOPs of attention                        the rate of attention at this length, there and back
-    bytes that everything else reads, writes  90 % of a copy's rate: what a good kernel reaches
-    bytes that are offloaded                  the rate of the host's link; beside all of the above
+    FLOPs of attention                        attention's at this length, forward and backward
+    bytes that all other operations move      90 % of a copy's rate: what a good kernel reaches
+    bytes that are offloaded                  the rate of the host's link, at the same time
 
-Not in it: the host, which a GPU waits for where a step has few tokens.  Eager norms and PyTorch's
-AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer than is said.
+The host's time is not counted; a GPU waits for the host where a step has few tokens.  Eager norms
+and PyTorch's AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer.
 """
 
 import functools
+from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
 
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.workload import Workload
@@ -27,65 +28,31 @@ from harness.model.architecture import TORCH_DTYPES
 from harness.profiling import costs
 from harness.profiling.diagnose import TARGET
 from harness.steps import timing
-from next_steps.lessons import linear_cross_entropy_kernel
-from next_steps.memory import memory_estimate
-from next_steps.memory.memory_ledger import Ledger
+from next_steps.memory.memory_ledger import Ledger, is_transfer
+from next_steps.memory.meta_step import run_step
 from next_steps.patches import offload
 
-# after the kernels, which decide how triton (imported by transformers) will run
-from transformers import LlamaConfig  # isort: skip
-from triton.runtime.jit import KernelInterface  # isort: skip
-
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where their factors begin
-# q @ k.t() and p @ v; backward: the first again, and four gradients
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of the first factor
+# q @ k.t() and p @ v; the backward computes the first again, and four gradients
 ATTENTION_PRODUCTS = {False: 2, True: 5}
 LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
 
 class Work(Ledger):
-    """A ledger that also writes down what the last step's operations do."""
+    """A ledger that also counts what the operations of the last step do."""
 
     def __init__(self, sizes: costs.Sizes):
-        self.sizes = sizes
+        self.sizes, self.launches = sizes, Counter()
         super().__init__()
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         if (phase, layer) in ((None, None), ("forward", None)):  # a new step
-            self.product_flops, self.link_bytes = 0.0, 0
+            self.product_flops = 0.0
             self.attention_flops = {"forward": 0.0, "backward": 0.0}
             self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
-            self.launches = {}
+            self.link_bytes = 0  # between the GPU and the host
+            self.launches.clear()
         super().enter(phase, layer)
-
-    def __enter__(self):
-        self.replaced = [
-            mock.patch.object(KernelInterface, "__getitem__", self.launched),
-            mock.patch.object(linear_cross_entropy_kernel, "_add_product", self.add_product),
-            mock.patch.object(offload, "transfer", self.transfer),
-        ]
-        for patch in self.replaced:
-            patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        for patch in self.replaced:
-            patch.stop()
-        return super().__exit__(*exception)
-
-    @property
-    def launched(self):
-        def subscript(kernel, grid):
-            name = kernel.fn.__name__
-            self.launches[name] = self.launches.get(name, 0) + 1
-            return lambda *args, **options: None
-
-        return subscript
-
-    def add_product(self, total, a, b, beta) -> None:
-        self.product_flops += 2.0 * total.numel() * a.shape[-1]
-
-    def transfer(self, target, source) -> None:
-        self.link_bytes += target.numel()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
@@ -99,13 +66,15 @@ class Work(Ledger):
             query, key = args[1:3] if backward else args[:2]
             flops = ATTENTION_PRODUCTS[backward] * 2.0 * query.numel() * key.shape[-2] / 2
             self.attention_flops["backward" if backward else "forward"] += flops
+        elif is_transfer(operation, args):
+            self.link_bytes += results.numel() * results.element_size()
         else:
             part = "optimizer" if self.stage[0] == "optimizer" else "other"
             self.moved[part] += bytes_moved(operation, args, kwargs or {}, results)
         return results
 
     def bytes_of_kernels(self) -> dict[str, float]:
-        """What our kernels move, by kernel_facts.py."""
+        """Return the bytes that our kernels move, by kernel_facts.py."""
         moved = {"optimizer": 0.0, "other": 0.0}
         for name, launches in self.launches.items():
             cost = costs.cost_of_kernel(name, launches, self.sizes)
@@ -115,14 +84,13 @@ class Work(Ledger):
 
 
 def bytes_moved(operation, args, kwargs, results) -> int:
-    """What an operation that is no product reads and writes; of a view nothing."""
+    """Return what an operation reads and writes if it is no product; nothing for a view."""
     name = operation.overloadpacket.__name__
     if name.startswith(("empty", "new_empty")) or name in ("detach", "set_"):
         return 0
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
-    if name.endswith("_") or name.endswith("out"):  # in place: a list's results are not returned
-        made = made or [t for t in tree_leaves(args[:1]) if isinstance(t, torch.Tensor)]
+    given, made = tensors_in((args, kwargs)), tensors_in(results)
+    if name.endswith(("_", "out")):  # in place: a list's results are not returned
+        made = made or tensors_in(args[:1])
     elif {t.untyped_storage()._cdata for t in made} & {t.untyped_storage()._cdata for t in given}:
         return 0
     if name == "embedding":
@@ -130,11 +98,15 @@ def bytes_moved(operation, args, kwargs, results) -> int:
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*given, *made))
 
 
+def tensors_in(tree) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
-    """Of one step of one micro-batch."""
+    """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
     work = Work(costs.sizes_of(config, one))
-    memory_estimate.run_step(config, one, work)
+    run_step(config, one, work, work.launches)
     return work
 
 
@@ -143,14 +115,14 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
 
 @functools.cache
 def link_rate() -> float:
-    """GB/s from pinned memory to the GPU."""
+    """Return GB/s from pinned memory to the GPU."""
     host = offload.pinned(LINK_BYTES)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=DEVICE)
     return LINK_BYTES / timing.time_us(lambda: offload.transfer(there, host)).p50 / 1e3
 
 
 def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]:
-    """TFLOP/s of causal attention at the workload's size, forward and backward."""
+    """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     q, k, v = (
         torch.randn(
@@ -180,7 +152,7 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
 
 
 def predict_ms(work: Work, rates: dict, micro_batches: int = 1) -> float:
-    """Milliseconds of a step.
+    """Return the milliseconds of a step.
 
     Args:
         work: of one micro-batch.

@@ -299,7 +299,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             hidden_states.dtype != torch.float64
             and all(is_product(projection, hidden_states.dtype) for projection in projections)
             and not output_attentions
-            and not torch.is_autocast_enabled(hidden_states.device.type)
+            and (hidden_states.is_meta or not torch.is_autocast_enabled(hidden_states.device.type))
             and not (self.gradient_checkpointing and self.training)
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.fp8_flags import ALL, MODES
+from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
 from next_steps.layers.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
 from next_steps.layers.lora_linear import is_base
@@ -25,7 +25,7 @@ class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
     In evaluation and generation too: the same products, without a backward.
     """
 
-    fp8 = ALL  # of fp8_flags.MODES; `fp8_layers` sets it
+    fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
 
     def forward(
         self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
@@ -78,14 +78,14 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 
     Args:
         model: a LlamaForCausalLM.
-        mode: of fp8_flags.MODES.
+        mode: of flags.FP8_MODES.
 
     Raises:
         UserError: this GPU has no FP8, or it takes none of the layers.
         ValueError: there is no such mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}.")
+    if mode not in FP8_MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")
     require_fp8()
     layers, n_fp8 = model.model.layers, 0
     for layer in layers:

@@ -80,6 +80,7 @@ class Offloader:
             t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())
         }
         self.n_layers = len(model.model.layers)
+        self.on_meta = next(model.parameters()).is_meta  # an estimate: nothing is copied
         self.n_bytes, self.most_bytes = 0, 0  # in the host's memory: now, and the most so far
         self.leaving: list[torch.Tensor] = []  # of the last layer, until they are copied
         self.left = None  # the event after those copies
@@ -94,6 +95,8 @@ class Offloader:
         n_bytes_rounded = 1 << (n_bytes - 1).bit_length()
         self.n_bytes += n_bytes_rounded
         self.most_bytes = max(self.most_bytes, self.n_bytes)
+        if self.on_meta:
+            return torch.empty(n_bytes, dtype=torch.uint8)
         if self.n_bytes > OF_THE_HOST * host_memory():
             raise HostMemoryError(self.n_bytes)
         try:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.cli.adapter_flags import TARGETS
+from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE
 from harness.cli.workload import Workload, draws_weights

@@ -52,7 +52,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from harness.cli.workload import RECOMPUTE
+from harness.cli.flags import RECOMPUTE
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 

@@ -1,48 +1,155 @@
-"""FP8 in a layer of LLaMA 3.1 8B: what does each cast cost, fused and apart, and what is it for?
+"""What FP8 costs in a layer: times of its casts, fused and apart, and of its products.
 
-    python -m next_steps.studies.fp8_costs --json runs/fp8_costs.json
-    python -m next_steps.studies.fp8_costs --tokens 512,8192
-
-Casts: the kernel of the bf16 layer, the same and quantize_rows after it, and the kernel that does
-both; beside them the time in which a copy would move the fused one's bytes.  Where there is only
-one column, the cast has no kernel to be fused with.  Products: PyTorch's in bf16, and in FP8 with
-fast addition and without, of codes that are there.
-
-Times are those of the GPU alone, replayed from a CUDA graph: what fits in its cache stays there, as
-512 tokens do.
+fp8_study.py prints them.
 """
 
-import argparse
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from harness.cli import command_line
+import torch
+
+from harness.benchmark.benchmark_specs import HEAD_DIM, K_HEADS, LLAMA_HIDDEN, LLAMA_INTERMEDIATE
+from harness.benchmark.checking import relative_error
 from harness.cli.command_line import RunError
-from harness.cli.output_files import check_outputs
-from harness.cli.tables import number, table, title
-from harness.records.run_records import environment, environment_line, write_record
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.records.run_records import environment
+from harness.steps import timing
+from next_steps.lessons import fp8_kernel
+from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
+from next_steps.lessons.fp8_kernel import (
+    Rows,
+    dequantize,
+    fp8_product,
+    quantize_rows,
+    quantize_stacked,
+    quantize_transposed,
+    transpose_rows,
+)
+from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward
+from rmsnorm_kernel import rmsnorm_forward
 
-GPU_TOKENS, CPU_TOKENS = (512, 8192), (16,)
-LARGEST_ERROR = 2**-4  # of codes beside those of the separate kernels
+EPS = 1e-5
+LARGEST_ERROR = 2**-4  # of the fused kernel's codes beside those of the separate kernels
+# H, I, and the columns of k or v; without a GPU for Triton's interpreter
+WIDTHS = (LLAMA_HIDDEN, LLAMA_INTERMEDIATE, K_HEADS * HEAD_DIM) if HAS_GPU else (64, 96, 16)
 
 
-def measured(fn) -> float:
-    """us of the GPU; without one, of the host, where it means nothing."""
-    from harness.cli.device import HAS_GPU
-    from harness.steps import timing
+@dataclass(frozen=True)
+class Cast:
+    """One place of a layer where numbers become FP8.  Each function returns a tuple of Rows."""
 
+    name: str
+    n_bytes: int  # that `fused` reads and writes
+    fused: Callable[[], tuple[Rows, ...]]
+    alone: Callable[[], object] | None = None  # what a bf16 layer does there
+    separate: Callable[[], tuple[Rows, ...]] | None = None  # that, and quantize_rows
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+
+
+def separate_swiglu(gate: torch.Tensor, up: torch.Tensor) -> Rows:
+    """Do swiglu_fp8's work with SwiGLU's bf16 kernel and a cast after it."""
+    return quantize_rows(swiglu_forward(gate, up))
+
+
+def separate_swiglu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[Rows, Rows]:
+    """Do swiglu_fp8_backward's work in the same way."""
+    dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
+    return quantize_rows(dgate, dup), quantize_rows(y)
+
+
+def casts(tokens: int) -> Iterator[Cast]:
+    """Yield the casts of a layer's activations and gradients at so many tokens."""
+    H, I, KV = WIDTHS
+    x, weight = random(tokens, H), random(H)
+    yield Cast(
+        "RMSNorm",
+        3 * x.numel(),
+        lambda: (rmsnorm_fp8(x, weight, EPS)[0],),
+        lambda: rmsnorm_forward(x, weight, EPS),
+        lambda: (quantize_rows(rmsnorm_forward(x, weight, EPS)[0]),),
+    )
+    gate_up, dy = random(tokens, 2 * I), random(tokens, I)
+    gate, up = gate_up.chunk(2, 1)
+    yield Cast(
+        "SwiGLU",
+        5 * gate.numel(),
+        lambda: (swiglu_fp8(gate, up),),
+        lambda: swiglu_forward(gate, up),
+        lambda: (separate_swiglu(gate, up),),
+    )
+    yield Cast(
+        "SwiGLU, backward",
+        9 * gate.numel(),
+        lambda: swiglu_fp8_backward(dy, gate, up),
+        lambda: swiglu_backward(dy, gate, up, need_y=True),
+        lambda: separate_swiglu_backward(dy, gate, up),
+    )
+    yield Cast("x of o", 3 * x.numel(), lambda: (quantize_rows(x),))
+    dq, dk, dv = random(tokens, H), random(tokens, KV), random(tokens, KV)
+    n_numbers = dq.numel() + 2 * dk.numel()
+    yield Cast("dq, dk, dv side by side", 3 * n_numbers, lambda: (quantize_rows(dq, dk, dv),))
+    for name, matrix in (("x of q, k, v", x), ("gradient of gate and up", gate_up)):
+        codes = quantize_rows(matrix)
+        transposed = lambda codes=codes: (transpose_rows(codes),)  # noqa: E731
+        yield Cast(f"{name}, transposed", 2 * matrix.numel(), transposed)
+
+
+def weight_casts() -> Iterator[Cast]:
+    """Yield the casts of a layer's largest weights. The number of tokens does not matter."""
+    H, I, _ = WIDTHS
+    gate, up = random(I, H), random(I, H)
+    n_bytes = 3 * 2 * gate.numel()
+    yield Cast("weights of gate and up", n_bytes, lambda: (quantize_stacked(gate, up),))
+    scale = quantize_stacked(gate, up).scales.amax()
+    transposed = lambda: (quantize_transposed(gate, up, scale=scale),)  # noqa: E731
+    yield Cast("the same, transposed", n_bytes, transposed)
+
+
+def product_rows(tokens: int) -> list[dict]:
+    """Time the forward's four products, and gate and up's two of the backward.
+
+    Up to 32,768 tokens: the gradient of w sums over them.
+    """
+    H, I, KV = WIDTHS
+    rows = []
+    for name, (M, N, K) in {
+        "q, k, v": (tokens, H + 2 * KV, H),
+        "o": (tokens, H, H),
+        "gate, up": (tokens, 2 * I, H),
+        "down": (tokens, H, I),
+        "gate, up: gradient of x": (tokens, H, 2 * I),
+        "gate, up: gradient of w": (2 * I, H, tokens),
+    }.items():
+        a, b = random(M, K), random(N, K)
+        codes = quantize_rows(a), quantize_rows(b)
+        row = {"name": name, "tokens": tokens, "shape": [M, N, K]}
+        row["bf16_us"] = measured(lambda: a @ b.t())  # noqa: B023  called at once
+        for way, fast in (("fast", True), ("accurate", False)):
+            product = functools.partial(fp8_product, *codes, torch.bfloat16, fast)
+            row[f"{way}_us"] = measured(product)
+        rows.append(row)
+    return rows
+
+
+def measured(fn: Callable | None) -> float | None:
+    """Return the GPU's time in us; without a GPU the host's, which means nothing."""
+    if fn is None:
+        return None
     return timing.graph_time_us(fn) if HAS_GPU else timing.time_us(fn).p50
 
 
-def check(cast) -> None:
+def check(cast: Cast) -> None:
     """Refuse to time a kernel that is wrong.
 
     Raises:
-        RunError: fused and separate give other numbers.
+        RunError: The fused kernel and the separate ones give different numbers.
     """
-    import torch
-
-    from harness.benchmark.checking import relative_error
-    from next_steps.lessons.fp8_kernel import dequantize
-
     for ours, apart in zip(cast.fused(), cast.separate()):
         found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
         error = relative_error(found, expected.double())
@@ -53,117 +160,26 @@ def check(cast) -> None:
             )
 
 
-def cast_row(cast, tokens: int | None) -> dict:
+def cast_row(cast: Cast, tokens: int | None) -> dict:
     if cast.separate is not None:
         check(cast)
-    times = {
-        f"{way}_us": None if fn is None else measured(fn)
-        for way, fn in (("alone", cast.alone), ("separate", cast.separate), ("fused", cast.fused))
-    }
-    return {"name": cast.name, "tokens": tokens, "bytes": cast.n_bytes, **times}
+    us = {f"{way}_us": measured(getattr(cast, way)) for way in ("alone", "separate", "fused")}
+    return {"name": cast.name, "tokens": tokens, "bytes": cast.n_bytes, **us}
 
 
-def product_row(product, tokens: int) -> dict:
-    return {
-        "name": product.name,
-        "tokens": tokens,
-        "shape": list(product.shape),
-        "bf16_us": measured(product.bf16),
-        "fast_us": measured(lambda: product.fp8(True)),
-        "accurate_us": measured(lambda: product.fp8(False)),
-    }
-
-
-def measure(tokens: list[int]) -> dict:
-    """The record.
+def measure(tokens: Sequence[int]) -> dict:
+    """Return the record.
 
     Raises:
-        RunError: the GPU cannot multiply FP8, or a kernel is wrong.
+        RunError: The GPU cannot multiply FP8, or a kernel is wrong.
     """
-    from harness.steps import timing
-    from next_steps.lessons.fp8_kernel import fp8_support
-    from next_steps.studies import fp8_contenders
-
-    reason = fp8_support()
-    if reason is not None:
+    if (reason := fp8_kernel.fp8_support()) is not None:
         raise RunError(reason)
-    casts = [(cast, None) for cast in fp8_contenders.weight_casts()]
-    record = {
-        "kind": "fp8_costs",
-        "environment": environment(),
-        "copy_gbs": timing.copy_bandwidth(),
-        "casts": [cast_row(*each) for each in casts],
-        "products": [],
-    }
-    del casts
-    for n_tokens in tokens:
-        record["casts"] += [cast_row(cast, n_tokens) for cast in fp8_contenders.casts(n_tokens)]
-        record["products"] += [
-            product_row(product, n_tokens) for product in fp8_contenders.products(n_tokens)
-        ]
+    record = {"kind": "fp8_costs", "environment": environment()}
+    record["copy_gbs"] = timing.copy_bandwidth()
+    record["casts"] = [cast_row(cast, None) for cast in weight_casts()]
+    record["products"] = []
+    for n in tokens:
+        record["casts"] += [cast_row(cast, n) for cast in casts(n)]
+        record["products"] += product_rows(n)
     return record
-
-
-def render(record: dict) -> str:
-    mark = "" if record["environment"]["gpu"] else " (CPU: timings not meaningful)"
-    casts = []
-    for row in record["casts"]:
-        floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
-        saved = None if row["separate_us"] is None else row["separate_us"] - row["fused_us"]
-        times = [number(row[f"{way}_us"]) for way in ("alone", "separate", "fused")]
-        share = number(100 * floor / row["fused_us"], ",.0f")
-        tokens = number(row["tokens"], ",", missing="any")
-        casts.append([row["name"], tokens, *times, number(saved), number(floor), share])
-    products = []
-    for row in record["products"]:
-        M, N, K = row["shape"]
-        times = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
-        gains = [number(times[0] - us) for us in times[1:]]
-        shape = f"{M:,} x {N:,} x {K:,}"
-        products.append([row["name"], f"{row['tokens']:,}", shape, *map(number, times), *gains])
-    cast_headers = ["Cast", "Tokens", "bf16 alone", "and cast", "Fused", "Saved", "Floor"]
-    cast_headers += ["% of copy"]
-    product_headers = ["Product", "Tokens", "M x N x K", "bf16", "FP8, fast", "FP8"]
-    product_headers += ["Gain, fast", "Gain"]
-    return "\n".join(
-        [
-            environment_line(record["environment"]),
-            title(f"FP8 in a layer: casts and products, us{mark}"),
-            f"Floor: the fused kernel's bytes at a copy's {record['copy_gbs']:,.0f} GB/s",
-            "",
-            table(cast_headers, casts, ["left"] + ["right"] * 7),
-            "",
-            table(product_headers, products, ["left"] + ["right"] * 7),
-        ]
-    )
-
-
-def number_list(text: str) -> list[int]:
-    """argparse type: multiples of 16 up to 32,768, separated by commas."""
-    found = sorted({command_line.positive_int(part) for part in text.split(",")})
-    for n in found:
-        if n % 16 or n > 32_768:
-            raise argparse.ArgumentTypeError(
-                f"must be multiples of 16 up to 32,768, which FP8's products take, not {n:,}"
-            )
-    return found
-
-
-def main() -> None:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    default = "512,8192, and 16 without a GPU"
-    add("--tokens", type=number_list, metavar="N,N", help=f"multiples of 16 (default: {default})")
-    add("--json", metavar="FILE", help="write the rows as a JSON record")
-    args = parser.parse_args()
-    check_outputs(args)
-    from harness.cli.device import HAS_GPU, require_interpreter
-
-    require_interpreter()
-    record = measure(args.tokens or list(GPU_TOKENS if HAS_GPU else CPU_TOKENS))
-    print(render(record))
-    write_record(args.json, record)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)

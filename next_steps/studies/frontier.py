@@ -3,10 +3,10 @@
     python -m next_steps.studies.frontier --random-init \\
         --json runs/frontier.json --plot runs/frontier.png
 
-Three sizes of a step, each without and with all kernels, at each level of recompute.py and with the
-last one offloaded.  Beside what was measured stands what was estimated before: the memory by
-memory_estimate.py, the time by step_time.py.  Where another row of the same step has less memory
-and less time, a row says which: nobody needs it.
+Three sizes of a step run without and with all kernels, at each level of recompute.py, and at the
+last level with offloading.  Estimates stand beside the measurements: the memory by
+memory_estimate.py, the time by step_time.py.  If another row of the same step has less memory and
+less time, nobody needs the row, and the row names the other.
 
 The model is built once; kernels and levels change around the same weights.
 """
@@ -17,28 +17,24 @@ import statistics
 from dataclasses import dataclass, replace
 
 from harness.cli import command_line
-from harness.cli.workload import DEFAULT_MODEL, RECOMPUTE, Workload, model_line
+from harness.cli.flags import DEFAULT_MODEL, RECOMPUTE
+from harness.cli.workload import Workload, model_line
 from harness.profiling.kernel_facts import KERNELS
 
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
 GPU, CPU = True, False
-# sequences, tokens in each, micro-batches; without a GPU for Triton's interpreter
-SIZES = {
-    GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)),
-    CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2)),
-}
-WARMUP, TIMED = 1, 3  # steps; of several micro-batches the first takes two, and one is timed
-HEADERS = (
-    *("Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"),
-    "Better in both",
-)
+# (sequences, tokens in each, micro-batches); on a CPU for Triton's interpreter
+SIZES = {GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)), CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2))}
+TIMED = 3  # steps after one to warm up; with several micro-batches one step is timed
+HEADERS = ["Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"]
+HEADERS += ["Better in both"]
 COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
 MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
 class Way:
-    """A row before it is measured."""
+    """A row that has not been measured yet."""
 
     workload: Workload
 
@@ -58,7 +54,7 @@ class Way:
 
 
 def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
-    """All rows; those of one kernel set in a row."""
+    """Return all rows, one set of kernels after the other."""
     return [
         Way(
             replace(
@@ -81,7 +77,7 @@ def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
 
 
 def predict(way: Way, config, rates: dict) -> dict:
-    """Peak bytes and milliseconds, before the run."""
+    """Return estimated peak bytes and milliseconds."""
     from next_steps.memory import memory_estimate, step_time
 
     w = way.workload
@@ -93,7 +89,7 @@ def predict(way: Way, config, rates: dict) -> dict:
 
 
 def measure(way: Way, model, optimizer) -> dict:
-    """Peak bytes and milliseconds of a step; what does not fit has a `failure` instead."""
+    """Return peak bytes and milliseconds of a step, or a `failure` if the step does not fit."""
     import torch
 
     from harness.cli.device import DEVICE, HAS_GPU, free_memory
@@ -107,8 +103,7 @@ def measure(way: Way, model, optimizer) -> dict:
     shape, vocabulary = (w.batch_size, w.seq_len), model.config.vocab_size
     batches = [random_batch(shape, vocabulary, DEVICE) for _ in range(w.micro_batches)]
     try:
-        for _ in range(WARMUP):
-            stepping.timed_step(model, optimizer, batches[:2])
+        stepping.timed_step(model, optimizer, batches[:2])
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         timed = TIMED if w.micro_batches == 1 else 1
@@ -151,11 +146,11 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
         "rates": rates,
         "rows": [],
     }
-    optimizer, before, attention = None, None, {}  # the rates of attention, by its shape
+    optimizer, before, attention = None, None, {}  # attention: its rates by its shape
     for way in ways_of(workload, HAS_GPU):
         w = way.workload
         if optimizer is None or way.kernels != before:
-            optimizer, before = None, way.kernels  # the old one's moments are freed first
+            optimizer, before = None, way.kernels  # free the old optimizer's moments first
             gc.collect()
             apply_kernels(set_recompute(model, None), model_kernels(w.kernels))
             optimizer = make_optimizer(model, 1e-5, w.kernels)
@@ -177,7 +172,7 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
 
 
 def better_in_both(row: dict, rows: list[dict]) -> str:
-    """The fastest row of the same step that needs less memory and less time; empty: none."""
+    """Return the fastest row of the same step with less memory and less time; empty: none."""
     if "step_ms" not in row:
         return ""
     better = [
@@ -195,7 +190,7 @@ def better_in_both(row: dict, rows: list[dict]) -> str:
 
 
 def cells(row: dict, rows: list[dict]) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     measured = "step_ms" in row
     return [
         row["size"],
@@ -210,7 +205,7 @@ def cells(row: dict, rows: list[dict]) -> list[str]:
 
 
 def render(record: dict) -> str:
-    """Everything that is printed at the end, from the record."""
+    """Return everything that is printed at the end."""
     from harness.cli import tables
     from harness.records import run_records
 
@@ -221,14 +216,14 @@ def render(record: dict) -> str:
             model_line(record),
             "",
             tables.title("Memory against time"),
-            tables.table(list(HEADERS), [cells(row, rows) for row in rows]),
+            tables.table(HEADERS, [cells(row, rows) for row in rows]),
         ]
     )
 
 
 def plot(record: dict, path: str) -> None:
-    """GB against ms per step, a panel for each step; hollow: as it was estimated."""
-    from harness.cli.pictures import pyplot, save_plot
+    """Draw GB against ms per step, a panel for each size; estimates are hollow."""
+    from harness.cli.tables import pyplot, save_plot
 
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))

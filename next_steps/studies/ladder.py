@@ -1,29 +1,23 @@
 """Follow the profile to the floor: `finetune_optimized.py --ladder`.
 
-Each rung adds one kernel, the largest cost of the profile first.  Before it is measured it is
-predicted, from the baseline's profile: what a category takes there, minus the time in which its
-bytes can pass through memory at the measured copy rate (Amdahl: only that part of the step can go
-away).  After the rungs come the runs to compare them with: baseline and the playbook's two kernels
-as CUDA graphs, and what others offer.  Each run has a process of its own.
+Each rung adds one kernel; the largest cost of the profile comes first.  The baseline's profile
+predicts each rung before the rung is measured: the time of a category, minus the time in which the
+category's bytes can pass through memory at the measured copy rate (Amdahl: only that part of the
+step can go away).  After the rungs come the runs to compare them with: baseline and the playbook's
+two kernels as CUDA graphs, and what others offer.  Each run has a process of its own.
 """
 
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from harness.cli import command_line, fp8_flags, pictures, tables
+from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import (
-    FLOAT8_OPPONENTS,
-    OPPONENTS,
-    WARMUP_STEPS,
-    Workload,
-    model_line,
-    size_in_words,
-)
+from harness.cli.flags import FP8_ALL, OPPONENTS, WARMUP_STEPS
+from harness.cli.workload import Workload, model_line, size_in_words
 from harness.model.config_file import load_config
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
@@ -33,17 +27,18 @@ from next_steps.patches.fp8_model import require_fp8
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
+OPTIMIZED = "finetune_optimized.py"
 IN_FP8 = "all kernels, fp8"
-FLOAT8 = [OPPONENTS[name] for name in FLOAT8_OPPONENTS]
-IN_A_GRAPH = ", CUDA graph"  # ends the name of another run that is one
+FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
+IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
-    """The record that a script of this folder writes, run on a workload in a process of its own.
+    """Run a script on a workload in a process of its own, and return the script's record.
 
     Raises:
-        RunError: it failed; its own message is in the sentence.
+        RunError: the script failed; its own message is in the sentence.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
@@ -51,14 +46,15 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
-            sentences = [line for line in said if line.startswith("error: ")]  # CUDA may go on
+            # CUDA may print more after the sentence
+            sentences = [line for line in said if line.startswith("error: ")]
             reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
             raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
         return json.loads(path.read_text())
 
 
 def how(workload: Workload) -> list[str]:
-    """Its flags without those that all runs of a ladder share."""
+    """Return a workload's flags without those that all runs of a ladder share."""
     return workload.as_flags()[len(without_kernels(workload).as_flags()) :]
 
 
@@ -67,45 +63,66 @@ def without_kernels(workload: Workload) -> Workload:
 
 
 def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """(name, script, workload) of the runs after the rungs, and why others are left out.
-
-    Like with like, then the opponents, then FP8 unless it is refused here.
+    """Return (name, script, workload) of the runs after the rungs, and why others are left out.
 
     Args:
-        graphs: can a step be a CUDA graph here?
+        graphs: True if a step can be a CUDA graph here.
     """
     runs, absent = [], []
 
-    def add(name: str, script: str, **how) -> None:
+    def add(name: str, *, script: str = OPTIMIZED, **how) -> None:
         run = replace(workload, **how)
         runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
 
-    two, two_kernels = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
+    two = " + ".join(PLAYBOOK_KERNELS)
     if graphs:
-        add(BASELINE, "finetune_baseline.py", cuda_graph=True)
-    add(two, "finetune_optimized.py", **two_kernels)
+        add(BASELINE, script="finetune_baseline.py", cuda_graph=True)
+    add(two, kernels=PLAYBOOK_KERNELS)
     if graphs:
-        add(two, "finetune_optimized.py", **two_kernels, cuda_graph=True)
+        add(two, kernels=PLAYBOOK_KERNELS, cuda_graph=True)
     for opponent, title in OPPONENTS.items():
-        add(title, "finetune_optimized.py", opponent=opponent)
+        add(title, opponent=opponent)
     if graphs:
-        add(OPPONENTS["liger"], "finetune_optimized.py", opponent="liger", cuda_graph=True)
-        how = {"kernels": tuple(KERNELS), "fp8": fp8_flags.ALL}
+        add(OPPONENTS["liger"], opponent="liger", cuda_graph=True)
+        how = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}
         try:
-            fp8_flags.refuse(replace(workload, **how), HAS_GPU)
+            flags.refuse(asdict(replace(workload, **how)), on_gpu=HAS_GPU)
             require_fp8()
             for graph in (False, True):
-                add(IN_FP8, "finetune_optimized.py", **how, cuda_graph=graph)
+                add(IN_FP8, **how, cuda_graph=graph)
         except UserError as error:
             absent.append(f"{IN_FP8}: {error}")
     return runs, absent
 
 
-def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
-    """Run the baseline, its profile, every rung and the others.
+def profile_of(workload: Workload) -> dict:
+    """Return what the ladder's record takes from the baseline's profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
+        trace = f"{folder}/trace.json"
+        profile = run_script("profile_baseline.py", profiled, "--trace", trace)
+    categories = profile["categories"].items()
+    return {
+        "copy_gbs": profile["ceilings"]["copy_gbs"],
+        "categories_ms": {name: part["us"] / 1e3 for name, part in categories},
+        "busy_ms": profile["busy_us"] / 1e3,
+    }
 
-    Prints the table, writes record and picture.
-    """
+
+def rung_of(name: str, predicted_ms: float | None, run: dict) -> dict:
+    """Return what the ladder's record takes from the record of a run."""
+    keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
+    return {
+        "name": name,
+        "predicted_ms": predicted_ms,
+        "step_ms": 1e3 * run["median_seconds"],
+        **{f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")},
+        **{key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")},
+    }
+
+
+def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
+    """Run the baseline, its profile, every rung and the others; print, draw and record them."""
     workload = without_kernels(workload)
     config = load_config(workload, step_tryer(KERNELS))
     if not HAS_GPU:
@@ -114,35 +131,14 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     after, absent = others(workload, graphs)
     n_runs = 2 + len(RUNGS) + graphs + len(after)
     print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
-    record = {
-        "kind": "ladder",
-        "environment": run_records.environment(),
-        "rungs": [],
-        "absent": absent,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
-        trace = f"{folder}/trace.json"
-        profile = run_script("profile_baseline.py", profiled, "--trace", trace)
-    record["copy_gbs"] = profile["ceilings"]["copy_gbs"]
-    categories = profile["categories"].items()
-    record["categories_ms"] = {name: part["us"] / 1e3 for name, part in categories}
-    record["busy_ms"] = profile["busy_us"] / 1e3
+    environment = run_records.environment()
+    record = {"kind": "ladder", "environment": environment, "rungs": [], "absent": absent}
+    record |= profile_of(workload)
 
     def add(name: str, predicted_ms: float | None, run: dict) -> None:
-        keys = (
-            "losses",
-            "tokens_per_second",
-            "peak_memory_bytes",
-            "kernels",
-            "validation_loss_after",
-            "busy_ms",
-        )
-        step_ms = 1e3 * run["median_seconds"]
-        rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
-        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
-        record["rungs"].append(rung | {key: run[key] for key in keys})
-        print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
+        rung = rung_of(name, predicted_ms, run)
+        record["rungs"].append(rung)
+        print(f"{name}: {rung['step_ms']:,.1f} ms per step", flush=True)
 
     baseline = run_script("finetune_baseline.py", workload)
     record |= Workload.from_record(baseline).as_record()
@@ -155,13 +151,12 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
         saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
-        run = run_script("finetune_optimized.py", replace(workload, kernels=names))
-        add(rung.name, predicted_ms, run)
+        add(rung.name, predicted_ms, run_script(OPTIMIZED, replace(workload, kernels=names)))
     if graphs:
         # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
         graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-        add(CUDA_GRAPH, predicted_ms, run_script("finetune_optimized.py", graph))
+        add(CUDA_GRAPH, predicted_ms, run_script(OPTIMIZED, graph))
     for name, script, other in after:
         try:
             add(name, None, run_script(script, other))
@@ -177,36 +172,34 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
 
 
 def blocks(record: dict) -> tuple[list[dict], list[dict]]:
-    """The rungs, which are the baseline and what was predicted; and all other runs."""
+    """Return the rungs, which are the baseline and what was predicted, and all other runs."""
     first, *rest = record["rungs"]
     rungs = [rung for rung in rest if rung["predicted_ms"] is not None]
     return [first, *rungs], [rung for rung in rest if rung["predicted_ms"] is None]
 
 
 def is_ours(rung: dict) -> bool:
-    """Has it any of our kernels?"""
+    """Return True if a run has any of our kernels."""
     return not set(KERNELS).isdisjoint(rung["kernels"])
 
 
 def strongest(record: dict, of: str = "step_ms") -> dict:
-    """The run with none of our kernels that takes the least time, or the least of another key.
+    """Return the run without our kernels that takes the least time, or the least of another key.
 
-    Without FP8, as our rungs are.
+    Runs in FP8 are left out, as our rungs are not in FP8.
     """
     others = (rung for rung in record["rungs"] if not is_ours(rung) and rung["name"] not in FLOAT8)
     return min(others, key=lambda rung: rung[of])
 
 
 def step_in_words(rung: dict) -> str:
-    """A step's median, with its spread where the record is new enough to have it."""
+    """Return a step's median, with its spread if the record has one; older records do not."""
     spread = f" ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})" if "p20_ms" in rung else ""
     return f"{rung['step_ms']:,.1f}{spread}"
 
 
 def measured(rung: dict, baseline: dict) -> list[str]:
-    """The columns of both tables: the step by the host's clock and how long the GPU computed in it,
-    tokens/sec and peak beside the baseline's, loss difference.
-    """
+    """Return the columns of both tables: step time, busy GPU, tokens/s, peak, loss difference."""
     cells = [step_in_words(rung), tables.number(rung.get("busy_ms"))]
     for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
         cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
@@ -214,7 +207,7 @@ def measured(rung: dict, baseline: dict) -> list[str]:
 
 
 def render(record: dict) -> str:
-    """The ladder's two tables, from its record."""
+    """Return everything that the ladder prints at the end, from its record."""
     on_gpu = record["environment"]["gpu"] is not None
     rungs, after = blocks(record)
     baseline, rows = rungs[0], []
@@ -251,10 +244,9 @@ def colour(rung: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """A step's time and peak memory of every run, as one PNG: two panels for each record."""
-    plt = pictures.pyplot()
+    """Draw the step's time and the peak memory of every run as one PNG, a row for each record."""
     rows = [len(record["rungs"]) for record in records]
-    figure, axes = plt.subplots(
+    figure, axes = tables.pyplot().subplots(
         len(records),
         2,
         figsize=(12, 0.6 + sum(0.9 + 0.3 * n for n in rows)),
@@ -265,34 +257,23 @@ def plot(records: list[dict], path: str) -> None:
     for record, (times, memory) in zip(records, axes):
         ladder, after = blocks(record)
         runs = [*ladder, *after][::-1]
-        names = [
-            rung["name"] if rung["predicted_ms"] is None else f"+ {rung['name']}" for rung in runs
+        predicted = [
+            (r["predicted_ms"], i) for i, r in enumerate(runs) if r["predicted_ms"] is not None
         ]
-        colours = [colour(rung) for rung in runs]
-        for panel, unit, values in (
-            (times, "ms", [rung["step_ms"] for rung in runs]),
-            (memory, "GB", [rung["peak_memory_bytes"] / 1e9 for rung in runs]),
+        names = ["+ " * (r["predicted_ms"] is not None) + r["name"] for r in runs]
+        for panel, what, values in (
+            (times, "time of a step, host included, ms", [r["step_ms"] for r in runs]),
+            (memory, "peak memory, GB", [r["peak_memory_bytes"] / 1e9 for r in runs]),
         ):
-            panel.barh(names, values, color=colours)
-            for place, value in enumerate(values):
-                panel.text(
-                    0.01 * max(values),
-                    place,
-                    f"{value:,.1f}",
-                    color="white",
-                    va="center",
-                    weight="bold",
-                )
+            bars = panel.barh(names, values, color=[colour(r) for r in runs])
+            style = {"color": "white", "va": "center", "weight": "bold"}
+            for bar, value in zip(bars, values):
+                middle = bar.get_y() + bar.get_height() / 2
+                panel.text(0.01 * max(values), middle, f"{value:,.1f}", **style)
             panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
             panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
-            what = "time of a step, host included" if unit == "ms" else "peak memory"
-            panel.set_xlabel(f"{what}, {unit}, lower is better")
-        predicted = [
-            (rung["predicted_ms"], i)
-            for i, rung in enumerate(runs)
-            if rung["predicted_ms"] is not None
-        ]
+            panel.set_xlabel(f"{what}, lower is better")
         times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
         memory.set_yticks([])
         times.set_title(size_in_words(record), loc="left")
@@ -303,4 +284,4 @@ def plot(records: list[dict], path: str) -> None:
         "orange: with our kernels, grey: the baseline, blue: others; "
         "black marks: what the baseline's profile predicted for the rung"
     )
-    pictures.save_plot(figure, path)
+    tables.save_plot(figure, path)

@@ -1,8 +1,8 @@
 """How long may a sequence be?  `finetune_optimized.py --kernels all --longest`.
 
-Training steps on random sequences, one at a time: each twice as long as the one before until the
-memory is full or the model has no more positions, then halfway between what fitted and what did
-not.  With --recompute layer, and --offload, it reaches LLaMA 3.1's 131,072 positions on one GPU.
+The script takes training steps on one random sequence.  The length doubles until the memory is full
+or the model has no more positions.  Then it is halfway between what fitted and what did not.  With
+--recompute layer and --offload it reaches LLaMA 3.1's 131,072 positions on one GPU.
 """
 
 import torch
@@ -22,15 +22,15 @@ from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.offload import HostMemoryError
 from next_steps.patches.patch import patch
 
-LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: the lengths that are tried are multiples of it
+LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: all lengths are multiples of it
 POSITIONS = "the model's positions"
-CPU_LENGTHS = 3  # on a CPU no more are tried: its memory ends where the machine stops to answer
+CPU_LENGTHS = 3  # no more on a CPU: a machine whose memory is full does not answer
 
 
 def find(workload: Workload, record_to: str | None = None) -> None:
-    """Try the workload's length or the next multiple of LENGTH_STEP, and others until none is left.
+    """Find the longest sequence that fits, from the workload's length on; print and record it.
 
-    The longest that fitted takes one more step, whose time is told.
+    The longest sequence takes one more step, and the time of that step is printed.
     """
     kernels, micro_batches = workload.kernels, workload.micro_batches
     model = patch(lora.load(workload, step_tryer(kernels)), workload)
@@ -45,13 +45,13 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
-        "lengths": [],  # that fit
+        "lengths": [],  # the lengths that fit
         "peaks": [],
         "stopped_by": POSITIONS,
     }
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
-    # a step makes the optimizer's state, so that each length finds it
+    # a first step makes the optimizer's state, which then exists for every length
     try_length(model, optimizer, LENGTH_STEP, micro_batches)
     fitting, too_long, length = {}, limit // LENGTH_STEP * LENGTH_STEP + LENGTH_STEP, first
     while length is not None and length < too_long:
@@ -85,7 +85,7 @@ def round_up(length: int) -> int:
 
 
 def next_length(longest: int | None, too_long: int, bisect: bool) -> int | None:
-    """Twice the longest that fitted, or halfway to the shortest that did not; None: no more."""
+    """Return the next length to try; None: no more."""
     if longest is None or too_long - longest <= LENGTH_STEP:
         return None
     if bisect:
@@ -94,7 +94,7 @@ def next_length(longest: int | None, too_long: int, bisect: bool) -> int | None:
 
 
 def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float, int] | str:
-    """Seconds and peak bytes of a step on so many tokens, or whose memory they do not fit."""
+    """Return seconds and peak bytes of a step on so many tokens, or whose memory is too small."""
     batch = random_batch((1, length), model.config.vocab_size, DEVICE)
     batches = [batch] * micro_batches
     try:
@@ -106,14 +106,14 @@ def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float
         on_host = isinstance(error, HostMemoryError)
         if not on_host and not ran_out_of_memory(error):
             raise
-        model.zero_grad(set_to_none=True)  # what the step had left
+        model.zero_grad(set_to_none=True)  # the failed step may have left gradients
         return "the host's memory" if on_host else "the GPU's memory"
     finally:
         free_memory()  # blocks of this length do not fit the next
 
 
 def attention_share(config, workload: Workload, length: int) -> float:
-    """Of a step's FLOPs, with nothing computed twice."""
+    """Return attention's share of a step's FLOPs, with nothing computed twice."""
     without, whole = (flops_per_token(config, workload, n) for n in (0, length))
     return 1 - without / whole
 
@@ -124,7 +124,7 @@ def in_words(tried: tuple[float, int]) -> str:
 
 
 def render(record: dict) -> str:
-    """What --longest found, from its record."""
+    """Return what --longest prints at the end."""
     lengths = record["lengths"]
     longest = f"{lengths[-1]:,}" if lengths else f"less than {record['first_length']:,}"
     steps = f", {record['accumulate']} micro-batches a step" if "accumulate" in record else ""

@@ -22,7 +22,7 @@ DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def examples(text: str) -> Iterator[dict[str, str]]:
-    """Of each documented function and class of a module that is neither too short nor too long."""
+    """Yield a sample for each documented function and class that is neither too short nor long."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, DOCUMENTED) or not (doc := ast.get_docstring(node)):
             continue

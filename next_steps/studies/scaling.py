@@ -1,13 +1,13 @@
-"""How much faster are several GPUs, and how much of that does the way between them cost?
+"""How much faster are several GPUs, and how much of that does communication cost?
 
     python -m next_steps.studies.scaling --random-init --json runs/scaling_1.json
     torchrun --nproc-per-node 2 -m next_steps.studies.scaling --random-init \\
         --json runs/scaling_fsdp_2.json
     python -m next_steps.studies.scaling --compare runs/scaling_1.json runs/scaling_fsdp_2.json
 
-The baseline, all kernels and Liger-Kernel, each with the model made anew, take steps of several
-sizes on random tokens.  What counts is the slowest process.  --compare prints what became of a
-GPU's speed, and from how many tokens on the computation hides what is sent.
+The baseline, all kernels and Liger-Kernel, each with a new model, take steps of several sizes on
+random tokens.  The slowest process counts.  --compare prints a GPU's speed among several beside its
+speed alone, and from how many tokens on the computation hides the communication.
 """
 
 import argparse
@@ -15,23 +15,21 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from harness.cli import command_line
+from harness.cli import command_line, flags, processes
 from harness.cli.command_line import UserError
+from harness.cli.flags import DEFAULT_MODEL
 from harness.cli.processes import PARALLEL
-from harness.cli.workload import DEFAULT_MODEL, Workload
+from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
 
 GPU, CPU = True, False
-# sequences in each process, tokens in each; every one larger than the one before
-SIZES = {
-    GPU: ((1, 512), (1, 1024), (1, 2048), (2, 2048), (4, 2048)),
-    CPU: ((1, 4), (1, 8)),
-}
-STEPS = {GPU: (2, 5), CPU: (1, 2)}  # to warm up, and timed
+# (sequences in each process, tokens in each), from the smallest to the largest
+SIZES = {GPU: ((1, 512), (1, 1024), (1, 2048), (2, 2048), (4, 2048)), CPU: ((1, 4), (1, 8))}
+STEPS = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
 
 
 def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """What is compared; Liger last, as its patch stays in the process."""
+    """Yield what is compared.  Liger comes last, as its patch stays in the process."""
     yield "baseline", workload
     yield "all kernels", replace(workload, kernels=tuple(KERNELS))
     yield "Liger", replace(workload, opponent="liger")
@@ -41,16 +39,16 @@ def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
-    """A row's numbers, equal in all processes; what does not fit has a `failure` instead.
+    """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
     Args:
         called: the model, or what `parallel.wrap` made of it.
         shape: (B, T) of a batch, in each process.
 
     Returns:
-        step_ms, of each step that of the process in which it took longest; their median and
-        spread; tokens_per_second_per_gpu; peak_memory_bytes, the largest; and with several GPUs
-        communication_us and exposed_us, of the process that waits for the others least.
+        step_ms: of each step, the time of the slowest process; also their median and spread.
+        tokens_per_second_per_gpu, and the largest peak_memory_bytes.
+        communication_us and exposed_us with several GPUs: of the process that waits least.
     """
     import torch
 
@@ -72,7 +70,7 @@ def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int
         seconds = [stepping.timed_step(called, optimizer, step())[1] for _ in range(n_timed)]
         peak = timing.peak_memory_bytes()
         sent = {}
-        if HAS_GPU and parallel.world_size() > 1:
+        if HAS_GPU and processes.world_size() > 1:
             _, times = profiler.timeline(called, optimizer, [step(), step()])
             numbers = parallel.gather(times["communication_us"], times["exposed_us"])
             sent = dict(zip(("communication_us", "exposed_us"), min(numbers)))
@@ -94,17 +92,15 @@ def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int
 
 
 def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
-    """The rows of one way, from the smallest size to the first that does not fit.
-
-    Its memory is free again when the last of them has been taken.
+    """Yield the rows of one way, from the smallest size to the first that does not fit.
 
     Raises:
-        UserError: what it needs is not installed.
+        UserError: a library that the way needs is not installed.
     """
     import torch
 
     from harness.cli.device import HAS_GPU, free_memory
-    from harness.steps import communication, parallel
+    from harness.steps import communication
     from next_steps.finetuning import kernel_training, opponents
 
     prepare = opponents.prepare if workload.opponent else kernel_training.prepare
@@ -112,8 +108,8 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
     record["parameters"] = sum(p.numel() for p in model.parameters())
     if workload.parallel and "communication" not in record:  # the same for all ways and sizes
         record["communication"] = communication.expected(model, workload)
-    # the model is the same in all processes, and what it is trained on is not
-    torch.manual_seed(workload.seed + parallel.rank())
+    # all processes have the same model, and each its own tokens
+    torch.manual_seed(workload.seed + processes.rank())
     for batch_size, seq_len in SIZES[HAS_GPU]:
         row = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
         row |= measure(called, optimizer, (batch_size, seq_len), model.config.vocab_size)
@@ -124,7 +120,7 @@ def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
 
 
 def walk(workload: Workload, record_to: str | None) -> None:
-    """Measure every row in this process group; the record is written after each."""
+    """Measure every row in this process group, and write the record after each."""
     from harness.cli import tables
     from harness.cli.device import HAS_GPU, free_memory
     from harness.model.architecture import TORCH_DTYPES
@@ -140,7 +136,7 @@ def walk(workload: Workload, record_to: str | None) -> None:
         "kind": "scaling",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "world_size": parallel.world_size(),
+        "world_size": processes.world_size(),
         "parallel": workload.parallel,
         "ceilings": profiler.measure_ceilings(TORCH_DTYPES[workload.dtype]),
         "absent": [],
@@ -166,7 +162,7 @@ def walk(workload: Workload, record_to: str | None) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = flags.Parser(__doc__)
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
     add("--random-init", action="store_true", help="random weights; nothing is downloaded")
@@ -182,8 +178,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
-    measuring = "model", "random_init", "parallel", "json"
-    command_line.refuse_ignored(args, {"compare": measuring})
     return args
 
 

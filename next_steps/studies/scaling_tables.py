@@ -6,7 +6,7 @@ from harness.cli import tables
 from harness.cli.command_line import UserError
 from harness.cli.workload import model_line
 from harness.profiling.diagnose import EXPOSED_SHARE
-from harness.profiling.diagnosis_tables import communication_lines
+from harness.profiling.profile_tables import communication_lines
 from harness.records.run_records import (
     environment_line,
     has_numbers,
@@ -20,23 +20,21 @@ from harness.records.run_records import (
 )
 from harness.records.spread import unless_same
 
-HEADERS = (
-    *("way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"),
-    *("sent, ms", "exposed", "over Liger"),
-)
+HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
+HEADERS += ["sent, ms", "exposed", "over Liger"]
 NOT_MEASURED = "n/a"
 COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
 STYLES = "-", "--", ":", "-."  # of the lines of a record
 
 
 def is_row(value: object) -> bool:
-    """Is it a row of the record, measured or too large to be?"""
+    """Return True for a row of the record, measured or too large."""
     numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
     named = has_numbers("batch_size", "seq_len")(value) and is_text(value.get("way"))
     return named and ("failure" in value or has_numbers(*numbers)(value))
 
 
-# what is read of a record: a key -> does its value fit?
+# the keys that are read of a record, each with the check of its value
 KEYS = {
     "environment": is_environment,
     "model": is_text,
@@ -51,10 +49,10 @@ KEYS = {
 
 
 def read(paths: list[str]) -> list[dict]:
-    """A record of one process, then those of several, of the same model on the same GPU.
+    """Read a record of one process and then records of several, of one model on one kind of GPU.
 
     Raises:
-        UserError: they are not, or something in one is missing or damaged.
+        UserError: the records are something else, or a part of one is missing or damaged.
     """
     records = [read_record(path, "scaling") for path in paths]
     for path, record in zip(paths, records):
@@ -70,10 +68,7 @@ def read(paths: list[str]) -> list[dict]:
             given = f"{path} is of one process, as {first_path} is"
             raise UserError(f"{given}: after the first come records of several")
         for key in ("gpu", "model", "dtype"):
-            ours, theirs = (
-                record["environment"]["gpu"] if key == "gpu" else record[key]
-                for record in (first, other)
-            )
+            ours, theirs = (each["environment"].get(key, each.get(key)) for each in (first, other))
             if ours != theirs:
                 given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
                 raise UserError(f"{given}: compare records that differ in their processes alone")
@@ -88,12 +83,12 @@ def size_of(row: dict) -> tuple[int, int]:
 
 
 def tokens_of(row: dict) -> int:
-    """Of a step, in each process."""
+    """Return the tokens of a step in each process."""
     return row["batch_size"] * row["seq_len"]
 
 
 def measured(record: dict) -> dict[tuple[str, tuple[int, int]], dict]:
-    """The rows that fitted, by their way and size."""
+    """Return the rows that fitted, by way and size."""
     return {(r["way"], size_of(r)): r for r in record["rows"] if "failure" not in r}
 
 
@@ -102,12 +97,12 @@ def range_of(row: dict) -> tuple[float, float]:
 
 
 def exposed_share(row: dict) -> float | None:
-    """Of a step's time, the communication that nothing hides; None: nobody measured it."""
+    """Return the share of a step in exposed communication; None if it was not measured."""
     return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
 
 
 def efficiency(one: dict, row: dict) -> str:
-    """A GPU's speed among several as a share of its speed alone, with the spread of both."""
+    """Return a GPU's speed among several as a share of its speed alone, with both spreads."""
     low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
     return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
 
@@ -117,7 +112,7 @@ def ways_in(record: dict) -> list[str]:
 
 
 def crossover(record: dict, way: str) -> str:
-    """The fewest tokens in a process's step from which on no size has a larger exposed part."""
+    """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
     rows = [row for (name, _), row in measured(record).items() if name == way]
     shares = [(tokens_of(row), exposed_share(row)) for row in rows]
     if not shares or None in [share for _, share in shares]:
@@ -135,7 +130,7 @@ def processes_of(record: dict) -> str:
 
 
 def row_in_words(row: dict) -> str:
-    """What is printed as soon as it has been measured."""
+    """Return the line that is printed as soon as the row has been measured."""
     name = f"{row['way']}, {row['batch_size']} x {row['seq_len']:,}"
     if "failure" in row:
         return f"{name}: more than {row['failure']}"
@@ -144,13 +139,15 @@ def row_in_words(row: dict) -> str:
 
 
 def cells(row: dict, alone: dict, several: dict) -> list[str]:
-    """A row of the table; the last two as `measured` gives them, of one process and of several."""
+    """Return a row of the table.
+
+    Args:
+        alone: the `measured` rows of one process.
+        several: the `measured` rows of several.
+    """
     way, size = key = row["way"], size_of(row)
-    name, one, liger = (
-        f"{way} {size[0]} × {size[1]:,}",
-        alone.get(key),
-        several.get(("Liger", size)),
-    )
+    name = f"{way} {size[0]} × {size[1]:,}"
+    one, liger = alone.get(key), several.get(("Liger", size))
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
@@ -177,13 +174,13 @@ def cells(row: dict, alone: dict, several: dict) -> list[str]:
 
 
 def body(one: dict, record: dict) -> list[list[str]]:
-    """The table of a record of several processes, beside that of one."""
+    """Return the rows of a record of several processes, beside the record of one."""
     alone, several = measured(one), measured(record)
     return [cells(row, alone, several) for row in record["rows"]]
 
 
 def render(one: dict, *others: dict) -> str:
-    """Everything that --compare prints."""
+    """Return everything that --compare prints."""
     on_gpu = one["environment"]["gpu"] is not None
     lines = [environment_line(one["environment"]), model_line(one)]
     lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
@@ -192,7 +189,7 @@ def render(one: dict, *others: dict) -> str:
         lines += [
             "",
             tables.title(title + tables.NOT_MEANINGFUL * (not on_gpu)),
-            tables.table(list(HEADERS), body(one, record)),
+            tables.table(HEADERS, body(one, record)),
             *communication_lines(record),
             *record["absent"],
             *(
@@ -205,14 +202,14 @@ def render(one: dict, *others: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """The exposed share of a step against its tokens, a line for each way of each record.
+    """Draw the exposed share of a step against its tokens, a line for each way of each record.
 
     Raises:
-        UserError: none of them says what is exposed, as none of a CPU does.
+        UserError: no record has exposed times; records of CPUs have none.
     """
     if not any("exposed_us" in row for record in records for row in record["rows"]):
         raise UserError("no record says what is exposed: measure them on several GPUs")
-    from harness.cli.pictures import pyplot, save_plot
+    from harness.cli.tables import pyplot, save_plot
 
     figure, axis = pyplot().subplots(figsize=(8, 5), layout="constrained")
     sizes = set()

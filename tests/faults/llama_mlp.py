@@ -27,6 +27,6 @@ FAULTS = {
         ("global hooks are not called", "hooked = torch.nn.modules.module._has_any_global_hook()", "hooked = False"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[swiglu_mlp-True]": [
-        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+        ("second derivative is zero", 'refuse_second_derivative("SwiGLU in Triton")', 'pass'),
     ],
 }  # fmt: skip

@@ -1,11 +1,9 @@
-"""LoRA's flags: what they say, what an adapter's own config.json says, and what does not go.
+"""Which adapters a run trains: what the flags say, or a saved adapter's own adapter_config.json.
 
-    --lora-rank 16 --lora-alpha 16 --lora-targets all    adapters from anew
-    --adapter DIR                                        those that were saved, trained further
-    --quantize nf4                                       beside frozen weights of 4 bits
-    --save DIR                                           writes the adapters; with --merge a model
+    --lora-rank 16 --lora-alpha 16 --lora-targets all    new adapters
+    --adapter DIR                                        adapters that were saved, trained further
 
-Imports neither PyTorch nor peft: a wrong flag is answered at once.  What they do: adapters.py.
+Imports neither PyTorch nor peft: a wrong flag is answered at once.  What trains: adapters.py.
 """
 
 import argparse
@@ -14,65 +12,34 @@ import json
 from pathlib import Path
 
 from harness.cli.command_line import UserError, flag_name, positive_float, positive_int
-from harness.cli.processes import FSDP
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
 # by the words of --lora-targets: the projections that get adapters
 TARGETS = {"all": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
-QUANTIZED = ("nf4",)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MODEL_CONFIG = "config.json"  # transformers' name
-# What an adapter may be besides A and B, in peft's words, and is none of ours.
+# In peft's words, what an adapter may have besides A and B.  These scripts train no such adapter.
 VARIANTS = (
     *("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "exclude_modules", "fan_in_fan_out", "trainable_token_indices"),
     *("target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora"),
     *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
-DAMAGED = ValueError, LookupError, TypeError, RecursionError  # what reading such a file may raise
-PLAIN_STARTS = True, False, "gaussian"  # of init_lora_weights: those that leave W alone
+DAMAGED = ValueError, LookupError, TypeError, RecursionError  # raised where a file is damaged
+PLAIN_STARTS = True, False, "gaussian"  # values of init_lora_weights that leave W as it is
 
 
-def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that the profiler and both fine-tuning scripts have."""
-    add = parser.add_argument
-    add(
-        "--lora-rank",
-        type=positive_int,
-        metavar="R",
-        help="LoRA: freeze the weights and train two thin matrices beside each projection",
-    )
-    add(
-        "--lora-alpha",
-        type=positive_float,
-        metavar="X",
-        help="with it: the adapters' results count X / R times (default: R)",
-    )
-    add(
-        "--lora-targets",
-        choices=TARGETS,
-        help="with it: which projections get adapters (default: all)",
-    )
-    add("--adapter", metavar="DIR", help="train the adapters further that --save wrote to DIR")
-    add(
-        "--quantize",
-        choices=QUANTIZED,
-        help="with --lora-rank or --adapter: the layers' frozen weights in 4 bits",
-    )
-
-
-def settings(args: argparse.Namespace, parallel: str | None = None) -> dict:
-    """A workload's `lora_rank`, `lora_alpha` and `lora_targets`; nothing without LoRA.
+def settings(args: argparse.Namespace) -> dict:
+    """Return a workload's `lora_rank`, `lora_alpha` and `lora_targets`; {} without LoRA.
 
     Args:
         args: may lack any of the flags.
-        parallel: how several processes share the model, if there are several.
 
     Raises:
-        UserError: a flag needs another one or contradicts the adapter; the adapter cannot be read,
-            or is more than two matrices beside each of TARGETS' projections; peft is missing; or
-            the folder of --save holds what would be mixed up with it.
+        UserError: peft is missing; a flag contradicts the adapter; the adapter cannot be read, or
+            is more than two matrices beside each of TARGETS' projections; or the folder of --save
+            holds what would be mixed up with what this run saves.
     """
     given = {
         name: value
@@ -81,23 +48,13 @@ def settings(args: argparse.Namespace, parallel: str | None = None) -> dict:
     }
     adapter = getattr(args, "adapter", None)
     is_lora = "lora_rank" in given or adapter is not None
-    for name in ("lora_alpha", "lora_targets", "quantize", "merge"):
-        if getattr(args, name, None) and not is_lora:
-            wanted = f"{flag_name(name)} is for LoRA"
-            raise UserError(f"{wanted}: add --lora-rank R or --adapter DIR, or leave it out")
-    save, merge = getattr(args, "save", None), getattr(args, "merge", False)
-    if merge and not save:
-        raise UserError("--merge is what --save writes: add --save DIR, or leave --merge out")
-    if save:
-        refuse_mixing(save, saves_adapter=is_lora and not merge)
+    if save := getattr(args, "save", None):
+        refuse_mixing(save, saves_adapter=is_lora and not args.merge)
     if not is_lora:
         return {}
     if importlib.util.find_spec("peft") is None:
         flag = "--adapter" if adapter else "--lora-rank"
         raise UserError(f"{flag} needs peft, which is not installed: pip install peft")
-    if getattr(args, "quantize", None) and parallel == FSDP:
-        what = "--quantize keeps the frozen weights whole in each process, which fsdp does not"
-        raise UserError(f"{what}: add --parallel ddp")
     if adapter is None:
         return {"lora_alpha": float(given["lora_rank"]), "lora_targets": "all"} | given
     found = read_config(adapter)
@@ -109,7 +66,9 @@ def settings(args: argparse.Namespace, parallel: str | None = None) -> dict:
 
 
 def refuse_mixing(folder: str, saves_adapter: bool) -> None:
-    """Refuse an adapter beside a model and the other way: from_pretrained would load both as one.
+    """Refuse to save an adapter beside a model, or a model beside an adapter.
+
+    from_pretrained would load the two as one.
 
     Raises:
         UserError: the folder holds the other one.
@@ -123,12 +82,12 @@ def refuse_mixing(folder: str, saves_adapter: bool) -> None:
 
 
 def read_config(folder: str) -> dict:
-    """`lora_rank`, `lora_alpha` and `lora_targets` of an adapter in peft's format.
+    """Return `lora_rank`, `lora_alpha` and `lora_targets` of an adapter in peft's format.
 
-    Its dropout, if it had any, is not read: here no adapter has one.
+    The adapter's dropout is not read: these scripts train without dropout.
 
     Raises:
-        UserError: there is none, it is damaged, or it is of another kind than these scripts train.
+        UserError: the folder holds no adapter, a damaged one, or one of another kind.
     """
     path = Path(folder) / CONFIG
     try:
@@ -156,10 +115,10 @@ def read_config(folder: str) -> dict:
 
 
 def refuse_variants(path: Path, said: dict) -> None:
-    """Refuse an adapter that is more than two matrices beside each projection.
+    """Refuse an adapter that is not exactly two matrices beside each projection.
 
     Raises:
-        UserError: it is, or is no LoRA at all.
+        UserError: the adapter has something else, or is no LoRA.
     """
     odd = {name: said[name] for name in VARIANTS if said.get(name)}
     odd |= {"peft_type": said.get("peft_type")} if said.get("peft_type") != "LORA" else {}
@@ -171,21 +130,3 @@ def refuse_variants(path: Path, said: dict) -> None:
         given = f"{path} has {name} = {json.dumps(value)[:60]}"
         expected = "expected plain LoRA, two matrices beside each projection"
         raise UserError(f"{given}, {expected}: train such an adapter with peft itself")
-
-
-# ---------------------------------------------------------------- in words
-
-
-def lora_in_words(record: dict) -> str:
-    """What a record says of LoRA; nothing where it says nothing."""
-    if "lora_rank" not in record:
-        return ""
-    words = f"LoRA of rank {record['lora_rank']}, alpha {record['lora_alpha']:g}"
-    words += f", {record['lora_targets']} projections"
-    if "trained_parameters" in record:
-        words += f", {record['trained_parameters']:,} trained parameters"
-    if "quantize" in record:
-        words += f", frozen layers in {record['quantize']}"
-    if "adapter" in record:
-        words += f", from {record['adapter']}"
-    return words

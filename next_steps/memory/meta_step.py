@@ -1,0 +1,101 @@
+"""A training step on PyTorch's *meta* tensors: everything of a step except memory and computing.
+
+Meta tensors have shapes, dtypes, storages of so many bytes and an autograd graph.  An operation on
+them computes nothing but the shapes of its results, so 8 billion parameters take a second.  A
+ledger (memory_ledger.py) looks on.
+
+Where a GPU is not like meta tensors: attention is one fused operation (meta_attention.py), kernels
+are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors (`make_optimizer`).
+"""
+
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from transformers import LlamaConfig
+from triton import KernelInterface
+
+import kernel_support
+from harness.cli.workload import Workload
+from harness.data import dataset
+from harness.model import architecture
+from harness.model.adapters import add_adapters
+from harness.model.architecture import TORCH_DTYPES
+from harness.profiling.kernel_facts import ROWS
+from harness.steps import stepping
+from next_steps.memory.memory_ledger import BATCH, Ledger
+from next_steps.memory.meta_attention import use_meta_attention
+from next_steps.patches import apply_kernels, patch, quantize
+
+MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
+
+
+@contextlib.contextmanager
+def counted_launches(launches: Counter) -> Iterator[None]:
+    """Count Triton's launches instead of making them, by the names of the kernels.
+
+    Kernels write where their launchers allocated, so no tensor is missing.  Triton has no hook that
+    leaves a launch out.  A launcher takes meta tensors if they seem to be on a CPU and kernels to
+    be interpreted.
+    """
+
+    def subscript(kernel, grid):
+        return lambda *args, **options: launches.update([kernel.fn.__name__])
+
+    modules = [kernel_support, *(importlib.import_module(row.lesson) for row in ROWS)]
+    replaced = [(KernelInterface, "__getitem__", subscript), (torch.Tensor, "is_cpu", True)]
+    replaced += [(m, "INTERPRETED", True) for m in modules if hasattr(m, "INTERPRETED")]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Optimizer:
+    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
+    if isinstance(optimizer, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            group["foreach"] = True  # PyTorch's own choice for tensors on a GPU
+    return optimizer
+
+
+def run_step(
+    config: LlamaConfig,
+    workload: Workload,
+    ledger: Ledger | None = None,
+    launches: Counter | None = None,
+) -> Ledger:
+    """Return the ledger of two training steps.  It keeps the stages of the second.
+
+    The first step makes the optimizer's state.  Of a step's micro-batches MICRO_BATCHES are run:
+    all others are like the last but one.
+
+    Args:
+        launches: where Triton's launches in both steps are counted, by kernel.
+    """
+    ledger, launches = ledger or Ledger(), Counter() if launches is None else launches
+    # transformers looks at positions; here they have no values
+    with architecture.unpacked_sequences(), counted_launches(launches), ledger:
+        model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
+        if workload.quantize:
+            quantize.quantize_model(model)
+        add_adapters(model, workload)
+        use_meta_attention(model)
+        shape = workload.batch_size, workload.seq_len
+        batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
+        patch.patch(model, workload)
+        ledger.follow_gradients(model)
+        optimizer = make_optimizer(model, workload.kernels)
+        ledger.follow(model, optimizer)
+        for batch in batches:
+            ledger.claim(BATCH, *stepping.tensors_of(batch).values())
+        stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
+        ledger.claim_state(optimizer)  # which the first step made
+        stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
+    return ledger

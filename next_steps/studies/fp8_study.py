@@ -1,0 +1,329 @@
+"""Two studies of FP8: what training in FP8 costs in accuracy, and what its casts cost in time.
+
+    python -m next_steps.studies.fp8_study accuracy --model DIR --json runs/fp8_accuracy.json
+    python -m next_steps.studies.fp8_study costs --json runs/fp8_costs.json
+    python -m next_steps.studies.fp8_study costs --tokens 512,8192
+
+accuracy: the same training in bf16 and in FP8, from several seeds.  A seed is an order of the data.
+The runs of a seed see the same batches, so their losses differ by how the products are rounded,
+and hardly by luck.  Each run computes its validation loss ten times, on the same held-out
+sequences, with products in bf16.  A run in FP8 also validates with FP8's products.  Two numbers
+come out for each way to compute:
+
+    difference   validation loss at the end, minus that of bf16 with the same seed
+    more steps   how many more steps the run needs for the same loss.  Its last validation loss is
+                 one that bf16 had so many steps before the end, by a straight line between two
+                 points of bf16's curve.  If bf16 has not reached that loss, no more steps are
+                 needed, and how many fewer is unknown.  If bf16 never was as high, all are.
+
+The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
+
+costs: the casts of one layer of LLaMA 3.1 8B, and its products.  A cast is timed as the kernel of
+the bf16 layer, as that kernel and quantize_rows after it, and as the fused kernel, beside the time
+in which a copy would move the fused kernel's bytes.  A product is timed in bf16, and in FP8 with
+fast addition and without.  Times are those of the GPU alone, replayed from a CUDA graph.  Data that
+fits in the GPU's cache stays there, as 512 tokens do.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import multiprocessing
+import statistics
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+from harness.cli import command_line, tables
+from harness.cli.command_line import UserError, positive_float, positive_int
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS
+from harness.cli.output_files import check_outputs
+from harness.cli.tables import number
+from harness.cli.workload import Workload, model_line, size_in_words
+from harness.profiling.kernel_facts import KERNELS
+from harness.records.run_records import environment_line, write_record
+
+# ---------------------------------------------------------------- accuracy: the runs
+
+MODES = None, FP8_INPUTS, FP8_ALL  # of --fp8; the others are compared with the first
+POINTS = 10  # of a validation curve, after the one before the first step
+
+
+def words_of(mode: str | None, dtype: str) -> str:
+    return dtype if mode is None else f"fp8 {mode}"
+
+
+def train(workload: Workload, every: int) -> dict:
+    """Return one run's record, in which "curve" is the validation loss at steps 0, every, ...
+
+    "curve_in_fp8" is the same with FP8's products, of a run that trains in FP8.
+    """
+    from harness.training.training_run import Run, validation_loss
+    from next_steps.finetuning import kernel_training
+    from next_steps.patches.fp8_model import without_fp8
+
+    class Validated(Run):
+        """A run that validates every so many steps."""
+
+        def end_step(self, loss):
+            super().end_step(loss)
+            if len(self.losses) % every == 0:
+                self.add_point(validation_loss(self.model, self.data.validation))
+
+        def add_point(self, validated):
+            """Add to the curves; `validated` is the loss with the products that the run has."""
+            if self.workload.fp8:
+                self.curve_in_fp8.append(validated)
+                with without_fp8(self.model):
+                    validated = validation_loss(self.model, self.data.validation)
+            self.curve.append(validated)
+
+    model, called, optimizer = kernel_training.prepare(workload)
+    run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
+    run.curve, run.curve_in_fp8 = [], []
+    run.add_point(run.validation_before)
+    record = kernel_training.take_steps(run, optimizer, called)
+    curves = {"curve": run.curve, "curve_in_fp8": run.curve_in_fp8}
+    return record | curves | {"source": run.data.source}
+
+
+def train_silently(workload: Workload, every: int) -> dict:
+    from harness.cli.device import free_memory
+
+    with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
+        run = train(workload, every)
+    free_memory()
+    return run
+
+
+def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
+    """Yield a record for each, in their order; of several jobs without the time of a step."""
+    if n_jobs == 1:
+        yield from (train_silently(workload, every) for workload in workloads)
+        return
+    context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
+    with ProcessPoolExecutor(min(n_jobs, len(workloads)), context) as jobs:
+        for run in jobs.map(train_silently, workloads, itertools.repeat(every)):
+            yield run | {"median_seconds": None}
+
+
+def measure_accuracy(args: argparse.Namespace) -> dict:
+    """Train every seed in every mode; return the record.
+
+    Raises:
+        RunError: The GPU cannot multiply FP8.
+    """
+    from harness.cli.device import HAS_GPU
+    from next_steps.patches.fp8_model import require_fp8
+
+    require_fp8()
+    workload = Workload.from_flags(args, HAS_GPU)
+    every = max(1, workload.steps // POINTS)
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
+    record = {"kind": "fp8_accuracy", "seeds": list(range(args.seeds)), "every": every, "runs": []}
+    ways = itertools.product(record["seeds"], MODES)
+    workloads = [replace(workload, seed=seed, fp8=mode) for seed, mode in ways]
+    for trained, run in zip(workloads, train_all(workloads, every, args.jobs)):
+        if not record["runs"]:
+            kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"
+            record |= {key: run[key] for key in (*kept, "data", "steps", "lr", "kernels")}
+            record |= {"model": args.model, "source": run["source"]}
+        keys = "losses", "curve", "curve_in_fp8", "median_seconds", "peak_memory_bytes"
+        how = {"seed": trained.seed, "fp8": trained.fp8}
+        record["runs"].append(how | {key: run[key] for key in keys})
+        words = words_of(trained.fp8, trained.dtype)
+        print(f"seed {trained.seed}, {words}: validation loss {run['curve'][-1]:.4f}", flush=True)
+    print()
+    return record
+
+
+# ---------------------------------------------------------------- accuracy: the table
+
+
+def reached(curve: list[float], loss: float, every: int) -> tuple[float, str]:
+    """Return the step at which a falling curve is first at this loss, and how that is known.
+
+    The word is "" where it was seen, "<=" where the loss is above the first point, ">=" where the
+    curve ends above the loss.
+    """
+    if loss >= curve[0]:
+        return 0.0, "<=" if loss > curve[0] else ""
+    for i, (before, after) in enumerate(itertools.pairwise(curve)):
+        if after <= loss:
+            return every * (i + (before - loss) / (before - after)), ""
+    return float(every * (len(curve) - 1)), ">="
+
+
+def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[float, str]:
+    """Return how many more steps than the reference a run needs for the same loss, and the word."""
+    step, known = reached(reference, curve[-1], every)
+    last = every * (len(reference) - 1)
+    return last - step, {"": "", ">=": "<=", "<=": ">="}[known]
+
+
+def row_of(mode: str | None, runs: dict, every: int, dtype: str) -> list[str]:
+    """Return a row of the table.
+
+    Args:
+        runs: for each mode its runs, in the order of the seeds: curve and median_seconds.
+    """
+    found, references = runs[mode], runs[None]
+    seconds = [run["median_seconds"] for run in found]
+    ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
+    row = [words_of(mode, dtype), f"{statistics.mean(run['curve'][-1] for run in found):.4f}"]
+    if mode is None:
+        return [*row, *[""] * 6, ms]
+    pairs = list(zip(references, found))
+    apart = [run["curve"][-1] - other["curve"][-1] for other, run in pairs]
+    row += [f"{each:+.4f}" for each in (statistics.mean(apart), min(apart), max(apart))]
+    steps = sorted(more_steps(other["curve"], run["curve"], every) for other, run in pairs)
+    words = [f"{known} {n:.1f}".strip() for n, known in (steps[0], steps[-1])]
+    return [*row, f"{statistics.mean(n for n, _ in steps):.1f}", *words, ms]
+
+
+def line_in_fp8(mode: str, runs: dict, dtype: str) -> str:
+    """Say how far a mode's losses are from the first mode's if FP8's products validate them."""
+    before, after = (
+        statistics.mean(
+            run["curve_in_fp8"][at] - other["curve"][at]
+            for other, run in zip(runs[None], runs[mode])
+        )
+        for at in (0, -1)
+    )
+    return (
+        f"{words_of(mode, dtype)}, validated with FP8's products too: {before:+.4f} before the "
+        f"first step, {after:+.4f} after the last"
+    )
+
+
+def render_accuracy(record: dict) -> str:
+    """Return everything that is printed at the end."""
+    runs, dtype = {}, record["dtype"]
+    for run in record["runs"]:
+        runs.setdefault(run["fp8"], []).append(run)
+    headers = ["Products", "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
+    rows = [row_of(mode, runs, record["every"], dtype) for mode in runs]
+    censored = "<= 0: bf16 has not reached that loss; >= all steps: it was never as high."
+    return "\n".join(
+        [
+            environment_line(record["environment"]),
+            model_line(record),
+            f"Data: {record['source']}; {size_in_words(record)}; {record['steps']} steps, learning "
+            f"rate {record['lr']:g}",
+            "",
+            tables.title(f"Accuracy of FP8, {len(record['seeds'])} seeds"),
+            tables.table([*headers, "Smallest", "Largest", "Step, ms"], rows),
+            f"Means over the seeds, smallest and largest of one. {censored}",
+            f"Validated in {dtype}, whatever the run trained in.",
+            *(line_in_fp8(mode, runs, dtype) for mode in runs if mode),
+            tables.OF_STEPS if record["environment"]["gpu"] else tables.NO_GPU_NOTE,
+        ]
+    )
+
+
+# ---------------------------------------------------------------- costs
+
+GPU_TOKENS, CPU_TOKENS = (512, 8192), (16,)
+
+
+def measure_costs(args: argparse.Namespace) -> dict:
+    """Time the casts and products; return the record."""
+    from harness.cli.device import HAS_GPU, require_interpreter
+    from next_steps.studies import fp8_costs
+
+    require_interpreter()
+    return fp8_costs.measure(args.tokens or (GPU_TOKENS if HAS_GPU else CPU_TOKENS))
+
+
+def render_costs(record: dict) -> str:
+    """Return the two tables."""
+    mark = "" if record["environment"]["gpu"] else tables.NOT_MEANINGFUL
+    casts, products = [], []
+    for row in record["casts"]:
+        floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
+        saved = None if row["separate_us"] is None else row["separate_us"] - row["fused_us"]
+        us = [number(row[f"{way}_us"]) for way in ("alone", "separate", "fused")]
+        share = number(100 * floor / row["fused_us"], ",.0f")
+        tokens = number(row["tokens"], ",", missing="any")
+        casts.append([row["name"], tokens, *us, number(saved), number(floor), share])
+    for row in record["products"]:
+        us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
+        cells = [number(each) for each in (*us, us[0] - us[1], us[0] - us[2])]
+        shape = " x ".join(f"{n:,}" for n in row["shape"])
+        products.append([row["name"], f"{row['tokens']:,}", shape, *cells])
+    of_casts = ["Cast", "Tokens", "bf16 alone", "and cast", "Fused", "Saved", "Floor", "% of copy"]
+    of_products = ["Product", "Tokens", "M x N x K", "bf16", "FP8, fast", "FP8"]
+    return "\n".join(
+        [
+            environment_line(record["environment"]),
+            tables.title(f"FP8 in a layer: casts and products, us{mark}"),
+            f"Floor: the fused kernel's bytes at a copy's {record['copy_gbs']:,.0f} GB/s",
+            "",
+            tables.table(of_casts, casts),
+            "",
+            tables.table([*of_products, "Gain, fast", "Gain"], products),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- command line
+
+OF_COSTS = {"study", "json", "tokens"}  # flags
+
+
+def number_list(text: str) -> list[int]:
+    """argparse type: multiples of 16 up to 32,768, separated by commas."""
+    found = sorted({positive_int(part) for part in text.split(",")})
+    for n in found:
+        if n % 16 or n > 32_768:
+            raise argparse.ArgumentTypeError(
+                f"must be multiples of 16 up to 32,768, which FP8's products take, not {n:,}"
+            )
+    return found
+
+
+def parse_args() -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("study", choices=("accuracy", "costs"), help="what to measure")
+    add("--json", metavar="FILE", help="write the measurements as a JSON record")
+    add = parser.add_argument_group("accuracy").add_argument
+    add("--model", metavar="ID|DIR|tiny", help="needed: a model with trained weights")
+    add("--data", default="stdlib", metavar="stdlib|FILE", help="as in every script")
+    add("--batch-size", type=positive_int, default=4, help="default: %(default)s")
+    add("--seq-len", type=positive_int, help="tokens per sequence (default: 512; 64 without a GPU)")
+    add("--dtype", choices=DTYPES, help="of what is not FP8 (default: bf16; fp32 without a GPU)")
+    add("--steps", type=positive_int, default=200, help="of each run (default: %(default)s)")
+    add("--lr", type=positive_float, default=5e-5, help="learning rate (default: %(default)s)")
+    add("--seeds", type=positive_int, default=5, metavar="N", help="default: %(default)s")
+    add("--jobs", type=positive_int, default=1, metavar="N", help="runs at a time (default: 1)")
+    add = parser.add_argument_group("costs").add_argument
+    default = "512,8192, and 16 without a GPU"
+    add("--tokens", type=number_list, metavar="N,N", help=f"multiples of 16 (default: {default})")
+    args = parser.parse_args()
+    of_study = OF_COSTS if args.study == "costs" else set(vars(args)) - {"tokens"}
+    if others := args.given - of_study:
+        flag = command_line.flag_name(min(others))
+        raise UserError(f"{flag} does nothing with {args.study}: leave it out")
+    if args.study == "accuracy" and args.model is None:
+        raise UserError("accuracy needs trained weights: name a model with --model, ID or DIR")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    args.kernels, args.fp8 = KERNELS, FP8_ALL  # FP8 refuses now what it cannot be combined with
+    check_outputs(args)
+    if args.study == "accuracy":
+        record = measure_accuracy(args)
+        print(render_accuracy(record))
+    else:
+        record = measure_costs(args)
+        print(render_costs(record))
+    write_record(args.json, record)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

@@ -1,0 +1,90 @@
+"""A lesson is carried away as two files, itself and kernel_support.py, and computes the same there.
+
+Each lesson is copied into an empty folder.  One process, which sees nothing of this project, runs
+all of them by the code below.  The same code is run on the lessons of this project.
+"""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.benchmark.checking import HAS_GPU
+
+HERE = Path(__file__).parents[1]  # the project's folder
+LESSONS = {  # the lesson: files beside it, and what is run of it
+    "rmsnorm_kernel": ([], "TritonRMSNormFunction.apply(x, row, 1e-5)"),
+    "cross_entropy_kernel": ([], "TritonCrossEntropyLoss()(x, targets)"),
+    "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
+    "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
+    "linear_cross_entropy_kernel": (
+        ["cross_entropy_kernel"],
+        "TritonLinearCrossEntropyLoss(chunk_size=4)(x, weight, targets)",
+    ),
+    "reverse_kl_kernel": ([], "TritonReverseKLLoss()(x, other)"),
+    "fp8_kernel": ([], "dequantize(lesson.quantize_rows(x), x.dtype)"),
+    "nf4_kernel": (
+        [],
+        "nf4_dequantize(lesson.nf4_quantize(weight), (128, 128), x.dtype)",
+    ),
+}
+RUN = """
+def run(lesson, call):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, torch.bfloat16)
+    x = draw(8, 128).requires_grad_()
+    other, row, weight, q = draw(8, 128), draw(128), draw(128, 128), draw(1, 2, 4, 16)
+    targets = torch.arange(8, device=DEVICE)
+    y = eval(f"lesson.{call}", {**locals(), "lesson": lesson})
+    if y.requires_grad:
+        y.float().sum().backward()
+    return y.detach(), x.grad
+"""
+ALONE = f"""
+import importlib, sys, torch
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+{RUN}
+found = {{}}
+for name, call in CALLS.items():
+    sys.path.insert(0, name)
+    found[name] = run(importlib.import_module(name), call)
+    sys.path.pop(0)
+    for module in [m for m in sys.modules if m.endswith("_kernel") or m == "kernel_support"]:
+        del sys.modules[module]
+torch.save(found, "found.pt")
+"""
+
+
+def file_of(module: str) -> Path:
+    return next(HERE.glob(f"{module}.py"), HERE / "next_steps" / "lessons" / f"{module}.py")
+
+
+@pytest.fixture(scope="module")
+def carried_away(tmp_path_factory):
+    """Return the results of the lessons, each run from a folder of its own."""
+    folder = tmp_path_factory.mktemp("lessons")
+    for name, (beside, _) in LESSONS.items():
+        (folder / name).mkdir()
+        for module in (name, "kernel_support", *beside):
+            shutil.copy(file_of(module), folder / name)
+    calls = {name: call for name, (_, call) in LESSONS.items()}
+    (folder / "run.py").write_text(f"CALLS = {calls!r}\n{ALONE}")
+    variables = {**os.environ, "PYTHONPATH": ""}
+    subprocess.run([sys.executable, "run.py"], cwd=folder, env=variables, check=True)
+    return torch.load(folder / "found.pt")
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_that_was_carried_away_computes_the_same(carried_away, name):
+    names = {"torch": torch, "DEVICE": "cuda" if HAS_GPU else "cpu"}
+    exec(RUN, names)
+    package = "" if (HERE / f"{name}.py").exists() else "next_steps.lessons."
+    expected = names["run"](importlib.import_module(package + name), LESSONS[name][1])
+    for found, tensor in zip(carried_away[name], expected, strict=True):
+        assert (found is None) == (tensor is None)
+        assert found is None or torch.equal(found, tensor)
