@@ -31,7 +31,4 @@ FAULTS = {
     "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [
         ("compiled, ignored rows are trained", ".masked_fill(ignored, 0)", ""),
     ],
-    "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[cross_entropy_inplace-True]": [
-        ("second derivative is zero", 'refuse_second_derivative("TritonCrossEntropyLoss")', "pass"),
-    ],
 }  # fmt: skip
