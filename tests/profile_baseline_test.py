@@ -179,7 +179,7 @@ def test_the_custom_kernels_replace_the_eager_operations(runs):
     assert baseline["aten::rsqrt"] == 5  # two layers of two norms, and the last one
     norm = "TritonRMSNormFunction"
     assert custom[norm] == custom[f"{norm}Backward"] == 5
-    assert custom["FusedCrossEntropyFunction"] == 1
+    assert custom["InplaceCrossEntropyFunction"] == 1
     assert runs["baseline"][0]["kernels"] == []
     assert runs["custom"][0]["kernels"] == ["rmsnorm", "cross_entropy"]
 
