@@ -211,9 +211,8 @@ def test_each_named_kernel_is_patched_in_and_no_other(names):
     n_norms = sum(type(module) is TritonRMSNorm for module in model.modules())
     assert n_norms == (5 if "rmsnorm" in names else 0)
     loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
-    assert (loss.grad_fn.name() == "FusedCrossEntropyFunctionBackward") == (
-        "cross_entropy" in names
-    )
+    ours = loss.grad_fn.name().endswith("CrossEntropyFunctionBackward")
+    assert ours == ("cross_entropy" in names)
     assert largest_error(loss_and_gradients(model, batch), expected)[0] < 1e-5
 
 

@@ -252,7 +252,7 @@ def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
     assert output.logits is None
     plain = name == "cross_entropy"
     names = {event.name for event in profiler.events()}
-    assert ("FusedCrossEntropyFunction" if plain else "LinearCrossEntropyFunction") in names
+    assert ("InplaceCrossEntropyFunction" if plain else "LinearCrossEntropyFunction") in names
     assert ("loss" in names) == plain and model.loss_function is ForCausalLMLoss
     assert model(input_ids=ids, labels=ids).loss == output.loss
 
