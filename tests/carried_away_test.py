@@ -20,6 +20,10 @@ HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {  # the lesson: files beside it, and what is run of it
     "rmsnorm_kernel": ([], "TritonRMSNormFunction.apply(x, row, 1e-5)"),
     "cross_entropy_kernel": ([], "TritonCrossEntropyLoss()(x, targets)"),
+    "cross_entropy_inplace_kernel": (
+        ["cross_entropy_kernel"],
+        "InplaceCrossEntropyFunction.apply(x * 1, targets, -100, 'mean')",
+    ),
     "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
     "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
     "linear_cross_entropy_kernel": (
