@@ -39,7 +39,7 @@ TALK = [
 
 
 def trained(template: str | None, messages: object) -> tuple[str, str]:
-    """(the whole text, what of it is trained on), as the tokenizer's words."""
+    """Return (the whole text, the part that is trained on), as the tokenizer's words."""
     tokenizer = tokenizer_of(WORDS, chat_template=template)
     encode = samples.Encoder.of(tokenizer, architecture.tiny_config())
     line = json.dumps({"messages": messages})
@@ -118,7 +118,7 @@ UNMARKED = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 @pytest.fixture(params=TOKENIZERS)
 def tokenizer(request) -> PreTrainedTokenizerFast:
-    """As LLaMA's, it puts <s> before a text."""
+    """A tokenizer that puts <s> before a text, as LLaMA's does."""
     words = WORDS.split()[4:]
     texts = [" ".join(words[:i] + words[i + 1 :]) for i in range(8)] + ["[INST] hello [/INST]\n"]
     if request.param == "unigram":
@@ -140,7 +140,7 @@ def tokenizer(request) -> PreTrainedTokenizerFast:
 
 
 def encoded(tokenizer, line: dict, **more) -> tuple[list[int], list[int]]:
-    """(ids, those in front that are not trained on)."""
+    """Return (ids, those in front that are not trained on)."""
     encode = samples.Encoder.of(tokenizer, architecture.tiny_config(), **more)
     made = samples.tokenize_jsonl("talk.jsonl", json.dumps(line), encode)
     n = int((~made.trained).sum())
@@ -258,7 +258,7 @@ DATED = "{% if not day %}{% set day = strftime_now('%A') %}{% endif %}{{ day }} 
 
 @pytest.mark.parametrize("quote", "'\"")
 def test_a_template_with_the_date_writes_that_of_the_run(quote):
-    """Not that of a later day, on which the run is resumed."""
+    """A run that is resumed on a later day keeps its first day."""
     days = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
     tokenizer = tokenizer_of(f"{WORDS} {days}", chat_template=DATED.replace("'", quote))
     for i, day in enumerate(days.split()):

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: who may write, what is damaged, what is removed."""
+"""Checkpoints beside the training: who may write them, how damage is found, what is removed."""
 
 import contextlib
 import errno
@@ -27,7 +27,8 @@ from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
-from tests.resume_test import STEPS, flags_of, names_in, one_step, small_training
+from tests.resume_shards_test import save_checkpoint
+from tests.resume_test import STEPS, flags_of, made_by_training, names_in, small_training
 from tests.small_workloads import TINY, smaller_config, tiny_workload
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
@@ -46,9 +47,8 @@ def small_model(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A folder with the checkpoint of step 2 of a small training."""
-    model, optimizer = small_training()
-    one_step(model, optimizer)
-    checkpoint.save(str(tmp_path / "kept"), model, optimizer, {"step": 2})
+    model, optimizer = small_training(1)
+    save_checkpoint(tmp_path / "kept", model, optimizer, 2)
     return tmp_path / "kept"
 
 
@@ -57,7 +57,7 @@ def saved(tmp_path) -> Path:
 
 @contextlib.contextmanager
 def held(folder: Path):
-    """Another run has the folder; yields its process."""
+    """Let another run hold the folder, and yield its process."""
     folder.mkdir(exist_ok=True)
     ready, tell = os.pipe()
 
@@ -94,7 +94,7 @@ def test_two_runs_of_one_command_do_not_remove_each_others_files(run_script, tmp
 
 
 def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_path):
-    """Before the next run looks how much room there is."""
+    """It is removed before the next run asks how much room there is."""
     (tmp_path / ".unfinished-step-2").mkdir()
     (tmp_path / ".unfinished-step-2" / "__0_0.distcp").write_text("half")
     with checkpoint_files.alone_in(str(tmp_path)):
@@ -102,11 +102,10 @@ def test_what_a_killed_run_has_not_finished_takes_no_room_of_the_next_one(tmp_pa
 
 
 def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
-    """It ended after this run had read its flags."""
+    """The other run ended after this run had read its flags."""
     asked = Checkpoints(str(tmp_path), 1)
-    model, optimizer = small_training()
-    one_step(model, optimizer)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    model, optimizer = small_training(1)
+    save_checkpoint(tmp_path, model, optimizer, 2)
     with pytest.raises(UserError, match="holds step-2 of another run"), asked.claimed():
         pass
     with Checkpoints(str(tmp_path), 1, str(tmp_path)).claimed():
@@ -114,7 +113,7 @@ def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
 
 
 def test_a_model_is_saved_beside_the_checkpoints_of_its_run(run_script, tmp_path):
-    """Neither waits for the other's lock, nor removes what the other has not finished."""
+    """Neither waits for the other's lock or removes what the other has not finished."""
     folder = tmp_path / "both"
     flags = flags_of(folder, "--checkpoint-every", "2", "--save", str(folder))
     assert run_script(finetune_baseline, *flags).code == 0
@@ -130,14 +129,13 @@ def test_a_model_is_saved_beside_the_checkpoints_of_its_run(run_script, tmp_path
 
 
 def test_a_users_files_stay(tmp_path):
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    model, optimizer = small_training(1)
     for name in ("step-1", "step-02", "step-9"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     (tmp_path / "step-2" / "notes.txt").write_text("mine too")
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 3})
+    save_checkpoint(tmp_path, model, optimizer, 3)
     assert names_in(tmp_path) == ["step-02", "step-1", "step-2", "step-3", "step-9"]
     for name in ("step-1", "step-02", "step-2", "step-9"):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["notes.txt"]
@@ -147,16 +145,15 @@ def test_a_users_files_stay(tmp_path):
 def test_an_older_checkpoint_that_cannot_be_removed_stays_and_is_said(
     tmp_path, monkeypatch, capsys
 ):
-    """The run ended, and said that its new checkpoint could not be written."""
+    """The run once ended, and said that its new checkpoint could not be written."""
 
     def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    model, optimizer = small_training()
-    one_step(model, optimizer)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    model, optimizer = small_training(1)
+    save_checkpoint(tmp_path, model, optimizer, 2)
     monkeypatch.setattr(checkpoint_files, "remove", refuse)
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 4})
+    save_checkpoint(tmp_path, model, optimizer, 4)
     said = f"{tmp_path / 'step-2'} cannot be removed: Permission denied\n"
     assert capsys.readouterr().out == said
     assert names_in(tmp_path) == ["step-2", "step-4"]
@@ -242,7 +239,7 @@ def test_a_large_file_is_digested_in_pieces_and_in_their_order(tmp_path, monkeyp
 
 
 def refused_in(rank, device, path: Path) -> tuple[str, list[str]]:
-    """What this process is told, and which files it has read."""
+    """Return what this process is told, and which files it has read."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     digest, read = checkpoint_files.digest, []
     checkpoint_files.digest = lambda file: read.append(file.name) or digest(file)
@@ -273,13 +270,7 @@ def test_several_processes_read_each_file_once_and_refuse_together(saved, tmp_pa
 @pytest.fixture
 def trained(monkeypatch):
     """trained(workload, checkpoints): the record, and all tensors in the end."""
-    made, optimizer_for = [], kernel_training.optimizer_for
-
-    def remember(model, workload):
-        made[:] = model, optimizer_for(model, workload)
-        return made[1]
-
-    monkeypatch.setattr(kernel_training, "optimizer_for", remember)
+    made = made_by_training(monkeypatch)
 
     def train(workload, checkpoints=kernel_training.NO_CHECKPOINTS):
         record = kernel_training.train(workload, checkpoints=checkpoints)
@@ -345,7 +336,7 @@ def test_every_copy_lies_in_the_memory_of_the_first(trained, tmp_path, monkeypat
 
 
 def steps_in(folder: Path) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """Return the step of the newest checkpoint; 0 without one."""
     path = resuming.newest(folder)
     return int(path.name.removeprefix("step-")) if path else 0
 
@@ -360,10 +351,10 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
     workload = tiny_workload("--seq-len", "8", "--steps", "200")
     straight = trained(workload)
     choose, folder, taken = random.Random(seed), tmp_path / "kept", [0]
-    for _ in range(12):
+    for more in [0, 1, 2] * 4:  # checkpoints, so that a busy machine gets far enough too
         resume = str(folder) if taken[-1] else None
         asked = Checkpoints(str(folder), 1, resume, keep=2)
-        more, late = choose.randrange(3), choose.uniform(0, 0.1)
+        late = choose.uniform(0, 0.1)
         child = started(partial(kernel_training.train, workload, checkpoints=asked))
         while steps_in(folder) < taken[-1] + more or not list(folder.glob(".unfinished-*")):
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
@@ -380,9 +371,8 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
 
 
 def share_in(rank, device) -> tuple[list[str], list[str]]:
-    """Names of the weights and of the states that this process copies and writes."""
-    model, optimizer = small_training()
-    one_step(model, optimizer)
+    """Return the names of the weights and of the states that this process copies and writes."""
+    model, optimizer = small_training(1)
     share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
     return list(share["model"]), list(share["optimizer"])
 
@@ -390,7 +380,7 @@ def share_in(rank, device) -> tuple[list[str], list[str]]:
 @pytest.mark.exhaustive
 @one_gpu_is_too_few
 def test_of_what_all_processes_have_each_copies_a_part(tmp_path):
-    """Else eight of them would need the host's memory eight times."""
+    """Else eight processes would need eight times the host's memory."""
     for one, other in zip(*in_two_processes(share_in, tmp_path), strict=True):
         assert sorted(one + other) == ["0.bias", "0.weight", "1.weight"] and len(one) == 2
 
@@ -436,15 +426,14 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(run_script, small_di
 
 @pytest.mark.parametrize("rows", [400, 40_000], ids=["in the middle", "at the beginning"])
 def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa: F811
-    model, optimizer = small_training()
-    one_step(model, optimizer)
-    path = checkpoint.save(str(small_disk), model, optimizer, {"step": 1})
+    model, optimizer = small_training(1)
+    path = save_checkpoint(small_disk, model, optimizer, 1)
     large = torch.nn.Linear(10, rows)
     optimizer = torch.optim.AdamW(large.parameters())
     large(torch.ones(10)).sum().backward()
     optimizer.step()
     with pytest.raises(RunError) as error:
-        checkpoint.save(str(small_disk), large, optimizer, {"step": 2})
+        save_checkpoint(small_disk, large, optimizer, 2)
     expected = f"{os.strerror(errno.ENOSPC)}; {path} is still there"
     assert str(error.value) == f"no checkpoint could be written to {small_disk}: {expected}"
     assert names_in(small_disk) == ["step-1"], "the disk has room for other files again"
@@ -452,7 +441,7 @@ def test_a_disk_that_is_full_is_what_the_system_says(small_disk, rows):  # noqa:
 
 @forks
 def test_a_thread_that_cannot_write_ends_the_run_with_a_sentence(tmp_path):
-    """The run learns of it after a later step, or at its end."""
+    """The run learns that after a later step, or at its end."""
 
     def train():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

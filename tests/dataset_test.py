@@ -11,13 +11,14 @@ from harness.data import dataset, samples
 from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading
 from harness.training import training_run
-from tests.small_workloads import (
-    jsonl,
-    tiny_workload,
-)
+from tests.small_workloads import jsonl, tiny_workload
 
 END = 256  # the tiny model's end-of-text token
 BYTES = samples.Encoder(None, [END])
+
+
+def load(n_steps: int, *flags: str) -> dataset.Data:
+    return dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), n_steps)
 
 
 def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, int]:
@@ -43,11 +44,7 @@ def test_no_stdlib_file_is_both_trained_on_and_held_out():
 def test_held_out_part_of_a_text_file_is_not_trained_on(tmp_path):
     path = tmp_path / "numbers.txt"
     path.write_text("".join(f"{i:07d}\n" for i in range(500)))  # every 8 bytes occur once
-    data = dataset.load_data(
-        tiny_workload("--data", str(path), "--seq-len", "8", "--steps", "1000"),
-        architecture.tiny_config(),
-        1000,
-    )
+    data = load(1000, "--data", str(path), "--seq-len", "8")
     train = {tuple(batch.input_ids[0].tolist()) for batch in data.train}
     validation = {tuple(batch.input_ids[0].tolist()) for batch in data.validation}
     assert len(train) == 450 and len(validation) == dataset.VALIDATION_BATCHES
@@ -56,24 +53,16 @@ def test_held_out_part_of_a_text_file_is_not_trained_on(tmp_path):
 
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
 def test_no_batch_is_repeated_within_a_run(source):
-    workload = tiny_workload("--data", source, "--batch-size", "2", "--steps", "20")
-    data = dataset.load_data(workload, architecture.tiny_config(), 20)
+    data = load(20, "--data", source, "--batch-size", "2")
     assert len(data.train) == 20 and len(data.validation) == dataset.VALIDATION_BATCHES
     assert all(batch.input_ids.shape == (2, 16) and batch.n_tokens == 32 for batch in data.train)
-    assert (
-        len(
-            {tuple(batch.input_ids.flatten().tolist()) for batch in [*data.train, *data.validation]}
-        )
-        == 24
-    )
+    batches = [*data.train, *data.validation]
+    assert len({tuple(batch.input_ids.flatten().tolist()) for batch in batches}) == 24
 
 
 def test_data_depends_on_the_seed_and_on_nothing_else():
     def tokens(seed: str) -> list[list]:
-        data = dataset.load_data(
-            tiny_workload("--seed", seed, "--steps", "8"), architecture.tiny_config(), 8
-        )
-        return [batch.input_ids.tolist() for batch in data.train]
+        return [batch.input_ids.tolist() for batch in load(8, "--seed", seed).train]
 
     assert tokens("3") == tokens("3")
     assert tokens("3") != tokens("4")
@@ -91,9 +80,7 @@ def test_every_epoch_covers_every_sequence_once():
 
 def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdef"), ("x", "y"))
-    data = dataset.load_data(
-        tiny_workload("--data", str(path), "--batch-size", "2"), architecture.tiny_config(), 1
-    )
+    data = load(1, "--data", str(path), "--batch-size", "2")
     (batch,) = data.train
     rows = sorted(zip(batch.input_ids.tolist(), batch.labels.tolist()), key=lambda row: row[0][1:])
     assert rows == [
@@ -149,13 +136,8 @@ def test_padding_changes_no_loss(tmp_path):
     assert together == pytest.approx(one_by_one, rel=1e-6)
 
 
-LAYOUTS = [  # (processes, sequences in a micro-batch of each, micro-batches): four a step
-    (1, 4, 1),
-    (1, 1, 4),
-    (1, 2, 2),
-    (2, 2, 1),
-    (2, 1, 2),
-]
+# (processes, sequences in a micro-batch of each, micro-batches): four a step
+LAYOUTS = [(1, 4, 1), (1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 1, 2)]
 
 
 @pytest.fixture(params=["stdlib", "synthetic", "text", "jsonl", "stdlib packed", "jsonl packed"])
@@ -172,7 +154,7 @@ def flags_of_data(request, tmp_path) -> list[str]:
 
 
 def rows_of(batches: list[dataset.Batch], seq_len: int) -> list[tuple]:
-    """(ids, labels) of each sequence, without the padding at its end."""
+    """Return (ids, labels) of each sequence, without the padding at its end."""
     rows = []
     for batch in batches:
         ids, labels = batch.input_ids, batch.labels
@@ -186,14 +168,13 @@ def rows_of(batches: list[dataset.Batch], seq_len: int) -> list[tuple]:
 
 
 def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
-    """Neither one that is trained on nor one that is held out, and so not the loss before."""
+    """The sequences trained on and those held out stay, and so the loss before the first step."""
     model, found = loading.load_model(tiny_workload(*flags_of_data)), []
     for processes, batch_size, accumulate in LAYOUTS:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         flags = ["--batch-size", str(batch_size), "--accumulate", str(accumulate)]
-        workload = tiny_workload(*flags_of_data, *flags)
-        data = dataset.load_data(workload, architecture.tiny_config(), 3)
+        data = load(3, *flags_of_data, *flags)
         monkeypatch.delenv("WORLD_SIZE")
         assert max(len(row.input_ids) for row in data.validation) <= batch_size
         trained, held_out = (rows_of(part, 16) for part in (data.train, data.validation))
@@ -207,7 +188,7 @@ def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
 
 
 def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
-    """What is trained on is not in it."""
+    """Samples that are trained on do not change the digest."""
     examples = [(f"{i}", f"{i}" * 9) for i in range(30)]
     files = [tmp_path / f"{i}.jsonl" for i in range(3)]
     jsonl(files[0], *examples)
@@ -215,8 +196,7 @@ def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
     jsonl(files[2], *examples[:-1], ("another", "one"))
 
     def digest(*flags: str) -> str:
-        data = dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), 3)
-        return data.validation.digest()
+        return load(3, *flags).validation.digest()
 
     first, same, other = (digest("--data", str(file)) for file in files)
     assert first == same != other

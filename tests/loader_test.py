@@ -1,4 +1,4 @@
-"""The next step's batches are fetched while a step runs, and what the device waits is counted."""
+"""The next step's batches are fetched while a step runs; the device's waiting is counted."""
 
 import time
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_a_loader_hands_out_every_batch_once_and_in_order():
 
 
 def test_a_loader_draws_no_random_numbers():
-    """Of PyTorch's: a model's dropout would be another one."""
+    """PyTorch's generator stays as it was: else a model's dropout would change."""
     state = torch.get_rng_state()
     loader.Loader(data().train, per_step=1).fetch()
     assert torch.equal(torch.get_rng_state(), state)

@@ -23,7 +23,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import RECOMPUTE, finetune_parser
 from harness.cli.workload import Workload
 from harness.model import adapters, architecture, loading
-from harness.model.frozen_digest import checksum, frozen_digest
+from harness.model.adapters import checksum, frozen_digest
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
@@ -93,7 +93,7 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert names == set(TARGETS[targets])
     n_trained = sum(p.numel() for p in stepping.trained(model))
-    assert n_trained == adapters.adapter_count(model.config, workload)
+    assert n_trained == adapters.trained_count(model.config, workload)
     n = sum(p.numel() for p in model.parameters())
     counts = {"parameters": n, "trained_parameters": n_trained}
     assert adapters.counts(model, workload) == counts
@@ -143,7 +143,7 @@ def test_flops_are_what_pytorch_counts(targets):
 def test_a_step_of_the_8b_model_has_two_thirds_of_the_flops():
     config, full = architecture.llama_3_1_8b_config(), Workload()
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
-    assert adapters.adapter_count(config, workload) == 41_943_040
+    assert adapters.trained_count(config, workload) == 41_943_040
     shares = [adapters.flops_per_token(config, w, 512) for w in (workload, full)]
     assert 2 / 3 < shares[0] / shares[1] < 0.68
 
@@ -606,7 +606,7 @@ def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets
     more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
     record = run_record(run_script, tmp_path, profile_baseline, *flags, *more)
     config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
-    thin = 64 * 6 * adapters.adapter_count(config, workload)
+    thin = 64 * 6 * adapters.trained_count(config, workload)
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
     first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
@@ -621,7 +621,7 @@ def test_a_profile_tells_adapters_from_projections(run_script, tmp_path, targets
     angles = 64 * config.head_dim if HAS_GPU else 0  # positions @ frequencies
     found = record["categories"]["matmul"]["flops"]
     assert found == pytest.approx(whole - all_thin + angles, rel=1e-6)
-    assert record["trained_parameters"] == adapters.adapter_count(config, workload)
+    assert record["trained_parameters"] == adapters.trained_count(config, workload)
 
 
 def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
@@ -629,7 +629,7 @@ def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
     config.num_hidden_layers = 2
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
     before, after = (memory_estimate.estimate(config, each) for each in (full, workload))
-    n = adapters.adapter_count(config, workload)
+    n = adapters.trained_count(config, workload)
     moments = after["parts"]["optimizer state"]
     assert moments == pytest.approx(2 * 2 * n, rel=1e-3)
     assert after["parts"]["parameters"] - before["parts"]["parameters"] == pytest.approx(

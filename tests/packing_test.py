@@ -30,7 +30,7 @@ ALLOWED = 1e-5
 
 @pytest.fixture
 def samples(tmp_path) -> dataset.Samples:
-    """Those that are trained on: all but the last, which is held out."""
+    """The samples that are trained on: all but the last, which is held out."""
     path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
     data = dataset.load_data(packed("--data", str(path)), architecture.tiny_config(), 1)
     return data.train.samples
@@ -42,7 +42,7 @@ def packed(*flags: str):
 
 
 def packed_batch(samples) -> dataset.Batch:
-    """All samples, in two sequences that both end in padding."""
+    """Return all samples in two sequences that both end in padding."""
     sequences = packing.first_fit(samples.lengths, range(len(samples)), SIZE, 2)
     assert sorted(i for each in sequences for i in each) == [*range(len(EXAMPLES))]
     (batch,) = dataset.Batches(samples, sequences, 2, packed_to=SIZE)
@@ -50,7 +50,7 @@ def packed_batch(samples) -> dataset.Batch:
 
 
 def gradients(model, *losses: tuple[dataset.Batch, float]) -> dict[str, torch.Tensor]:
-    """The loss and all gradients of a sum of batches with these weights."""
+    """Return the loss and all gradients of a sum of batches with these weights."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch, weight in losses:
@@ -61,7 +61,7 @@ def gradients(model, *losses: tuple[dataset.Batch, float]) -> dict[str, torch.Te
 
 
 def one_by_one(samples, model) -> dict[str, torch.Tensor]:
-    """The same of a model without packing: each sample in a batch of its own, and padded."""
+    """Return the same without packing: each sample in a batch of its own, and padded."""
     batches = []
     for i in range(len(samples)):
         (batch,) = dataset.Batches(samples, [[i], [LONGEST]], 2)
@@ -72,7 +72,7 @@ def one_by_one(samples, model) -> dict[str, torch.Tensor]:
 
 
 def models(names) -> list[torch.nn.Module]:
-    """Two alike: for packed batches with these kernels, and as transformers has it for others."""
+    """Return two equal models: for packed batches with these kernels, and transformers' own."""
     ours, theirs = (uneven_norms(loading.load_model(w)) for w in (packed(), tiny_workload()))
     return [apply_kernels.apply_kernels(ours, names), theirs]
 
@@ -91,7 +91,7 @@ def test_packed_samples_train_as_one_by_one(samples, names):
 
 
 def positions_that_restart_one_late(batch):
-    """That they go on would be no fault for RoPE, which knows the distance of two tokens alone."""
+    """Positions that never restart would be no fault: RoPE knows only distances of tokens."""
     return replace(batch, position_ids=batch.position_ids.roll(1))
 
 
@@ -235,7 +235,7 @@ def test_useful_tokens_are_counted_and_padding_is_recorded(run_script, tmp_path,
 
 
 def labelled(batch: dataset.Batch) -> list[bool]:
-    """Of each place: is it a token of a sample?  No token of them is the padding's 0."""
+    """Return for each place whether it holds a sample's token; none of them is the padding's 0."""
     return [token != 0 for token in batch.input_ids.flatten().tolist()]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of two processes, each with its half of every tensor, is one process's, and back."""
+"""One process loads a checkpoint of two, each with half of every tensor, and the other way."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 
 def training(device, world: int) -> tuple:
-    """A model and its AdamW; of several processes sharded, five rows into three and two."""
+    """Return a model and its AdamW; two processes shard its five rows into three and two."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
     model.to(device)
@@ -34,8 +34,14 @@ def one_step(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
+def save_checkpoint(folder, model, optimizer, step: int, keep: int = 1) -> Path:
+    """Write all that training changes as the checkpoint of a step; all processes call it."""
+    share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
+    return checkpoint.write(str(folder), share, {"step": step}, keep)
+
+
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
-    """Copies of all that training changes, put together; all processes call it."""
+    """Return copies of all that training changes, put together; all processes call it."""
     tensors = checkpoint.tensors_of(model, optimizer)
     found = dict(tensors["model"])
     for name, state in tensors["optimizer"].items():
@@ -50,7 +56,7 @@ def save(rank, device, folder: Path) -> dict[str, torch.Tensor]:
     model, optimizer = training(device, world=2)
     for _ in range(2):
         one_step(model, optimizer)
-    checkpoint.save(str(folder), model, optimizer, {"step": 2})
+    save_checkpoint(folder, model, optimizer, 2)
     return whole(model, optimizer)
 
 
@@ -86,7 +92,7 @@ def test_what_two_processes_saved_one_loads_and_two_load_what_one_saved(tmp_path
     assert equal(whole(model, optimizer), two)
 
     model, optimizer = after_steps(3)
-    checkpoint.save(str(of_one), model, optimizer, {"step": 3})
+    save_checkpoint(of_one, model, optimizer, 3)
     for found in in_two_processes(load, stores[2], of_one):
         assert equal(found, whole(model, optimizer))
 

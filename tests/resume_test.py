@@ -1,4 +1,4 @@
-"""A run that is ended and resumed is the run that was not, to the bit; a checkpoint is whole."""
+"""A run that is ended and resumed equals, to the bit, a run that was not; checkpoints are whole."""
 
 import json
 import os
@@ -35,6 +35,7 @@ from tests.chat_test import TALK, TURNS, WORDS
 from tests.files_test import assert_one_sentence, in_child, killed_before_change
 from tests.fixtures import needs_gpu
 from tests.fp8_layer_test import REFERENCES
+from tests.resume_shards_test import one_step, save_checkpoint
 from tests.small_workloads import TINY, jsonl, smaller_config, tiny_workload
 from tests.token_cache_test import tokenizer_of
 
@@ -47,7 +48,7 @@ SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
 
 
 def names_in(folder: Path | str) -> list[str]:
-    """What is in a folder of checkpoints beside the lock."""
+    """Return the names in a folder of checkpoints, except the lock."""
     return sorted(path.name for path in Path(folder).iterdir() if path.name != LOCK)
 
 
@@ -58,7 +59,7 @@ def small_model(monkeypatch, own_cache):
 
 @pytest.fixture
 def examples(tmp_path) -> str:
-    """Four to train on, so that six steps of one go on into the next epoch; one is held out."""
+    """Four examples to train on and one held out: six steps of one reach the next epoch."""
     words = "abcde", "fgh", "ijklmn", "op", "qrst"
     return str(jsonl(tmp_path / "data.jsonl", *((word[0], word[1:]) for word in words)))
 
@@ -77,9 +78,8 @@ def ended_after(monkeypatch):
     return lambda step, number=signal.SIGTERM: when.update(step=step, signal=number)
 
 
-@pytest.fixture
-def trained(monkeypatch, tmp_path, ended_after):
-    """trained(workload, 2, 3): ended after steps 2 and 3 and resumed; all that came out of it."""
+def made_by_training(monkeypatch) -> list:
+    """Return a list that has the model and the optimizer of the training made last."""
     made, optimizer_for = [], kernel_training.optimizer_for
 
     def remember(model, workload):
@@ -87,6 +87,13 @@ def trained(monkeypatch, tmp_path, ended_after):
         return made[1]
 
     monkeypatch.setattr(kernel_training, "optimizer_for", remember)
+    return made
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path, ended_after):
+    """trained(workload, 2, 3): end after steps 2 and 3, resume, and return all results."""
+    made = made_by_training(monkeypatch)
 
     def train(workload: Workload, *ends: int) -> dict:
         folder, resume = str(tmp_path / "checkpoints"), None
@@ -112,7 +119,7 @@ def trained(monkeypatch, tmp_path, ended_after):
 
 
 def differing(found: dict, expected: dict) -> list[str]:
-    """Names of the tensors, and of what a record says of the training, that are not equal."""
+    """Return the names of the tensors and of the record's entries that are not equal."""
     assert found.keys() == expected.keys()
     names = [name for name in expected if name != "record"]
     wrong = [name for name in names if not torch.equal(found[name], expected[name])]
@@ -123,9 +130,9 @@ def differing(found: dict, expected: dict) -> list[str]:
 
 
 def same_in_pieces(trained, workload: Workload) -> None:
+    """The run is ended and resumed twice: what the first end changes shows in the results too."""
     straight = trained(workload)
-    for ends in ((2,), (2, 3)):
-        assert differing(trained(workload, *ends), straight) == [], ends
+    assert differing(trained(workload, 2, 3), straight) == []
 
 
 WAYS = {  # flags, kernels
@@ -167,7 +174,7 @@ def test_packed_sequences_are_the_same_ones(trained, examples):
 
 
 def test_conversations_with_the_date_keep_that_of_the_first_day(trained, monkeypatch, tmp_path):
-    """A resumed run has other tokens else, and is refused; there may be no cache of tokens."""
+    """Else a resumed run has other tokens and is refused; the cache of tokens may be missing."""
     file, template = tmp_path / "talk.jsonl", "{{ strftime_now('%A') }} " + TURNS
     talks = [{"messages": [TALK[i], TALK[1]]} for i in (0, 2, 4)]
     file.write_text("\n".join(map(json.dumps, talks)))
@@ -175,8 +182,8 @@ def test_conversations_with_the_date_keep_that_of_the_first_day(trained, monkeyp
     monkeypatch.setattr(dataset, "load_tokenizer", lambda workload: tokenizer)
     monkeypatch.setattr(token_cache, "cached", lambda data, texts, encode, tokenize: tokenize())
     here, first = training_run.environment(), date(2026, 2, 2)
-    # of one run, of one that is resumed once, and of one that is resumed twice
-    days = iter(first + timedelta(days=n) for n in (0, 0, 1, 0, 1, 2))
+    # of one run, and of one that is resumed twice
+    days = iter(first + timedelta(days=n) for n in (0, 0, 1, 2))
     monkeypatch.setattr(training_run, "environment", lambda: here | {"date": str(next(days))})
     same_in_pieces(trained, tiny_workload(*SMALL, "--data", str(file)))
 
@@ -251,8 +258,7 @@ def flags_of(folder, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
-    "script",
-    [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)],
+    "script", [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)]
 )
 def test_a_signal_ends_the_run_after_its_step(
     run_script, ended_after, tmp_path, script, number, code
@@ -336,94 +342,70 @@ def saved(run_script, ended_after, tmp_path, examples) -> Path:
     return folder
 
 
-def break_facts(folder):
-    (folder / "step-2" / "run.json").write_text("{")
+def change_facts(path: Path, change) -> None:
+    facts = json.loads((path / "run.json").read_text())
+    change(facts)
+    (path / "run.json").write_text(json.dumps(facts))
 
 
-def lose_a_fact(folder):
-    facts = json.loads((folder / "step-2" / "run.json").read_text())
-    del facts["losses"][0]
-    (folder / "step-2" / "run.json").write_text(json.dumps(facts))
-
-
-def cut_tensors(folder):
-    (file,) = (folder / "step-2").glob("*.distcp")
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def lose_tensors(folder):
-    (file,) = (folder / "step-2").glob("*.distcp")
-    file.unlink()
-
-
-def break_metadata(folder):
-    (folder / "step-2" / ".metadata").write_bytes(b"nothing")
-
-
-def empty(folder):
-    shutil.rmtree(folder / "step-2")
-
-
-def half_written(folder):
-    (folder / "step-2").rename(folder / ".unfinished-step-2")
-
-
-def of_an_older_version(folder):
-    facts = json.loads((folder / "step-2" / "run.json").read_text())
-    del facts["config"]
-    (folder / "step-2" / "run.json").write_text(json.dumps(facts))
-
-
-def flip_a_bit(folder):
-    """In .metadata, a pickle that says where in the other files which tensor lies."""
-    file = folder / "step-2" / ".metadata"
+def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def lose_checksums(folder):
-    (folder / "step-2" / "checksums.json").unlink()
+TENSORS = "__0_0.distcp"
+NONE = "holds no checkpoint, expected a folder that --checkpoint DIR has written to"
+DIFFERS = "is damaged: its checksum differs, expected what --checkpoint wrote"
+DAMAGES = {  # what becomes of step-2, and what the sentence says
+    "empty": (shutil.rmtree, NONE),
+    "half written": (lambda path: path.rename(path.with_name(".unfinished-step-2")), NONE),
+    "broken facts": (lambda path: (path / "run.json").write_text("{"), "run.json is damaged"),
+    "a loss less": (
+        lambda path: change_facts(path, lambda facts: facts["losses"].pop()),
+        "run.json is damaged",
+    ),
+    "cut tensors": (lambda path: os.truncate(path / TENSORS, 999), f"{TENSORS} {DIFFERS}"),
+    "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} {DIFFERS}"),
+    "another file": (lambda path: (path / ".metadata").write_text("?"), f".metadata {DIFFERS}"),
+    # .metadata is a pickle that says where in the other files which tensor lies
+    "a flipped bit": (lambda path: flip_a_bit(path / ".metadata"), f".metadata {DIFFERS}"),
+    "no checksums": (
+        lambda path: (path / "checksums.json").unlink(),
+        "checksums.json is missing or damaged",
+    ),
+    "of an older version": (
+        lambda path: change_facts(path, lambda facts: facts.pop("config")),
+        "does not say how its model computes, as older versions",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (empty, "holds no checkpoint, expected a folder that --checkpoint DIR has written to"),
-        (half_written, "holds no checkpoint, expected a folder that --checkpoint DIR has"),
-        (break_facts, "step-2/run.json is damaged"),
-        (lose_a_fact, "step-2/run.json is damaged"),
-        (cut_tensors, "step-2/__0_0.distcp is damaged: its checksum differs, expected what"),
-        (lose_tensors, "step-2/__0_0.distcp is damaged: its checksum differs"),
-        (break_metadata, "step-2/.metadata is damaged: its checksum differs"),
-        (flip_a_bit, "step-2/.metadata is damaged: its checksum differs"),
-        (lose_checksums, "step-2/checksums.json is missing or damaged"),
-        (of_an_older_version, "step-2 does not say how its model computes, as older versions"),
-    ],
-)
-def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, damage, said):
-    damage(saved)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, damage):
+    change, said = DAMAGES[damage]
+    change(saved / "step-2")
     flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved)]
     outcome = run_script(finetune_baseline, *flags)
-    assert outcome.code == 2 and outcome.err.startswith("error: ") and said in outcome.err
-    assert outcome.err.count("\n") == 1 and "step 3" not in outcome.out
+    assert_one_sentence(outcome, said)
+    assert "step 3" not in outcome.out
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--lr", "0.5"], "step-2 is of another training: lr 0.5 (not 0.001)"),
-        (["--steps", "7"], "another training: steps 7 (not 6)"),
-        (["--steps", "2"], "is of step 2, and --steps 2 leaves none to take"),
-        (["--batch-size", "3"], "sequences in a step 3 (not 1)"),
-        (["--seed", "1", "--pack"], "seed 1 (not 0); pack True (not None)"),
+        ("--lr 0.5", "step-2 is of another training: lr 0.5 (not 0.001)"),
+        ("--steps 7", "another training: steps 7 (not 6)"),
+        ("--steps 2", "is of step 2, and --steps 2 leaves none to take"),
+        ("--batch-size 3", "sequences in a step 3 (not 1)"),
+        ("--seed 1 --pack", "seed 1 (not 0); pack True (not None)"),
     ],
 )
 def test_other_flags_that_change_the_result_are_refused(run_script, saved, examples, flags, said):
-    resume = ["--data", examples, "--resume", str(saved), *flags]
+    resume = ["--data", examples, "--resume", str(saved), *flags.split()]
     outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
-    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
-    assert said in outcome.err
+    assert_one_sentence(outcome, said)
+    assert outcome.out == ""
 
 
 def test_each_flag_that_the_page_calls_another_training_is_refused(run_script, saved, examples):
@@ -458,7 +440,7 @@ def ended_and_resumed(run_script, ended_after, tmp_path):
 
 @pytest.mark.parametrize("part", [0, -1], ids=["trained on", "held out"])
 def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path, part):
-    """A letter of either part: the validation loss before the first step was that of the old."""
+    """Also the held-out part: the first validation loss was that of the old text."""
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
 
@@ -518,7 +500,7 @@ OTHERWISE = {  # as many weights of the same shapes compute other numbers
 
 @pytest.mark.parametrize("case", OTHERWISE)
 def test_a_model_that_computes_otherwise_is_refused(ended_and_resumed, model_folder, case):
-    """The path and the number of parameters are the same, and the loss would be another."""
+    """The path and the number of parameters are the same, but the loss would be another."""
     changed, said = OTHERWISE[case]
     flags = ["--model", str(model_folder)]
     outcome = ended_and_resumed(flags, partial(change_config, model_folder, changed))
@@ -534,7 +516,7 @@ def test_what_a_config_says_besides_does_not_matter(ended_and_resumed, model_fol
 
 
 def test_each_field_of_a_config_was_judged():
-    """A new one of transformers' is either what a step depends on or is not."""
+    """A step depends on a new field of transformers', or it does not: somebody has to say."""
     besides = {"initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pretraining_tp"}
     besides |= {"attention_dropout"}  # refused by itself
     assert {*architecture.COMPUTING, *besides} == LlamaConfig.__annotations__.keys()
@@ -570,18 +552,15 @@ def test_dropout_is_refused():
 # ---------------------------------------------------------------- complete or absent
 
 
-def small_training(optimizer_class=torch.optim.AdamW) -> tuple:
+def small_training(steps: int = 0, optimizer_class=torch.optim.AdamW) -> tuple:
+    """A model and its optimizer after some steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
     model.to(DEVICE)
     optimizer = optimizer_class(model.parameters())
+    for _ in range(steps):
+        one_step(model, optimizer)
     return model, optimizer
-
-
-def one_step(model, optimizer) -> None:
-    model(torch.arange(6.0, device=DEVICE).view(2, 3)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def loaded(path: Path) -> dict:
@@ -606,37 +585,36 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.skipif(HAS_GPU, reason="a process that has used a GPU cannot be forked")
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
-    """Before each thing that it changes in the file system: at least half a dozen of them."""
+    """It is killed before each change of the file system; there are at least half a dozen."""
     model, optimizer = small_training()
     by_step = {}
     for step in (1, 2):
         one_step(model, optimizer)
         by_step[step] = copies(checkpoint.tensors_of(model, optimizer))
         if step == 1:
-            checkpoint.save(str(tmp_path / "first"), model, optimizer, {"step": 1})
+            save_checkpoint(tmp_path / "first", model, optimizer, 1)
 
     left, outcome, number = [], "", 0
     while outcome != "done":
         number += 1
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", folder)
-        save = partial(checkpoint.save, str(folder), model, optimizer)
-        outcome = killed_before_change(number, partial(save, {"step": 2}))
+        save = partial(save_checkpoint, folder, model, optimizer)
+        outcome = killed_before_change(number, partial(save, 2))
         assert outcome in ("killed", "done")
         path = resuming.newest(folder)
         step = json.loads((path / resuming.FACTS).read_text())["step"]
         assert path.name == f"step-{step}" and equal(loaded(path), by_step[step])
         left.append(step)
         # the next save finds nothing in its way, and leaves nothing else
-        assert in_child(partial(save, {"step": 3})) == "done"
+        assert in_child(partial(save, 3)) == "done"
         assert names_in(folder) == ["step-3"]
     assert left == sorted(left) and left.count(1) >= 6 and left.count(2) >= 2
 
 
 def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monkeypatch):
-    model, optimizer = small_training()
-    one_step(model, optimizer)
-    path = checkpoint.save(str(tmp_path), model, optimizer, {"step": 1})
+    model, optimizer = small_training(1)
+    path = save_checkpoint(tmp_path, model, optimizer, 1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -645,25 +623,21 @@ def test_where_no_checkpoint_can_be_written_the_one_before_stays(tmp_path, monke
         patch.setattr(torch, "save", full)
         said = f"no checkpoint could be written to {tmp_path}: .*No space left.*; {path} is still"
         with pytest.raises(RunError, match=said):
-            checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+            save_checkpoint(tmp_path, model, optimizer, 2)
     assert resuming.newest(tmp_path) == path
-    checkpoint.save(str(tmp_path), model, optimizer, {"step": 2})
+    save_checkpoint(tmp_path, model, optimizer, 2)
     assert names_in(tmp_path) == ["step-2"]
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, TritonAdamW])
 def test_the_states_to_fill_are_those_of_a_first_step(optimizer_class):
-    model, optimizer = small_training(optimizer_class)
-    one_step(model, optimizer)
-    other, fresh = small_training(optimizer_class)
+    model, optimizer = small_training(1, optimizer_class)
+    other, fresh = small_training(0, optimizer_class)
     checkpoint.make_states(fresh)
     for p, q in zip(model.parameters(), other.parameters()):
         made, expected = fresh.state[q], optimizer.state[p]
         assert made.keys() == expected.keys()
         for key, t in made.items():
-            assert (t.shape, t.dtype, t.device) == (
-                expected[key].shape,
-                expected[key].dtype,
-                expected[key].device,
-            )
+            same = expected[key]
+            assert (t.shape, t.dtype, t.device) == (same.shape, same.dtype, same.device)
             assert not t.any() and not t.requires_grad

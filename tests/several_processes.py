@@ -1,4 +1,4 @@
-"""What parallel_test.py has done by several processes: torchrun starts this file in each.
+"""Work for several processes of parallel_test.py: torchrun starts this file in each.
 
     torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER CASE CASE ...
     torchrun --nproc-per-node 2 -m tests.several_processes raise|die
@@ -32,10 +32,10 @@ def two_layers():
 
 
 def train(folder: Path, case: str, batch_size: int) -> None:
-    """Train a case, such as fsdp-kernels-3, -3 being its micro-batches, and what comes behind.
+    """Train a case, such as fsdp-kernels-3 with three micro-batches; recompute levels may follow.
 
-    Into FOLDER/CASE.json and FOLDER/CASE, the model; the data lie beside the folder.  One process
-    reads no fsdp or ddp.
+    The record becomes FOLDER/CASE.json and the model FOLDER/CASE.  The data lie beside FOLDER.  One
+    process ignores fsdp and ddp.
     """
     from harness.cli.device import HAS_GPU
     from harness.cli.flags import finetune_parser
@@ -46,16 +46,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     way, kernels, accumulate, *more = case.split("-")
     parser = finetune_parser("")
     finetune_options.add_flags(parser)
-    flags = [
-        "--data",
-        f"{folder.parent}/data.jsonl",
-        "--batch-size",
-        str(batch_size),
-        "--steps",
-        "4",
-        "--lr",
-        "5e-4",
-    ]
+    flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
+    flags += ["--steps", "4", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if parallel.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]

@@ -1,4 +1,4 @@
-"""How far steps lie apart: against hand-made ones and PyTorch's quantiles."""
+"""The spread of steps, compared with hand-made steps and PyTorch's quantiles."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def tokenizer_of(words: str, **more) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tokenizer(monkeypatch) -> PreTrainedTokenizerFast:
-    """Stands for the model's."""
+    """The tokenizer that stands for the model's."""
     return give(monkeypatch, tokenizer_of("a b c d e"))
 
 
@@ -197,13 +197,6 @@ def test_a_place_where_nothing_can_be_kept_is_not_called_damaged(
     assert load(file) == before
     said = capsys.readouterr().out
     assert "damaged" not in said and reason in said
-
-
-def test_a_folder_that_cannot_be_written_is_said(tokenizer, file, monkeypatch, tmp_path, capsys):
-    (tmp_path / "in_the_way").write_text("")
-    monkeypatch.setattr(token_cache, "folder", lambda: tmp_path / "in_the_way")
-    load(file)
-    assert "The tokens are not kept: cannot write" in capsys.readouterr().out
 
 
 def test_a_file_with_python_objects_is_not_opened(tokenizer, file):

@@ -21,14 +21,10 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import stepping
-from harness.training import saving, training_run
+from harness.training import training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
-from tests.small_workloads import (
-    TINY,
-    jsonl,
-    tiny_workload,
-)
+from tests.small_workloads import TINY, jsonl, tiny_workload
 
 # isort: split
 # after the harness, which decides how triton (imported by these) will run
@@ -45,7 +41,7 @@ MEASURED = {
 
 
 def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
-    """The record of script.main() with these flags."""
+    """Return the record of script.main() with these flags."""
     record = tmp_path / f"{script.__name__}.json"
     monkeypatch.setattr("sys.argv", [script.__name__, *TINY, *flags, "--json", str(record)])
     script.main()
@@ -70,7 +66,7 @@ def test_both_scripts_show_the_same_loop():
 
 @pytest.mark.exhaustive
 def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
-    """To the bit: the loop of next_steps, which takes any kernels, with the same two."""
+    """To the bit, next_steps' loop, which takes any kernels, gives the same with these two."""
     flags = ["--seq-len", "8", "--steps", "2"]
     shown = run(finetune_optimized, monkeypatch, tmp_path, *flags)
     workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
@@ -95,15 +91,11 @@ def test_validation_loss_weighs_tokens_not_batches(tmp_path):
     examples = samples.tokenize_jsonl(str(path), path.read_text(), samples.Encoder(None, []))
     batches = dataset.Batches(examples, [[0], [1]], batch_size=1)
     # nothing predicts a sequence's first token, which the empty prompt leaves to train on
-    sums, counts = (
-        [],
-        [11, 1],
-    )
+    sums, counts = [], [11, 1]
     for batch in batches:
         logits = model(input_ids=batch.input_ids.to(DEVICE)).logits.detach()[0, :-1].cpu()
-        sums.append(
-            torch.nn.functional.cross_entropy(logits, batch.labels[0, 1:], reduction="sum").item()
-        )
+        loss = torch.nn.functional.cross_entropy(logits, batch.labels[0, 1:], reduction="sum")
+        sums.append(loss.item())
     found = training_run.validation_loss(model, batches)
     assert found == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
     wrong = sum(total / count for total, count in zip(sums, counts)) / 2
@@ -165,7 +157,7 @@ class PretendedProfiler:
 
 
 def profiled_run(monkeypatch, n_steps: int, kernels: bool = True) -> tuple[dict, list[int]]:
-    """The record of a run as a GPU makes it, and how many steps lay before the profiled ones."""
+    """Return a record as a GPU makes it, and how many steps came before each profiled one."""
     workload = tiny_workload("--steps", str(n_steps))
     model = loading.load_model(workload)
     run = training_run.Run("Mine", workload, model)
@@ -211,7 +203,7 @@ def test_a_step_is_measured_by_the_speed_of_light(monkeypatch):
 
 
 def block_rows(record: dict) -> dict[str, str]:
-    """The rows of the result block by their names."""
+    """Return the rows of the result block by their names."""
     rows = (line.split(":", 1) for line in training_run.result_block(record).splitlines())
     return {name: text[0].strip() for name, *text in rows if text}
 
@@ -270,28 +262,18 @@ def test_on_a_gpu_a_run_knows_how_long_the_gpu_computes(monkeypatch, tmp_path, f
     assert 0 < record["least_ms"] < 1e3 * record["median_seconds"]
 
 
-def loss_differences(baseline: dict, optimized: dict) -> list[float]:
-    first = [
-        *baseline["losses"],
-        baseline["validation_loss_before"],
-        baseline["validation_loss_after"],
-    ]
-    second = [
-        *optimized["losses"],
-        optimized["validation_loss_before"],
-        optimized["validation_loss_after"],
-    ]
+def loss_differences(*records: dict) -> list[float]:
+    first, second = (
+        [*record["losses"], record["validation_loss_before"], record["validation_loss_after"]]
+        for record in records
+    )
     return [abs(a - b) / a for a, b in zip(first, second)]
 
 
-KERNEL_FLAGS = {
-    "default": ([], PLAYBOOK),
-    "all": (["--kernels", "all"], KERNELS),
-}
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flags, kernels", KERNEL_FLAGS.values(), ids=KERNEL_FLAGS)
+@pytest.mark.parametrize(
+    ("flags", "kernels"), [([], PLAYBOOK), (["--kernels", "all"], KERNELS)], ids=["default", "all"]
+)
 def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, flags, kernels):
     steps = 5 if "all" in flags else 10  # the interpreter is slow
     workload = ["--seq-len", "8", "--steps", str(steps)]
@@ -300,9 +282,7 @@ def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, 
     assert optimized["kernels"] == kernels and baseline["kernels"] == []
     assert len(baseline["losses"]) == len(optimized["losses"]) == steps
     assert max(loss_differences(baseline, optimized)) < 1e-5
-    assert baseline["validation_loss_after"] < baseline["validation_loss_before"], (
-        "nothing was learned"
-    )
+    assert baseline["validation_loss_after"] < baseline["validation_loss_before"], "nothing learned"
 
 
 @needs_gpu
@@ -319,47 +299,20 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     folder = tmp_path / "saved"
     trained = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "2", "--save", str(folder))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    saved_config, config = (
-        AutoConfig.from_pretrained(folder).to_dict(),
-        architecture.tiny_config().to_dict(),
-    )
+    saved_config = AutoConfig.from_pretrained(folder).to_dict()
+    config = architecture.tiny_config().to_dict()
     changed = {key for key in config if saved_config[key] != config[key]}
     assert changed <= {"_name_or_path", "architectures", "dtype", "transformers_version"}
     AutoModelForCausalLM.from_pretrained(folder)
 
     # over the file it was read from
-    again = [
-        "--model",
-        str(folder),
-        "--steps",
-        "2",
-        "--save",
-        str(folder),
-    ]
-    resumed = run(finetune_baseline, monkeypatch, tmp_path, *again)
-    assert resumed["weights"] == "pretrained weights"
-    assert resumed["validation_loss_before"] == pytest.approx(
-        trained["validation_loss_after"], rel=1e-5
-    )
-    third = run(finetune_baseline, monkeypatch, tmp_path, *again)
-    assert third["validation_loss_before"] == pytest.approx(
-        resumed["validation_loss_after"], rel=1e-5
-    )
-
-
-def test_saving_leaves_no_shard_of_an_older_model(tmp_path):
-    workload = tiny_workload()
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-00001-of-00002.safetensors").write_text("older")
-    (tmp_path / "notes.txt").write_text("the user's own")
-    model = loading.load_model(workload)
-    saving.save_model(model, workload, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "notes.txt",
-    ]  # fmt: skip
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(loaded[name], value.cpu()) for name, value in model.state_dict().items())
+    again = ["--model", str(folder), "--steps", "2", "--save", str(folder)]
+    for _ in range(2):
+        resumed = run(finetune_baseline, monkeypatch, tmp_path, *again)
+        assert resumed["weights"] == "pretrained weights"
+        expected = pytest.approx(trained["validation_loss_after"], rel=1e-5)
+        assert resumed["validation_loss_before"] == expected
+        trained = resumed
 
 
 def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path):
@@ -368,29 +321,11 @@ def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path)
     words = Tokenizer(models.WordLevel({"[unknown]": 0, "import": 7, "def": 8}, "[unknown]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[unknown]").save_pretrained(first)
-    run(
-        finetune_baseline,
-        monkeypatch,
-        tmp_path,
-        "--model",
-        str(first),
-        "--steps",
-        "1",
-        "--save",
-        str(second),
-    )
-    workload = tiny_workload("--model", str(second))
-    assert dataset.load_tokenizer(workload)("def f ( ) : import os")["input_ids"] == [
-        8,
-        0,
-        0,
-        0,
-        0,
-        7,
-        0,
-    ]
-    encode = samples.Encoder.of(dataset.load_tokenizer(workload), None)
-    assert encode("import def").tolist() == [7, 8]
+    flags = ["--model", str(first), "--steps", "1", "--save", str(second)]
+    run(finetune_baseline, monkeypatch, tmp_path, *flags)
+    tokenizer = dataset.load_tokenizer(tiny_workload("--model", str(second)))
+    assert tokenizer("def f ( ) : import os")["input_ids"] == [8, 0, 0, 0, 0, 7, 0]
+    assert samples.Encoder.of(tokenizer, None)("import def").tolist() == [7, 8]
 
 
 def test_a_record_says_which_libraries_were_installed(monkeypatch):

@@ -1,4 +1,4 @@
-"""A function in two processes that talk to each other: over gloo, or NCCL where there are GPUs.
+"""Run a function in two processes that talk over gloo, or over NCCL if there are GPUs.
 
 A process that waits for another forever fails the test, and does not hold it up.
 """
@@ -22,7 +22,7 @@ one_gpu_is_too_few = pytest.mark.several_gpus(2, or_none=True)
 
 
 def made_once(make: Callable, tmp_path_factory) -> Path:
-    """The folder that make(folder) has filled: once for all workers of pytest-xdist."""
+    """Return a folder that make(folder) has filled, once for all workers of pytest-xdist."""
     folder = shared_folder(tmp_path_factory) / f"{make.__module__}.{make.__name__}"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -32,7 +32,7 @@ def made_once(make: Callable, tmp_path_factory) -> Path:
 
 
 def in_two_processes(function: Callable, folder: Path, *args) -> list:
-    """[function(0, device, *args), function(1, device, *args)], each in a process of its own.
+    """Return [function(0, device, *args), function(1, device, *args)] of two processes.
 
     The function can be pickled, and its results saved; each process's device is its own GPU, or the
     CPU.  The folder is an empty one.
@@ -41,9 +41,7 @@ def in_two_processes(function: Callable, folder: Path, *args) -> list:
         torch.multiprocessing.ProcessRaisedException: one of them has raised; its text is in it.
         TimeoutError: they have not ended in time, and are stopped.
     """
-    context = torch.multiprocessing.spawn(
-        _run, (function, str(folder), args), nprocs=2, join=False
-    )  # fmt: skip
+    context = torch.multiprocessing.spawn(_run, (function, str(folder), args), 2, join=False)
     end = time.monotonic() + LONGEST
     while not context.join(timeout=1, grace_period=5):
         if time.monotonic() > end:
@@ -54,7 +52,7 @@ def in_two_processes(function: Callable, folder: Path, *args) -> list:
 
 
 def results_of_two(folder: Path) -> list:
-    """What `in_two_processes` returned there."""
+    """Return what `in_two_processes` returned for this folder."""
     return [torch.load(folder / str(rank), map_location="cpu") for rank in (0, 1)]
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from harness.cli.command_line import RunError, UserError, flag_name
 from harness.cli.processes import is_first
 
-OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # the flags of files that a script writes
-INPUT_FILES = "data", "records", "compare"  # and of those that it reads
+OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # flags of files that a script writes
+INPUT_FILES = "data", "records", "compare"  # flags of files that a script reads
 OUTPUT_FOLDERS = "save", "checkpoint"
 MODEL_FOLDERS = "save", "model", "teacher", "adapter"
 MODEL_FILES = (
@@ -25,7 +25,7 @@ MODEL_FILES = (
     *("adapter_config.json", "adapter_model.safetensors"),
 )
 MARK = "kernel-dev-ft"  # is in each picture, so that the next one may replace it
-KINDS = (  # what a record says first that it is
+KINDS = (  # a record begins with one of these
     *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
     *("ladder", "longest", "memory", "profile", "scaling", "sweep", "text", "trace_picture"),
 )
@@ -43,31 +43,31 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing.
 
     Raises:
-        UserError: of the flags in OUTPUT_FILES and OUTPUT_FOLDERS, as far as the script has them,
-            one is empty, one cannot be written, --plot is no .png, or one would overwrite another,
-            what the script reads, or a file that no script wrote.
+        UserError: a flag of OUTPUT_FILES or OUTPUT_FOLDERS is empty or names what cannot be
+            written, --plot is no .png, or an output would overwrite another output, what the
+            script reads, or a file that no script wrote.
     """
     outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
     for name, path in outputs.items():
         if not path:
-            raise UserError(
-                f"{flag_name(name)} '' names nothing: give a path or leave the flag out"
-            )
+            given = f"{flag_name(name)} '' names nothing"
+            raise UserError(f"{given}: give a path or leave the flag out")
         if name == "plot" and not path.endswith(".png"):
             raise UserError(f"--plot {path} must end in .png")
-        (require_folder if name in OUTPUT_FOLDERS else require_writable)(path)
-    for name in [name for name in OUTPUT_FILES if name in outputs]:
+        require_writable(path, is_folder=name in OUTPUT_FOLDERS)
+    for name, path in outputs.items():
+        if name in OUTPUT_FOLDERS or written_straight(path):
+            continue
         for what, other in others_files(args, name):
-            if not written_straight(outputs[name]) and in_the_way(outputs[name], other):
-                raise UserError(
-                    f"{flag_name(name)} {outputs[name]} collides with {what}: name another file"
-                )
-        require_ours(flag_name(name), outputs[name], *BEGINNINGS[name])
+            if in_the_way(path, other):
+                given = f"{flag_name(name)} {path} collides with {what}"
+                raise UserError(f"{given}: name another file")
+        require_ours(flag_name(name), path, *BEGINNINGS[name])
 
 
 def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
-    """(in words, path) of every file and folder that the flag `output` must not replace."""
+    """Yield (in words, path) of every file and folder that the flag `output` must not replace."""
     for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS):
         if name != output and getattr(args, name, None):
             yield f"{flag_name(name)} {getattr(args, name)}", getattr(args, name)
@@ -77,43 +77,53 @@ def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, s
             if os.path.isfile(path):
                 yield f"{path}, which is read", path
     file = os.path.realpath(getattr(args, output))
-    is_of_a_model = any(fnmatch.fnmatch(os.path.basename(file), pattern) for pattern in MODEL_FILES)
-    for name in MODEL_FOLDERS:
-        folder = getattr(args, name, None)
-        if folder and is_of_a_model and os.path.dirname(file) == os.path.realpath(folder):
-            yield f"a file of the model in {flag_name(name)} {folder}", file
+    if any(fnmatch.fnmatch(os.path.basename(file), pattern) for pattern in MODEL_FILES):
+        for name in MODEL_FOLDERS:
+            folder = getattr(args, name, None)
+            if folder and os.path.dirname(file) == os.path.realpath(folder):
+                yield f"a file of the model in {flag_name(name)} {folder}", file
 
 
 def in_the_way(file: str, other: str) -> bool:
-    """Whether `other` is the same file, by whichever name, or would have to lie inside of it."""
+    """Return True if `other` is the same file, by whichever name, or would lie inside of it."""
     if os.path.exists(file) and os.path.exists(other):
         return os.path.samefile(file, other)
     file, other = os.path.realpath(file), os.path.realpath(other)
     return other == file or other.startswith(file + os.sep)
 
 
-def require_writable(path: str) -> None:
-    """Refuse a file that could not be written.
+def require_writable(path: str, is_folder: bool = False) -> None:
+    """Refuse a file that could not be written, or a folder in which nothing could be.
+
+    Neither has to exist yet.
 
     Raises:
         UserError: with what the system says.
     """
+    target = os.path.realpath(path)
     try:
-        straight = written_straight(path)
-        if path.endswith(os.sep) or os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        require_unprotected(path)
-        if not straight:
-            try_creating_in(os.path.dirname(os.path.realpath(path)))
+        if not is_folder:
+            straight = written_straight(path)
+            if path.endswith(os.sep) or os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            require_unprotected(path)
+            if straight:
+                return
+            target = os.path.dirname(target)
+        while not os.path.exists(target):
+            target = os.path.dirname(target)
+        with tempfile.TemporaryFile(dir=target):  # it never has a name, and is gone again
+            pass
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        place = f"to {path}" if is_folder else path
+        raise UserError(f"cannot write {place}: {error.strerror}") from error
 
 
 def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
     """Refuse to replace a file that is not empty and does not begin as the scripts' own do.
 
     Raises:
-        UserError: that is so, or the file cannot be read.
+        UserError: the file is somebody else's, or cannot be read.
     """
     if not os.path.exists(path) or written_straight(path):
         return
@@ -127,45 +137,23 @@ def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
 
 
 def first_bytes(path: str, size: int = 1000) -> bytes:
-    """How a file begins, decompressed if it is a gzip file and is whole so far."""
-    with open(path, "rb") as file:
-        start = file.read(size)
+    """Return how a file begins, decompressed if it is a gzip file and is whole so far."""
     with contextlib.suppress(gzip.BadGzipFile, EOFError, zlib.error), gzip.open(path) as file:
         return file.read(size)
-    return start
-
-
-def require_folder(path: str) -> None:
-    """Refuse a folder, which need not exist yet, in which nothing could be written.
-
-    Raises:
-        UserError: with what the system says.
-    """
-    try:
-        try_creating_in(os.path.realpath(path))
-    except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+    with open(path, "rb") as file:
+        return file.read(size)
 
 
 def require_unprotected(path: str) -> None:
-    """PermissionError where a file may not be written.
-
-    To replace it, its folder's permission would be enough.
-    """
+    """Raise PermissionError if a file may not be written; to replace it the folder's would do."""
     if os.path.exists(path) and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def try_creating_in(folder: str) -> None:
-    """OSError where nothing can be created in a folder, or the nearest above it that exists."""
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    with tempfile.TemporaryFile(dir=folder):  # it never has a name, and is gone again
-        pass
-
-
 def written_straight(path: str) -> bool:
-    """Whether nothing may take this file's place: a device, a pipe, what this process prints into.
+    """Return True if no other file may take this one's place.
+
+    Such are devices, pipes, and what this process prints into.
 
     Raises:
         OSError: the path cannot be followed, for another reason than that there is no such file.
@@ -174,13 +162,13 @@ def written_straight(path: str) -> bool:
         found = os.stat(path)
     except FileNotFoundError:
         return False
-    printed_into = []
+    if not stat.S_ISREG(found.st_mode):
+        return True
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
-            printed_into.append(os.fstat(stream))
-    return not stat.S_ISREG(found.st_mode) or any(
-        os.path.samestat(found, each) for each in printed_into
-    )
+            if os.path.samestat(found, os.fstat(stream)):
+                return True
+    return False
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -188,10 +176,11 @@ def write_whole(path: str, content: bytes) -> None:
 
     The content is written beside it, under a name of its own, and renamed.  So of several processes
     that write one path the last to finish wins.  Links are followed, permissions stay, and missing
-    folders are created.  What `written_straight` is written into.
+    folders are created.  A file that nothing may replace
+    (`written_straight`) is written into.
 
     Raises:
-        OSError: it cannot be written; what was there is as before.
+        OSError: the file cannot be written; what was there is as before.
     """
     if written_straight(path):
         print(end="", flush=True)  # what was printed before comes first
@@ -200,9 +189,8 @@ def write_whole(path: str, content: bytes) -> None:
         return
     target = os.path.realpath(path)
     require_unprotected(target)
-    folder = os.path.dirname(target)
-    os.makedirs(folder, exist_ok=True)
-    unfinished = os.path.join(folder, UNFINISHED + secrets.token_hex(8))
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    unfinished = os.path.join(os.path.dirname(target), UNFINISHED + secrets.token_hex(8))
     try:
         with open(unfinished, "xb") as file:
             if os.path.exists(target):
@@ -219,10 +207,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def write_output(path: str, content: bytes, what: str) -> None:
-    """`write_whole`, with one sentence where it fails; of several processes the first one does it.
-
-    Args:
-        what: is written, in words.
+    """Write a file whole, in the first of several processes; `what` names it in the error.
 
     Raises:
         RunError: the file cannot be written.

@@ -1,9 +1,10 @@
 """Conversations to train on: {"messages": [{"role": ..., "content": ...}, ...]} as tokens.
 
-The tokenizer's chat template turns messages into text.  Trained on are the assistant's turns, if
-the template marks them with {% generation %}.  Few do; else it is the last of them: what the
-template adds to the prompt before it, which is rendered with the heading of the turn to come
-(add_generation_prompt).  "tools" and "chat_template_kwargs" beside "messages" reach the template.
+The tokenizer's chat template turns messages into text.  If the template marks the assistant's turns
+with {% generation %}, all of them are trained on.  Few templates do.  Else the last turn is trained
+on: what the template adds to the prompt before that turn, which is rendered with the heading of the
+turn to come (add_generation_prompt).  "tools" and "chat_template_kwargs" beside "messages" reach
+the template.
 
 Prompt and answer are tokenized together.  The answer alone would become other tokens: SentencePiece
 puts a space before each text.
@@ -25,14 +26,10 @@ TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
 
 
 def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, which of them are trained on) of a prompt together with its answer.
+    """Return (token ids, which of them are trained on) of `whole`, a prompt and its answer.
 
-    Not trained on are the first tokens, as far as the prompt alone has the same.  A token across
-    the border is the answer's.
-
-    Args:
-        prompt: ids of the prompt alone.
-        whole: ids of both.
+    The first tokens are not trained on, as far as the prompt alone has the same ones.  A token
+    across the border belongs to the answer.
     """
     n = min(len(prompt), len(whole))
     differing = np.flatnonzero(prompt[:n] != whole[:n])
@@ -40,7 +37,7 @@ def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, which of them are trained on) of one conversation.
+    """Return (token ids, which of them are trained on) of one conversation.
 
     What comes after the last of the assistant's turns is left out.
 
@@ -50,7 +47,7 @@ def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.n
         encode: the samples' Encoder.
 
     Raises:
-        UserError: the tokenizer has no template, or the messages are none that it can render.
+        UserError: the tokenizer has no template, or its template cannot render the messages.
     """
     tokenizer = encode.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -86,17 +83,17 @@ def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.n
 
 
 def dated(template: str, day: date) -> str:
-    """A chat template that writes this day in place of today's, so that a run can be repeated."""
+    """Return the template with this day in place of today's, so that a run can be repeated."""
     return TODAY.sub(lambda call: json.dumps(day.strftime(call[2])), template)
 
 
 def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, dict]:
-    """What an example has for the template beside its messages: (tools, keyword arguments).
+    """Return what an example has for the template beside messages: (tools, keyword arguments).
 
     As in TRL, tools may also be JSON in a string.
 
     Raises:
-        UserError: they are no list of objects, or no object.
+        UserError: the tools are no list of objects, or the arguments are no object.
     """
     tools, more = example.get("tools"), example.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
@@ -111,10 +108,14 @@ def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, di
 
 
 def last_answer(where: str, messages: object) -> int:
-    """The index of the last of the assistant's turns, in messages that are well-formed."""
+    """Return the index of the last of the assistant's turns.
+
+    Raises:
+        UserError: the messages are malformed, or none of them is an answer.
+    """
     if not isinstance(messages, list):
         raise UserError(f'{where}: "messages" is no list, expected one of roles and contents')
-    answers = []
+    last = 0
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
@@ -124,7 +125,7 @@ def last_answer(where: str, messages: object) -> int:
         if not (isinstance(message.get("content"), str) or is_call):
             raise UserError(f'{where}: message {i + 1} has no text as "content"')
         if role == "assistant":
-            answers.append(i)
-    if not answers or answers[-1] == 0:
+            last = i
+    if last == 0:
         raise UserError(f"{where}: no answer of the assistant to a message, so nothing to train on")
-    return answers[-1]
+    return last

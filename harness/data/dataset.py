@@ -1,8 +1,9 @@
 """Batches to train on: of a file or of Python's standard library, with a part of it held out."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date, datetime, timezone
 from pathlib import Path
 
@@ -25,9 +26,9 @@ VALIDATION_BATCHES = 4  # each of the sequences of a whole step
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input; labels equal input_ids with IGNORE_INDEX where nothing is to be learned.
+    """One step's input; labels equal input_ids, with IGNORE_INDEX where nothing is to be learned.
 
-    The rows of a packed batch lie end to end in one, B = 1, and the last three fields tell where
+    The rows of a packed batch lie end to end in one row, B = 1.  The last three fields tell where
     its samples begin and end.
     """
 
@@ -40,7 +41,7 @@ class Batch:
     sample_lengths: tuple[int, ...] = ()  # (n,), in sum T
 
     def inputs(self) -> dict:
-        """What a Hugging Face model is called with."""
+        """Return what a Hugging Face model is called with."""
         inputs = {"input_ids": self.input_ids, "labels": self.labels}
         if self.position_ids is not None:  # under the names that transformers' attention has
             inputs |= {
@@ -55,43 +56,46 @@ class Batch:
         return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """In memory that a GPU can read while the host does something else."""
+        """Return a copy in memory that a GPU can read while the host does something else."""
         return self.with_tensors(torch.Tensor.pin_memory)
 
     def with_tensors(self, change: Callable) -> "Batch":
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors = {name: t for name, t in values.items() if isinstance(t, torch.Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        return replace(self, **{name: change(t) for name, t in tensors.items()})
 
 
 def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
-    """Sequences of random tokens, of which all are trained on; shape is (B, T)."""
+    """Return (B, T) random tokens, of which all are trained on."""
     ids = torch.randint(vocabulary, shape, device=device)
     return Batch(ids, ids.clone(), n_tokens=ids.numel(), n_targets=shape[0] * (shape[1] - 1))
 
 
 @dataclass(frozen=True)
 class Batches(Sequence):
-    """Batches of up to batch_size sequences; each is made when it is asked for."""
+    """Batches of up to batch_size sequences; a batch is made when it is asked for."""
 
     samples: Samples
-    sequences: list[list[int]]  # of each the samples that it is made of
+    sequences: list[list[int]]  # the samples in each sequence
     batch_size: int
-    packed_to: int | None = None  # tokens of a packed sequence; None: padded, one sample in each
+    packed_to: int | None = None  # tokens of a packed sequence; None: one sample in each, padded
 
     def __len__(self) -> int:
         return -(-len(self.sequences) // self.batch_size)
 
     def of(self, i: int) -> list[list[int]]:
-        """The i-th batch's sequences."""
+        """Return the i-th batch's sequences."""
         if not 0 <= i < len(self):
-            raise IndexError(f"batch {i} of {len(self)}")  # which ends a loop over them
+            raise IndexError(f"batch {i} of {len(self)}")  # it ends a loop over the batches
         return self.sequences[i * self.batch_size : (i + 1) * self.batch_size]
 
     def __getitem__(self, i: int) -> Batch:
         sequences, samples = self.of(i), self.samples
         if self.packed_to is None:
-            rows = padded([samples[sample] for (sample,) in sequences])
+            # Padding is at the right, without labels.  It needs no attention mask: with causal
+            # attention no token attends to what comes after it.
+            ids, labels = zip(*(samples[sample] for (sample,) in sequences))
+            pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+            rows = {"input_ids": pad(ids), "labels": pad(labels, padding_value=IGNORE_INDEX)}
         else:
             rows = packing.lay_out(samples, sequences, self.packed_to)
         which = [sample for sequence in sequences for sample in sequence]
@@ -102,12 +106,12 @@ class Batches(Sequence):
         )
 
     def digest(self) -> str:
-        """The same of equal samples in an equal order, and of no others."""
+        """Return a digest that is the same for equal samples in an equal order alone."""
         which = [i for sequence in self.sequences for i in sequence]
         return self.samples.select(which).alone().digest()
 
     def padding(self) -> float:
-        """The share of the places in all batches that hold no token of a sample."""
+        """Return the share of the places in all batches that hold no token of a sample."""
         lengths = self.samples.lengths
         n_tokens = n_places = 0
         for i in range(len(self)):
@@ -117,24 +121,10 @@ class Batches(Sequence):
         return 1 - n_tokens / n_places
 
     def keys_of_a_token(self) -> float:
-        """As many tokens has a token's own sample on average, which attention's work grows with."""
+        """Return the mean number of tokens in a token's sample; attention's work grows with it."""
         lengths = self.samples.lengths
         of_all = lengths[[i for samples in self.sequences for i in samples]]
         return float((of_all**2).sum() / of_all.sum())
-
-
-def padded(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict:
-    """The fields of a Batch of these (input_ids, labels), padded at the right to the longest.
-
-    Padding has no label.  It needs no attention mask: with causal attention no real token ever
-    looks at what comes after it.
-    """
-    ids, labels = zip(*rows)
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "input_ids": pad(ids, batch_first=True, padding_value=0),
-        "labels": pad(labels, batch_first=True, padding_value=IGNORE_INDEX),
-    }
 
 
 @dataclass(frozen=True)
@@ -142,29 +132,27 @@ class Data:
     train: Batches
     validation: Batches
     source: str  # one line about where it comes from
-    span: (
-        float  # tokens among which attention looks for a token: seq_len, or its sample's if packed
-    )
+    span: float  # tokens of which a token sees half: seq_len, or its sample's if packed
 
     def digest(self) -> str:
-        """The same of equal samples, to train on and held out, and of no others."""
+        """Return a digest that is the same for equal samples alone, to train on and held out."""
         return "-".join(part.samples.digest() for part in (self.train, self.validation))
 
 
 def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
-    """The micro-batches of `steps` steps in a row, and what is held out.
+    """Return the micro-batches of `steps` steps in a row, and what is held out.
 
-    Equal workloads get equal data.  How a step's sequences are spread over micro-batches and
-    processes does not decide which sequences are trained on in a step, or held out.  N processes
+    Equal workloads get equal data.  Which sequences a step trains on, and which are held out, does
+    not depend on how a step's sequences are spread over micro-batches and processes.  N processes
     take N batches in a row, of batch_size sequences each, as a micro-batch.
 
     Args:
-        steps: how many a run has, also those that it has taken before it is resumed.
+        steps: of the whole run, with the steps taken before it was resumed.
         day: the run's first, "2026-01-31", which chat templates may write; None: today.
 
     Raises:
-        UserError: the file cannot be read or is too short, a jsonl line is
-            malformed, or the tokenizer's ids do not fit the model.
+        UserError: the file cannot be read or is too short, a jsonl line is malformed, or the
+            tokenizer's ids do not fit the model.
     """
     n_train = steps * workload.micro_batches * workload.sequences
     n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
@@ -174,16 +162,15 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
     if largest >= config.vocab_size:
         raise UserError(
             f"the data holds token id {largest}, outside the model's vocabulary of "
-            f"{config.vocab_size}; "
-            "the tokenizer does not belong to this model"
+            f"{config.vocab_size}; the tokenizer does not belong to this model"
         )
     packed_to = workload.seq_len if workload.pack else None
     if packed_to:
         # no sequence holds more samples than tokens
         order = epochs(len(train), n_train * packed_to, workload.seed)
         sequences = packing.first_fit(train.lengths, order, packed_to, n_train)
-        held_out = range(len(validation))
-        held_out = packing.first_fit(validation.lengths, held_out, packed_to, n_validation)
+        order = range(len(validation))
+        held_out = packing.first_fit(validation.lengths, order, packed_to, n_validation)
     else:
         sequences = [[i] for i in epochs(len(train), n_train, workload.seed)]
         held_out = [[i] for i in range(min(n_validation, len(validation)))]
@@ -203,7 +190,7 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
 def load_samples(
     workload: Workload, config: LlamaConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
-    """(to train on, held out, one line about them), each of at most seq_len tokens."""
+    """Return (to train on, held out, one line about them); samples have at most seq_len tokens."""
     name, seq_len = workload.data, workload.seq_len
     if name == "synthetic":
         generator = torch.Generator().manual_seed(workload.seed)
@@ -212,43 +199,39 @@ def load_samples(
         drawn = Samples.of((i, row, row >= 0) for i, row in enumerate(tokens))
         train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
         return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
-    tokenizer = load_tokenizer(workload)
-    encode = samples.Encoder.of(tokenizer, config, today)
+    encode = samples.Encoder.of(load_tokenizer(workload), config, today)
     if name.endswith(".jsonl"):
         text = read_file(name)
         examples = token_cache.cached(
             name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
         )
         examples, n_skipped = samples.of_examples(name, examples, seq_len)
-        n_held_out = max(1, len(examples) // 10)
-        train = examples.select(slice(-n_held_out))
-        validation = examples.select(slice(-n_held_out, None))
-        source = f"{name}: {len(train):,} examples to train on, {n_held_out:,} held out"
+        cut = len(examples) - max(1, len(examples) // 10)
+        train, validation = examples.select(slice(cut)), examples.select(slice(cut, None))
+        what, note = "examples", ""
         if n_skipped:
-            why = f"no completion token within --seq-len {seq_len}"
-            source += f", {n_skipped:,} skipped: {why}"
+            note = f", {n_skipped:,} skipped: no completion token within --seq-len {seq_len}"
     else:
-        texts = samples.read_texts(name)
-        all_texts = [text for part in texts for text in part]
+        to_train_on, held_out = samples.read_texts(name)
+        texts = [*to_train_on, *held_out]
         both = token_cache.cached(
-            name, all_texts, encode, lambda: samples.tokenize_texts(all_texts, encode)
+            name, texts, encode, lambda: samples.tokenize_texts(texts, encode)
         )
-        parts = both.split(len(texts[0]))
+        train, validation = both.split(len(to_train_on))
+        note = ""
         if workload.pack:
-            train, validation = (part.in_pieces(seq_len) for part in parts)
+            train, validation = train.in_pieces(seq_len), validation.in_pieces(seq_len)
             what = f"pieces of up to {seq_len:,} tokens"
         else:
-            wanted = n_train, n_validation
-            train, validation = (
-                samples.of_text(part, seq_len).select(slice(n)) for part, n in zip(parts, wanted)
-            )
+            train = samples.of_text(train, seq_len).select(slice(n_train))
+            validation = samples.of_text(validation, seq_len).select(slice(n_validation))
             what = "sequences"
-        source = f"{name}: {len(train):,} {what} to train on, {len(validation):,} held out"
+    source = f"{name}: {len(train):,} {what} to train on, {len(validation):,} held out{note}"
     return train, validation, f"{source}, tokens: {encode.in_words()}"
 
 
 def load_tokenizer(workload: Workload):
-    """The model's tokenizer; None where it has none, and then UTF-8 bytes are the tokens."""
+    """Return the model's tokenizer; None if it has none: then UTF-8 bytes are the tokens."""
     model = workload.model
     if model == TINY or (workload.random_init and model == DEFAULT_MODEL):
         return None
@@ -259,7 +242,7 @@ def load_tokenizer(workload: Workload):
 
 
 def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:
-    """n_wanted indices: every sequence once in random order, then all again in another order."""
+    """Yield n_wanted indices: each sequence once, in random order, then all in another order."""
     shuffle = random.Random(seed)
     while n_wanted > 0:
         order = list(range(n_sequences))

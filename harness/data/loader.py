@@ -1,12 +1,12 @@
 """Batches on the device before they are needed, so that no step waits for its data.
 
-While the GPU computes a step, whose launches the host has made, the host builds the next step's
-batches and starts their copy: from pinned memory, which the GPU reads by itself, on a stream of its
-own.  The step's clock runs meanwhile, until both the step and the copy are done.
+The host launches a step and then builds the next step's batches, while the GPU computes.  It starts
+their copy from pinned memory, which the GPU reads by itself, on a stream of its own.  The step's
+clock runs until both the step and the copy are done.
 
-There is no worker process: all tokens are in memory, and to lay out a batch takes less time than
-to receive it from another process.  A `num_workers` of the DataLoader would be for data that take
-long to read.
+There is no worker process: all tokens are in memory, and to lay out a batch takes less time than to
+receive a batch from another process.  The DataLoader's `num_workers` is for data that take long to
+read.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from harness.data.dataset import Batch, Batches
 class Loader:
     """The micro-batches of one step after the other.
 
-    loader = Loader(batches, per_step=1)   # builds and copies those of the first step to take
+    loader = Loader(batches, per_step=1)   # builds and copies those of the first step
     loader.take()                          # a step's, on the device once that is idle
     loader.fetch()                         # to be called when the step's work is launched
 
-    Of N processes each gets every Nth batch, and the first ones begin the step.
+    Of N processes each gets every Nth batch, and the first N batches begin the step.
     """
 
     def __init__(self, batches: Batches, per_step: int, steps_done: int = 0):
-        # with a generator of its own it draws nothing from PyTorch's; what is not in `sampler`,
-        # as the batches of steps done, is never built
+        # With a generator of its own the DataLoader draws nothing from PyTorch's.  Batches that are
+        # not in `sampler`, such as those of steps done, are never built.
         options = {"pin_memory": HAS_GPU, "generator": torch.Generator()}
         done = steps_done * per_step * processes.world_size()
         options["sampler"] = range(done + processes.rank(), len(batches), processes.world_size())
@@ -44,16 +44,15 @@ class Loader:
         self.fetch()
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """What `take` returns, step after step; to ask for the next one is to fetch it."""
+        """Yield what `take` returns, step after step, and fetch the next step in between."""
         while self.next:
             yield self.take()
             self.fetch()
 
     def fetch(self) -> float:
-        """Build the next step's batches and start their copy.
+        """Build the next step's batches, start their copy, and return the seconds of waiting.
 
-        Returns:
-            The seconds that the device waited for it, at most: 0 if it still computes afterwards.
+        That is the most that the device waited: 0 if it still computes afterwards.
         """
         start = time.perf_counter()
         with torch.cuda.stream(self.stream):
@@ -65,11 +64,11 @@ class Loader:
         return 0.0 if HAS_GPU and not torch.cuda.current_stream().query() else seconds
 
     def take(self) -> list[Batch]:
-        """What was fetched; what is launched from here on has its turn after the copy.
+        """Return what was fetched; work that is launched from here on runs after the copy.
 
-        The batches taken before are kept until now: their memory is another stream's, which would
-        give it to the next copy while the step still reads it.  So the device must have been idle
-        since that step.
+        The batches taken before are kept until now.  Their memory belongs to another stream, which
+        would give the memory to the next copy while the step still reads it.  So the device must
+        have been idle since that step.
         """
         if HAS_GPU:
             torch.cuda.current_stream().wait_stream(self.stream)

@@ -4,13 +4,13 @@
     positions  | 0 1 2 .. | 0 1 2 ..          | 0 1 2 ..     | 0 1 2 ..|
     attention  within a sample; padding is a sample of its own, which nobody learns
 
-Without it every sample fills a row of its own, up to the batch's longest, and what is missing is
-computed for nothing.
+Without packing each sample has a row of its own, as long as the batch's longest.  The rest of the
+row is computed for nothing.
 
-First-fit: a sample goes into the first of the open sequences that has room for it, in the order in
-which samples are drawn.  A new sequence is opened where none has.  To sort the samples first would
-leave less padding, but samples of like lengths would meet in each sequence, and the order would not
-be random; to fill one sequence only, until a sample does not fit, leaves several times as much.
+First-fit: samples are drawn in random order, and each goes into the first open sequence that has
+room for it.  If none has, a new sequence is opened.  To sort the samples first would leave less
+padding, but samples of like lengths would meet in each sequence, and the order would not be random.
+To fill one sequence only, until a sample does not fit, leaves several times as much padding.
 """
 
 from collections.abc import Iterable
@@ -21,17 +21,17 @@ import torch
 from harness.data.samples import Samples
 from harness.model.architecture import IGNORE_INDEX
 
-OPEN = 64  # sequences that are looked at for room; the oldest, which are the fullest, are closed
+OPEN = 64  # sequences in which room is searched; the oldest, which are the fullest, are closed
 
 
 def first_fit(lengths: np.ndarray, order: Iterable[int], size: int, n: int) -> list[list[int]]:
-    """Up to n sequences of at most `size` tokens, each the indices of its samples.
+    """Return up to n sequences of at most `size` tokens, each the indices of its samples.
 
-    It ends at the first sample for which there is no room any more.
+    The first sample for which there is no room ends the search.
 
     Args:
-        lengths: of the samples, (N,), each at most `size`.
-        order: in which they come, as indices; one may come again.
+        lengths: (N,) of the samples, each at most `size`.
+        order: the samples' indices, as they are drawn; an index may come again.
     """
     sequences, room, first_open = [], [], 0
     for i in order:
@@ -52,10 +52,10 @@ def first_fit(lengths: np.ndarray, order: Iterable[int], size: int, n: int) -> l
 
 
 def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
-    """The fields of a Batch of these sequences, one after the other in one row.
+    """Return the fields of a Batch of these sequences, one after the other in one row.
 
     Args:
-        sequences: of each the indices of its samples, of at most `size` tokens together.
+        sequences: the indices of each one's samples, of at most `size` tokens together.
     """
     n = len(sequences) * size
     ids, positions = np.zeros((2, n), dtype=np.int64)

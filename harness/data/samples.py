@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,13 +27,13 @@ class Samples:
 
     tokens: np.ndarray  # (N,) int32
     trained: np.ndarray  # (N,) bool
-    starts: np.ndarray  # (n,) int64, where each sample begins in them
-    ends: np.ndarray  # (n,) int64, and where it ends
-    lines: np.ndarray  # (n,) int64, which line of its file each is, from 1; of which text
+    starts: np.ndarray  # (n,) int64, where in `tokens` each sample begins
+    ends: np.ndarray  # (n,) int64, where in `tokens` each sample ends
+    lines: np.ndarray  # (n,) int64, each sample's line in its file, from 1, or its text
 
     @classmethod
     def of(cls, encoded: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> "Samples":
-        """Of (line, token ids, which of them are trained on); at least one."""
+        """Make samples of (line, token ids, which of them are trained on); at least one."""
         lines, ids, trained = zip(*encoded)
         lengths = np.array([len(each) for each in ids], dtype=np.int64)
         ends = np.cumsum(lengths)
@@ -49,16 +49,13 @@ class Samples:
         return len(self.ends)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, labels), int64; the labels are not shifted."""
+        """Return (input_ids, labels), int64; the labels are not shifted."""
         part = slice(self.starts[i], self.ends[i])
         ids = torch.from_numpy(self.tokens[part].astype(np.int64))
         return ids, ids.masked_fill(torch.from_numpy(~self.trained[part]), IGNORE_INDEX)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (self[i] for i in range(len(self)))
-
     def digest(self) -> str:
-        """The same of equal samples, and of no others."""
+        """Return a digest that is the same for equal samples alone."""
         found = hashlib.blake2b(digest_size=16)
         for part in (self.tokens, self.trained, self.starts, self.ends):
             found.update(np.ascontiguousarray(part))
@@ -73,36 +70,23 @@ class Samples:
         return replace(self, **kept)
 
     def split(self, n: int) -> tuple["Samples", "Samples"]:
-        """The first n and the others, each with its own tokens alone; no sample was left out."""
-        cut = self.ends[n - 1]
-        first = replace(self.select(slice(n)), tokens=self.tokens[:cut], trained=self.trained[:cut])
-        rest = self.select(slice(n, None))
-        rest = replace(rest, starts=rest.starts - cut, ends=rest.ends - cut)
-        return first, replace(rest, tokens=self.tokens[cut:], trained=self.trained[cut:])
+        """Return the first n samples and the others, each with their own tokens alone."""
+        return self.select(slice(n)).alone(), self.select(slice(n, None)).alone()
 
     def n_targets(self) -> np.ndarray:
-        """(n,): of each sample's tokens all but the first are predicted, if they are trained on."""
+        """Return (n,): how many of each sample's tokens after the first are trained on."""
         before = np.concatenate([[0], np.cumsum(self.trained)])
         return before[self.ends] - before[np.minimum(self.starts + 1, self.ends)]
 
     def alone(self) -> "Samples":
-        """The same samples, with their own tokens and no others."""
+        """Return the same samples, with their own tokens and no others."""
         parts = [slice(*ends) for ends in zip(self.starts, self.ends)]
         return Samples.of(
             (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
         )
 
-    def cut_at_the_end(self, length: int) -> "Samples":
-        """Each at most so long, the rest left out."""
-        return replace(self, ends=np.minimum(self.ends, self.starts + length))
-
-    def end_to_end(self, length: int) -> "Samples":
-        """Samples of exactly so many tokens, across the boundaries between these."""
-        starts = np.arange(0, len(self.tokens) - length + 1, length)
-        return replace(self, starts=starts, ends=starts + length, lines=starts)
-
     def in_pieces(self, length: int) -> "Samples":
-        """Each cut into pieces of at most so many tokens; a piece of a single token is left out."""
+        """Return pieces of at most so many tokens; a piece of a single token is left out."""
         pieces = [
             (start, min(start + length, end), line)
             for first, end, line in zip(self.starts, self.ends, self.lines)
@@ -116,13 +100,13 @@ class Samples:
 
 
 def stdlib_texts() -> list[str]:
-    """The source of Python's standard library, a text for each file that is in no package."""
+    """Return the source of Python's standard library, a text per file that is in no package."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return [path.read_text(encoding="utf-8", errors="replace") for path in files]
 
 
 def read_texts(data: str) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): every tenth stdlib file, or a text file's last tenth."""
+    """Return (training texts, held-out texts): the second is a tenth of the files or the text."""
     if data == "stdlib":
         texts = stdlib_texts()
         return [t for i, t in enumerate(texts) if i % 10], texts[::10]
@@ -141,14 +125,11 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase | None  # None: UTF-8 bytes are the tokens
     end: list[int]  # the ids that end a text
     begin: tuple[int, ...] = ()  # what the tokenizer itself puts before a text
-    day: date = date.min  # the one that a chat template takes for today
+    day: date = date.min  # what a chat template takes for today
 
     @classmethod
     def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase | None,
-        config: LlamaConfig,
-        day: date = date.min,
+        cls, tokenizer: PreTrainedTokenizerBase | None, config: LlamaConfig, day: date = date.min
     ) -> "Encoder":
         if tokenizer is None:
             return cls(None, [256] if config.vocab_size == BYTE_VOCABULARY else [])
@@ -171,12 +152,12 @@ class Encoder:
         return f"{name}, each text or prompt begins with {begin}" if begin else name
 
     def with_begin(self, text: str) -> np.ndarray:
-        """Its ids after `begin`, which a text may hold itself."""
+        """Return a text's ids after `begin`, which the text may hold itself."""
         ids, begin = self(text), np.array(self.begin, dtype=np.int32)
         return ids if np.array_equal(ids[: len(begin)], begin) else np.append(begin, ids)
 
     def whole(self, text: str) -> np.ndarray:
-        """Its ids between `begin` and `end`, which a text may hold itself."""
+        """Return a text's ids between `begin` and `end`, which the text may hold itself."""
         ids, end = self.with_begin(text), np.array(self.end, dtype=np.int32)
         n_own = len(ids) - len(self.begin)  # `begin` and `end` may be the same token
         has_end = 0 < len(end) <= n_own and np.array_equal(ids[-len(end) :], end)
@@ -184,15 +165,15 @@ class Encoder:
 
 
 def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
-    """Each text with its begin and end, all of it trained on; `lines` says which text it is."""
+    """Return each text with its begin and end, all trained on; `lines` says which text it is."""
     encoded = map(encode.whole, texts)
     return Samples.of((i, ids, np.ones(len(ids), bool)) for i, ids in enumerate(encoded))
 
 
 def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
-    """The examples of a jsonl file, in which prompts are not trained on.
+    """Return the examples of a jsonl file, whose prompts are not trained on.
 
-    A line is {"prompt": ..., "completion": ...} or {"messages": [...]}, for which see `chat`.
+    A line is {"prompt": ..., "completion": ...} or {"messages": [...]}: see `chat`.
 
     Raises:
         UserError: a line is malformed.
@@ -206,7 +187,7 @@ def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
 
 
 def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, which of them are trained on) of one example."""
+    """Return (token ids, which of them are trained on) of one example."""
     try:
         example = json.loads(line)
         # JSON can spell half of a surrogate pair, which is no text
@@ -225,14 +206,15 @@ def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.
 
 
 def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int]:
-    """A jsonl file's examples of at most seq_len tokens; how many were skipped.
+    """Return a jsonl file's examples of at most seq_len tokens, and how many were skipped.
 
-    A longer one is cut at its end; one of which no trained token is left then is skipped.
+    A longer example is cut at its end.  An example without a trained token before the cut is
+    skipped.
 
     Raises:
         UserError: fewer than two are left.
     """
-    samples = samples.cut_at_the_end(seq_len)
+    samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     # the first token of a sequence is never predicted, so it alone teaches nothing
     teaches = samples.n_targets() > 0
     skipped, left = samples.lines[~teaches], samples.select(teaches)
@@ -249,16 +231,16 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
 
 
 def of_text(samples: Samples, seq_len: int) -> Samples:
-    """Sequences of seq_len tokens, cut from the texts laid end to end.
+    """Return sequences of seq_len tokens, cut from the texts laid end to end.
 
     Raises:
         UserError: there are fewer tokens.
     """
-    sequences = samples.end_to_end(seq_len)
-    if not len(sequences):
+    starts = np.arange(0, len(samples.tokens) - seq_len + 1, seq_len)
+    if not len(starts):
         raise UserError(
             f"the data has a part of only {len(samples.tokens)} tokens, too short for one sequence "
             f"of --seq-len {seq_len} (a tenth of a text file is held out); "
             "give more text or a smaller --seq-len"
         )
-    return sequences
+    return replace(samples, starts=starts, ends=starts + seq_len, lines=starts)

@@ -1,12 +1,12 @@
 """Tokens are made once and kept: in $XDG_CACHE_HOME/kernel-dev-ft, or ~/.cache/kernel-dev-ft.
 
-There is one file for each data and tokenizer name.  What it says that it was made of decides
-whether it still serves: a sum over the texts, and one over the tokenizer with its special tokens,
-its chat template, and the day, if the template writes that.  The length of sequences is not part of
-it: whole samples are kept.  UTF-8 bytes are not kept, they
-are read as fast.
+There is one file for each data and tokenizer name.  The file says what it was made of: a sum over
+the texts, a sum over the tokenizer with its special tokens and its chat template, and the day, if
+the template writes the day.  Where one differs, the texts are tokenized again.  Whole samples are
+kept, so another length of sequences needs no new file.  UTF-8 bytes are not kept: the texts are
+read as fast.
 
-The file is NumPy's .npz, a zip of arrays with a checksum each; loading it runs nothing.
+The file is NumPy's .npz, a zip of arrays with a checksum each.  To load it runs no code.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from harness.cli.output_files import write_whole
 from harness.data.samples import Encoder, Samples
 
 FORMAT = 3  # to be counted up where samples are made in another way
+DIFFERENT = {"data": "other data", "format": "another version"}  # in words
 
 
 def folder() -> Path:
@@ -32,25 +33,25 @@ def folder() -> Path:
 def cached(
     data: str, texts: list[str], encode: Encoder, tokenize: Callable[[], Samples]
 ) -> Samples:
-    """What tokenize() returns, from the file if that is of these texts and this tokenizer.
+    """Return what tokenize() returns, from the file if that is of these texts and this tokenizer.
 
-    Why a file that is there is not used, or cannot be written, is printed in a line.
+    A line says why a file that is there is not used, or why none can be written.
     """
-    if encode.tokenizer is None:
+    tokenizer = encode.tokenizer
+    if tokenizer is None:
         return tokenize()
     source = data if data == "stdlib" else os.path.realpath(data)
-    name = digest(source, encode.tokenizer.name_or_path)[:16]
-    file = folder() / f"{Path(data).stem}-{name}.npz"
+    file = folder() / f"{Path(data).stem}-{digest(source, tokenizer.name_or_path)[:16]}.npz"
+    writes_day = "strftime_now" in str(tokenizer.chat_template)
     made_of = {
         "data": digest(*texts),
         "tokenizer": digest(*described(encode)),
-        "day": day_written(encode),
+        "day": str(encode.day) if writes_day else None,
         "format": FORMAT,
     }
     if (samples := load(file, made_of)) is not None:
         return samples
-    samples = tokenize()
-    content = io.BytesIO()
+    samples, content = tokenize(), io.BytesIO()
     np.savez(content, made_of=json.dumps(made_of), **asdict(samples))
     try:
         write_whole(str(file), content.getvalue())
@@ -60,7 +61,7 @@ def cached(
 
 
 def load(file: Path, made_of: dict) -> Samples | None:
-    """None where there is no such file, it is damaged or made of something else."""
+    """Return the samples in a file; None if it is missing, damaged or made of something else."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             said = dict(json.loads(str(stored["made_of"])))
@@ -75,12 +76,10 @@ def load(file: Path, made_of: dict) -> Samples | None:
     except Exception:  # whatever zip and NumPy make of damaged bytes
         print(f"{file} is damaged: tokenizing again")
         return None
-    differing = [key for key, value in made_of.items() if said.get(key) != value]
-    if differing:
-        what = {"data": "other data", "format": "another version"}
-        which = what.get(differing[0], f"another {differing[0]}")
-        print(f"{file} is of {which}: tokenizing again")
-        return None
+    for key, value in made_of.items():
+        if said.get(key) != value:
+            print(f"{file} is of {DIFFERENT.get(key, f'another {key}')}: tokenizing again")
+            return None
     return samples
 
 
@@ -100,7 +99,7 @@ def fit(samples: Samples) -> bool:
 
 
 def digest(*texts: str) -> str:
-    """SHA-256 of the texts and where they end."""
+    """Return the SHA-256 of the texts and of their lengths."""
     total = hashlib.sha256()
     for text in texts:
         content = text.encode("utf-8", errors="surrogatepass")
@@ -109,15 +108,10 @@ def digest(*texts: str) -> str:
 
 
 def described(encode: Encoder) -> list[str]:
-    """All that decides which tokens a text becomes, but for the day."""
+    """Return all that decides which tokens a text becomes, except the day."""
     tokenizer = encode.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow ones have none
     vocabulary = backend.to_str() if backend else json.dumps(sorted(tokenizer.get_vocab().items()))
     special = tokenizer.special_tokens_map, tokenizer.split_special_tokens
     more = map(str, (tokenizer.chat_template, special, encode.begin, encode.end))
     return [type(tokenizer).__name__, vocabulary, *more]
-
-
-def day_written(encode: Encoder) -> str | None:
-    """The day that the tokenizer's chat template writes into a conversation, if it writes one."""
-    return str(encode.day) if "strftime_now" in str(encode.tokenizer.chat_template) else None

@@ -9,41 +9,42 @@ The layers are peft's, so that whoever has peft can load what is saved here, and
 What they cost: docs/lora.md.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, draws_weights, same_place
 from harness.model import architecture
-from harness.model.architecture import (
-    TORCH_DTYPES,
-    computing_differences,
-    computing_fields,
-    parameter_count,
-    projection_shapes,
-)
+from harness.model.architecture import TORCH_DTYPES, projection_shapes
 from harness.model.config_file import reading
-from harness.model.frozen_digest import frozen_digest
 
 BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
 NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
 FILE_PREFIX = "base_model.model."  # in peft's files, before the model's own names
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an element's bytes
+# elements at a time, whose products take 8 bytes each: on a CPU so few that its cache holds them
+CHUNK = {"cuda": 2**24, "cpu": 2**15}
+FACTOR = 0x1E3779B97F4A7C15  # large and odd: its multiples modulo 2**64 differ in all their bits
 # projections whose inputs come before the first adapter, so that they need no gradient: the first
 # layer's, as the embedding is frozen
 WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*ATTENTION, *MLP[:2])}
 
 
 def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Freeze a LlamaForCausalLM and give it the workload's adapters, if it has any; returns it.
+    """Freeze a LlamaForCausalLM, give it the workload's adapters, if it has any, and return it.
 
-    They are drawn from the seed alone, so the same in every process and beside quantized weights;
-    or, with `adapter`, read from its folder.  They have the workload's dtype.  On the meta device
-    nothing is drawn or read.
+    Adapters are drawn from the seed alone: every process draws the same ones, also beside quantized
+    weights.  With `adapter` they are read from its folder.  They have the workload's dtype.  On the
+    meta device nothing is drawn or read.
 
     Args:
         model: before or after kernels are applied.  A projection is a nn.Linear; one that is
@@ -69,7 +70,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
 
 
 def peft_config(workload: Workload):
-    """The workload's adapters in peft's words: what adapter_config.json says."""
+    """Return the workload's adapters in peft's words: what adapter_config.json says."""
     from peft import LoraConfig
 
     alpha = workload.lora_alpha
@@ -85,12 +86,12 @@ def peft_config(workload: Workload):
 
 
 def has_adapter(module: torch.nn.Module) -> bool:
-    """Is it one of peft's projections?"""
+    """Return True for one of peft's projections."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
 def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
-    """The tensors in the workload's adapter folder, by their names there.
+    """Return the tensors in the workload's adapter folder, by their names there.
 
     Raises:
         UserError: the file is damaged, or is not of adapters of a model of this configuration.
@@ -116,7 +117,7 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     if said:
         given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
         raise UserError(f"{given}: give the --model that it was trained with")
-    if base and (different := computing_differences(base["config"], config)):
+    if base and (different := architecture.computing_differences(base["config"], config)):
         given = f"--adapter {folder} was trained with another config.json of its model"
         raise UserError(f"{given}: {'; '.join(different)}: bring that back, or name another")
     return found
@@ -138,32 +139,32 @@ def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch
 
 
 def facts_of_base(model: torch.nn.Module, workload: Workload) -> dict[str, str]:
-    """The metadata that says beside which weights a model's adapters were trained.
+    """Return the metadata that says beside which weights a model's adapters were trained.
 
-    None of a model that Unsloth has changed.  All processes call it.
+    There is none for a model that Unsloth has changed.  All processes call this function.
     """
     if workload.opponent == "unsloth":
         return {}
     facts = {"kept_as": kept_as(workload), "digest": frozen_digest(model)}
-    return {BASE: json.dumps(facts | {"config": computing_fields(model.config)})}
+    return {BASE: json.dumps(facts | {"config": architecture.computing_fields(model.config)})}
 
 
 def said_of_base(folder: str) -> dict:
-    """What `facts_of_base` said of the adapters in a folder; nothing where others saved them."""
+    """Return what `facts_of_base` said of the adapters in a folder; {} if others saved them."""
     with safe_open(f"{folder}/{WEIGHTS}", "pt") as file:
         return json.loads((file.metadata() or {}).get(BASE, "{}"))
 
 
 def kept_as(workload: Workload) -> str:
-    """How frozen weights are kept: digests of the same model are equal if this is."""
+    """Return how frozen weights are kept; digests compare only what is kept in one way."""
     return f"{workload.quantize or 'plain'} {workload.dtype}"
 
 
 def compare_base(model: torch.nn.Module, workload: Workload) -> None:
-    """Refuse saved adapters of other weights than the model's; say it where nothing tells.
+    """Refuse saved adapters of other weights than the model's; print a note if nothing tells.
 
-    Their file has a digest of the weights.  If these are kept in another way now, or others saved
-    the adapters, the model's path has to do, where its weights come from files.
+    The adapters' file has a digest of the weights.  If the weights are kept in another way now, or
+    others saved the adapters, the model's path has to do, where its weights come from files.
 
     Raises:
         UserError: the weights are others.
@@ -184,11 +185,61 @@ def compare_base(model: torch.nn.Module, workload: Workload) -> None:
         )
 
 
+# ---------------------------------------------------------------- which weights are frozen
+
+
+def frozen_digest(model: torch.nn.Module) -> str | None:
+    """Return what tells a model's frozen weights from another's, in a line; None: none is frozen.
+
+    It is of all frozen parameters and saved buffers, 4-bit weights among them.  All processes call
+    this function, and all get the same.  So does a model with adapters beside fewer projections.
+    Buffers that are not saved are computed, on another machine to another last bit.
+    """
+    tensors = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    if not tensors:
+        return None
+    saved = model.state_dict().keys()
+    tensors += [(name, t) for name, t in model.named_buffers() if name in saved]
+    sums = torch.stack([checksum(t) for _, t in tensors])  # (n,) int64
+    parted = torch.tensor([isinstance(t, DTensor) for _, t in tensors], device=sums.device)
+    if parted.any():
+        whole = sums.where(parted, 0)
+        dist.all_reduce(whole)
+        sums = whole.where(parted, sums)
+    digest = hashlib.sha256()
+    for (name, t), each in zip(tensors, sums.tolist()):
+        name = name.replace(".base_layer", "")  # so peft calls a weight that has an adapter
+        digest.update(f"{name} {tuple(t.shape)} {t.dtype} {each}\n".encode())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def checksum(t: torch.Tensor) -> torch.Tensor:
+    """Return () int64, a sum over what this process holds of a tensor.
+
+    Each number's bits are multiplied with an odd number that belongs to its place, and added up
+    modulo 2**64.  To change one number always changes the sum, to exchange two nearly always.  The
+    sum is the same wherever the parts of a tensor are: several processes add up theirs.  A GPU sums
+    16 GB in less than a second, where a cryptographic digest would need them in the host's memory.
+    """
+    first = 0  # the place of this process's first number
+    if isinstance(t, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+        t, first = t.to_local(), offsets[0] * t.shape[1:].numel()
+    bits = t.detach().contiguous().view(-1).view(BITS[t.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for part in bits.split(CHUNK[t.device.type]):
+        places = torch.arange(first, first + len(part), device=t.device)
+        total += (part.to(torch.int64) * (2 * places * FACTOR + 1)).sum()
+        first += len(part)
+    return total
+
+
 # ---------------------------------------------------------------- what is saved
 
 
 def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
-    """Those of a state_dict that are adapters', by the names that peft's files have."""
+    """Return the adapters' weights of a state_dict, by the names that peft's files have."""
     names = {
         f"{name}.lora_{matrix}.{NAME}.weight": f"{FILE_PREFIX}{name}.lora_{matrix}.weight"
         for name, module in model.named_modules()
@@ -199,10 +250,10 @@ def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Te
 
 
 def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
-    """A state_dict with the adapters, as that of the ordinary model in which they are part of W.
+    """Return the state_dict of the ordinary model in which the adapters are part of W.
 
     W + scaling * B @ A is computed in fp32, and rounded once.  The results are in the host's
-    memory: what was trained with quantized weights need not fit the GPU without.
+    memory: a model that was trained with quantized weights need not fit the GPU without them.
     """
     merged = dict(weights)
 
@@ -228,45 +279,41 @@ def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Ten
 # ---------------------------------------------------------------- how much there is
 
 
-def adapter_count(config, workload: Workload) -> int:
-    """How many numbers the adapters of a model of this configuration have."""
+def trained_count(config, workload: Workload) -> int:
+    """Return how many parameters of a model of this configuration are trained."""
+    if workload.lora_rank is None:
+        return architecture.parameter_count(config)
     shapes = projection_shapes(config)
     of_a_layer = sum(sum(shapes[name]) for name in TARGETS[workload.lora_targets])
     return config.num_hidden_layers * workload.lora_rank * of_a_layer
 
 
-def trained_count(config, workload: Workload) -> int:
-    """How many parameters of a model of this configuration are trained."""
-    if workload.lora_rank is None:
-        return parameter_count(config)
-    return adapter_count(config, workload)
-
-
 def counts(model: torch.nn.Module, workload: Workload) -> dict:
-    """The part of a record that says how large the model is, adapters included."""
+    """Return the part of a record that says how large the model is, adapters included."""
     if workload.lora_rank is None:
         return {"parameters": sum(p.numel() for p in model.parameters())}
     return lora_counts(model.config, workload)
 
 
 def lora_counts(config, workload: Workload) -> dict:
-    """The same of a configuration, with LoRA: 4-bit weights do not tell their number."""
-    trained = adapter_count(config, workload)
-    return {"parameters": parameter_count(config) + trained, "trained_parameters": trained}
+    """Return the same of a configuration, with LoRA: 4-bit weights do not tell their number."""
+    trained = trained_count(config, workload)
+    parameters = architecture.parameter_count(config) + trained
+    return {"parameters": parameters, "trained_parameters": trained}
 
 
 def flops_per_token(config, workload: Workload, seq_len: float) -> float:
-    """`architecture.flops_per_token` of what the workload trains.
+    """Return `architecture.flops_per_token` of what the workload trains.
 
     With LoRA a frozen weight has four of its six FLOPs: those of its own gradient go.  In the first
-    layer those go too that lead to inputs which no adapter comes before.  The adapters' own six are
-    added.
+    layer the FLOPs go too that lead to inputs which no adapter comes before.  The adapters' own six
+    are added.
     """
     flops = architecture.flops_per_token(config, seq_len)
     if workload.lora_rank is None:
         return flops
     shapes, adapted = projection_shapes(config), TARGETS[workload.lora_targets]
-    flops += 6.0 * adapter_count(config, workload) - 2.0 * architecture.matrix_weights(config)
+    flops += 6.0 * trained_count(config, workload) - 2.0 * architecture.matrix_weights(config)
     for name in WITHOUT_GRADIENT[workload.lora_targets]:
         rows, columns = shapes[name]
         flops -= 2.0 * rows * columns

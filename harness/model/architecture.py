@@ -25,7 +25,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words o
 
 
 def llama_3_1_8b_config() -> LlamaConfig:
-    """LLaMA 3.1 8B's architecture, so that --random-init needs no download."""
+    """Return LLaMA 3.1 8B's configuration, so that --random-init needs no download."""
     return LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -50,7 +50,7 @@ def llama_3_1_8b_config() -> LlamaConfig:
 
 
 def tiny_config() -> LlamaConfig:
-    """The same shape of network at a size that a CPU trains in seconds; bytes as tokens."""
+    """Return a small LLaMA's configuration, which a CPU trains in seconds; its tokens are bytes."""
     return LlamaConfig(
         vocab_size=BYTE_VOCABULARY,
         hidden_size=64,
@@ -67,21 +67,21 @@ def tiny_config() -> LlamaConfig:
 
 
 def with_one_layer(config: LlamaConfig) -> LlamaConfig:
-    """The configuration with one layer: they are all alike, and one is quickly built."""
+    """Return the configuration with one layer: layers are alike, and one is quickly built."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     return config
 
 
 def computing_fields(config: LlamaConfig) -> dict:
-    """What a configuration says in COMPUTING's fields, for a JSON file; the rope's one by one."""
+    """Return what a configuration says in COMPUTING's fields, for a JSON file."""
     said = {name: getattr(config, name) for name in COMPUTING}
     rope = said.pop("rope_parameters")
     return said | {f"rope_parameters.{name}": value for name, value in rope.items()}
 
 
 def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
-    """A phrase for each field in which a configuration is not the one that was saved."""
+    """Return a phrase for each field in which a configuration is not the one that was saved."""
     now = computing_fields(config)
     return [
         f"{name} {now.get(name)} (not {saved.get(name)})"
@@ -91,7 +91,7 @@ def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
 
 
 def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
-    """A model with random weights, ready for training."""
+    """Return a model with random weights, ready for training."""
     with torch.device(device):
         return for_training(AutoModelForCausalLM.from_config(config, dtype=dtype))
 
@@ -101,22 +101,22 @@ def for_training(model: torch.nn.Module) -> torch.nn.Module:
     rotary = model.model.rotary_emb
     if "dynamic" in rotary.rope_type:
         # Beyond the model's positions its frequencies would change.  No sequence is that long, and
-        # to look makes the host wait for the GPU: neither meta tensors nor a CUDA graph allow that.
+        # to check it the host would wait for the GPU: neither meta tensors nor a CUDA graph do.
         rotary.rope_type = "default"
     return model.train()
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """Parameters of a LLaMA, counted from its configuration.
+    """Count a LLaMA's parameters from its configuration.
 
-    Of a model that nobody trains, so that an opponent may have changed transformers meanwhile.
+    The model that is counted is never trained, so an opponent may have changed transformers.
     """
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """(O, I) of each of a layer's projections, by name."""
+    """Return (O, I) of each of a layer's projections, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -126,29 +126,29 @@ def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 
 def projection_weights(config: LlamaConfig) -> int:
-    """Parameters of one layer's projections, which are all but its norms'."""
+    """Count the parameters of one layer's projections, which are all but its norms'."""
     return sum(rows * columns for rows, columns in projection_shapes(config).values())
 
 
 def matrix_weights(config: LlamaConfig) -> int:
-    """Parameters that tokens are multiplied with: not the input embedding, which is a look-up."""
+    """Count the parameters that tokens are multiplied with: all but the input embedding's."""
     in_layers = config.num_hidden_layers * projection_weights(config)
     return in_layers + config.vocab_size * config.hidden_size
 
 
 def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
-    """Model FLOPs per trained token, forward + backward: 6 per matrix weight + causal attention.
+    """Return a trained token's FLOPs, forward + backward: 6 per matrix weight + causal attention.
 
-    Matrix weights are all but the input embedding, which is a look-up (Kaplan
-    et al. 2020).  Attention multiplies QK^T and PV over half of T keys on
-    average: 6 * layers * heads * head_dim * T (PaLM's 12, halved by causality).
+    Matrix weights are all but the input embedding, which is a look-up (Kaplan et al. 2020).
+    Attention multiplies QK^T and PV over half of T keys on average: 6 * layers * heads * head_dim *
+    T (PaLM's 12, halved by causality).
     """
     attention_size = config.num_attention_heads * config.head_dim
     in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
     return 6.0 * matrix_weights(config) + in_attention
 
 
-# in masking_utils; one object each, so that what torch.compile made of them is found again
+# replaces masking_utils'; one object each, so that torch.compile finds its result again
 UNPACKED = {
     "find_packed_sequence_indices": lambda position_ids: None,
     "is_tracing": lambda tensor=None: False,
@@ -159,9 +159,9 @@ UNPACKED = {
 def unpacked_sequences() -> Iterator[None]:
     """Tell transformers that no row of a batch holds several sequences.
 
-    It looks at the positions for that.  In a capture, or under torch.compile, it cannot look, and
-    to be safe gives attention a mask of (T, T), with which the kernels for causal attention are out
-    of the question.
+    transformers reads the positions to find that out.  In a capture, or under torch.compile, it
+    cannot read them, and to be safe gives attention a mask of (T, T), which the kernels for causal
+    attention do not take.
     """
     before = {name: getattr(masking_utils, name) for name in UNPACKED}
     try:

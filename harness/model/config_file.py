@@ -5,7 +5,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -38,26 +38,30 @@ MAX_LAYERS = 10_000  # the most that a config.json may ask for
 def load_config(
     workload: Workload, try_step: Callable | None = None, for_gpu: bool = False
 ) -> LlamaConfig:
-    """The model's configuration, or a UserError that says what to do.
+    """Return the model's configuration, or raise a UserError that says what to do.
 
     Refused: a model that cannot be reached, one that is not a LLaMA, a config.json that gives no
     model which can be trained, a sequence longer than the model allows, a model too large for a
     machine without a GPU.
 
     Args:
-        workload: whose model it is, and whose sequences.
+        workload: says which model, and how long its sequences are.
         try_step: called with the configuration of a single such layer; what it raises makes the
             config.json unusable.  Scripts with kernels hand in `memory_estimate.step_tryer`.
         for_gpu: judge as on a machine with a GPU, whatever this one has.
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
+    no_gpu = (
+        f"{model} needs a CUDA GPU and none was found; use --model tiny "
+        "(or a model under 1 billion parameters)"
+    )
     if model == TINY:
         config = architecture.tiny_config()
     elif workload.random_init and model == DEFAULT_MODEL:
         config = llama_3_1_8b_config()
     else:
         if model == DEFAULT_MODEL and not on_gpu:
-            raise UserError(no_gpu_message(model))
+            raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
     if seq_len < 2:
@@ -68,97 +72,114 @@ def load_config(
         positions = f"the {config.max_position_embeddings} positions of {model}"
         raise UserError(f"--seq-len {seq_len} is longer than {positions}")
     if not on_gpu and parameter_count(config) > CPU_PARAMETER_LIMIT:
-        raise UserError(no_gpu_message(model))
+        raise UserError(no_gpu)
     return config
 
 
-def no_gpu_message(model: str) -> str:
-    return (
-        f"{model} needs a CUDA GPU and none was found; use --model tiny "
-        "(or a model under 1 billion parameters)"
-    )
-
-
 def read_config_file(model: str) -> dict:
-    """What the config.json of a local directory or a Hugging Face id says; loads nothing else."""
+    """Return what the config.json of a local directory or a Hugging Face id says."""
     try:
-        if Path(model).is_dir():
-            if "config.json" not in os.listdir(Path(model)):
+        path = Path(model)
+        if path.is_dir():
+            if "config.json" not in os.listdir(path):
                 raise UserError(
                     f"the directory {model} holds no config.json, so it is not a saved model"
                 )
-            path = Path(model) / "config.json"
-        elif Path(model).exists():
+            path /= "config.json"
+        elif path.exists():
             raise UserError(f"--model {model} is a file; give the directory that holds it")
         else:
-            path = download_config(model)
-        content = Path(path).read_bytes()
-    except OSError as error:  # a folder that may not be looked into, a name that is too long
+            path = Path(download_config(model))
+        content = path.read_bytes()
+    except OSError as error:  # a folder without permission, a name that is too long
         given = f"--model {shortened(model, 200)}"
         raise UserError(f"{given} cannot be read: {error.strerror}") from error
     with reading(f"the configuration of {model}"):
         values = json.loads(content)
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("config.json is no JSON object with a model_type")
-    if values["model_type"] != "llama":
-        kind = values["model_type"]
+    if (kind := values["model_type"]) != "llama":
         raise UserError(f"{model} is a {kind!r} model; these scripts train LLaMA models")
     return values
 
 
 def download_config(model: str) -> str:
-    """Where the config.json of a Hugging Face id lies, downloaded if it is not in the cache."""
+    """Return the path of a Hugging Face id's config.json, downloaded if it is not in the cache."""
     if model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1:
         raise UserError(f"the directory {model} does not exist")
     try:
         return hf_hub_download(model, "config.json")
-    except hub_errors.GatedRepoError as error:
-        raise UserError(refused_message(model)) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"there is no directory {model} and Hugging Face knows no model {model!r} "
-            "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
-        ) from error
     except hub_errors.HFValidationError as error:
         given = repr(shortened(model, 200))
         raise UserError(f"{given} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
-        # LocalEntryNotFoundError: not cached, and the hub (its answer is the cause) sends nothing
-        cause = error.__cause__
-        answer = getattr(error, "response", None) or getattr(cause, "response", None)
-        status = None if answer is None else answer.status_code
-        if status in (401, 403):
-            raise UserError(refused_message(model)) from error
-        if status == 404:
-            nothing = f"{model} has no config.json"
-            raise UserError(f"{nothing}, so it is not a transformers model") from error
-        raise UserError(unreachable_message(model)) from error
+        # LocalEntryNotFoundError: the file is not cached, and the hub sends nothing; its answer is
+        # in the cause
+        answers = (getattr(each, "response", None) for each in (error, error.__cause__))
+        status = next((answer.status_code for answer in answers if answer is not None), None)
+        is_gated = isinstance(error, hub_errors.GatedRepoError)
+        if isinstance(error, hub_errors.RepositoryNotFoundError) and not is_gated:
+            message = (
+                f"there is no directory {model} and Hugging Face knows no model {model!r} "
+                "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
+            )
+        elif status in (401, 403):
+            message = (
+                f"access to {model} was refused. Accept the license at "
+                f"https://huggingface.co/{model}, then export HF_TOKEN=hf_... with a valid token "
+                "of that account. Without access: --random-init runs the default model's "
+                f"architecture, and --model {UNGATED_MODEL} is open to everyone"
+            )
+        elif status == 404:
+            message = f"{model} has no config.json, so it is not a transformers model"
+        else:
+            message = (
+                f"there is no directory {model}, no model of that name is in the local cache, and "
+                "Hugging Face could not be reached. Check the path or the network, or run without "
+                "a download: --model tiny, a local directory, or --random-init with the default "
+                "model"
+            )
+        raise UserError(message) from error
 
 
-def is_number(value: object, low: float, high: float) -> bool:
-    """Is it a number from low to high?  No NaN is."""
-    return isinstance(value, (int, float)) and low <= value <= high
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise one sentence, a UserError, for whatever is raised while `what` is read.
+
+    Every Exception: transformers, tokenizers, safetensors and huggingface_hub have no base class
+    in common for "this file is damaged".
+    """
+    try:
+        yield
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        message = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise UserError(f"{what} could not be loaded: {message}") from error
 
 
-FLOAT_TYPES = {"bfloat16", "float16", "float32", "float64"}
-SIZE = (
-    lambda size: isinstance(size, int) and 1 <= size < 2**31,
-    "a whole number of at least 1",
-)
-LAYERS = (
-    lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
-    f"a whole number from 1 to {MAX_LAYERS:,}",
-)
+def shortened(text: str, length: int = 60) -> str:
+    """Return text from outside, cut to so many characters."""
+    return text if len(text) <= length else f"{text[: length - 4]} ..."
+
+
+def is_fraction(value: object) -> bool:
+    """Return True for a number from 0 to 1, which NaN is not."""
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+FLOAT_TYPES = "bfloat16", "float16", "float32", "float64"
+SIZE = lambda n: isinstance(n, int) and 1 <= n < 2**31, "a whole number of at least 1"
 WEIGHTS = (
     lambda dtype: str(dtype).removeprefix("torch.") in FLOAT_TYPES,
-    f"one of {', '.join(sorted(FLOAT_TYPES))}",
+    f"one of {', '.join(FLOAT_TYPES)}",
 )
 ATTENTION = (
     lambda name: name in ("eager", "sdpa"),
     "'eager' or 'sdpa' on a machine without a CUDA GPU",
 )
-# What transformers does not look at before it fails, or never: field of a config.json -> (does its
-# value fit?, the values that do).  What it refuses itself, `fields_at_fault` traces to its field.
+# What transformers checks too late or never: field of a config.json -> (does its value fit?, the
+# values that do).  What transformers itself refuses, `fields_at_fault` traces to its field.
 FIELDS = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
@@ -167,9 +188,12 @@ FIELDS = {
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE,
     "max_position_embeddings": SIZE,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": (lambda eps: is_number(eps, 0, 1), "a number from 0 to 1"),
-    "attention_dropout": (lambda p: is_number(p, 0, 1), "a probability from 0 to 1"),
+    "num_hidden_layers": (
+        lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
+        f"a whole number from 1 to {MAX_LAYERS:,}",
+    ),
+    "rms_norm_eps": (is_fraction, "a number from 0 to 1"),
+    "attention_dropout": (is_fraction, "a probability from 0 to 1"),
     "dtype": WEIGHTS,
     "torch_dtype": WEIGHTS,
     "quantization_config": (lambda method: False, "none: quantized weights cannot be trained"),
@@ -180,7 +204,7 @@ FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": 
 def usable_config(
     model: str, values: dict, fields: dict = FIELDS, try_step: Callable | None = None
 ) -> LlamaConfig:
-    """The configuration with these values, if a model can be built from it and take a step.
+    """Return the configuration with these values, if a model of it can take a step.
 
     Args:
         model: whose config.json it is, for the message.
@@ -211,28 +235,20 @@ def usable_config(
             raise
         faulty = fields_at_fault(values, attempt)
         cause = " or ".join(f"{field} = {shortened(repr(values[field]))}" for field in faulty)
-        cause = cause or "several fields"
-        given = f"the config.json of {model} cannot be used, because of {cause}"
-        message = " ".join(str(error).split())
-        reason = textwrap.shorten(f"{type(error).__name__}: {message}", 200, placeholder=" ...")
+        given = f"the config.json of {model} cannot be used, because of {cause or 'several fields'}"
+        message = f"{type(error).__name__}: {error}"
+        reason = textwrap.shorten(message, 200, placeholder=" ...")
         raise UserError(f"{given}: {reason}") from error
 
 
 def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str]:
-    """The fields of which each alone, at its default, would let attempt(values) pass."""
+    """Return the fields of which each alone, at its default, would let attempt(values) pass."""
     found = []
     for field in values:
-        try:
+        with suppress(Exception):  # this field is not what is wrong, or not alone
             attempt({name: value for name, value in values.items() if name != field})
-        except Exception:  # whatever: this field is not what is wrong, or not alone
-            continue
-        found.append(field)
+            found.append(field)
     return found
-
-
-def shortened(text: str, length: int = 60) -> str:
-    """What comes from outside, in at most so many characters."""
-    return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
 def try_forward(config: LlamaConfig) -> None:
@@ -250,36 +266,3 @@ def try_forward(config: LlamaConfig) -> None:
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")  # (B, T)
     with unpacked_sequences():
         assert model(input_ids=ids, labels=ids).loss.shape == ()
-
-
-def refused_message(model: str) -> str:
-    return (
-        f"access to {model} was refused. Accept the license at https://huggingface.co/{model}, "
-        "then export HF_TOKEN=hf_... with a valid token of that account. Without access: "
-        "--random-init runs the default model's architecture, and "
-        f"--model {UNGATED_MODEL} is open to everyone"
-    )
-
-
-def unreachable_message(model: str) -> str:
-    return (
-        f"there is no directory {model}, no model of that name is in the local cache, and "
-        "Hugging Face could not be reached. Check the path or the network, or run without a "
-        "download: --model tiny, a local directory, or --random-init with the default model"
-    )
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """One sentence for whatever is raised while `what` is read.
-
-    Every Exception, because transformers, tokenizers, safetensors and
-    huggingface_hub have no base class in common for "this file is damaged".
-    """
-    try:
-        yield
-    except Exception as error:
-        if ran_out_of_memory(error):
-            raise
-        message = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise UserError(f"{what} could not be loaded: {message}") from error

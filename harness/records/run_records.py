@@ -23,7 +23,7 @@ ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"
 
 
 def commit() -> str:
-    """This checkout's commit, '+' where files differ from it; 'unknown' without git.
+    """Return this checkout's commit, with '+' if files differ from it; 'unknown' without git.
 
     GIT_COMMIT overrides it.
     """
@@ -37,15 +37,14 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (
-            "+" if git("status", "--porcelain", "-uno") else ""
-        )
+        changed = "+" if git("status", "--porcelain", "-uno") else ""
+        return git("rev-parse", "--short", "HEAD") + changed
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def environment() -> dict:
-    """What a record must say about where it was made."""
+    """Return what a record must say about where it was made."""
     from harness.cli.device import HAS_GPU  # decides how Triton will run
 
     # isort: split
@@ -53,11 +52,10 @@ def environment() -> dict:
     import transformers
     import triton
 
+    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None
     return {
         "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
-        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability())
-        if HAS_GPU
-        else None,
+        "compute_capability": capability,
         "cpu": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -71,7 +69,7 @@ def environment() -> dict:
 
 
 def versions_of_others() -> dict[str, str]:
-    """{package: version} of OTHERS, as far as they are installed."""
+    """Return {package: version} of the OTHERS that are installed."""
     found = {}
     for package in OTHERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -80,7 +78,7 @@ def versions_of_others() -> dict[str, str]:
 
 
 def environment_line(env: dict) -> str:
-    """One line: GPU, versions, date, commit."""
+    """Return one line: GPU, versions, date, commit."""
     device = env["gpu"] or f"none (CPU {env['cpu']})"
     return (
         f"GPU: {device} | PyTorch {env['torch']} | Triton {env['triton']} | "
@@ -89,13 +87,11 @@ def environment_line(env: dict) -> str:
 
 
 def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
-    """The speed of light of this machine, measured in this run."""
-    return "\n".join(
-        [
-            environment_line(env),
-            f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
-            f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s",
-        ]
+    """Return the line of the environment, and one of the speeds measured on this machine."""
+    return (
+        f"{environment_line(env)}\n"
+        f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+        f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s"
     )
 
 
@@ -112,7 +108,7 @@ def write_record(path: str | None, record: dict) -> None:
 
 
 def keep_record(path: str, record: dict) -> None:
-    """`write_record` without a word, for one that is still growing."""
+    """Write a record without a line about it: it is still growing."""
     write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
 
 
@@ -135,7 +131,7 @@ def read_record(path: str, kind: str) -> dict:
 
 
 def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], bool]]) -> None:
-    """Refuse a record without what is read of it.
+    """Refuse a record in which a needed value is missing or does not fit.
 
     Args:
         keys: a key -> does its value fit?  The keys of MAY_BE_MISSING are checked where present.
@@ -189,7 +185,7 @@ def is_environment(value: object) -> bool:
     return isinstance(value, dict) and value.keys() >= ENVIRONMENT
 
 
-# what only some records say, or only newer ones
+# keys that only some records have, or only newer ones
 MAY_BE_MISSING = {
     "lora_rank": is_count,
     "lora_alpha": is_number,
@@ -203,12 +199,12 @@ MAY_BE_MISSING = {
 
 
 def relative_difference(a: float, b: float) -> float:
-    """|b - a| / |a|; from 0, every other number is infinitely far."""
+    """Return |b - a| / |a|; from 0, every other number is infinitely far."""
     if a == b:
         return 0.0
     return abs(b - a) / abs(a) if a else math.inf
 
 
 def relative_differences(first: dict, other: dict) -> list[float]:
-    """|loss - loss of the first run| / loss of the first run, for each step."""
+    """Return |loss - loss of the first run| / loss of the first run, for each step."""
     return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]

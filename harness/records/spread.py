@@ -1,8 +1,8 @@
 """How far the steps of a run lie apart, and when two runs do not differ.
 
-A step takes a little longer or shorter each time, the host most of all.  Beside each time stands
-the range from the 20th to the 80th percentile of the steps, in which three steps of five lie.  Of
-two runs whose ranges overlap nobody can say which is faster: their ratio is not printed.
+A step takes a little longer or shorter each time, above all on the host.  So each time is printed
+with the range from the 20th to the 80th percentile, in which three steps of five lie.  If the
+ranges of two runs overlap, nobody can say which run is faster: their ratio is not printed.
 
 Imports no PyTorch: records are compared without it.
 """
@@ -15,23 +15,23 @@ Range = tuple[float, float]
 
 
 def timed(record: dict, key: str = "seconds") -> list:
-    """A column of a training run's record, of the steps that count.
+    """Return a column of a training run's record without the steps that do not count.
 
-    Not the first ones, nor the last where that was profiled (in older records it never was).
+    Those are the first ones, and the last if it was profiled (in older records it never was).
     """
     end = len(record[key]) - record.get("profiled_steps", 0)
     return record[key][record["warmup_steps"] : end]
 
 
 def waited(record: dict) -> float:
-    """At most this share of the steps' time went by waiting for data; 0 in older records."""
+    """Return the largest share of the steps' time that data can have cost; 0 in older records."""
     if "data_seconds" not in record:
         return 0.0
     return sum(timed(record, "data_seconds")) / sum(timed(record))
 
 
 def spread(values: Sequence[float]) -> Range:
-    """20th and 80th percentile of at least one number, linear between neighbours."""
+    """Return the 20th and 80th percentile of at least one number, linear between neighbours."""
     if len(values) == 1:
         return values[0], values[0]
     low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
@@ -43,5 +43,5 @@ def overlap(first: Range, other: Range) -> bool:
 
 
 def unless_same(ratio: str, first: Range, other: Range) -> str:
-    """The ratio of two runs as it is printed: not at all where their ranges overlap."""
+    """Return the ratio of two runs as it is printed, or NO_DIFFERENCE if their ranges overlap."""
     return NO_DIFFERENCE if overlap(first, other) else ratio

@@ -1,14 +1,14 @@
-"""A folder of checkpoints as files: which are complete, undamaged and ours, and who may write.
+"""A folder of checkpoints as files: which of them are complete, undamaged and ours; who may write.
 
     DIR/.lock                        held by the run that writes here
     DIR/step-400/run.json            the facts: workload, losses so far, data, versions
     DIR/step-400/.metadata, *.distcp the tensors, for next_steps/finetuning/checkpoint.py
     DIR/step-400/checksums.json      size and digest of each of these files; made last
 
-A checkpoint is written under another name and renamed when it is whole.  Only files that a
-checksums.json lists are ever removed, and checksums.json itself: a user's files stay.
+A checkpoint is written under another name and renamed when it is whole.  Only checksums.json and
+the files that it lists are ever removed: a user's files stay.
 
-Imports no PyTorch: what is damaged is refused before any of it is unpickled.
+This module imports no PyTorch.  A damaged checkpoint is refused before any of it is unpickled.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 
 
 def numbered(folder: str | Path, before: str = "") -> list[Path]:
-    """The folders named step-N in a folder, the highest N last; `before` begins their names."""
+    """Return the folders {before}step-N in a folder, the highest N last."""
     found = {}
     for path in Path(folder).glob(f"{before}{NAMED}*"):
         number = path.name.removeprefix(before + NAMED)
@@ -49,17 +49,17 @@ def numbered(folder: str | Path, before: str = "") -> list[Path]:
 
 
 def all_in(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in a folder, the newest last; none where there is no folder."""
+    """Return the complete checkpoints in a folder, the newest last; none without a folder."""
     return [path for path in numbered(folder) if (path / FACTS).exists()]
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The complete checkpoint of most steps; None if there is none."""
+    """Return the complete checkpoint of most steps; None if there is none."""
     return (all_in(folder) or [None])[-1]
 
 
 def in_the_way(folder: str | Path) -> list[Path]:
-    """Folders that are no checkpoints, where a later checkpoint may want to be."""
+    """Return folders that are no checkpoints but have the names of later checkpoints."""
     there, last = numbered(folder), newest(folder)
     later = there if last is None else there[there.index(last) + 1 :]
     return [path for path in later if any(path.iterdir())]
@@ -67,9 +67,9 @@ def in_the_way(folder: str | Path) -> list[Path]:
 
 @contextlib.contextmanager
 def alone_in(folder: str | None) -> Iterator[None]:
-    """Hold a folder for this run's checkpoints; the end of the process ends that, whatever ends it.
+    """Hold a folder for this run's checkpoints, at most until the process ends, whatever ends it.
 
-    Of several processes the first one takes the lock, and all of them learn whether it has.
+    The first of several processes takes the lock, and all of them learn whether it has.
 
     Raises:
         UserError: another run holds the folder, or nothing can be written there.
@@ -83,9 +83,9 @@ def alone_in(folder: str | None) -> Iterator[None]:
 
 
 def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
-    """Lock a folder until the stack ends; returns False if another process holds the lock.
+    """Lock a folder until the stack ends; return False if another process holds the lock.
 
-    What an interrupted run left there is removed, so that it takes no room from this one.
+    What an interrupted run left there is removed, so that it takes no room from this run.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -112,7 +112,7 @@ def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
 
 
 def digest(file: Path) -> str:
-    """The SHA-256 of the SHA-256s of a file's pieces, which several threads read."""
+    """Return the SHA-256 of the SHA-256s of a file's pieces, which several threads read."""
 
     def of_piece(start: int) -> bytes:
         with open(file, "rb", buffering=0) as opened:
@@ -146,7 +146,7 @@ def check(path: Path) -> None:
 
 
 def intact(path: Path, name: str, listed: dict[str, list]) -> bool:
-    """Returns True if a file has the size and the digest that its checkpoint lists."""
+    """Return True if a file has the size and the digest that its checkpoint lists."""
     file = path / name
     try:
         return [file.stat().st_size, digest(file)] == listed[name]
@@ -155,7 +155,7 @@ def intact(path: Path, name: str, listed: dict[str, list]) -> bool:
 
 
 def listed_files(path: Path) -> dict[str, list]:
-    """[size, digest] of each file that a checkpoint's checksums.json lists, by its name."""
+    """Return [size, digest] of each file that a checkpoint's checksums.json lists, by name."""
     listed = json.loads((path / CHECKSUMS).read_text())
     if not {FACTS, ".metadata"} <= listed.keys() or any(Path(n).name != n for n in listed):
         raise ValueError("it does not list the files of a checkpoint")
@@ -168,13 +168,14 @@ def listed_files(path: Path) -> dict[str, list]:
 def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
     """Make a folder with a checkpoint's tensors the checkpoint `path`; remove all but the newest.
 
-    When it gets its name, all files, their checksums and their names are on the disk.  An older
-    checkpoint that cannot be removed stays, and a line says so.
+    All files, their checksums and their names are on the disk before the folder is renamed.  An
+    older checkpoint that cannot be removed stays, and a line says so.
     """
-    write_through(unfinished / FACTS, facts)
+    (unfinished / FACTS).write_text(facts)
     sums = {file.name: [file.stat().st_size, digest(file)] for file in unfinished.iterdir()}
-    write_through(unfinished / CHECKSUMS, json.dumps(sums, indent=1))
-    sync(unfinished)
+    (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+    for each in (unfinished / FACTS, unfinished / CHECKSUMS, unfinished):
+        sync(each)
     unfinished.rename(path)
     sync(path.parent)
     kept = all_in(path.parent)[-keep:]
@@ -189,37 +190,29 @@ def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint, also one that is half removed; leave whatever else is in its folder.
 
-    The facts go first, so that the rest is no checkpoint; the list of what is ours goes last.
+    The facts go first: without them the rest is no checkpoint.  The list of our files goes last.
     """
     try:
         listed = listed_files(path)
     except UNREADABLE:
-        listed = None  # a user's folder, or an empty one
-    if listed is not None:
-        for name in sorted(listed, key=lambda name: name != FACTS):
-            (path / name).unlink(missing_ok=True)
+        listed = {}  # a user's folder, or an empty one
+    for name in sorted(listed, key=lambda name: name != FACTS):
+        (path / name).unlink(missing_ok=True)
+    if listed:
         (path / CHECKSUMS).unlink()
     with contextlib.suppress(OSError):  # it holds something else
         path.rmdir()
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Remove what an interrupted save left; only the run that holds the folder may."""
+    """Remove what an interrupted save left; only the run that holds the folder may call this."""
     for path in numbered(folder, before=UNFINISHED):
         shutil.rmtree(path)
 
 
-def write_through(file: Path, text: str) -> None:
-    """Write a file, and wait until the disk has it."""
-    with open(file, "w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

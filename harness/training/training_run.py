@@ -6,10 +6,10 @@
         run.end_step(loss)                      # the clock stops
     run.finish()
 
-So the scripts differ in what they do to the model and in their step, and in nothing else.
+The scripts that use it differ in what they do to the model and in their step, and in nothing else.
 
-On a GPU the last step trains as the others do, under PyTorch's profiler, which records the kernels
-and nothing else: how long the GPU computes.  Recording slows the host down, so that step does not
+On a GPU the last step trains as the others do, but under PyTorch's profiler, which records the
+kernels alone: how long the GPU computes.  Recording slows the host down, so that step does not
 count in the run's times.
 """
 
@@ -41,13 +41,13 @@ from harness.steps import parallel
 from harness.steps.power import PowerMeter, power_in_words
 from harness.steps.timing import datasheet_tflops, peak_memory_bytes
 from harness.training.resuming import COLUMNS
-from harness.training.saving import save_model
+from harness.training.saving import refuse_another_model, save_model
 
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 
 
 class Run:
-    """One run of a workload's steps; once made, it has printed what will run, and validated.
+    """One run of a workload's steps; to make it prints what will run, and validates.
 
     Args:
         name: heads the result block, as in "Baseline Results".
@@ -55,8 +55,11 @@ class Run:
         model: from `load_model`, patched or not.
         record_to: the file for the record, if there is to be one.
         save_to: the folder for the trained model, if there is to be one.
-        more: what else the record is to say, such as the size of a teacher.
-        resumed: what `progress` said of the steps before, which the model has taken, if any.
+        more: what else the record says, such as the size of a teacher.
+        resumed: what `progress` said after the steps that the model has already taken, if any.
+
+    Raises:
+        UserError: the data or the tokenizer cannot be read, or `save_to` holds another model.
     """
 
     def __init__(
@@ -72,31 +75,29 @@ class Run:
         self.name, self.workload, self.model = name, workload, model
         self.record_to, self.save_to = record_to, save_to
         self.environment = environment()
-        # of the run's first process; older checkpoints do not say the day
+        # the day on which the run first began; older checkpoints do not say it
         started = {"environment": self.environment} | (resumed or {})
         self.day = started.get("day", started["environment"]["date"])
         self.data = load_data(workload, model.config, workload.steps, self.day)
         self.described = workload.as_record() | counts(model, workload) | (more or {})
-        # one of each per step; data_seconds: of its seconds, those that the device waited for data
+        # an entry per step; data_seconds: seconds of the step spent waiting for data
         before = resumed or dict.fromkeys(COLUMNS, ())
-        self.losses, self.seconds, self.tokens = (
-            list(before[column]) for column in ("losses", "seconds", "tokens")
-        )
-        self.peaks, self.data_seconds = list(before["peaks"]), list(before["data_seconds"])
+        columns = (list(before[column]) for column in COLUMNS)
+        self.losses, self.seconds, self.tokens, self.peaks, self.data_seconds = columns
         self.steps_before = len(self.losses)
         left = workload.steps - self.steps_before
-        # steps of another process are not timed either
+        # steps that another process took are not timed either
         self.warmup_steps = self.steps_before + (WARMUP_STEPS if left > WARMUP_STEPS else 0)
-        # the last one, if that leaves some to be timed
+        # the last step, if that leaves some to be timed
         self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
         self.busy_ms = None
         if save_to:
-            # saved with the model: if it cannot be had, say so before training
+            # what would fail at the end is said before training
             load_tokenizer(workload)
+            refuse_another_model(save_to, model, workload)
         self.print_heading()
-        self.ceilings = None
-        if HAS_GPU:
-            self.ceilings = measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
+        dtype = TORCH_DTYPES[workload.dtype]
+        self.ceilings = measure_ceilings(dtype, workload.fp8) if HAS_GPU else None
         if resumed:
             self.described["resumed_from"] = self.steps_before
             self.validation_before = resumed["validation_loss_before"]
@@ -117,12 +118,12 @@ class Run:
         print(f"Custom kernels: {kernels}; AdamW, learning rate {self.workload.lr:g}\n")
 
     def batches(self) -> Iterator[Batch]:
-        """The batch of each step, where a step takes one; as `steps` hands them out."""
+        """Yield each step's batch, where a step takes one batch: see `steps`."""
         for (batch,) in self.steps():
             yield batch
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Each step's micro-batches, on the device; when they are handed out, the clock starts."""
+        """Yield each step's micro-batches, on the device; to yield them starts the clock."""
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         last_timed = self.workload.steps - self.profiled_steps
@@ -139,9 +140,9 @@ class Run:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Find out how long the GPU computes meanwhile, be it for one launch or for thousands.
+        """Record how long the GPU computes in this context, for one launch or for thousands.
 
-        That is unknown where no kernel was recorded, as under another profiler.
+        `busy_ms` stays None if no kernel was recorded, as under another profiler.
         """
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             yield
@@ -149,16 +150,15 @@ class Run:
         self.busy_ms = busy_us(kernels) / 1e3 if kernels else None
 
     def start_clock(self) -> None:
-        """From an idle device.  To be called again after work that is no part of a step."""
+        """Start the clock once the device is idle; again after work that is no part of a step."""
         synchronize()
         self.started = time.perf_counter()
 
     def end_step(self, loss: torch.Tensor) -> None:
         """Stop the clock once the device is idle, record the step and print its line.
 
-        Of several processes: the mean of their losses, all tokens, and the largest memory.
-
-        While the device is busy the next step's batches are fetched.
+        Several processes give the mean of their losses, all their tokens and the largest memory.
+        While the device is busy, the next step's batches are fetched.
 
         Raises:
             RunError: the loss is not finite.
@@ -178,7 +178,7 @@ class Run:
         print(step_line(step, self.workload.steps, *columns), flush=True)
 
     def progress(self) -> dict:
-        """What a run that goes on after the steps so far has to know of them, as `resumed`."""
+        """Return what a run that goes on after these steps needs to know of them: `resumed`."""
         columns = {column: getattr(self, column) for column in COLUMNS}
         return columns | {"validation_loss_before": self.validation_before, "day": self.day}
 
@@ -186,8 +186,8 @@ class Run:
         """Validate, print the result block, save the model, write the record and return it.
 
         Raises:
-            RunError: the validation loss is not finite, and nothing is saved then; or a file cannot
-                be written.
+            RunError: the validation loss is not finite (then nothing is saved), or a file cannot be
+                written.
         """
         workload = self.workload
         validation_after = validation_loss(self.model, self.data.validation)
@@ -218,17 +218,27 @@ class Run:
         return record
 
     def times(self) -> dict:
-        """What a record says of the timed steps, and of the one that was profiled."""
-        steps = {"warmup_steps": self.warmup_steps, "profiled_steps": self.profiled_steps}
-        steps |= {"seconds": self.seconds, "tokens": self.tokens}
-        steps |= {"data_seconds": self.data_seconds}
+        """Return what a record says of the timed steps, and of the step that was profiled."""
+        steps = {
+            "warmup_steps": self.warmup_steps,
+            "profiled_steps": self.profiled_steps,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "data_seconds": self.data_seconds,
+        }
         seconds, tokens = timed(steps), timed(steps, "tokens")
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
         n = parallel.world_size()
-        of_each = {"tokens_per_second_per_gpu": throughput / n} if n > 1 else {}
-        flops = flops_per_token(self.model.config, self.workload, self.data.span)
+        config, workload = self.model.config, self.workload
+        flops = flops_per_token(config, workload, self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
+        # the data sheet's bf16 rate, if it is known
+        rate = datasheet_tflops(self.environment["gpu"]) if workload.dtype == "bf16" else None
+        least = None
+        if self.ceilings is not None:
+            n_tokens = statistics.mean(tokens) / n
+            least = least_ms(config, workload, n_tokens, flops, self.ceilings)
         return {
             **steps,
             "average_seconds": statistics.mean(seconds),
@@ -236,33 +246,22 @@ class Run:
             "p20_seconds": low,
             "p80_seconds": high,
             "tokens_per_second": throughput,
-            **of_each,
-            "model_flops_utilization": self.utilization(flops * throughput / n),
+            **({"tokens_per_second_per_gpu": throughput / n} if n > 1 else {}),
+            "model_flops_utilization": rate and flops * throughput / n / (rate * 1e12),
             "busy_ms": self.busy_ms,
             **({"power": self.power.reading()} if HAS_GPU else {}),
             "ceilings": self.ceilings,
-            "least_ms": self.least_ms(flops, statistics.mean(tokens) / n),
+            "least_ms": least,
         }
-
-    def utilization(self, flops_per_second: float) -> float | None:
-        """The share of the data sheet's bf16 rate that these are; None if that is unknown."""
-        gpu = self.environment["gpu"]
-        rate = datasheet_tflops(gpu) if self.workload.dtype == "bf16" else None
-        return None if rate is None else flops_per_second / (rate * 1e12)
-
-    def least_ms(self, flops: float, n_tokens: float) -> float | None:
-        """The speed of light of a step with that many FLOPs per token; None without a GPU."""
-        if self.ceilings is None:
-            return None
-        return least_ms(self.model.config, self.workload, n_tokens, flops, self.ceilings)
 
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
-    """Mean loss per trained token over the held-out batches, dropout off.
+    """Return the mean loss per trained token over the held-out batches, dropout off.
 
     Several processes share the batches.  They gather sharded weights together, so each calls the
-    model equally often; what a round has too many is computed again and does not count.
+    model equally often: a process without a batch in the last round computes another one again,
+    which does not count.
     """
     model.eval()
     total, count = 0.0, 0
@@ -290,7 +289,7 @@ def step_line(
     tokens: list[int],
     peaks: list[int],
 ) -> str:
-    """What is printed after a step, counted from 1; the lists hold at least that many steps."""
+    """Return what is printed after a step, counted from 1, which the lists hold."""
     i = step - 1
     left = statistics.median(seconds[:step]) * (n_steps - step)
     rate = f"{tokens[i] / seconds[i]:>9,.0f} tokens/sec"
@@ -301,18 +300,18 @@ def step_line(
 
 
 def share_of_step(record: dict, key: str, of_what: str) -> str:
-    """Some milliseconds of a record, and their share of its median step; older ones have none."""
+    """Return some milliseconds of a record and their share of its median step, or "n/a"."""
     ms = record.get(key)
     if ms is None:
         return "n/a"
     share = ms / (1e3 * record["median_seconds"])
-    if key == "busy_ms":  # of the profiled step, which may be a little longer than the median one
+    if key == "busy_ms":  # the profiled step may be a little longer than the median step
         share = min(1.0, share)
     return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
 
 
 def result_block(record: dict) -> str:
-    """The playbook's result block, from a record."""
+    """Return the playbook's result block, from a record."""
     on_gpu = record["environment"]["gpu"] is not None
     mfu = record["model_flops_utilization"]
     utilization = number(mfu and 100 * mfu, ".1f")
@@ -329,7 +328,7 @@ def result_block(record: dict) -> str:
     throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
     if "tokens_per_second_per_gpu" in record:
         throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
-    if padding := record.get("padding"):  # older records do not say it
+    if padding := record.get("padding"):  # older records have none
         throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
     rows = [
         ("Average time per step:", f"{record['average_seconds']:.3f} s (steps {first} to {last})"),

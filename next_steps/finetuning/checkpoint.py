@@ -1,9 +1,9 @@
-"""Checkpoints: a run that was ended, and goes on as if it had not been, to the bit.
+"""Checkpoints: a run that was ended goes on as if it had not been, to the bit.
 
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100 --resume DIR
 
-What a step depends on, and where a resumed run has it from:
+What a step depends on, and where a resumed run gets it from:
 
     parameters, AdamW's moments, its count of steps    saved: tensors, here
     learning rate, betas, kernels                      the flags, which must be the same
@@ -12,16 +12,16 @@ What a step depends on, and where a resumed run has it from:
     which samples are in which step                    (seed, epoch); the steps done are skipped
     the bits that round at random                      (seed, step, parameter, element)
 
-So no state of a random generator is saved: nothing in a step draws from one.  A model with dropout
-would, and is refused.
+No state of a random generator is saved: nothing in a step draws from one.  A model with dropout
+would draw, and is refused.
 
-torch.distributed.checkpoint writes and reads the tensors, each process those parts that it holds.
-Who reads need not hold the same parts: what two GPUs have saved, one loads, and the other way.
+torch.distributed.checkpoint writes and reads the tensors: each process writes the parts that it
+holds.  A reader need not hold the same parts: one GPU loads what two have saved, and the other way.
 
 Training waits until the tensors are copied into the host's memory, and goes on while a thread
 writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step: AdamW's
-kernel and CUDA graphs write into the same tensors.  It takes as many bytes as the checkpoint: per
-parameter three numbers of its dtype, 48 GB for LLaMA 3.1 8B in bf16, each process its share.
+kernel and CUDA graphs write into the same tensors.  The copy has as many bytes as the checkpoint:
+three numbers per parameter, 48 GB for LLaMA 3.1 8B in bf16, shared among the processes.
 
 A checkpoint is complete or absent, and its files have checksums:
 harness/training/checkpoint_files.py.
@@ -35,7 +35,6 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,9 +49,9 @@ from torch.distributed.tensor import DTensor
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.output_files import UNFINISHED
+from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
-from harness.model.frozen_digest import frozen_digest
 from harness.steps.parallel import TIMEOUT
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import NAMED, all_in
@@ -61,7 +60,7 @@ from harness.training.training_run import Run
 from next_steps.lessons.adamw_kernel import TritonAdamW
 from next_steps.patches.offload import host_memory
 
-OF_THE_HOST = 0.9  # of the memory that it has left, which a copy may take
+OF_THE_HOST = 0.9  # the share of the host's free memory that a copy may take
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
@@ -69,9 +68,9 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """What training changes, by the parameters' names: the tensors themselves, no copies.
+    """Return what training changes, by the parameters' names: the tensors themselves, no copies.
 
-    With LoRA these are the adapters: of what is frozen a checkpoint has the digest.
+    With LoRA these are the adapters; of frozen weights a checkpoint has the digest.
     """
     states = {
         name: dict(optimizer.state[p])
@@ -85,9 +84,9 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """What AdamW's first step would make, for one that has taken none: to be filled.
+    """Give an AdamW that has taken no step the states of a first step, to be filled.
 
-    Moments are as their parameters: of their dtype, and parted over GPUs as they are.
+    Moments have their parameters' dtype, and are spread over GPUs as the parameters are.
     """
     for group in optimizer.param_groups:
         on_gpu = isinstance(optimizer, TritonAdamW) or group["capturable"] or group["fused"]
@@ -103,7 +102,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
     """Fill the model and its AdamW, which has taken no step, from a checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, or beside other frozen weights.
+        UserError: the checkpoint is damaged, or belongs to other frozen weights.
     """
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"
@@ -120,7 +119,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
 
 
 def share_of(tensors: dict) -> dict:
-    """What this process writes of `tensors_of`: its shards, and an equal part of what all have."""
+    """Return what this process writes of `tensors_of`: its shards, and a part of the rest."""
     if not dist.is_initialized():
         return tensors
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -135,27 +134,10 @@ def share_of(tensors: dict) -> dict:
 
 
 def tensors_in(given: torch.Tensor | dict) -> list[torch.Tensor]:
-    """All tensors in a dict of dicts, or the one that is given."""
+    """Return all tensors in a dict of dicts, or the one that is given."""
     if isinstance(given, torch.Tensor):
         return [given]
     return [t for each in given.values() for t in tensors_in(each)]
-
-
-def n_bytes_of(tensors: dict) -> int:
-    """Bytes of what this process holds of them."""
-    held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
-    return sum(t.nbytes for t in held)
-
-
-def save(
-    folder: str,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    facts: dict,
-    keep: int = 1,
-) -> Path:
-    """Write the checkpoint of a step into a folder, in which then the newest `keep` are left."""
-    return write(folder, share_of(tensors_of(model, optimizer)), facts, keep)
 
 
 def write(
@@ -163,14 +145,14 @@ def write(
 ) -> Path:
     """Write tensors and facts as the checkpoint of a step, and remove older ones.
 
-    Whenever this is interrupted, the one before is still there, or the new one is whole.  All
-    processes call it, each with its `share_of` the tensors.
+    Whenever this is interrupted, the checkpoint before is still there, or the new one is whole.
+    All processes call this function, each with its `share_of` the tensors.
 
     Args:
-        group: by which the processes talk; of a thread, one that nothing else uses.
+        group: by which the processes talk; a thread needs one that nothing else uses.
 
     Raises:
-        RunError: it cannot be written; the one before is still there.
+        RunError: the checkpoint cannot be written; the one before is still there.
     """
     path = Path(folder) / f"{NAMED}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
@@ -195,14 +177,14 @@ def write(
 
 
 class Writer(dcp.FileSystemWriter):
-    """Raises what the system says where a file cannot be written.
+    """Raises what the system says if a file cannot be written.
 
-    PyTorch raises what follows from it, "[enforce fail at inline_container.cc]".
+    PyTorch itself raises a consequence, "[enforce fail at inline_container.cc]".
     """
 
     def __init__(self, path: Path):
-        # copies nothing ahead: with tensors in the host's memory the thread makes no call to CUDA,
-        # which would fail while the main thread records a graph
+        # Nothing is copied ahead.  So, with tensors in the host's memory, the thread makes no call
+        # to CUDA, which would fail while the main thread records a graph.
         super().__init__(path, per_thread_copy_ahead=0)
 
     def write_data(self, plan, planner):
@@ -215,18 +197,18 @@ class Writer(dcp.FileSystemWriter):
 
 
 def expect_one_process() -> None:
-    """Without torchrun there is one process, as PyTorch supposes; it need not warn of that."""
+    """Silence PyTorch's warning that there is one process: without torchrun that is so."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def wait_for_all(group: dist.ProcessGroup | None) -> None:
-    """Until every process is here; alone, not at all."""
+    """Wait until every process is here; a process alone does not wait."""
     if dist.is_initialized():
         dist.barrier(group)
 
 
 def cause(error: dcp.CheckpointException) -> str:
-    """What the first process to fail says, in a line."""
+    """Return what the first process to fail says, in a line."""
     first, _ = next(iter(error.failures.values()))
     said = first.strerror if isinstance(first, OSError) else str(first)
     return " ".join(str(said).split()) or type(first).__name__
@@ -259,7 +241,7 @@ def check_data(run: Run, facts: dict) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that each of this machine's processes can still take."""
+    """Return the bytes of the host's memory that each of its processes can still take."""
     page, here = os.sysconf("SC_PAGE_SIZE"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     taken = page * int(Path("/proc/self/statm").read_text().split()[1])
     of_machine = next(
@@ -273,11 +255,11 @@ def available_memory() -> int:
 class Keeper(contextlib.AbstractContextManager):
     """Writes a run's checkpoints; in its context, SIGINT and SIGTERM end the run after its step.
 
-    Those of every N steps are written by a thread, from a copy, while training goes on.  The next
-    one waits for the one under way, and the end of the run for the last.  The one at which a signal
-    ends the run is written at once.  A second signal ends the process.
+    Every N steps a thread writes a checkpoint from a copy, while training goes on.  The next
+    checkpoint waits for the one under way, and the end of the run waits for the last one.  When a
+    signal ends the run, its checkpoint is written at once.  A second signal ends the process.
 
-    Without a folder it does nothing at all.
+    Without a folder the keeper does nothing.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints):
@@ -299,10 +281,10 @@ class Keeper(contextlib.AbstractContextManager):
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def require_room(self) -> None:
-        """Refuse a disk that has no room for the checkpoints that will be there at one time.
+        """Refuse a disk without room for the checkpoints that will be there at one time.
 
         Raises:
-            UserError: it is too small by now.
+            UserError: the disk has too little room left.
         """
         folder, every, keep = (getattr(self.checkpoints, n) for n in ("folder", "every", "keep"))
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
@@ -339,9 +321,9 @@ class Keeper(contextlib.AbstractContextManager):
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
     def agreed_signal(self) -> int:
-        """The signal that has come, to whichever process; 0: none.  All save the same step.
+        """Return the signal that has come to any process, so that all save one step; 0: none.
 
-        One that comes while they agree stays noted, for the next step.
+        A signal that comes while the processes agree stays noted for the next step.
         """
         if not dist.is_initialized():
             return self.signal
@@ -350,7 +332,7 @@ class Keeper(contextlib.AbstractContextManager):
         return int(signals)
 
     def end_step(self) -> None:
-        """Save, if it is time to; then end the run, if it was asked to end.
+        """Save if a checkpoint is due; then end the run if a signal asked for that.
 
         After the last step there is nothing to go on with: --save writes the model.
 
@@ -366,16 +348,17 @@ class Keeper(contextlib.AbstractContextManager):
         if due:
             self.seconds.append(0.0)
         if due or (self.under_way and (last or self.under_way.done())):
-            with self.waiting():
+            start = time.perf_counter()
+            self.finish_writing()
+            if due and not self.begin_writing(may_copy=not number):
                 self.finish_writing()
-                if due and not self.begin_writing(may_copy=not number):
-                    self.finish_writing()
+            self.seconds[-1] += time.perf_counter() - start  # of the checkpoint begun last
         if number:
             print(f"Ended after step {step}: --resume {self.checkpoints.folder} goes on from there")
             self.end(number)
 
     def begin_writing(self, may_copy: bool) -> bool:
-        """Have a thread write this step's checkpoint; returns True if it writes from a copy."""
+        """Have a thread write this step's checkpoint; return True if it writes from a copy."""
         tensors = share_of(tensors_of(self.run.model, self.optimizer))
         copied = self.copied(tensors) if may_copy else None
         facts = copy.deepcopy(self.facts())  # the run adds to its lists
@@ -385,7 +368,7 @@ class Keeper(contextlib.AbstractContextManager):
         return copied is not None
 
     def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written, if one is, and say where it is.
+        """Wait for the checkpoint that is being written, if one is, and print where it is.
 
         Raises:
             RunError: it could not be written.
@@ -394,20 +377,14 @@ class Keeper(contextlib.AbstractContextManager):
             future, self.under_way = self.under_way, None
             print(f"Checkpoint written to {future.result()}", flush=True)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the seconds in here to the last checkpoint that was begun."""
-        start = time.perf_counter()
-        yield
-        self.seconds[-1] += time.perf_counter() - start
-
     def copied(self, tensors: dict) -> dict | None:
-        """The tensors in the host's memory, pinned where there is a GPU; None: it has no room.
+        """Copy the tensors to the host's memory, pinned if there is a GPU; None: it has no room.
 
-        The first copy's memory is used for all that follow.
+        All later copies use the first copy's memory again.
         """
         if self.copies and self.stager is None:
-            n_bytes, room = n_bytes_of(tensors), available_memory()
+            held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
+            n_bytes, room = sum(t.nbytes for t in held), available_memory()
             if n_bytes > OF_THE_HOST * room:
                 needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
                 self.do_without_copies(f"{needed} and the host has {room / 1e9:,.3g}")
@@ -415,17 +392,17 @@ class Keeper(contextlib.AbstractContextManager):
         if self.copies:
             try:
                 return self.stager.stage(tensors)
-            except RuntimeError as error:  # the host has not so much, or pins not so much
+            except RuntimeError as error:  # the host cannot allocate or pin so much
                 self.do_without_copies(str(error).partition("\n")[0])
         return None
 
     def do_without_copies(self, why: str) -> None:
-        """From now on training waits for the disk."""
+        """Let training wait for the disk from now on."""
         self.copies, self.stager = False, None
         print(f"Training waits until each checkpoint is written: {why}", flush=True)
 
     def facts(self) -> dict:
-        """What is said beside the tensors; see harness/training/resuming.py."""
+        """Return what is written beside the tensors; see harness/training/resuming.py."""
         return {
             "step": len(self.run.losses),
             "data_digest": self.digest,

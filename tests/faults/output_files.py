@@ -12,7 +12,7 @@ FAULTS = {
     "test_a_file_that_no_script_here_wrote_is_not_replaced": [
         ("any file counts as ours", "if start and not re.match(", "if not start and not re.match("),
     ],
-    "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)", "target = path")],
+    "test_a_link_is_followed_and_stays": [("link replaced", "target = os.path.realpath(path)\n    require_unprotected", "target = path\n    require_unprotected")],
     "test_a_pipe_gets_the_record": [("pipe replaced", "    if written_straight(path):\n", "    if False:\n")],
     "test_permissions_stay_and_a_new_file_has_the_usual_ones": [
         ("permissions lost", "os.chmod(unfinished, stat.S_IMODE(before.st_mode))", "pass"),
