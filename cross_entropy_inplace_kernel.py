@@ -4,9 +4,9 @@
     logits.copy_(torch.autograd.grad(loss, logits)[0])            # in the forward, by one kernel
 
 The maths is that of cross_entropy_kernel.py.  One thing is new: when the forward has read a row, it
-knows the row's m and d, and so all that the gradient needs except grad_output.  grad_output nearly
-always is 1.  So the forward reads the row again, from the GPU's cache, and writes the gradient for
-a grad_output of 1 over the logits.  The backward multiplies by grad_output, where it is not 1, and
+knows the row's m and d, and so all that the gradient needs except grad_output, which nearly always
+is 1.  So the forward reads the row again, from the GPU's cache, and writes the gradient for a
+grad_output of 1 over the logits.  The backward multiplies by grad_output, where it is not 1, and
 writes the zeros of ignored rows.
 
 Bytes moved per bf16 logit, and held beyond the logits:
@@ -22,9 +22,9 @@ New ideas of Triton and PyTorch, after those of cross_entropy_kernel.py:
 
 1. Few programs, each in a loop over rows: then the cache still holds the row that a program has
    just read.
-2. A kernel that returns at once.  Whether grad_output is 1, only the GPU knows.  The host must not
-   wait for the GPU to tell.  So the host launches the scaling kernel regardless, and each program
-   looks at the number first.
+2. A kernel that returns at once.  Only the GPU knows whether grad_output is 1, and the host must
+   not wait for the GPU.  So the host always launches the scaling kernel, and each program looks at
+   the number first.
 3. Autograd does not see what a kernel writes.  `increment_version` tells it.  After that autograd
    refuses every backward that needs the old logits.
 
@@ -157,11 +157,8 @@ def launch_inplace(logits, logits_row_stride, targets, row_loss, n_valid, ignore
 
 def launch_scale(
     grad_output, grad_output_stride, dlogits, dlogits_row_stride, targets, ignore_index
-):  # fmt: skip
-    """Multiply what launch_inplace has left by grad_output, and store zeros in ignored rows.
-
-    grad_output is (n_rows,), or () with a stride of 0.
-    """
+):
+    """Multiply what launch_inplace has left by grad_output, and store zeros in ignored rows."""
     n_rows, V = targets.numel(), dlogits.shape[-1]
     if n_rows > 0:
         with on_device_of(dlogits):
@@ -177,9 +174,9 @@ def launch_scale(
 
 
 def _inplace_options(logits):
-    """Number of programs, and options of a launch.
+    """Return the number of programs, and the options of a launch.
 
-    Few programs, so that the cache holds their rows until they are overwritten.
+    The programs are few, so that the cache holds their rows until they are overwritten.
     """
     if not logits.is_cuda:
         return 3, tile_options(logits, 4)
@@ -200,7 +197,7 @@ def _inplace_options(logits):
 
 
 def _inplace_result(logits, targets, ignore_index=-100, reduction="mean"):
-    """The loss, not yet written."""
+    """Return the loss, not yet written."""
     check_logits(logits, targets, reduction)
     shape = targets.shape if reduction == "none" else ()
     return logits.new_empty(shape, dtype=torch.float32)
@@ -216,11 +213,8 @@ def cross_entropy_inplace(logits, targets, ignore_index=-100, reduction="mean"):
     """Return the loss of logits (..., V) and targets (...), which overwrites the logits.
 
     The loss is () fp32, or (...) with reduction "none".  Ignored rows keep their logits until
-    cross_entropy_scale zeroes them.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or the reduction is wrong; or the
-            logits cannot be overwritten: a leaf that requires a gradient, or not contiguous.
+    cross_entropy_scale zeroes them.  Logits that are a leaf which requires a gradient, or not
+    contiguous, are refused.
     """
     check_logits(logits, targets, reduction)
     refuse_to_overwrite(logits=logits)
@@ -234,9 +228,6 @@ def cross_entropy_scale(grad_output, dlogits, targets, ignore_index=-100):
     """Multiply what cross_entropy_inplace has left in the logits by grad_output, () or (...).
 
     Ignored rows become zeros.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
     """
     of_rows = ("...",) if grad_output.ndim else ()
     check_logits(dlogits, targets, "mean", ("grad_output", grad_output, FLOATS, of_rows))
@@ -248,10 +239,10 @@ def cross_entropy_scale(grad_output, dlogits, targets, ignore_index=-100):
 
 
 class InplaceCrossEntropyFunction(torch.autograd.Function):
-    """`.apply(logits, targets, ignore_index, reduction)`: the loss, over whose logits it writes.
+    """`.apply(logits, targets, ignore_index, reduction)`: the loss, which overwrites the logits.
 
-    What autograd can notice raises: a use of the old logits whose backward needs them, a second
-    loss on them, a second backward.  torch.compile notices only uses before the loss.
+    Autograd raises for a use of the old logits whose backward needs them, a second loss on them,
+    and a second backward.  torch.compile notices only uses before the loss.
     """
 
     @staticmethod

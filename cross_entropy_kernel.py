@@ -31,9 +31,9 @@ because a row of 128,256 fp32 values outgrows a multiprocessor, so log_softmax r
 to bf16.)  cross_entropy_inplace_kernel.py writes the gradient over the logits: 4 bytes moved in
 all, none held.
 
-Part one of the file is the plain form, whole: both kernels and the autograd Function that runs
-them.  It is right, and the benchmark measures it.  Part two is what the hardware asks for beyond
-it, one small function for each thing, and then the kernels that are used.
+Part one of the file is the plain form, whole: both kernels and their autograd Function.  It is
+right, and the benchmark measures it.  Part two has what the hardware asks for beyond it, one small
+function for each thing, and then the kernels that are used.
 
 New ideas of Triton, after those of rmsnorm_kernel.py:
 
@@ -49,7 +49,8 @@ Limits: fp16, bf16 and fp32 logits of any finite value, or -inf; the vocabulary 
 dimension (F.cross_entropy wants it second); no class weights, no label smoothing; the loss is fp32
 (inf, as PyTorch's, where a target is more than 3.4e38 below the maximum); differentiable once.
 Logits without a (n_rows, V) view, such as logits[:, :-1] of several sequences, are copied: to
-predict the next token, shift the labels instead.
+predict the next token, shift the labels instead.  The launchers refuse other tensors with a
+TypeError or a ValueError.
 """
 
 import torch
@@ -70,7 +71,7 @@ from kernel_support import (
 
 
 def cross_entropy_reference(logits, targets, ignore_index=-100, reduction="mean"):
-    """Eager loss of logits (..., V), targets (...), in the logits' dtype; float64 stays float64."""
+    """Return the eager loss of logits (..., V) and targets (...), in the logits' dtype."""
     rows = logits.reshape(-1, logits.shape[-1])  # (n_rows, V)
     row_targets = targets.reshape(-1).long()  # (n_rows,)
     loss = F.cross_entropy(rows, row_targets, ignore_index=ignore_index, reduction=reduction)
@@ -148,7 +149,7 @@ class PlainCrossEntropyFunction(torch.autograd.Function):
     """`PlainCrossEntropyFunction.apply(logits, targets)`: the mean loss by the plain kernels.
 
     logits (n_rows, V) are contiguous and without -inf, targets (n_rows,) lie in [0, V).  Nothing is
-    checked.  Blocks and warps are those of the kernels that are used.
+    checked.  The kernels that are used have the same blocks and warps.
     """
 
     @staticmethod
@@ -196,7 +197,7 @@ HUGE = tl.constexpr(2.0**31)  # of a maximum times LOG2E: see 3. and 5.
 
 @triton.jit
 def cut_row(ptr, row, row_stride, n_cols):
-    """Pointers to the row and to its body, the body's length, the edge's columns and their mask."""
+    """Return pointers to the row and its body, the body's length, the edge's columns and mask."""
     start = tl.cast(row, tl.int64) * row_stride  # 32 bits end in row 16,744 of V = 128,256
     n_before = tl.minimum(-start & 7, n_cols).to(tl.int32)
     n_body = (n_cols - n_before) // 8 * 8
@@ -212,7 +213,7 @@ def cut_row(ptr, row, row_stride, n_cols):
 
 @triton.jit
 def load_target_logit(row_ptr, target, n_cols):
-    """The target's logit, and whether the target is in the row."""
+    """Return the target's logit, and whether the target is in the row."""
     in_row = (target >= 0) & (target < n_cols)
     return tl.load(row_ptr + target, mask=in_row, other=float("nan")).to(tl.float32), in_row
 
@@ -228,7 +229,7 @@ def load_target_logit(row_ptr, target, n_cols):
 
 @triton.jit
 def _exp(x, unit, m):
-    """exp(x - m / unit), without a division."""
+    """Return exp(x - m / unit), without a division."""
     return tl.exp2(tl.fma(x, unit, -m))
 
 
@@ -241,7 +242,7 @@ def _exp(x, unit, m):
 
 @triton.jit
 def tile_of(TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """The numbers from 0 on as a block (TILE_ROWS, TILE_COLS)."""
+    """Return the numbers from 0 on as a block (TILE_ROWS, TILE_COLS)."""
     return tl.arange(0, TILE_ROWS)[:, None] * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
 
 
@@ -249,7 +250,7 @@ def tile_of(TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
 def _online_softmax(
     body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
 ):
-    """A row's m, times LOG2E, and d.  The edge's logits are loaded already."""
+    """Return a row's m, times LOG2E, and d.  The edge's logits are loaded already."""
     # m begins finite: in a column of -inf (a masked vocabulary) -inf - -inf would be NaN.
     m = tl.full((TILE_COLS,), -HUGE, dtype=tl.float32)
     d = tl.zeros((TILE_COLS,), dtype=tl.float32)
@@ -273,7 +274,7 @@ def _online_softmax(
 
 @triton.jit
 def _count_maxima(body_ptr, n_body, edge_logits, BLOCK_SIZE: tl.constexpr):
-    """A row's maximum, and how often it occurs."""
+    """Return a row's maximum, and how often it occurs."""
     m = tl.maximum(tl.max(edge_logits), LOWEST)
     for first in range(0, n_body, BLOCK_SIZE):
         cols = first + tl.arange(0, BLOCK_SIZE)
@@ -289,7 +290,7 @@ def _count_maxima(body_ptr, n_body, edge_logits, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _is_maximum(x, m):
-    """1 or 0; NaN where x is NaN, or inf as m is."""
+    """Return 1 or 0; NaN where x is NaN, or where x and m are inf."""
     return tl.where(x < m, 0.0, 1.0 + (x - m))
 
 
@@ -297,7 +298,7 @@ def _is_maximum(x, m):
 def softmax_of_row(
     body_ptr, n_body, edge_logits, tile, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr
 ):
-    """A row's m, d and m's unit."""
+    """Return a row's m, d and m's unit."""
     m, d = _online_softmax(body_ptr, n_body, edge_logits, tile, TILE_ROWS, TILE_COLS)
     unit = tl.full((), LOG2E, dtype=tl.float32)
     if tl.abs(m) >= HUGE:
@@ -309,7 +310,7 @@ def softmax_of_row(
 
 @triton.jit
 def loss_of_row(target_logit, stats):
-    """-log(exp(x - m / unit) / d) of the target's x, exactly 0 if the exponential is d."""
+    """Return -log(exp(x - m / unit) / d) of the target's x, exactly 0 if the exponential is d."""
     m, d, unit = stats
     t = tl.fma(target_logit, unit, -m)
     near = tl.log(d / tl.exp2(t))
@@ -365,7 +366,7 @@ def store_dlogits(
 
 @triton.jit
 def store_zeros(cut, tile, TILE_SIZE: tl.constexpr):
-    """An ignored row's gradient.  Not a product with 0: that would let a NaN of the row through."""
+    """Store an ignored row's gradient.  A product with 0 would let a NaN of the row through."""
     row_ptr, body_ptr, n_body, edge, in_edge = cut
     tl.store(row_ptr + edge, 0.0, mask=in_edge)
     for first in range(0, n_body, TILE_SIZE):
@@ -441,15 +442,12 @@ def _cross_entropy_bwd_kernel(
         )
 
 
-# ---- Launches on rows that were checked ------------------------------------------------------
-#
-# Nothing is validated here.  The arguments come in the kernels' order:
+# ---- Launches on rows that were checked: nothing is validated here ---------------------------
 #
 #   logits, dlogits: (n_rows, V), or (..., V) contiguous, of any row stride; n_rows may be 0.
-#   targets: (n_rows,) int64 or int32, contiguous, on the logits' device, as everything else.
+#   targets: (n_rows,) int64 or int32, contiguous.
 #   row_loss: (n_rows,) fp32, written.  stats: (n_rows, 3) fp32: m, d and m's unit.
 #   n_valid: () int64, the rows that count in the mean, in these rows and elsewhere; None: no mean.
-#   ignore_index: an int; a row with this target has loss and gradient 0.
 #   grad_output: (n_rows,), dL/dloss of each row, before the mean; or () with a stride of 0.
 
 
@@ -502,7 +500,7 @@ def launch_backward(
 
 
 def tile_options(logits, warps, tile_rows=None):
-    """Options of a launch: a thread has 8 columns of the tile.
+    """Return the options of a launch; a thread has 8 columns of the tile.
 
     Best of 4 to 32 warps and 4 to 16 rows on an H200.
     """
@@ -566,7 +564,7 @@ def _row_results(logits, targets, ignore_index, reduction):
 
 
 def _forward_results(logits, targets, ignore_index=-100, reduction="mean"):
-    """The forward's results, not yet written."""
+    """Return the forward's results, not yet written."""
     row_loss, *others = _row_results(logits, targets, ignore_index, reduction)
     return reduced(row_loss, reduction), *others
 
@@ -578,19 +576,11 @@ def _forward_results(logits, targets, ignore_index=-100, reduction="mean"):
     present=lambda x, t, ignored=-100, reduction="mean": (True, True, reduction == "mean"),
 )
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
-    """Return loss, stats and n_valid of logits (..., V) and targets (...).
+    """Return loss, stats and n_valid of logits (..., V) and targets (...), of any strides.
 
-    Args:
-        logits: fp16, bf16 or fp32, with any strides.
-        targets: int64 or int32.
-
-    Returns:
-        loss: () fp32, or (...) with reduction "none".
-        stats: m, d and m's unit of each row for the backward, (n_rows, 3) fp32.
-        n_valid: the number of rows that count, () int64; None unless the loss is a mean.
-
-    Raises:
-        TypeError, ValueError: the kernels cannot take a tensor, or the reduction is wrong.
+    loss is () fp32, or (...) with reduction "none".  stats (n_rows, 3) fp32 holds m, d and m's unit
+    of each row for the backward.  n_valid () int64 is the number of rows that count in a mean; None
+    unless the loss is a mean.
     """
     row_loss, stats, n_valid = _row_results(logits, targets, ignore_index, reduction)
     rows = as_rows(logits)
@@ -599,10 +589,7 @@ def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
 
 
 def _new_dlogits(logits, logits_row_stride):
-    """Return memory for the gradient (..., V), and the stride between two rows.
-
-    The rows are cut like the logits': both strides are equal modulo 8.
-    """
+    """Return memory for the gradient (..., V), with rows cut like the logits', and its stride."""
     V = logits.shape[-1]
     row_stride = V + (logits_row_stride - V) % 8
     dlogits = logits.new_empty_strided((logits.numel() // V, V), (row_stride, 1))
@@ -618,26 +605,15 @@ def _new_dlogits(logits, logits_row_stride):
 def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_index=-100):
     """Return dlogits (..., V) in logits' dtype, from what a forward was given and returned.
 
-    Args:
-        grad_output: fp32, () or (...).
-
-    Raises:
-        TypeError, ValueError: the kernels cannot take a tensor.
+    grad_output is () or (...).
     """
     of_rows = ("...",) if grad_output.ndim else ()
     others = ("grad_output", grad_output, FLOATS, of_rows), ("stats", stats, FP32, ("n_rows", 3))
     check_logits(logits, targets, "mean", *others)
-    rows, row_stride = as_rows(logits)
-    dlogits, dlogits_row_stride = _new_dlogits(logits, row_stride)
-    launch_backward(
-        *row_gradients(grad_output),
-        rows, row_stride,
-        targets.contiguous(),
-        stats,
-        n_valid,
-        dlogits, dlogits_row_stride,
-        ignore_index,
-    )  # fmt: skip
+    rows = as_rows(logits)
+    dlogits, dlogits_row_stride = _new_dlogits(logits, rows[1])
+    row_grads, saved = row_gradients(grad_output), (targets.contiguous(), stats, n_valid)
+    launch_backward(*row_grads, *rows, *saved, dlogits, dlogits_row_stride, ignore_index)
     return dlogits
 
 
@@ -668,12 +644,12 @@ class TritonCrossEntropyLoss(torch.nn.Module):
     loss and gradient 0 and do not count in the mean.  Any other target outside [0, V) makes its row
     NaN.  reduction: "mean", "sum" or "none".
 
-    inplace=True saves the memory of a gradient: where the logits require one, the loss writes it
-    over them, by cross_entropy_inplace_kernel.py, which must then lie beside this file.  AFTER THE
-    LOSS THE LOGITS ARE THEIR GRADIENT, in the rest of the forward too: `logits.argmax()` or an
-    accuracy computed then is nonsense, and no error tells.  Compute such things before the loss, or
-    pass the loss logits.clone(), or leave inplace at False.  (fp16 logits stay as they are: their
-    gradient may be too small for fp16 before the loss scale multiplies it.)
+    inplace=True saves the memory of a gradient: where the logits require a gradient, the loss
+    writes it over them, by cross_entropy_inplace_kernel.py, which must then lie beside this file.
+    AFTER THE LOSS THE LOGITS ARE THEIR GRADIENT: `logits.argmax()` or an accuracy computed then is
+    nonsense, and no error tells.  Compute such things before the loss, or pass logits.clone(), or
+    leave inplace at False.  (fp16 logits stay as they are: their gradient may be too small for fp16
+    before the loss scale multiplies it.)
 
     Raises:
         TypeError, ValueError: the kernels cannot take a tensor, or the reduction is wrong; or with

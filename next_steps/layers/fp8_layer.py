@@ -43,8 +43,6 @@ the loss, the weights themselves, their gradients and the optimizer.
 Limits: no bias, no adapter, no quantized weight, O and I multiples of 16; no second derivative.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from harness.cli.flags import FP8_ALL
@@ -63,33 +61,26 @@ from next_steps.lessons.fp8_kernel import (
 from next_steps.lessons.swiglu_kernel import swiglu_backward
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward
 
-# ---------------------------------------------------------------- the products
+# ---- The products
 #
-# Of projections that share x (N, I): their weights (O, I) one below the other, their results and
-# the results' gradients side by side, (N, sum of O).
+# Projections share x (N, I).  Their weights (O, I) lie one below the other, their results and the
+# results' gradients side by side: (N, sum of O).  `scale` () is the largest of the weights' scales.
 
 
-def results(x: Rows, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """x @ w.t() of x (N, I), for all of the weights: (N, sum of O); and their largest scale, ()."""
+def results(x, weights):
+    """Return x @ w.t() of Rows x (N, I), for all of the weights: (N, sum of O); and scale."""
     rows = quantize_stacked(*weights)  # (sum of O, I)
     return fp8_product(x, rows, weights[0].dtype, fast=True), rows.scales.amax()
 
 
-def input_gradient(
-    dout: Rows, weights: Sequence[torch.Tensor], scale: torch.Tensor
-) -> torch.Tensor:
-    """dx (N, I), to which all of the weights add, of dout (N, sum of O).
-
-    scale (): the largest of theirs.
-    """
+def input_gradient(dout, weights, scale):
+    """Return dx (N, I), the sum over all of the weights, of Rows dout (N, sum of O)."""
     turned = quantize_transposed(*weights, scale=scale)  # (I, sum of O)
     return fp8_product(dout, turned, weights[0].dtype, fast=True)
 
 
-def weight_gradients(
-    dout: Rows, x: Rows, weights: Sequence[torch.Tensor], needed: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """dw (O, I) of each weight that needs it, of dout (N, sum of O) and x (N, I)."""
+def weight_gradients(dout, x, weights, needed):
+    """Return dw (O, I), or None, of each weight; of Rows dout (N, sum of O) and x (N, I)."""
     dout, x = transpose_rows(dout), transpose_rows(x)  # (sum of O, N), (I, N)
     dtype, sizes = weights[0].dtype, [len(weight) for weight in weights]
     if all(needed):
@@ -101,47 +92,35 @@ def weight_gradients(
     ]
 
 
-def exact_weight_gradients(
-    douts: Sequence[torch.Tensor], x: torch.Tensor, needed: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """The same of what has not been rounded: each dout (N, O), and x (N, I)."""
+def exact_weight_gradients(douts, x, needed):
+    """Return the same of tensors that were not rounded: each dout (N, O), and x (N, I)."""
     return [dout.t() @ x if need else None for dout, need in zip(douts, needed)]
 
 
 def takes_weight_gradients(mode: str, n_rows: int) -> bool:
-    """Are the weights' gradients, which sum over the rows, products of FP8?"""
+    """Return True if the weights' gradients, which sum over the rows, are products of FP8."""
     return mode == FP8_ALL and takes_fp8(n_rows)
 
 
-def norm_gradients(
-    dout: Rows | None,
-    douts: Sequence[torch.Tensor] | None,
-    dresidual: torch.Tensor | None,
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    rstd: torch.Tensor,
-    eps: float,
-    weights: Sequence[torch.Tensor],
-    scale: torch.Tensor,
-    needed: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    """dx (..., H), dnorm_weight (H,) and dw (O, H) of each weight, of what a norm and projections
-    have made of x (..., H); None where `needed` says so, in the same order.
+def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, weights, needed):
+    """Return dx (..., H), dnorm_weight (H,) and dw (O, H) of each weight, or None: see `needed`.
+
+    A norm and projections have made their results of x (..., H).
 
     Args:
-        dout: the results' gradients in FP8, (N, sum of O); None if only `douts` are needed.
-        douts: each of them as it was before, (N, O); None: the weights' gradients are made of FP8.
-        dresidual: (..., H), of the x that goes around.
-        scale: the largest of the weights' scales, ().
+        dout: Rows (N, sum of O), the results' gradients; None if only `douts` are needed.
+        douts: each gradient (N, O), not rounded; None: the weights' gradients are made of FP8.
+        dresidual: (..., H), the gradient of the residual, or None.
+        needed: a bool for each gradient that is returned, in the same order.
     """
     need_x, need_norm_weight, *need_weights = needed
     rows = as_rows(x)  # (N, H)
     gradients = [None] * len(weights)
     if any(need_weights) and douts is None:
-        y, _ = rmsnorm_fp8(rows, norm_weight, eps)  # again
+        y, _ = rmsnorm_fp8(rows, norm_weight, ctx.eps)  # again
         gradients = weight_gradients(dout, y, weights, need_weights)
     elif any(need_weights):
-        y, _ = rmsnorm_forward(rows, norm_weight, eps)  # again
+        y, _ = rmsnorm_forward(rows, norm_weight, ctx.eps)  # again
         gradients = exact_weight_gradients(douts, y, need_weights)
     if not (need_x or need_norm_weight):
         return [None, None, *gradients]
@@ -153,14 +132,14 @@ def norm_gradients(
     return [dx, dnorm_weight, *gradients]
 
 
-# ---------------------------------------------------------------- for autograd
+# ---- For autograd
 
 
 class NormFP8LinearFunction(torch.autograd.Function):
-    """`NormFP8LinearFunction.apply(x, norm_weight, eps, mode, *weights)`.
+    """`.apply(x, norm_weight, eps, mode, *weights)`: x, and RMSNorm(x) @ w.t() for each weight.
 
-    x, and RMSNorm(x) @ w.t() for each of the weights.  x (..., H), norm_weight (H,), w (O, H); the
-    results are (..., H) and, as columns of one matrix, (..., O).
+    x (..., H), norm_weight (H,), w (O, H).  The results are (..., H) and (..., O).  The latter are
+    columns of one matrix.
     """
 
     @staticmethod
@@ -187,28 +166,19 @@ class NormFP8LinearFunction(torch.autograd.Function):
         needed = [need_x, need_norm_weight, *(need_weights[i] for i in used)]
         in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
         dout = quantize_rows(*douts) if in_fp8 or any(needed[:2]) else None  # (N, sum of O)
-        dx, dnorm_weight, *found = norm_gradients(
-            dout,
-            None if in_fp8 else douts,
-            dresidual,
-            x,
-            norm_weight,
-            rstd,
-            ctx.eps,
-            [weights[i] for i in used],
-            scale,
-            needed,
-        )
+        saved = ctx, x, norm_weight, rstd, scale, [weights[i] for i in used]
+        exact = None if in_fp8 else douts
+        dx, dnorm_weight, *found = norm_gradients(dout, exact, dresidual, *saved, needed)
         for i, gradient in zip(used, found):
             gradients[i] = gradient
         return dx, dnorm_weight, None, None, *gradients
 
 
 class FP8LinearFunction(torch.autograd.Function):
-    """`FP8LinearFunction.apply(x, mode, weight)`: x @ weight.t() of x (..., I), weight (O, I).
+    """`.apply(x, mode, weight)`: x @ weight.t() of x (..., I), weight (O, I).
 
-    x is kept as it is, which takes no memory where somebody keeps it anyway, and rounded again in
-    the backward.
+    The backward rounds x again.  So x is kept as it is, which takes no memory where x is kept
+    anyway.
     """
 
     @staticmethod
@@ -238,10 +208,9 @@ class FP8LinearFunction(torch.autograd.Function):
 
 
 class FP8MLPFunction(torch.autograd.Function):
-    """`FP8MLPFunction.apply(x, norm_weight, eps, mode, w_gate, w_up, w_down)`.
+    """`.apply(x, norm_weight, eps, mode, w_gate, w_up, w_down)`: x, and the MLP of RMSNorm(x).
 
-    x, and (silu(gate) * up) @ w_down.t() with gate and up of RMSNorm(x): all (..., H).  norm_weight
-    (H,), w_gate and w_up (I, H), w_down (H, I).
+    Both results are (..., H).  norm_weight (H,), w_gate and w_up (I, H), w_down (H, I).
     """
 
     @staticmethod
@@ -279,35 +248,22 @@ class FP8MLPFunction(torch.autograd.Function):
             if need_down:
                 (dw_down,) = exact_weight_gradients([dout], inner, [True])
         del dinner, inner, rounded  # memory for what follows
-        dx, dnorm_weight, *gradients = norm_gradients(
-            dboth,
-            douts,
-            dresidual,
-            x,
-            norm_weight,
-            rstd,
-            ctx.eps,
-            weights,
-            scale,
-            [need_x, need_norm_weight, *need_weights],
-        )
+        saved = ctx, x, norm_weight, rstd, scale, weights
+        needed = need_x, need_norm_weight, *need_weights
+        dx, dnorm_weight, *gradients = norm_gradients(dboth, douts, dresidual, *saved, needed)
         return dx, dnorm_weight, None, None, *gradients, dw_down
 
 
-def qkv_fp8(
-    x: torch.Tensor, norm: torch.nn.Module, attention: torch.nn.Module, mode: str
-) -> tuple[torch.Tensor, ...]:
-    """x, and q, k and v of norm(x), of x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm."""
+def qkv_fp8(x, norm, attention, mode):
+    """Return x (..., H), and q, k and v of norm(x); norm is a TritonRMSNorm or a LlamaRMSNorm."""
     weights = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
     x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)
-    # Attention keeps v.  As columns of one matrix it would keep q and k alive, which in LLaMA 3.1
-    # 8B are five times as large, and are not needed once they are rotated.
+    # Attention keeps v.  If v were columns of one matrix, v would keep q and k alive.  In LLaMA 3.1
+    # 8B these are five times as large, and nobody needs them once they are rotated.
     return x, q, k, v.contiguous()
 
 
-def mlp_fp8(
-    x: torch.Tensor, norm: torch.nn.Module, mlp: torch.nn.Module, mode: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, and mlp(norm(x)), of x (..., H); the MLP is a TritonLlamaMLP or a LlamaMLP."""
+def mlp_fp8(x, norm, mlp, mode):
+    """Return x (..., H), and mlp(norm(x)); the MLP is a TritonLlamaMLP or a LlamaMLP."""
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     return FP8MLPFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)

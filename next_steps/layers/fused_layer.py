@@ -56,11 +56,7 @@ from next_steps.layers.lora_linear import (
     products,
     thin_gradient,
 )
-from next_steps.lessons.lora_swiglu import (
-    LARGEST_RANK,
-    lora_swiglu_backward,
-    lora_swiglu_forward,
-)
+from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLUFunction,
     may_overwrite_saved,
@@ -71,36 +67,24 @@ from next_steps.lessons.swiglu_kernel import (
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 
 
-def norm_linear_reference(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    *weights: torch.Tensor,
-) -> list[torch.Tensor]:
-    """Eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H).
-
-    float64 stays float64.
-    """
+def norm_linear_reference(x, norm_weight, eps, *weights):
+    """Return eager [x, y @ w.t(), ...] with y = RMSNorm(x) of x (..., H) and every w (O, H)."""
     y = rmsnorm_reference(x, norm_weight, eps)
     return [x, *(linear(y, w) for w in weights)]
 
 
-def swiglu_linear_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    weight: torch.Tensor,
-) -> torch.Tensor:
-    """Eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
+def swiglu_linear_reference(gate, up, weight):
+    """Return eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
     return linear(swiglu_reference(gate, up), weight)
 
 
 class NormLinearFunction(torch.autograd.Function):
-    """`NormLinearFunction.apply(x, norm_weight, eps, keep, add, scales, bases, *tensors)`.
+    """`.apply(x, norm_weight, eps, keep, add, scales, bases, *tensors)`: norm and projections.
 
-    x, and for each of the projections what it makes of RMSNorm(x): `products` of lora_linear.py,
-    which says what scales, bases and tensors are.  x (..., H), norm_weight (H,); the results are
-    (..., H) and (..., O).  keep: RMSNorm(x) is kept for the backward, not computed again.  Without
-    `add` the adapters are not added, every projection has one, and the last result is h.
+    Returns x (..., H), and each projection (..., O) of RMSNorm(x).  norm_weight is (H,), and
+    lora_linear.py says what scales, bases and tensors are.  keep: keep RMSNorm(x) for the backward,
+    instead of computing it again.  Without `add` the adapters are not added, every projection has
+    one, and the last result is h.
     """
 
     @staticmethod
@@ -142,25 +126,18 @@ class NormLinearFunction(torch.autograd.Function):
             return *[None] * 7, *gradients
 
         dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
-        dx, dnorm_weight = rmsnorm_backward(
-            dy.view(x.shape),
-            x,
-            norm_weight,
-            rstd,
-            need_norm_weight,
-        )
+        dy = dy.view(x.shape)
+        dx, dnorm_weight = rmsnorm_backward(dy, x, norm_weight, rstd, need_norm_weight)
         if dresidual is not None:
             dx.add_(dresidual)
         return dx, dnorm_weight, None, None, None, None, None, *gradients
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)`, with one projection.
+    """`.apply(gate, up, scales, bases, *tensors)`: one projection (..., O) of silu(gate) * up.
 
-    What it makes of silu(gate) * up: `products` of lora_linear.py.  gate, up (..., I); the result
-    is (..., O).  The backward overwrites gate and up: to be used nowhere else.  With
-    retain_graph=True, or where one of them needs no gradient, it does not: gradients get memory of
-    their own.
+    gate, up (..., I).  The backward overwrites gate and up: use them nowhere else.  With
+    retain_graph=True, or where one of them needs no gradient, gradients get memory of their own.
     """
 
     @staticmethod
@@ -190,13 +167,12 @@ class SwiGLULinearFunction(torch.autograd.Function):
 
 
 class LoRASwiGLUFunction(torch.autograd.Function):
-    """`LoRASwiGLUFunction.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`.
+    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and down_proj.
 
-    down_proj, with its adapter a (R, I) and b (O, R), of SwiGLU of gate and up (..., I), to which
-    their adapters are yet to be added: h (N, both R) and b_gate, b_up (I, R).  The result is
-    (..., O).  scales: of gate, up and down; base and w (O, I): as `products` has them.  keep:
-    SwiGLU's result is kept for the backward, not computed again.  The backward overwrites gate and
-    up: to be used nowhere else.  With retain_graph=True it does not.
+    gate and up (..., I) lack their adapters: h (N, both R), b_gate and b_up (I, R).  down_proj has
+    base or w (O, I), a (R, I) and b (O, R).  scales: of gate, up and down.  Returns (..., O).
+    keep: keep SwiGLU's result for the backward, instead of computing it again.  The backward
+    overwrites gate and up, except with retain_graph=True: use them nowhere else.
     """
 
     @staticmethod
@@ -233,17 +209,11 @@ class LoRASwiGLUFunction(torch.autograd.Function):
         return dgate, dup, dh, None, None, None, *of_b, *gradients
 
 
-def norm_linear(
-    x: torch.Tensor,
-    norm: torch.nn.Module,
-    *projections: torch.nn.Linear,
-    keep_norm: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """x, and projection(norm(x)) for each of the projections.
+def norm_linear(x, norm, *projections, keep_norm=False):
+    """Return x (..., H), and projection(norm(x)) for each of the projections.
 
-    x (..., H); norm is a TritonRMSNorm or a LlamaRMSNorm; the projections are what `is_product` of
-    lora_linear.py says.
-    keep_norm: norm(x) is kept for the backward, not computed again.
+    norm is a TritonRMSNorm or a LlamaRMSNorm.  `is_product` of lora_linear.py says what the
+    projections may be.  keep_norm: keep norm(x) for the backward, instead of computing it again.
     """
     scales, bases, tensors = arguments(projections)
     return NormLinearFunction.apply(
@@ -251,16 +221,11 @@ def norm_linear(
     )
 
 
-def swiglu_linear(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    projection: torch.nn.Linear,
-    keep_product: bool = False,
-) -> torch.Tensor:
-    """projection(silu(gate) * up) of gate, up (..., I); the projection is as in norm_linear.
+def swiglu_linear(gate, up, projection, keep_product=False):
+    """Return projection(silu(gate) * up) of gate, up (..., I); the projection is as in norm_linear.
 
-    keep_product: silu(gate) * up is kept for the backward, by autograd, which needs it for the
-    projection's weight.  Gate and up are overwritten in the backward all the same.
+    keep_product: autograd keeps silu(gate) * up for the gradient of the projection's weight.  The
+    backward still overwrites gate and up.
     """
     if keep_product:
         (out,) = lora_linear(TritonSwiGLUFunction.apply(gate, up, True), projection)
@@ -269,20 +234,12 @@ def swiglu_linear(
     return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)
 
 
-def norm_mlp(
-    x: torch.Tensor,
-    norm: torch.nn.Module,
-    gate_proj: torch.nn.Module,
-    up_proj: torch.nn.Module,
-    down_proj: torch.nn.Module,
-    keep_norm: bool = False,
-    keep_product: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, and down_proj(silu(gate_proj(y)) * up_proj(y)) with y = norm(x), both (..., H).
+def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_product=False):
+    """Return x, and down_proj(silu(gate_proj(y)) * up_proj(y)) with y = norm(x), both (..., H).
 
-    norm_linear and swiglu_linear, which say what the arguments are; and where all three projections
-    have adapters, SwiGLU adds those: lora_swiglu.py.  Not so in fp32, whose products run on
-    no matrix unit.
+    norm_linear and swiglu_linear say what the arguments are.  Where all three projections have
+    adapters, the kernels of lora_swiglu.py add them.  In fp32 these kernels are not used, because
+    the GPU multiplies fp32 on no matrix unit.
     """
     scales, bases, tensors = arguments([gate_proj, up_proj, down_proj])
     ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::3]]

@@ -38,9 +38,9 @@ from next_steps.lessons.swiglu_kernel import (
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
-    """`SwiGLUMLPFunction.apply(x, w_gate, w_up, w_down)`: all of it, saving neither silu nor y.
+    """`.apply(x, w_gate, w_up, w_down)`: the MLP (..., H) of x (..., H), saving neither silu nor y.
 
-    x (..., H), w_gate and w_up (I, H), w_down (H, I), all of one dtype; the result is (..., H).
+    w_gate and w_up (I, H), w_down (H, I); all are of one dtype.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         refuse_second_derivative("SwiGLU in Triton")
-        inplace = may_overwrite_saved()  # nobody else holds gate, up and dy
+        inplace = may_overwrite_saved()  # only this Function holds gate, up and dy
         x, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
         need_x, need_w_gate, need_w_up, need_w_down = ctx.needs_input_grad
         dout = dout.reshape(-1, dout.shape[-1])  # (N, H)
@@ -67,8 +67,8 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         dw_up = dup.t() @ rows if need_w_up else None
         dx = None
         if need_x:
-            # The second product adds to the first one's result as it stores its own: a kernel and a
-            # rounding less.
+            # The second product adds to the first one's result as it stores its own.  This saves a
+            # kernel and a rounding.
             dx = (dgate @ w_gate).addmm_(dup, w_up).view(x.shape)
         return dx, dw_gate, dw_up, dw_down
 
@@ -76,17 +76,12 @@ class SwiGLUMLPFunction(torch.autograd.Function):
 class TritonLlamaMLP(torch.nn.Module):
     """Drop-in replacement for LlamaMLP: same submodules, same `state_dict` keys, same numbers.
 
-    Where a projection is more than a plain nn.Linear (LoRA, quantized, with a bias, hooked), or
-    under autocast, all are called, with act_fn between them.  `act_fn.inplace = True` saves memory
-    there, if nobody else keeps gate or up.
+    Where a projection is more than a plain nn.Linear (LoRA, quantized, with a bias, hooked), and
+    under autocast, `forward` calls the projections with act_fn between them.  `act_fn.inplace =
+    True` then saves memory, if no other code keeps gate or up.
     """
 
-    def __init__(
-        self,
-        gate_proj: torch.nn.Module,
-        up_proj: torch.nn.Module,
-        down_proj: torch.nn.Module,
-    ):
+    def __init__(self, gate_proj, up_proj, down_proj):
         super().__init__()
         self.gate_proj = gate_proj
         self.up_proj = up_proj
@@ -112,6 +107,6 @@ class TritonLlamaMLP(torch.nn.Module):
         if all(map(is_matrix, projections)) and not (has_global_hooks() or autocast or wide):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
         gate, up = self.gate_proj(x), self.up_proj(x)
-        # a model that was cast to float64 runs as it does without the kernel, which refuses that
+        # the kernel refuses float64: a model that was cast to float64 runs without the kernel
         act = swiglu_reference if gate.dtype == torch.float64 else self.act_fn
         return self.down_proj(act(gate, up))

@@ -62,40 +62,31 @@ from kernel_support import refuse_second_derivative
 PEFT = "peft.tuners.lora.layer", "Linear"  # by its name: peft is imported by who uses it
 
 
-def lora_linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Eager x @ weight.t() + scale * (x @ a.t()) @ b.t(), as peft computes it; no a: without.
+def lora_linear_reference(x, weight, a=None, b=None, scale=None):
+    """Return eager x @ weight.t() + scale * (x @ a.t()) @ b.t(), as peft computes it.
 
-    x (..., I), weight (O, I), a (R, I), b (O, R).  float64 stays float64.
+    x (..., I), weight (O, I), a (R, I), b (O, R).  Without a and b the adapter is left out.
     """
     out = linear(x, weight)  # (..., O)
     return out if a is None else out + linear(linear(x, a), b) * scale
 
 
-# ---------------------------------------------------------------- the products
+# ---- The products
 #
-# Of n projections: `scales`, n numbers, None where there is no adapter; `bases`, n layers whose
-# weight is asked for when it is needed, None where it is among the tensors; and `tensors`, of each
-# projection w (O, I), a (R, I) and b (O, R), any of which may be None.  All of them share one x.
+# n projections share one x and take three sequences.  `scales` has n numbers, None where there is
+# no adapter.  `bases` has n layers that make their weight when it is needed, None where the weight
+# is among the tensors.  `tensors` has w (O, I), a (R, I) and b (O, R) of each projection; each of
+# the three may be None.
+#
+# `h` and `dh` (N, sum of R) hold the projections' parts side by side.  `stacked` (sum of R, I)
+# holds every a, one below the other.  All three are None if there is no adapter.  `douts` has a
+# result's gradient (N, O), or None, for each projection.  `needed` has a bool for each tensor.
 
 
-def products(
-    x: torch.Tensor,
-    scales: Sequence[float | None],
-    bases: Sequence[torch.nn.Module | None],
-    tensors: Sequence[torch.Tensor | None],
-    add: bool = True,
-) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-    """Results (..., O), one for each projection; every h side by side, and every a one below the
-    other.
+def products(x, scales, bases, tensors, add=True):
+    """Return a list of results (..., O), one for each projection of x (..., I); h; and stacked.
 
-    x (..., I); h (N, sum of R), a (sum of R, I); None if there is no adapter at all.  Without
-    `add` the results are those of w alone: somebody else adds s * h @ b.t().
+    Without `add` the results are those of w alone, and the caller adds scale * h @ b.t().
     """
     weights, a, b = tensors[::3], [t for t in tensors[1::3] if t is not None], tensors[2::3]
     h = stacked = None
@@ -111,13 +102,8 @@ def products(
     return outs, h, stacked
 
 
-def thin_gradient(
-    douts: Sequence[torch.Tensor | None],
-    h: torch.Tensor | None,
-    scales: Sequence[float | None],
-    b: Sequence[torch.Tensor | None],
-) -> torch.Tensor | None:
-    """Every dh = scale * dout @ b side by side, (N, sum of R), of douts (N, O)."""
+def thin_gradient(douts, h, scales, b):
+    """Return dh (N, sum of R): every scale * dout @ b, side by side."""
     if h is None:
         return None
     dh = torch.empty_like(h, memory_format=torch.contiguous_format)
@@ -129,18 +115,10 @@ def thin_gradient(
     return dh
 
 
-def parameter_gradients(
-    x: torch.Tensor | None,
-    douts: Sequence[torch.Tensor | None],
-    h: torch.Tensor | None,
-    dh: torch.Tensor | None,
-    scales: Sequence[float | None],
-    b: Sequence[torch.Tensor | None],
-    needed: Sequence[bool],
-) -> list[torch.Tensor | None]:
-    """dw, da and db of each projection, as `tensors` has them; None where none is needed.
+def parameter_gradients(x, douts, h, dh, scales, b, needed):
+    """Return dw, da and db of each projection, in the order of `tensors`; None where not needed.
 
-    x (N, I), which only dw and da need; douts (N, O).
+    Only dw and da need x (N, I).
     """
     need_w, need_a, need_b = needed[::3], needed[1::3], needed[2::3]
     da = [None] * len(b)
@@ -161,14 +139,8 @@ def parameter_gradients(
     return gradients
 
 
-def input_gradient(
-    douts: Sequence[torch.Tensor | None],
-    dh: torch.Tensor | None,
-    stacked: torch.Tensor | None,
-    bases: Sequence[torch.nn.Module | None],
-    weights: Sequence[torch.Tensor | None],
-) -> torch.Tensor:
-    """dx (N, I), to which every projection adds, of douts (N, O), at least one of them there."""
+def input_gradient(douts, dh, stacked, bases, weights):
+    """Return dx (N, I), the sum over all projections.  At least one of douts is there."""
     dx = None
     for dout, base, weight in zip(douts, bases, weights):
         if dout is not None:
@@ -178,27 +150,27 @@ def input_gradient(
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:
-    """(N, I) of t (..., I): a view where one exists, as it does of every result of a product."""
+    """Return t (..., I) as (N, I): a view where one exists.  One exists of a product's result."""
     return t.reshape(-1, t.shape[-1])
 
 
-def ranks(b: Sequence[torch.Tensor | None]) -> list[int]:
-    """R of each b (O, R); 0 where there is no adapter."""
+def ranks(b):
+    """Return R of each b (O, R); 0 where there is no adapter."""
     return [0 if t is None else t.shape[1] for t in b]
 
 
-def parts(h: torch.Tensor | None, b: Sequence[torch.Tensor | None]) -> Sequence:
-    """The columns of h (N, sum of R) that belong to each projection, as views (N, R)."""
+def parts(h, b):
+    """Return the columns of h (N, sum of R) that belong to each projection, as views (N, R)."""
     return [None] * len(b) if h is None else h.split(ranks(b), dim=1)
 
 
-def needs_input(douts: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> bool:
-    """Is the input needed for a gradient of the parameters, which are needed so?"""
+def needs_input(douts, needed) -> bool:
+    """Return True if a gradient of the parameters takes the projections' input."""
     both = zip(douts, needed[::3], needed[1::3])
     return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
 
 
-# ---------------------------------------------------------------- for autograd
+# ---- For autograd
 
 
 class LoRALinearFunction(torch.autograd.Function):
@@ -239,10 +211,10 @@ class LoRALinearFunction(torch.autograd.Function):
 
 
 def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """projection(x) for each of the projections, of x (..., I): results (..., O).
+    """Return projection(x) (..., O) of x (..., I), for each of the projections.
 
-    If one of them is no adapted projection of x's dtype (`is_adapted`), all are called as they are;
-    and so under autocast, and where somebody has hooks on all modules.
+    All modules are called as they are if one of them is no adapted projection of x's dtype
+    (`is_adapted`), under autocast, and if hooks watch all modules.
     """
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
@@ -253,7 +225,7 @@ def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.T
 
 
 def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, list]:
-    """scales, bases and tensors of projections that are products: see `is_product`."""
+    """Return scales, bases and tensors of projections for which `is_product` is True."""
     scales, bases, tensors = [], [], []
     for projection in projections:
         base, a, b, scale = projection, None, None, None
@@ -267,39 +239,39 @@ def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, lis
     return tuple(scales), tuple(bases), tensors
 
 
-# ---------------------------------------------------------------- what it stands for
+# ---- Which modules the products stand for
 
 
 def weight_of(base: torch.nn.Module) -> torch.Tensor:
-    """The weight (O, I) of a base layer; made anew each time if the layer is quantized."""
+    """Return the weight (O, I) of a base layer.  A quantized layer makes its weight anew."""
     return base.dequantized() if is_quantized(base) else base.weight
 
 
 def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Can `products` stand for it: a linear layer, quantized or not, with an adapter or without?
+    """Return True if `products` can stand for a linear layer whose input has this dtype.
 
-    dtype: of its input, which an adapter must share.
+    The layer may be quantized.  It may have an adapter, which must have the input's dtype.
     """
     return is_base(module) or (is_adapted(module) and has_dtype(module, dtype))
 
 
 def is_base(layer: torch.nn.Module) -> bool:
-    """Is it no more than x @ weight.t(), quantized or not: no bias, no hooks, no other forward?"""
+    """Return True if a layer, quantized or not, computes x @ weight.t() and nothing else."""
     known = type(layer) is torch.nn.Linear or is_quantized(layer)
     return known and layer.bias is None and is_unchanged(layer)
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:
-    """Does it make its weight anew each time, by a method of its class?"""
+    """Return True if a layer's class has a method that makes the weight anew each time."""
     return hasattr(type(layer), "dequantized")
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Is it peft's LoRA around one, and no more than x @ w.t() + s * (x @ a.t()) @ b.t()?
+    """Return True if peft's LoRA computes x @ w.t() + s * (x @ a.t()) @ b.t() and nothing else.
 
-    That may change from one call to the next, and so this is asked in each: adapters are merged,
-    disabled, or others made active.  Not so either with dropout, with a bias, with a variant such
-    as DoRA, with several adapters at once, with hooks, or with an adapter of another dtype.
+    Each call asks anew, because adapters may have been merged, disabled or exchanged.  The answer
+    is False with dropout, a bias, a variant such as DoRA, several active adapters, hooks, or an
+    adapter of another dtype.
     """
     if not is_peft(module) or module.disable_adapters or module.merged:
         return False
@@ -321,11 +293,11 @@ def is_adapted(module: torch.nn.Module) -> bool:
 
 
 def is_peft(module: torch.nn.Module) -> bool:
-    """Is it peft's module around a linear layer, whatever is in it?"""
+    """Return True for peft's module around a linear layer, in whatever state."""
     return (type(module).__module__, type(module).__name__) == PEFT
 
 
 def has_dtype(projection: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Has the adapter of an adapted projection this dtype?"""
+    """Return True if the adapter of an adapted projection has this dtype."""
     (name,) = projection.active_adapters
     return projection.lora_A[name].weight.dtype == dtype

@@ -39,9 +39,9 @@ New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.p
    GPU, and lr and the betas may live there.  One kernel takes both: Triton knows when it compiles
    whether an argument is a number or a pointer.
 
-The file has two parts.  The first rounds an fp32 number at random, and takes a power, without
-losing what matters.  The second is the optimizer step: kernel and launcher.  adamw_optimizer.py has
-the class that stands for PyTorch's.
+The file has two parts.  The first rounds an fp32 number at random, and takes a power without losing
+digits.  The second is the optimizer step: kernel and launcher.  adamw_optimizer.py has the class
+that stands for PyTorch's.
 
 Limits: fp16, bf16, fp32; the gradient in the parameter's dtype; moments fp32 or bf16 (in fp16 v
 would underflow); no amsgrad; no DTensors.
@@ -216,21 +216,10 @@ def _scalar(value):
 
 
 def adamw_step(
-    p: torch.Tensor,
-    grad: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    steps_done: torch.Tensor,
-    lr: float | torch.Tensor,
-    beta1: float | torch.Tensor,
-    beta2: float | torch.Tensor,
-    eps: float | torch.Tensor,
-    weight_decay: float | torch.Tensor,
-    seed: int | None = None,
-    index: int = 0,
-    maximize: bool = False,
-    offset: int = 0,
-) -> None:
+    p, grad, m, v, steps_done,
+    lr, beta1, beta2, eps, weight_decay,
+    seed=None, index=0, maximize=False, offset=0,
+):  # fmt: skip
     """Make step number steps_done + 1 of p, m and v, in place.  The host never waits for the GPU.
 
     Args:
@@ -250,12 +239,11 @@ def adamw_step(
     Raises:
         TypeError, ValueError: an argument is none of these.  Nothing was written then.
     """
+    tensors = p, grad, m, v, steps_done
     if torch.compiler.is_compiling():
-        return _step_compiled(
-            p, grad, m, v, steps_done, (lr, beta1, beta2, eps, weight_decay),
-            seed, index, bool(maximize), offset,
-        )  # fmt: skip
-    _check(p, grad, m, v, steps_done)
+        scalars = lr, beta1, beta2, eps, weight_decay
+        return _step_compiled(tensors, scalars, seed, index, bool(maximize), offset)
+    _check(*tensors)
     device = p.device
     lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
     beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
@@ -265,15 +253,12 @@ def adamw_step(
     # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
     copied = p if p.is_contiguous() else torch.empty_like(p, device="meta")
     strides = copied.stride()
-    stepped = [_dense(t, strides) for t in (p, m, v)]
+    stepped = p_dense, m_dense, v_dense = [_dense(t, strides) for t in (p, m, v)]
     # A gradient through complex numbers may hold its values negated, and a bit that says so.
     grad = _dense(grad.resolve_neg() if grad.is_neg() else grad, strides)
     with on_device_of(p):
         _adamw_kernel[((offset % BLOCK_SIZE + n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
-            stepped[0],
-            grad,
-            stepped[1],
-            stepped[2],
+            p_dense, grad, m_dense, v_dense,
             steps_done,
             lr,
             _log_and_complement(beta1),
@@ -287,7 +272,7 @@ def adamw_step(
             BLOCK_SIZE=BLOCK_SIZE,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
     for t, result in zip((p, m, v), stepped):
         if result is not t:
             t.detach().copy_(result)
@@ -389,10 +374,10 @@ def _step_of_lists(p, grad, m, v, steps_done, tensors, floats, *options) -> None
     adamw_step(p, grad, m, v, steps_done, *scalars, *options)
 
 
-def _step_compiled(p, grad, m, v, steps_done, scalars: tuple, *options) -> None:
+def _step_compiled(stepped: tuple, scalars: tuple, *options) -> None:
     tensors, floats = [], []
     for name, value in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), scalars):
         is_tensor = isinstance(value, torch.Tensor)
         tensors.append(value if is_tensor else None)
-        floats.append(0.0 if is_tensor else _number_for(p.device, name, value))
-    _step_of_lists(p, grad, m, v, steps_done, tensors, floats, *options)
+        floats.append(0.0 if is_tensor else _number_for(stepped[0].device, name, value))
+    _step_of_lists(*stepped, tensors, floats, *options)

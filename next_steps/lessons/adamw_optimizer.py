@@ -4,13 +4,12 @@
     loss.backward()     # steps each parameter as soon as its gradient is complete
     optimizer.step()    # only counts then
 
-The kernel steps one parameter.  The class adds what an optimizer has: groups of settings, state
-that is saved and loaded, hooks that step inside the backward, and DTensors, whose local shards it
-hands to the kernel.
+The kernel steps one parameter.  The class adds groups of settings, state that is saved and loaded,
+hooks that step inside the backward, and DTensors, whose local shards it hands to the kernel.
 
 step_in_backward=True frees each gradient as soon as it was used: for 8 billion bf16 parameters 16
 GB less memory at the peak.  Where gradients of several backwards are added up, the last backward
-steps, and all gradients are there before it.
+steps, and all gradients exist before it.
 
 Limits: those of adamw_kernel.py; fp16 parameters get fp32 moments.  Before a CUDA graph captures a
 step, one step must have been made, which creates the state.  In a graph an lr or a beta that is to
@@ -35,7 +34,7 @@ from next_steps.lessons.adamw_kernel import MOMENTS, adamw_step, check_overlap, 
 # ---- A gradient that is no more
 #
 # clip_grad_norm_ passes over parameters without a gradient.  After a backward that has used all
-# gradients, it would clip nothing and return 0.  So each .grad holds an object that refuses that.
+# gradients, it would clip nothing and return 0.  So each .grad holds a UsedGradient instead.
 
 SECOND_GRADIENT = (
     "a second gradient reached a parameter before step(), and step_in_backward=True has used the"
@@ -49,10 +48,10 @@ CLIPPED = (
 
 
 class UsedGradient(torch.Tensor):
-    """Stands for a gradient that the backward has used, and for a norm of such; holds no memory.
+    """Stands for a gradient that the backward has used, and for its norm; holds no memory.
 
     transformers.Trainer asks for the norm for its log, by clipping to infinity.  The norm is
-    unknown: NaN.  All else is refused.
+    unknown: NaN.  All other operations are refused.
     """
 
     @staticmethod
@@ -89,17 +88,14 @@ MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
 class TritonAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW in one kernel per parameter, with its `state_dict` keys.
 
-    A step never waits for the GPU.
-
-    A parameter may be a DTensor, as fully_shard (FSDP2) makes them.  Each process then steps its
-    local shard, and the moments are DTensors of the same placements.  FSDP2 runs the hooks of
-    step_in_backward itself, once a gradient is reduced.
+    A step never waits for the GPU.  Of a DTensor, as fully_shard (FSDP2) makes them, each process
+    steps its local shard, and the moments are DTensors of the same placements.  FSDP2 runs the
+    hooks of step_in_backward itself, once a gradient is reduced.
 
     Args:
-        lr, betas, eps, weight_decay: numbers, or tensors of one number.  A step reads a tensor on
-            the CPU when it is called.  It reads a tensor on the parameters' GPU there, and a
-            captured CUDA graph reads it anew each time.
-        maximize: go up the gradient instead of down.
+        lr, betas, eps, weight_decay: numbers, or tensors of one number.  The host reads a tensor on
+            the CPU.  The kernel reads a tensor on the parameters' GPU, anew in each replay of a
+            captured CUDA graph.
         capturable: True and False are the same, because every step can be captured.
         amsgrad, foreach, differentiable, fused: PyTorch's arguments; True is refused.
         moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16.
@@ -107,20 +103,17 @@ class TritonAdamW(torch.optim.Optimizer):
         step_in_backward: update each parameter during the backward and free its gradient at once;
             step() then only counts.  To accumulate gradients, put every backward but the last into
             `with optimizer.accumulating():`; a second backward before step() raises without it.
-            step() uses the gradients that are left after the backward: those that the last backward
-            did not reach, and those of parameters that are whole on each of several processes,
-            because DDP averages gradients only after autograd has made them.  Gradients cannot be
-            clipped or unscaled: between the backward and step() a stepped parameter's .grad is a
-            UsedGradient, which refuses that.  A copy of the optimizer (copy.deepcopy, pickle) steps
-            in step() alone.
-        seed: of the random bits.  They also depend on the step, on the parameter's place among all
-            parameters and on the element's place in the parameter, but not on how many processes
-            share the parameter.
+            step() uses the gradients that the last backward did not reach.  It also uses those of
+            parameters that are whole on each of several processes, because DDP averages gradients
+            only after autograd has made them.  Gradients cannot be clipped or unscaled: until
+            step() a stepped parameter's .grad is a UsedGradient, which refuses that.  A copy of the
+            optimizer (copy.deepcopy, pickle) steps in step() alone.
+        seed: of the random bits.  They also depend on the step and on the places of the parameter
+            and the element, but not on how many processes share the parameter.
 
     Raises:
-        TypeError, ValueError: an option is out of range; or a parameter that requires a gradient is
-            a wrapper, sparse, of another dtype than fp16, bf16 and fp32, or has elements that share
-            memory (of a DTensor, its shard).  Nothing was changed then.
+        TypeError, ValueError: an option is out of range, or the kernel cannot take a parameter that
+            requires a gradient.  Nothing was changed then.
     """
 
     _accumulating = False
@@ -278,7 +271,10 @@ class TritonAdamW(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: the state does not fit.  Nothing was changed then.
         """
-        state_dict = self._before_loading(state_dict)
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
         saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved_groups]
@@ -304,14 +300,6 @@ class TritonAdamW(torch.optim.Optimizer):
         self.__setstate__({"state": collections.defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _before_loading(self, state_dict: dict) -> dict:
-        """Return what the hooks before loading make of the state."""
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            result = pre_hook(self, state_dict)
-            state_dict = state_dict if result is None else result
-        return state_dict
 
     def _loaded_group(self, own: dict, saved: dict, filled: dict[torch.Tensor, float]) -> dict:
         """Return the saved settings for a group, with its own parameters, MODES and tensors.
@@ -397,7 +385,7 @@ def _new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, 
 
 
 def _check_group(group: dict) -> None:
-    """Refuse a group that no step can take; make its numbers Python's, but leave its tensors."""
+    """Refuse a group that no step can take; convert its numbers to Python's."""
     for p in group["params"]:
         if p.requires_grad:  # a frozen parameter may be anything
             check_memory("a parameter", _local(p), FLOATS)

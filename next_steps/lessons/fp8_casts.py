@@ -54,25 +54,21 @@ CHUNK, NUMBERS_PER_THREAD, FORWARD_NUMBERS_PER_THREAD = 2048, 4, 16
 # ---- In eager PyTorch --------------------------------------------------------------------------
 
 
-def rmsnorm_fp8_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[Rows, torch.Tensor]:
-    """RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32."""
+def rmsnorm_fp8_reference(x, weight, eps):
+    """Return RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32."""
     x_wide = x.float()  # (N, H)
     rstd = torch.rsqrt(x_wide.pow(2).mean(1) + eps)  # (N,)
     x_hat = (x_wide * rstd[:, None]).to(x.dtype)
     return quantize_rows_reference(x_hat.float() * weight.float()), rstd
 
 
-def swiglu_fp8_reference(gate: torch.Tensor, up: torch.Tensor) -> Rows:
-    """silu(gate) * up of gate, up (N, I), as Rows."""
+def swiglu_fp8_reference(gate, up):
+    """Return silu(gate) * up of gate, up (N, I), as Rows."""
     return quantize_rows_reference(F.silu(gate).float() * up.float())
 
 
-def swiglu_fp8_backward_reference(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[Rows, Rows]:
-    """[dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows."""
+def swiglu_fp8_backward_reference(dy, gate, up):
+    """Return [dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up, as Rows."""
     dy, wide, up_wide = dy.float(), gate.float(), up.float()  # (N, I)
     sigmoid = torch.sigmoid(wide)
     dgate = dy * up_wide * sigmoid * (1 + wide * (1 - sigmoid))
@@ -207,16 +203,13 @@ def _chunk(
 
 
 def rmsnorm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Rows, torch.Tensor]:
-    """Return RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+    """Return RMSNorm of x (N, H) with weight (H,), as Rows; and rstd (N,) fp32."""
     codes, scales, rstd = _launch_rmsnorm(x, weight, eps)
     return Rows(codes, scales), rstd
 
 
 def _rmsnorm_results(x, weight, eps):
+    """Return the results, not yet written."""
     check_matrices({"x": (x, ("N", "H"))})
     check_tensors(("x", x, FLOATS, ("N", "H")), ("weight", weight, FLOATS, ("H",)))
     rows = empty_rows(x, *x.shape)
@@ -251,20 +244,12 @@ def _launch_rmsnorm(x, weight, eps):
 
 
 def swiglu_fp8(gate: torch.Tensor, up: torch.Tensor) -> Rows:
-    """Return silu(gate) * up of gate, up (N, I), as Rows; they may be columns of a wider matrix.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+    """Return silu(gate) * up of gate, up (N, I), as Rows; they may be columns of a wider matrix."""
     return Rows(*_launch_forward(gate, up))
 
 
-def _check_swiglu(**named: torch.Tensor) -> None:
-    check_matrices({name: (t, ("N", "I")) for name, t in named.items()})
-
-
 def _forward_results(gate, up):
-    _check_swiglu(gate=gate, up=up)
+    check_matrices({"gate": (gate, ("N", "I")), "up": (up, ("N", "I"))})
     return empty_rows(gate, *gate.shape)
 
 
@@ -291,20 +276,15 @@ def _launch_forward(gate, up):
     return tuple(rows)
 
 
-def swiglu_fp8_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[Rows, Rows]:
-    """Return [dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+def swiglu_fp8_backward(dy, gate, up) -> tuple[Rows, Rows]:
+    """Return [dgate | dup] (N, 2 I) of dy, gate, up (N, I), and silu(gate) * up (N, I), as Rows."""
     d_codes, d_scales, y_codes, y_scales = _launch_backward(dy, gate, up)
     return Rows(d_codes, d_scales), Rows(y_codes, y_scales)
 
 
 def _backward_results(dy, gate, up):
-    _check_swiglu(gate=gate, up=up, dy=dy)
+    shape = "N", "I"
+    check_matrices({"gate": (gate, shape), "up": (up, shape), "dy": (dy, shape)})
     n_rows, n_cols = gate.shape
     return *empty_rows(gate, n_rows, 2 * n_cols), *empty_rows(gate, n_rows, n_cols)
 

@@ -57,23 +57,16 @@ infinite scale the others would silently be 0.  A row of zeros gets the smallest
 division by 0.  Scales are normal fp32 numbers, 2^-126 or more.
 
 Limits: fp16, bf16, fp32; rows of up to 32,768 numbers, in three parts at most; products on a GPU of
-sm_89 or later, sizes multiples of 16.  On a CPU a product is that of the codes as fp32.
+sm_89 or later, sizes multiples of 16.  On a CPU a product is that of the codes as fp32.  The
+launchers refuse other tensors with a TypeError or a ValueError.
 """
 
-from collections.abc import Sequence
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    check_tensors,
-    on_device_of,
-    operator,
-    tl,
-    triton,
-)
+from kernel_support import FLOATS, FP32, SAME, check_tensors, on_device_of, operator, tl, triton
 
 FP8 = torch.float8_e4m3fn
 MAX_COLUMNS, MAX_PARTS = 32_768, 3
@@ -245,14 +238,11 @@ def quantize_rows(*parts: torch.Tensor) -> Rows:
     """Return parts (N, K_i), side by side, as Rows (N, sum of K_i), as `quantize_rows_reference`.
 
     There are three parts at most, of one dtype and any strides.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take the parts.
     """
     return Rows(*_quantize(list(parts)))
 
 
-def _quantize_result(parts: Sequence[torch.Tensor]) -> Rows:
+def _quantize_result(parts):
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"there are {len(parts)} parts, expected 1 to {MAX_PARTS}: join some.")
     n_rows = check_matrices({f"part {i}": (t, ("N", f"K{i}")) for i, t in enumerate(parts)})["N"]
@@ -265,23 +255,19 @@ def _quantize_result(parts: Sequence[torch.Tensor]) -> Rows:
 
 @operator("tutorial::fp8_quantize_rows", "(Tensor[] parts) -> (Tensor, Tensor)", _quantize_result)
 def _quantize(parts):
-    rows = _quantize_result(parts)
-    _write_rows(rows, parts)
-    return tuple(rows)
+    codes, scales = _quantize_result(parts)
+    _write_rows(codes, scales, parts)
+    return codes, scales
 
 
 def quantize_stacked(*weights: torch.Tensor) -> Rows:
-    """Return weights (O_i, I), one below the other, as Rows (sum of O_i, I): one product for all.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take the weights.
-    """
+    """Return weights (O_i, I), one below the other, as Rows (sum of O_i, I)."""
     return Rows(*_quantize_stacked(list(weights)))
 
 
-def _stacked_result(weights: Sequence[torch.Tensor]) -> Rows:
-    n_cols = _check_stacked(weights)
-    return empty_rows(weights[0], sum(map(len, weights)), n_cols)
+def _stacked_result(weights):
+    n_rows, n_cols = _stacked_shape(weights)
+    return empty_rows(weights[0], n_rows, n_cols)
 
 
 @operator(
@@ -291,44 +277,36 @@ def _quantize_stacked(weights):
     rows = _stacked_result(weights)
     lengths = [len(weight) for weight in weights]
     for codes, scales, weight in zip(*(t.split(lengths) for t in rows), weights):
-        _write_rows(Rows(codes, scales), [weight])
+        _write_rows(codes, scales, [weight])
     return tuple(rows)
 
 
-def empty_rows(like: torch.Tensor, n_rows: int, n_cols: int) -> Rows:
+def empty_rows(like, n_rows: int, n_cols: int) -> Rows:
+    """Return Rows (n_rows, n_cols) on like's device, not yet written."""
     codes = like.new_empty((n_rows, n_cols), dtype=FP8)
     return Rows(codes, like.new_empty(n_rows, dtype=torch.float32))
 
 
-def _write_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> None:
-    n_rows = len(rows.scales)
+def _write_rows(codes, scales, parts) -> None:
+    """Write parts (N, K_i), one to three, into codes (N, sum of K_i) and scales (N,)."""
+    n_rows = len(scales)
     if n_rows == 0:
         return
-    (a, b, c), (a_stride, b_stride, c_stride) = _three(list(map(adjacent_columns, parts)))
-    a_cols, b_cols, c_cols = (0 if part is None else part.shape[1] for part in (a, b, c))
-    a_block, b_block, c_block = map(triton.next_power_of_2, (a_cols, b_cols, c_cols))
-    with on_device_of(a):
+    missing = [None] * (MAX_PARTS - len(parts))
+    rows = [adjacent_columns(part) for part in parts] + missing
+    row_strides = [0 if part is None else part.stride(0) for part in rows]
+    widths = [0 if part is None else part.shape[1] for part in rows]
+    blocks = [triton.next_power_of_2(width) for width in widths]
+    with on_device_of(codes):
         _fp8_quantize_kernel[(n_rows,)](
-            a, a_stride,
-            b, b_stride,
-            c, c_stride,
-            rows.codes,
-            rows.scales,
-            a_cols,
-            b_cols,
-            c_cols,
-            A_BLOCK=a_block,
-            B_BLOCK=b_block,
-            C_BLOCK=c_block,
-            num_warps=warps_of_row(a_block + b_block + c_block),
+            *itertools.chain(*zip(rows, row_strides)),
+            codes,
+            scales,
+            *widths,
+            *blocks,
+            num_warps=warps_of_row(sum(blocks)),
             enable_fp_fusion=True,
-        )  # fmt: skip
-
-
-def _three(parts: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
-    """Return three parts and their rows' strides; None and 0 where there is none."""
-    missing = MAX_PARTS - len(parts)
-    return parts + [None] * missing, [part.stride(0) for part in parts] + [0] * missing
+        )
 
 
 def adjacent_columns(t: torch.Tensor) -> torch.Tensor:
@@ -342,16 +320,12 @@ def warps_of_row(block_size: int, numbers_per_thread: int = NUMBERS_PER_THREAD) 
 
 
 def transpose_rows(rows: Rows) -> Rows:
-    """Return Rows (K, N) of Rows (N, K), all with the largest scale; as `transpose_rows_reference`.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take the rows.
-    """
+    """Return Rows (K, N) of Rows (N, K), as `transpose_rows_reference`."""
     return Rows(*_transpose(*rows))
 
 
 def _transpose_result(codes, scales):
-    _check_rows("rows", Rows(codes, scales))
+    check_tensors(("rows.codes", codes, (FP8,), ("N", "K")), ("rows.scales", scales, FP32, ("N",)))
     return empty_rows(codes, *codes.shape[::-1])
 
 
@@ -366,36 +340,30 @@ def _transpose(codes, scales):
         transposed.scales.fill_(SMALLEST_SCALE)
     else:
         scales = scales.contiguous()
-        _write_transposed(transposed.codes, transposed.scales, codes, scales, scales.amax())
+        _write_transposed(*transposed, codes, scales, scales.amax())
     return tuple(transposed)
 
 
 def quantize_transposed(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
     """Return weights (O_i, I), one below the other and transposed: Rows (I, sum of O_i).
 
-    It is `transpose_rows(quantize_stacked(*weights))` in 3 bytes a number in place of 5, for a
-    caller that knows the largest of those scales.  A number is rounded once.  There it may be
-    rounded twice, if it ends among the subnormals.
-
-    Args:
-        scale: () fp32, of all rows.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
+    All rows have the scale (), fp32.  With the largest scale of `quantize_stacked(*weights)` the
+    result is `transpose_rows(quantize_stacked(*weights))`, in 3 bytes a number in place of 5.  Here
+    a number is rounded once.  There it is rounded twice if it ends among the subnormals.
     """
     return Rows(*_quantize_transposed(list(weights), scale))
 
 
 def quantize_transposed_reference(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
-    """Do the same in eager PyTorch."""
+    """Return the same, computed by eager PyTorch."""
     x = torch.cat([weight.float() for weight in weights])  # (sum of O_i, I) fp32
     return Rows((x / scale).to(FP8).t().contiguous(), scale.repeat(x.shape[1]))
 
 
 def _transposed_result(weights, scale):
-    n_cols = _check_stacked(weights)
+    n_rows, n_cols = _stacked_shape(weights)
     check_tensors(("weight 0", weights[0], FLOATS, None), ("scale", scale, FP32, ()))
-    return empty_rows(weights[0], n_cols, sum(map(len, weights)))
+    return empty_rows(weights[0], n_cols, n_rows)
 
 
 @operator(
@@ -445,12 +413,9 @@ def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tenso
 
     Args:
         fast: partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.
-            Otherwise they are added to fp32 registers at intervals.
-
-    Raises:
-        TypeError, ValueError: the rows or the dtype cannot be multiplied.
+            Otherwise the GPU adds partial sums to fp32 registers at intervals.
     """
-    if not torch.compiler.is_compiling():  # it asks what torch.compile does not trace
+    if not torch.compiler.is_compiling():  # the check asks what torch.compile does not trace
         _check_product(a, b, dtype)
     shape = a.codes.shape[0], b.codes.shape[0]
     if 0 in (*shape, a.codes.shape[1]):
@@ -489,21 +454,18 @@ def fp8_support() -> str | None:
     return None
 
 
-# ---- Checks: what the kernels cannot compute is refused before they are handed any pointer ------
+# ---- Checks -------------------------------------------------------------------------------------
 
 
 def check_matrices(matrices: dict[str, tuple[torch.Tensor, tuple]]) -> dict[str, int]:
     """Refuse tensors that are no matrices of one dtype, or whose rows do not fit a program.
 
-    Args:
-        matrices: by name the tensor and its shape, as kernel_support.check_tensors takes it.
-
-    Returns:
-        the lengths of the shapes' words.
+    matrices: by name the tensor and its shape, as check_tensors takes it.  Returns the lengths of
+    the shapes' words.
     """
-    first = next(iter(matrices.values()))[0]
-    dtypes = (first.dtype,) if getattr(first, "dtype", None) in FLOATS else FLOATS
-    lengths = check_tensors(*((name, t, dtypes, shape) for name, (t, shape) in matrices.items()))
+    dtypes = [FLOATS] + [SAME] * len(matrices)
+    named = zip(matrices.items(), dtypes)
+    lengths = check_tensors(*((name, t, kinds, shape) for (name, (t, shape)), kinds in named))
     for name, (t, _) in matrices.items():
         if not 1 <= t.shape[1] <= MAX_COLUMNS:
             expected = f"(N, K) with K from 1 to {MAX_COLUMNS:,}: view it so, or use the reference."
@@ -511,31 +473,25 @@ def check_matrices(matrices: dict[str, tuple[torch.Tensor, tuple]]) -> dict[str,
     return lengths
 
 
-def _check_stacked(weights: Sequence[torch.Tensor]) -> int:
-    """Refuse weights that do not lie one below the other; return the number of columns."""
+def _stacked_shape(weights) -> tuple[int, int]:
+    """Refuse weights that do not lie one below the other; return the shape of all of them."""
     if not weights:
         raise ValueError("there is no weight, expected one at least: pass it.")
     named = {f"weight {i}": (weight, (f"O{i}", "I")) for i, weight in enumerate(weights)}
-    return check_matrices(named)["I"]
-
-
-def _check_rows(name: str, rows: Rows) -> None:
-    check_tensors(
-        (f"{name}.codes", rows.codes, (FP8,), ("N", "K")),
-        (f"{name}.scales", rows.scales, FP32, ("N",)),
-    )
+    n_cols = check_matrices(named)["I"]
+    return sum(map(len, weights)), n_cols
 
 
 def _check_product(a: Rows, b: Rows, dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         expected = f"{' or '.join(map(str, FLOATS))}."
         raise TypeError(f"the product is wanted in {dtype}, expected {expected}")
-    _check_rows("a", a)
-    _check_rows("b", b)
-    if a.codes.shape[1] != b.codes.shape[1] or a.codes.device != b.codes.device:
-        given = f"a is {tuple(a.codes.shape)} on {a.codes.device}, b is {tuple(b.codes.shape)}"
-        expected = "as many columns on one device: pass b as it is, (N, K), not transposed."
-        raise ValueError(f"{given} on {b.codes.device}, expected {expected}")
+    check_tensors(
+        ("a.codes", a.codes, (FP8,), ("M", "K")),
+        ("a.scales", a.scales, FP32, ("M",)),
+        ("b.codes", b.codes, (FP8,), ("N", "K")),
+        ("b.scales", b.scales, FP32, ("N",)),
+    )
     sizes = b.codes.shape
     if a.codes.is_cuda and 0 not in sizes and not takes_fp8(*sizes):
         given = f"b is {tuple(b.codes.shape)}"

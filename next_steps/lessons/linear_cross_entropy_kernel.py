@@ -71,6 +71,7 @@ from cross_entropy_kernel import (
 from kernel_support import (
     FLOATS,
     INTEGERS,
+    SAME,
     check_tensors,
     on_device_of,
     operator,
@@ -90,10 +91,7 @@ MAX_PROGRAMS = 1024
 
 
 def linear_cross_entropy_reference(hidden, weight, targets, ignore_index=-100, reduction="mean"):
-    """Eager loss of hidden (..., H), weight (V, H) and targets (...).
-
-    It is computed in their own dtype; float64 stays float64.
-    """
+    """Return the eager loss of hidden (..., H), weight (V, H) and targets (...), in their dtype."""
     logits = torch.nn.functional.linear(hidden, weight)  # (..., V)
     return cross_entropy_reference(logits, targets, ignore_index, reduction)
 
@@ -122,7 +120,7 @@ def _scale_kernel(
 def scale_gradient(t, factor):
     """Multiply t (n_rows, H), contiguous, by factor () in place; a factor of 1 costs a launch.
 
-    t is fp16, bf16 or fp32, factor of any dtype, and both are on one device; nothing is checked.
+    Nothing is checked: t is fp16, bf16 or fp32, and factor is on t's device.
     """
     n_rows, n_cols = t.shape
     if t.numel() > 0:
@@ -138,15 +136,12 @@ def scale_gradient(t, factor):
 
 
 def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
-    """Refuse what cannot be computed, before any pointer is handed to a kernel."""
+    """Refuse what the launcher cannot compute."""
     lengths = check_tensors(
         ("hidden", hidden, FLOATS, ("...", "H")),
-        ("weight", weight, FLOATS, ("V", "H")),
+        ("weight", weight, SAME, ("V", "H")),
         ("targets", targets, INTEGERS, ("...",)),
     )
-    if hidden.dtype != weight.dtype:
-        given = f"hidden is {hidden.dtype} and weight {weight.dtype}"
-        raise TypeError(f"{given}, expected one dtype: convert one of them.")
     if lengths["V"] == 0 or lengths["H"] == 0:
         given = f"weight has shape {tuple(weight.shape)}"
         raise ValueError(f"{given}, expected (V, H) with V and H >= 1: reshape it.")
@@ -164,25 +159,18 @@ def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
             raise ValueError(f"max_targets is {max_targets!r}, expected {expected}: {advice}")
 
 
-# The loop over chunks is one operator.  Compiled itself it would be unrolled, and unrolled anew for
-# every other number of chunks; and the compiler, not `out=`, would decide how many chunks' logits
-# there are at a time.
+# The loop over chunks is one operator.  torch.compile would unroll a loop, anew for each number of
+# chunks, and would itself decide how many chunks' logits are in memory at a time.
 
 
 def _results(
-    hidden,
-    weight,
-    targets,
-    ignore_index=-100,
-    reduction="mean",
-    need_dhidden=True,
-    need_dweight=True,
-    chunk_size=None,
-    fp32_dweight=None,
-    grad_output=None,
-    max_targets=None,
-):
-    """The results, not yet written."""
+    hidden, weight, targets,
+    ignore_index=-100, reduction="mean",
+    need_dhidden=True, need_dweight=True,
+    chunk_size=None, fp32_dweight=None,
+    grad_output=None, max_targets=None,
+):  # fmt: skip
+    """Return the results, not yet written."""
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     shape = targets.shape if reduction == "none" else ()
     loss = hidden.new_empty(shape, dtype=torch.float32)
@@ -191,7 +179,7 @@ def _results(
 
 
 def _present(hidden, weight, targets, ignore_index=-100, reduction="mean", *others, **named):
-    """Whether there are a loss, dhidden and dweight."""
+    """Return whether there are a loss, dhidden and dweight."""
     needs = dict(zip(("need_dhidden", "need_dweight"), others)) | named
     return True, needs.get("need_dhidden", True), needs.get("need_dweight", True)
 
@@ -206,53 +194,37 @@ def _present(hidden, weight, targets, ignore_index=-100, reduction="mean", *othe
 )
 @torch.no_grad()
 def linear_cross_entropy_forward(
-    hidden,
-    weight,
-    targets,
-    ignore_index=-100,
-    reduction="mean",
-    need_dhidden=True,
-    need_dweight=True,
-    chunk_size=None,
-    fp32_dweight=None,
-    grad_output=None,
-    max_targets=None,
-):
-    """Return loss, dhidden and dweight; in place of a gradient that is not needed None.
+    hidden, weight, targets,
+    ignore_index=-100, reduction="mean",
+    need_dhidden=True, need_dweight=True,
+    chunk_size=None, fp32_dweight=None,
+    grad_output=None, max_targets=None,
+):  # fmt: skip
+    """Return loss, dhidden and dweight; None in place of a gradient that is not needed.
 
     Args:
         hidden: (..., H), fp16, bf16 or fp32, with any strides.
         weight: (V, H), of the same dtype, with any strides.
         targets: (...), int64 or int32.
         chunk_size: rows of logits in memory at a time; None: 2,048 to 8,192.
-        fp32_dweight: sum dweight in fp32 (True), in its own dtype (False), or (None) the former
-            beyond 4 chunks.
-        grad_output: () or (...) fp32, for which the gradients are; None: for 1.
-        max_targets: no more targets than that are not ignore_index; None: nobody has counted.
+        fp32_dweight: sum dweight in fp32 (True), in its own dtype (False), or (None) in fp32 if
+            there are more than 4 chunks.
+        grad_output: () or (...) fp32, the gradient of the loss; None: 1.
+        max_targets: at most so many targets are not ignore_index; None: unknown.
 
     Returns:
         loss: () fp32, or (...) with reduction "none".
         dhidden, dweight: in their tensors' shapes and dtypes.
-        All of them hold NaN if there are more than max_targets, unless that is nearly all rows.
+        All results are NaN if there are more than max_targets, unless that is nearly all rows.
 
     Raises:
-        TypeError, ValueError: a tensor's type, dtype, shape or device, the reduction, the
-            chunk_size or max_targets is wrong.
+        TypeError, ValueError: an argument is none of these.
     """
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     if max_targets is not None and max_targets < FEW * targets.numel():
+        options = reduction, need_dhidden, need_dweight, chunk_size, fp32_dweight
         return _of_rows_with_target(
-            max_targets,
-            hidden,
-            weight,
-            targets,
-            grad_output,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            need_dhidden=need_dhidden,
-            need_dweight=need_dweight,
-            chunk_size=chunk_size,
-            fp32_dweight=fp32_dweight,
+            max_targets, hidden, weight, targets, grad_output, ignore_index, *options
         )
     rows = hidden.reshape(-1, hidden.shape[-1])  # (n_rows, H)
     row_targets = targets.reshape(-1).contiguous()
@@ -283,15 +255,8 @@ def linear_cross_entropy_forward(
         logits = buffer.narrow(0, 0, size).narrow(1, 0, V)
         torch.mm(x, weight.t(), out=logits)
         chunk_grads = None if row_grads is None else row_grads.narrow(*chunk)
-        _loss_and_dlogits(
-            logits,
-            row_targets.narrow(*chunk),
-            row_loss.narrow(*chunk),
-            chunk_grads,
-            n_valid,
-            ignore_index,
-            overwrite,
-        )
+        of_chunk = row_targets.narrow(*chunk), row_loss.narrow(*chunk), chunk_grads
+        _loss_and_dlogits(logits, *of_chunk, n_valid, ignore_index, overwrite)
         dlogits = logits
         if need_dhidden:
             torch.mm(dlogits, weight, out=dhidden.view(rows.shape).narrow(*chunk))
@@ -305,27 +270,22 @@ def linear_cross_entropy_forward(
 
 
 def _of_rows_with_target(
-    max_targets, hidden, weight, targets, grad_output, *, ignore_index, **options
-):  # fmt: skip
-    """The same, computed for max_targets rows, among which are all that have a target."""
+    max_targets, hidden, weight, targets, grad_output, ignore_index, reduction, *options
+):
+    """Return the same, computed of max_targets rows, among which are all that have a target."""
     rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     ignored = row_targets == ignore_index  # (n_rows,)
-    # First the rows with a target, then the others, each in their order.  At least one is taken:
-    # the one that tells if there should be none.
+    # First the rows with a target, then the others, each in their order.  At least one is taken: if
+    # max_targets is 0 and a row has a target, that row makes the results NaN.
     taken = torch.argsort(ignored, stable=True)[: max(max_targets, 1)]
-    too_many = (~ignored).sum() > max_targets  # (), on the GPU: to look at it would be to wait
+    too_many = (~ignored).sum() > max_targets  # (), on the GPU: the host would have to wait for it
     outside = -1 if ignore_index != -1 else -2  # such a target makes loss and gradients NaN
     if grad_output is not None and grad_output.ndim > 0:
         grad_output = grad_output.reshape(-1)[taken]
-    loss, dhidden, dweight = linear_cross_entropy_forward(
-        rows[taken],
-        weight,
-        row_targets[taken].masked_fill(too_many, outside),
-        ignore_index,
-        grad_output=grad_output,
-        **options,
-    )
-    if options["reduction"] == "none":
+    row_targets = row_targets[taken].masked_fill(too_many, outside)
+    inputs = rows[taken], weight, row_targets, ignore_index, reduction
+    loss, dhidden, dweight = linear_cross_entropy_forward(*inputs, *options, grad_output)
+    if reduction == "none":
         loss = loss.new_zeros(len(rows)).index_copy(0, taken, loss).view(targets.shape)
     if dhidden is not None:
         zeros = torch.zeros_like(rows, memory_format=torch.contiguous_format)
@@ -334,7 +294,7 @@ def _of_rows_with_target(
 
 
 def _chunk_rows(n_rows, chunk_size=None):
-    """Rows of all chunks but the last: as few chunks as chunk_size allows, about equally large."""
+    """Return the rows of each chunk but the last: few chunks, of about equal size."""
     if chunk_size is None:
         chunk_size = min(max(MIN_CHUNK, -(-n_rows // (MAX_ROUNDINGS * 128)) * 128), MAX_CHUNK)
     n_rows = max(n_rows, 1)
@@ -358,7 +318,7 @@ def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_inde
 
 
 def _add_product(total, a, b, beta):
-    """total = beta * total + a @ b, rounded once; with a beta of 0 the old total is not read."""
+    """Set total to beta * total + a @ b, rounded once; a beta of 0 does not read the old total."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif a.device.type != "cpu":
@@ -371,21 +331,13 @@ def _add_product(total, a, b, beta):
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss, for autograd: `.apply` takes what `forward` does after ctx."""
+    """The loss, connected to autograd: `.apply` takes the arguments of `forward` after ctx."""
 
     @staticmethod
     def forward(
-        ctx,
-        hidden,
-        weight,
-        targets,
-        ignore_index,
-        reduction,
-        chunk_size,
-        fp32_dweight,
-        max_targets,
-        grad_enabled,
-    ):
+        ctx, hidden, weight, targets,
+        ignore_index, reduction, chunk_size, fp32_dweight, max_targets, grad_enabled,
+    ):  # fmt: skip
         ctx.options = ignore_index, reduction
         ctx.chunks, ctx.max_targets = (chunk_size, fp32_dweight), max_targets
         now = grad_enabled and reduction != "none" and hidden.dtype != torch.float16
@@ -400,8 +352,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("TritonLinearCrossEntropyLoss")
         hidden, weight, targets = ctx.saved_tensors  # raises if one of them has been changed since
-        # Handed out once: autograd makes of a gradient that nobody else holds the parameter's
-        # .grad, without a copy.
+        # ctx lets go of the gradients: a gradient that only autograd holds becomes the parameter's
+        # .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             inputs = hidden, weight, targets, *ctx.options, *ctx.needs_input_grad[:2], *ctx.chunks
@@ -421,14 +373,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 class TritonLinearCrossEntropyLoss(torch.nn.Module):
     """`loss(hidden, weight, targets)` of hidden (..., H), weight (V, H), targets (...).
 
-    It is () fp32, or (...) with reduction "none".  Rows whose target is ignore_index have loss and
-    gradient 0 and do not count in the mean.  chunk_size: rows of logits in memory at a time, by
-    default 2,048 to 8,192; fp32_dweight: sum the weight's gradient in fp32 (True), in its own dtype
-    (False), or the former beyond 4 chunks.  Under autocast the products are in autocast's dtype.
-    Where gradients are needed, the loss holds them until the backward.
-
-    max_targets: no more targets than that are not ignore_index; the other rows are left out of the
-    products, if these are at least a sixteenth.  With more targets loss and gradients are NaN.
+    The loss is () fp32, or (...) with reduction "none".  Rows whose target is ignore_index have
+    loss and gradient 0 and do not count in the mean.  linear_cross_entropy_forward says what
+    chunk_size, fp32_dweight and max_targets are.  max_targets leaves the other rows out of the
+    products if these are at least a sixteenth.  Under autocast the products are in autocast's
+    dtype.  Where gradients are needed, the loss holds them until the backward.
 
     Raises:
         TypeError, ValueError: as linear_cross_entropy_forward.
@@ -441,13 +390,7 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
         self.chunk_size = chunk_size
         self.fp32_dweight = fp32_dweight
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        max_targets: int | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden, weight, targets, max_targets=None) -> torch.Tensor:
         # as F.linear does
         if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)

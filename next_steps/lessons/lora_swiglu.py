@@ -34,10 +34,9 @@ New ideas of Triton, after those of swiglu_kernel.py:
    two on their way from memory while the program works on one.
 3. A *tuple* as a kernel's argument: the pointer and the scale of one adapter are one argument.
 
-Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.
+Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.  The launchers refuse other
+tensors with a TypeError or a ValueError.
 """
-
-from collections.abc import Sequence
 
 import torch
 
@@ -52,7 +51,7 @@ from kernel_support import (
     tl,
     triton,
 )
-from next_steps.lessons.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
+from next_steps.lessons.swiglu_kernel import new_like, sigmoid_of, swiglu_gradients, swiglu_of
 
 LARGEST_RANK = 64  # more needs more shared memory than a small GPU has
 # 95 and 96 % of what swiglu_kernel.py reaches without adapters on an H200; without stages: 60 %.
@@ -61,18 +60,8 @@ NUM_WARPS, STAGES = 4, tl.constexpr(3)
 WIDENS = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16
 
 
-def lora_swiglu_reference(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    h: torch.Tensor,
-    scales: Sequence[float],
-    b_gate: torch.Tensor,
-    b_up: torch.Tensor,
-) -> torch.Tensor:
-    """Eager silu(gate + thin) * (up + thin) of gate, up (..., I), h (N, both R), b (I, R).
-
-    float64 stays float64.
-    """
+def lora_swiglu_reference(gate, up, h, scales, b_gate, b_up):
+    """Return eager silu(gate + thin) * (up + thin): gate, up (..., I), h (N, both R), b (I, R)."""
     h_gate, h_up = h.split([b_gate.shape[1], b_up.shape[1]], dim=1)
     gate = gate + scales[0] * (h_gate @ b_gate.t()).view_as(gate)
     up = up + scales[1] * (h_up @ b_up.t()).view_as(up)
@@ -262,57 +251,37 @@ def _launch(kernel: triton.JITFunction, *tensors, ranks: tuple[int, ...]) -> Non
             )
 
 
-def _new_like(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def _forward_results(gate, up, h, s_gate, s_up, b_gate, b_up):
-    """The forward's result, not yet written."""
+def _forward_results(gate, up, h, scales, b_gate, b_up):
+    """Return the forward's result, not yet written."""
     _check(gate, up, h, b_gate, b_up)
-    return _new_like(gate)  # (..., I)
+    return new_like(gate)  # (..., I)
 
 
 @operator(
     "tutorial::lora_swiglu_forward",
-    "(Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, Tensor b_gate, Tensor b_up)"
-    " -> Tensor",
+    "(Tensor gate, Tensor up, Tensor h, float[] scales, Tensor b_gate, Tensor b_up) -> Tensor",
     _forward_results,
 )
-def _forward(gate, up, h, s_gate, s_up, b_gate, b_up):
-    y = _forward_results(gate, up, h, s_gate, s_up, b_gate, b_up)
+def lora_swiglu_forward(gate, up, h, scales, b_gate, b_up):
+    """Return y (..., I) of gate and up (..., I), h (N, both R) and b (I, R), in their one dtype."""
+    y = _forward_results(gate, up, h, scales, b_gate, b_up)
     gate, up, h, b_gate, b_up = (t.contiguous() for t in (gate, up, h, b_gate, b_up))
     ranks = b_gate.shape[1], b_up.shape[1]
-    adapters = (b_gate, s_gate), (b_up, s_up)
+    adapters = (b_gate, scales[0]), (b_up, scales[1])
     _launch(_swiglu_lora_fwd_kernel, gate, up, h, *adapters, y, ranks=ranks)
     return y
 
 
-def lora_swiglu_forward(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    h: torch.Tensor,
-    scales: Sequence[float],
-    b_gate: torch.Tensor,
-    b_up: torch.Tensor,
-) -> torch.Tensor:
-    """Return y (..., I) of gate and up (..., I), h (N, both R) and b (I, R), in their one dtype.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
-    return _forward(gate, up, h, *scales, b_gate, b_up)
-
-
-def _backward_results(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, need_y):
-    """The backward's results, not yet written."""
+def _backward_results(dy, gate, up, h, scales, b_gate, b_up, dh, a, need_y):
+    """Return the backward's results, not yet written."""
     _check(gate, up, h, b_gate, b_up, dy, dh, a)
-    return _new_like(dy), _new_like(gate), _new_like(up) if need_y else None  # each (..., I)
+    return new_like(dy), new_like(gate), new_like(up) if need_y else None  # each (..., I)
 
 
 @operator(
     "tutorial::lora_swiglu_backward",
-    "(Tensor dy, Tensor gate, Tensor up, Tensor h, float s_gate, float s_up, Tensor b_gate,"
-    " Tensor b_up, Tensor dh, Tensor a, bool need_y) -> Tensor[]",
+    "(Tensor dy, Tensor gate, Tensor up, Tensor h, float[] scales, Tensor b_gate, Tensor b_up,"
+    " Tensor dh, Tensor a, bool need_y) -> Tensor[]",
     _backward_results,
     present=lambda *arguments: (True, True, arguments[-1]),
 )
@@ -322,28 +291,16 @@ def _backward_into_new_memory(*arguments):
     return results
 
 
-def _launch_backward(dy, gate, up, h, s_gate, s_up, b_gate, b_up, dh, a, results):
+def _launch_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, results):
     ranks = b_gate.shape[1], b_up.shape[1], a.shape[0]
     dy, gate, up, h, b_gate, b_up, dh, a = (
         t.contiguous() for t in (dy, gate, up, h, b_gate, b_up, dh, a)
     )
-    adapters = (b_gate, s_gate), (b_up, s_up), (dh, a)
+    adapters = (b_gate, scales[0]), (b_up, scales[1]), (dh, a)
     _launch(_swiglu_lora_bwd_kernel, dy, gate, up, h, *adapters, *results, ranks=ranks)
 
 
-def lora_swiglu_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    h: torch.Tensor,
-    scales: Sequence[float],
-    b_gate: torch.Tensor,
-    b_up: torch.Tensor,
-    dh: torch.Tensor,
-    a: torch.Tensor,
-    inplace: bool = False,
-    need_y: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def lora_swiglu_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, inplace=False, need_y=True):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 
     Args:
@@ -355,7 +312,7 @@ def lora_swiglu_backward(
     Raises:
         TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
     """
-    tensors = dy, gate, up, h, *scales, b_gate, b_up, dh, a
+    tensors = dy, gate, up, h, scales, b_gate, b_up, dh, a
     if not inplace or torch.compiler.is_compiling():
         return _backward_into_new_memory(*tensors, need_y)
     _check(gate, up, h, b_gate, b_up, dy, dh, a)

@@ -73,9 +73,9 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)
 def reverse_kl_reference(
     student, teacher, mask=None, temperature=1.0, reduction="batchmean", ignore_index=-100
 ):
-    """Eager loss of two (..., V) in their own dtype.
+    """Return the eager loss of two (..., V) in their dtype.
 
-    mask (...) is True for rows that count, or holds their targets.
+    mask (...) is True for rows that count, or holds the rows' targets.
     """
     counted = torch.ones_like(student[..., 0], dtype=torch.bool) if mask is None else mask
     counted = counted if counted.dtype == torch.bool else counted != ignore_index  # (...)
@@ -93,9 +93,9 @@ def reverse_kl_reference(
 
 # ---- The obvious kernel ----------------------------------------------------------------------
 
-# A program per row, the row as one tile, each logit read once, loss and gradient in one kernel.  (A
-# row of more than 32,768 columns takes several tiles, and all but the last are read again.)  The
-# gradient is derived below; this one is for a grad_output of 1.
+# One program per row, the row as one tile, each logit read once, loss and gradient in one kernel.
+# A row of more than 32,768 columns takes several tiles, and all tiles but the last are read again.
+# The gradient is derived below.  This one is for a grad_output of 1.
 
 
 @triton.jit
@@ -162,15 +162,15 @@ def _load(s_ptr, t_ptr, cols, mask, POLICY: tl.constexpr):
 
 
 # Any magnitude.  The maths' m_s, m_t, x and a are kept in the logits' own unit, not yet divided by
-# T, and times SHRINK.  A maximum is subtracted before anything is rounded: near it the difference
-# is exact whatever the magnitude, in a row of 1e10 everywhere it is 0.  And a power of 2 as a
-# factor rounds nothing, but now neither the difference of the two ends of fp32 nor the sum of 4
-# million of them overflows.  The first maximum is finite, LOWEST, or in a column of -inf (a masked
-# vocabulary) -inf - -inf would be NaN.
+# T, and times SHRINK.  A maximum is subtracted before anything is rounded.  So the difference is
+# exact near the maximum, and 0 in a row of 1e10 everywhere.  A factor that is a power of 2 rounds
+# nothing.  With SHRINK neither the difference of the two ends of fp32 overflows nor the sum of 4
+# million such differences.  The first maximum is LOWEST, a finite number: in a column of -inf (a
+# masked vocabulary) -inf - -inf would be NaN.
 
 
 def _unit(temperature):
-    """exp(difference / T) = 2**(shrunk difference * unit); a GPU computes powers of 2."""
+    """Return unit, so that exp(difference / T) = 2**(shrunk difference * unit)."""
     return 1 / (LN2.value * SHRINK.value * temperature)
 
 
@@ -192,8 +192,8 @@ def _rescale(a, d_s, d_t, rise_s, rise_t, unit):
     return a, d_s * decay_s, d_t * tl.exp2(-rise_t * unit)
 
 
-# Warps that do not wait.  A thread keeps maxima and sums of its own, for its 8 columns of each of
-# the tile's rows; the threads meet once, at the row's end.
+# Warps that do not wait.  A thread keeps maxima and sums of its own 8 columns of each tile row.
+# The threads meet once, at the row's end.
 
 
 @triton.jit
@@ -269,10 +269,9 @@ def _store_dstudent(
     tl.store(out_row_ptr + edge, w * factor * (x - mean_x), mask=in_edge)
 
 
-# ---- The kernels that are used ---------------------------------------------------------------
+# ---- The kernels that are used: the forward is remedy 2, and with dstudent_ptr remedy 1 ------
 
 
-# The forward: remedy 2, and with dstudent_ptr remedy 1.
 @triton.jit
 def _reverse_kl_fwd_kernel(
     student_ptr, student_row_stride,  # (n_rows, n_cols)
@@ -382,7 +381,7 @@ def _reverse_kl_bwd_kernel(
 
 
 def _options(student, warps):
-    """Options of a launch, a program per row: 8 columns per thread and tile row.
+    """Return the options of a launch: 8 columns per thread and tile row.
 
     In bf16 on an H200 within 2 % of the best of both.
     """
@@ -391,10 +390,10 @@ def _options(student, warps):
 
 
 def _columns_kept(student):
-    """The cache's share of each row, in columns.
+    """Return the number of a row's columns that the cache is to keep.
 
-    Rows under way that do not fit the cache are dropped from it before the gradient reads them; to
-    say what it is to keep of each takes 5 to 10 % less time on an H200.
+    Without this number rows that do not fit the cache together push each other out before the
+    gradient reads them.  With it the kernel takes 5 to 10 % less time on an H200.
     """
     if not student.is_cuda:
         return student.shape[-1] // 2
@@ -424,14 +423,18 @@ def _check(student, teacher, mask, temperature, reduction, *others) -> int:
 
 
 def _rows_cut_alike(logits):
-    """Return logits as rows, and the stride between two rows.
-
-    Columns are adjacent, and rows are cut like those of a contiguous tensor.
-    """
+    """Return logits as rows that are cut like those of a contiguous tensor, and their stride."""
     rows, row_stride = as_rows(logits)
     if (row_stride - logits.shape[-1]) % 8:
         return rows.contiguous(), logits.shape[-1]
     return rows, row_stride
+
+
+def _common_arguments(student, teacher, mask, n_counted, reduction):
+    """Return the first arguments of both kernels."""
+    mask = None if mask is None else mask.contiguous()
+    rows = *_rows_cut_alike(student), *_rows_cut_alike(teacher)
+    return *rows, mask, n_counted, reduction == "batchmean"
 
 
 def _reduced(row_loss, n_counted, reduction):
@@ -457,9 +460,9 @@ def _row_results(student, teacher, mask, temperature, reduction, gradient):
 def _forward_results(
     student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
 ):
-    """The forward's results, not yet written."""
-    args = student, teacher, mask, temperature, reduction, gradient
-    row_loss, stats, n_counted, dstudent = _row_results(*args)
+    """Return the forward's results, not yet written."""
+    results = _row_results(student, teacher, mask, temperature, reduction, gradient)
+    row_loss, stats, n_counted, dstudent = results
     return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
@@ -475,35 +478,19 @@ def _forward_results(
 def reverse_kl_forward(
     student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
 ):
-    """Return loss, stats, n_counted and dstudent of student and teacher (..., V).
+    """Return loss, stats, n_counted and dstudent of student and teacher (..., V), of any strides.
 
-    Args:
-        student, teacher: fp16, bf16 or fp32, with any strides.
-        mask: bool (...), True for rows that count; None: all do.
-        gradient: compute dstudent too, for a grad_output of 1.
-
-    Returns:
-        loss: () fp32, or (...) with reduction "none".
-        stats: m_s, m_t, d_s, d_t and a of each row for the backward, (n_rows, 5) fp32.
-        n_counted: the number of rows that count, () int64; None unless a mean over a mask needs it.
-        dstudent: (..., V) in student's dtype; None unless asked for.
-
-    Raises:
-        TypeError, ValueError: the kernels cannot take a tensor, or the temperature or the reduction
-            is wrong.
+    mask (...) is True for rows that count; None: all rows count.  loss is () fp32, or (...) with
+    reduction "none".  stats (n_rows, 5) fp32 holds m_s, m_t, d_s, d_t and a for the backward.
+    n_counted () int64 is the number of rows that count; None unless a mean over a mask needs it.
+    dstudent (..., V) is the gradient for a grad_output of 1; None unless `gradient` asks for it.
     """
     results = _row_results(student, teacher, mask, temperature, reduction, gradient)
     row_loss, stats, n_counted, dstudent = results
     if row_loss.numel() > 0:
-        student_rows, student_row_stride = _rows_cut_alike(student)
-        teacher_rows, teacher_row_stride = _rows_cut_alike(teacher)
         with on_device_of(student):
             _reverse_kl_fwd_kernel[(row_loss.numel(),)](
-                student_rows, student_row_stride,
-                teacher_rows, teacher_row_stride,
-                None if mask is None else mask.contiguous(),
-                n_counted,
-                reduction == "batchmean",
+                *_common_arguments(student, teacher, mask, n_counted, reduction),
                 stats,
                 row_loss,
                 dstudent,
@@ -512,7 +499,7 @@ def reverse_kl_forward(
                 _unit(temperature),
                 **_options(student, 16 if gradient else 4),
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
     return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
@@ -527,31 +514,21 @@ def reverse_kl_backward(
 ):
     """Return dstudent (..., V) in student's dtype, from what a forward was given and returned.
 
-    Args:
-        grad_output: fp32, () or (...); with a dstudent ().
-        dstudent: the forward's; it is kept where grad_output is 1, and otherwise written anew.
-
-    Raises:
-        TypeError, ValueError: as the forward.
+    grad_output is () or (...) fp32; with a dstudent it is ().  dstudent: the forward's.  It is kept
+    where grad_output is 1, and otherwise written anew.
     """
     shape = ("...",) if grad_output.ndim and dstudent is None else ()
     others = ("grad_output", grad_output, FLOATS, shape), ("stats", stats, FP32, ("n_rows", 5))
     n_rows = _check(student, teacher, mask, temperature, reduction, *others)
     row_grads = grad_output if grad_output.ndim < 2 else grad_output.reshape(-1)
-    row_grad_stride = None  # dstudent is there: the kernel looks whether grad_output is 1
+    row_grad_stride = None  # the forward has made dstudent: the kernel tests if grad_output is 1
     if dstudent is None:
         row_grad_stride = row_grads.stride(0) if row_grads.ndim else 0
         dstudent = student.new_empty(student.shape)  # (..., V)
     if n_rows > 0:
-        student_rows, student_row_stride = _rows_cut_alike(student)
-        teacher_rows, teacher_row_stride = _rows_cut_alike(teacher)
         with on_device_of(student):
             _reverse_kl_bwd_kernel[(n_rows,)](
-                student_rows, student_row_stride,
-                teacher_rows, teacher_row_stride,
-                None if mask is None else mask.contiguous(),
-                n_counted,
-                reduction == "batchmean",
+                *_common_arguments(student, teacher, mask, n_counted, reduction),
                 stats,
                 row_grads,
                 row_grad_stride,
@@ -560,7 +537,7 @@ def reverse_kl_backward(
                 _unit(temperature),
                 **_options(student, 4),
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
     return dstudent
 
 
@@ -568,7 +545,7 @@ def reverse_kl_backward(
 
 
 def combine_statistics(stats, temperature, group):
-    """The (n_rows, 5) of whole rows, from those of the columns that each process of a group has."""
+    """Return stats (n_rows, 5) of whole rows, from those of each process's columns."""
     parts = [torch.empty_like(stats) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, stats, group)
     m_s, m_t, d_s, d_t, a = torch.stack(parts).unbind(-1)  # (n_processes, n_rows) each
@@ -580,7 +557,7 @@ def combine_statistics(stats, temperature, group):
 
 
 def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
-    """The loss from the statistics (n_rows, 5) of whole rows; shape is that of the rows, (...)."""
+    """Return the loss from the statistics (n_rows, 5) of whole rows, which have the shape (...)."""
     _, _, d_s, d_t, a = stats.unbind(1)
     row_loss = (a / d_s * (LN2.value * _unit(temperature)) + torch.log(d_t / d_s)).view(shape)
     return _reduced(row_loss if mask is None else row_loss.where(mask, 0), n_counted, reduction)
@@ -590,10 +567,10 @@ def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
 
 
 class ObviousReverseKLFunction(torch.autograd.Function):
-    """`.apply(student, teacher)`: the mean loss by the obvious kernel, to be measured.
+    """`.apply(student, teacher)`: the mean loss by the obvious kernel, for the benchmark.
 
-    Both are contiguous (n_rows, V) without -inf; the gradient is that for a grad_output of 1, and
-    nothing is checked.  A tile has up to 32,768 columns, and 512 threads for them.
+    Both are contiguous (n_rows, V) without -inf.  The gradient is for a grad_output of 1.  Nothing
+    is checked.
     """
 
     @staticmethod
@@ -612,7 +589,7 @@ class ObviousReverseKLFunction(torch.autograd.Function):
 
 
 class TritonReverseKLFunction(torch.autograd.Function):
-    """The loss, for autograd: `.apply` takes what `forward` does after ctx; the mask is bool."""
+    """The loss, connected to autograd: `.apply` takes the arguments of `forward` after ctx."""
 
     @staticmethod
     def forward(ctx, student, teacher, mask, temperature, reduction, group, grad_enabled):
@@ -636,7 +613,7 @@ class TritonReverseKLFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivative("TritonReverseKLLoss")
-        # held by nobody else, it becomes .grad without a copy
+        # ctx lets go of dstudent, so that dstudent becomes .grad without a copy
         dstudent, ctx.dstudent = ctx.dstudent, None
         if dstudent is not None and torch.compiler.is_compiling():
             # the compiler writes this over dstudent
@@ -650,16 +627,17 @@ class TritonReverseKLFunction(torch.autograd.Function):
 class TritonReverseKLLoss(torch.nn.Module):
     """`loss(student_logits, teacher_logits, mask)` of logits (..., V): KL(student || teacher).
 
-    It is () fp32, or (...) with reduction "none".
+    The loss is () fp32, or (...) with reduction "none".
 
-    mask (...): True for rows that count, or their targets, of which ignore_index does not; the
-    others have loss and gradient 0.
+    mask (...): True for rows that count, or the rows' targets; other rows, and rows whose target is
+        ignore_index, have loss and gradient 0.
     temperature: divides both logits.
     reduction: "batchmean" (over rows that count), "sum", "none".
-    group: processes that each pass some of the columns.
+    group: processes, each of which passes some of the columns.
 
     Raises:
-        TypeError, ValueError: as reverse_kl_forward; or the teacher's logits require a gradient.
+        TypeError, ValueError: the kernels cannot take a tensor, the temperature or the reduction is
+            wrong, or the teacher's logits require a gradient.
     """
 
     def __init__(self, temperature=1.0, ignore_index=-100, reduction="batchmean", group=None):

@@ -2,9 +2,9 @@
 
     loss = F.cross_entropy(torch.cat(slices, -1).float(), targets)    # each slice in a process
 
-The logits are a step's largest tensor.  A head that is split by rows of its weight, as tensor
-parallelism does it, computes slice by slice, in each process the columns from first_column on;
-and nobody ever has to put them together.
+The logits are the largest tensor of a step.  A head that is split by rows of its weight, as in
+tensor parallelism, computes them slice by slice.  Each process has the columns from first_column
+on, and no process ever needs all of them.
 
 The maths: a row's softmax needs the m and d of all columns, and those of slices combine as those of
 an online softmax's chunks do (cross_entropy_kernel.py):
@@ -15,14 +15,14 @@ Then each process has what the backward needs, and the gradient of a slice stays
 
     dlogits[j] = exp(logits[j] - m) / d - [j == target]
 
-Bytes that travel per row: m with its unit, d, and the target's logit, known to one process: 16,
-once, in place of 2 V.  No new kernel: cross_entropy_kernel's forward takes the statistics of a
-slice, its backward the combined ones.  Only, a row's target may lie in another slice, and for a
-target outside of what it sees, that kernel gives NaN, as it must.  Such a row is told that its
-target is the slice's first column, and that column's gradient is then written once more.
+Four fp32 numbers travel per row: m, its unit, d, and the target's logit, which one process knows.
+That is 16 bytes once, in place of 2 V.  There is no new kernel: cross_entropy_kernel's forward
+computes the statistics of a slice, and its backward takes the combined ones.  But for a target
+outside of the slice that kernel gives NaN, as it must.  So a row whose target lies in another slice
+names the slice's first column as its target, and that column's gradient is then written again.
 
-Limits: those of cross_entropy_kernel.py, and the gradient is always new memory.  The hidden states'
-gradient is a sum over the slices, which who splits the head must take.
+Limits: those of cross_entropy_kernel.py; the gradient is always new memory.  The gradient of the
+hidden states is a sum over the slices, which the caller who split the head must take.
 """
 
 import torch
@@ -35,18 +35,14 @@ LN2 = cross_entropy_kernel.LN2.value
 IGNORED = -100  # for the kernel; any ignore_index of a user's may be a column of a slice
 
 
-def combine(
-    stats: torch.Tensor, target_logit: torch.Tensor, group
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of whole rows, from those of the slices that the processes of a group have.
+def combine(stats, target_logit, group):
+    """Return stats and target_logit of whole rows, from those of each process's slice.
 
     Args:
         stats: (n_rows, 3) fp32 of a slice: m, d and m's unit, as cross_entropy_forward returns it.
-        target_logit: (n_rows,) fp32; NaN where the target lies in another slice.
+        target_logit: (n_rows,) fp32; NaN where the target lies in another slice.  Where no slice
+            has the target, the returned logit and d are NaN.
         group: torch.distributed's; None: the slice is the whole.
-
-    Returns:
-        The same two; where no slice has the target, its logit and d are NaN.
     """
     mine = torch.cat([stats, target_logit.unsqueeze(1)], 1)  # (n_rows, 4)
     n_slices = 1 if group is None else torch.distributed.get_world_size(group)
@@ -56,13 +52,13 @@ def combine(
         torch.distributed.all_gather_into_tensor(every, mine, group=group)
     every = every.view(n_slices, len(mine), 4)
     m, d, unit, target_logit = every.unbind(2)  # (n_slices, n_rows) each
-    # Units differ where the maxima of two slices are so far apart that the lower slice adds nothing
+    # Two slices have different units only where the lower slice adds nothing to the sum.
     top = (m / unit).argmax(0, keepdim=True)
     whole_unit = unit.gather(0, top)
     same = unit == whole_unit
     whole_m = m.masked_fill(~same, -float("inf")).amax(0, keepdim=True)
     decay = torch.where(same, torch.exp2(m - whole_m), 0.0)
-    d = (d * decay).sum(0)  # a product: what is NaN in any slice stays NaN
+    d = (d * decay).sum(0)  # a product, so that a NaN in any slice stays NaN
     is_here = ~target_logit.isnan()
     target_logit = target_logit.masked_fill(~is_here, 0.0).sum(0)
     nowhere = ~is_here.any(0)
@@ -70,10 +66,11 @@ def combine(
     return torch.stack([whole_m[0], d, whole_unit[0]], 1), target_logit
 
 
-def loss_of_rows(stats: torch.Tensor, target_logit: torch.Tensor) -> torch.Tensor:
-    """(n_rows,) fp32, from what `combine` returns; in float64, which no product rounds.
+def loss_of_rows(stats, target_logit):
+    """Return the rows' losses (n_rows,) fp32 from the results of `combine`.
 
-    Exactly 0 if the target's exponential is d, as the kernel's.
+    They are computed in float64, which rounds no product, and exactly 0 if the target's exponential
+    is d, as in the kernel.
     """
     m, d, unit = stats.double().unbind(1)
     to_log = torch.where(unit == 1.0, 1.0, LN2)  # from the unit to natural logarithms
@@ -87,7 +84,7 @@ class SplitCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, first_column, group, ignore_index, reduction):
-        if not torch.compiler.is_compiling():  # else the operator checks them
+        if not torch.compiler.is_compiling():  # when compiling, the operator checks the tensors
             check_logits(logits, targets, reduction)
         column = targets.long() - first_column  # (...), as all below
         counts = targets != ignore_index
@@ -119,14 +116,14 @@ class SplitCrossEntropyFunction(torch.autograd.Function):
 class TritonSplitCrossEntropyLoss(torch.nn.Module):
     """`loss(logits, targets)` of this process's columns (..., V_slice), and all targets (...).
 
-    It is () fp32, or (...) with reduction "none", with the same bits in every process of the group;
-    so are targets, which number the columns of the whole vocabulary.  Rows whose target is
-    ignore_index have loss and gradient 0 and do not count in the mean; one whose target is in no
-    slice is NaN.
+    The loss is () fp32, or (...) with reduction "none".  Each process of the group has the same
+    bits.  Targets number the columns of the whole vocabulary, and are the same in each process.
+    Rows whose target is ignore_index have loss and gradient 0 and do not count in the mean.  A row
+    whose target is in no slice is NaN.
 
-    first_column: of the vocabulary, where this process's slice begins; slices of any sizes, but
-        none empty, that overlap nowhere.
-    group: torch.distributed's, of the processes; None: there is one slice.
+    first_column: the column of the vocabulary at which this process's slice begins.  Slices may
+        have any sizes but 0, and do not overlap.
+    group: the processes, as torch.distributed's group; None: there is one slice.
     reduction: "mean", "sum" or "none".
 
     Raises:

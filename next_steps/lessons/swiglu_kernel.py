@@ -63,7 +63,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Eager SwiGLU, operation for operation Hugging Face's LlamaMLP; float64 stays float64."""
+    """Return eager SwiGLU (..., I), computed as Hugging Face's LlamaMLP computes it."""
     return F.silu(gate) * up  # (..., I)
 
 
@@ -195,8 +195,7 @@ def _launch(kernel: triton.JITFunction, sources: tuple, results: tuple) -> None:
     line = all(t.is_contiguous() for t, _ in rows)
     n_cols = gate.shape[-1] if gate.ndim > 0 else 1
     n_rows = gate.numel() // max(n_cols, 1)
-    # Both quotients are rounded up.
-    n_programs = n_rows * -(-n_cols // BLOCK_SIZE)
+    n_programs = n_rows * -(-n_cols // BLOCK_SIZE)  # a quotient that is rounded up
     if line:
         n_programs = -(-n_rows * n_cols // BLOCK_SIZE)
     if n_programs > 0:
@@ -213,32 +212,29 @@ def _launch(kernel: triton.JITFunction, sources: tuple, results: tuple) -> None:
             )
 
 
-def _new_like(t: torch.Tensor) -> torch.Tensor:
+def new_like(t: torch.Tensor) -> torch.Tensor:
+    """Return new memory, contiguous, for a result of t's shape and dtype."""
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _forward_results(gate, up):
-    """The forward's result, not yet written."""
+    """Return the forward's result, not yet written."""
     _check(gate, up)
-    return _new_like(gate)  # (..., I)
+    return new_like(gate)  # (..., I)
 
 
 @operator("tutorial::swiglu_forward", "(Tensor gate, Tensor up) -> Tensor", _forward_results)
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return y (..., I) of gate and up (..., I), in their dtype.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+    """Return y (..., I) of gate and up (..., I), in their dtype."""
     y = _forward_results(gate, up)
     _launch(_swiglu_fwd_kernel, (gate, up), (y,))
     return y
 
 
 def _backward_results(dy, gate, up, need_y):
-    """The backward's results, not yet written."""
+    """Return the backward's results, not yet written."""
     _check(gate, up, dy)
-    return _new_like(gate), _new_like(up), _new_like(dy) if need_y else None  # each (..., I)
+    return new_like(gate), new_like(up), new_like(dy) if need_y else None  # each (..., I)
 
 
 @operator(
@@ -253,13 +249,7 @@ def _backward_into_new_memory(dy, gate, up, need_y):
     return results
 
 
-def swiglu_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    inplace: bool = False,
-    need_y: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 
     Args:

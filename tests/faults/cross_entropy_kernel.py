@@ -61,7 +61,7 @@ FAULTS = {
         ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
     ],
     "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[cross_entropy]": [
-        ("overwrites the logits unasked", "\n        dlogits, dlogits_row_stride,\n", "\n        rows, row_stride,\n"),
+        ("overwrites the logits unasked", "*saved, dlogits, dlogits_row_stride,", "*saved, *rows,"),
     ],
     "test_inplace_without_a_gradient_to_compute_leaves_the_logits_alone": [
         ("overwrites under no_grad", "self.inplace and torch.is_grad_enabled() and", "self.inplace and"),

@@ -19,22 +19,22 @@ FAULTS = {
         ("residual's gradient dropped", "        dx.add_(dresidual)\n", "        pass\n"),
         (
             "the norm's input in place of its output",
-            "        y, _ = rmsnorm_fp8(rows, norm_weight, eps)  # again\n",
+            "        y, _ = rmsnorm_fp8(rows, norm_weight, ctx.eps)  # again\n",
             "        y = quantize_rows(rows)\n",
         ),
         (
             "the norm without its weight in mode inputs",
-            "        y, _ = rmsnorm_forward(rows, norm_weight, eps)  # again\n",
-            "        y, _ = rmsnorm_forward(rows, torch.ones_like(norm_weight), eps)\n",
+            "        y, _ = rmsnorm_forward(rows, norm_weight, ctx.eps)  # again\n",
+            "        y, _ = rmsnorm_forward(rows, torch.ones_like(norm_weight), ctx.eps)\n",
         ),
         (
             "mode inputs makes all in FP8",
-            "return mode == ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
             "return takes_fp8(n_rows)",
         ),
         (
             "mode all makes weights' gradients exact",
-            "return mode == ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
             "return False",
         ),
         (
@@ -54,7 +54,11 @@ FAULTS = {
         ),
     ],
     "test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact": [
-        ("any number of tokens", "return mode == ALL and takes_fp8(n_rows)", "return mode == ALL"),
+        (
+            "any number of tokens",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL",
+        ),
     ],
     "test_only_what_needs_a_gradient_is_multiplied": [
         (

@@ -131,7 +131,7 @@ def bad_input():
         "targets no tensor": ((x, w, [0]), "targets is a list, expected a tensor"),
         "float64 weight": ((x, w.double(), t), "weight is torch.float64, expected torch.float16"),
         "float targets": ((x, w, x[:, 0]), "targets is torch.float32, expected torch.int64 or"),
-        "two dtypes": ((x, w.half(), t), "hidden is torch.float32 and weight torch.float16, expec"),
+        "two dtypes": ((x, w.half(), t), "weight is torch.float16, expected torch.float32"),
         "sparse weight": ((x, w.to_sparse(), t), "weight is torch.sparse_coo, .*: pass its to_den"),
     }
     of_values = {
