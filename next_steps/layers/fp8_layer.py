@@ -5,17 +5,16 @@
     out     = (silu(gate) * up) @ w_down.t()                          FP8MLPFunction
               with gate, up = (RMSNorm(x) @ w.t() for w in (w_gate, w_up))
 
-Both factors of a product are rounded to e4m3, with a scale for each row: fp8_kernel.py.  It has a
-rate twice that of bf16, and all that is gained can be lost again by the passes that round.  So the
+Both factors of a product are rounded to e4m3, with a scale for each row: fp8_kernel.py.  FP8
+multiplies at twice the rate of bf16, but the passes that round can cost all that is gained.  So the
 question of fused_layer.py returns: where does one autograd Function end and the next begin?
 
-1. What makes a tensor rounds it.  The norm, SwiGLU and its backward have whole rows in their hands
-   and write codes: fp8_casts.py.  For that the MLP is one Function from its norm to its last
-   product: the gradients of gate and up pass from one product to the next in FP8 alone.
+1. The kernel that makes a tensor rounds it.  The norm, SwiGLU and its backward hold whole rows, and
+   write codes: fp8_casts.py.  For that the MLP is one Function from its norm to its last product:
+   the gradients of gate and up pass from one product to the next in FP8 alone.
 2. Projections that share an input are one product.  Their weights' codes lie one below the other,
-   (sum of O, I), and so their gradients side by side, (N, sum of O).  Then the gradient of the
-   input needs no sum, and that of the weights is one product whose rows belong to one after the
-   other.
+   (sum of O, I), and their gradients side by side, (N, sum of O).  Then the input's gradient needs
+   no sum, and the weights' gradients are the rows of one product.
 3. The three products of a projection sum over different sides, and Hopper wants each factor to lie
    along the side that is summed:
 
@@ -23,22 +22,22 @@ question of fused_layer.py returns: where does one autograd Function end and the
        dx  = dout @ w        dout (N, O) as it is rounded, w turned into (I, O)
        dw  = dout.t() @ x    both turned: (O, N), (I, N)
 
-   `transpose_rows` turns codes, a byte in and a byte out.  Of the weights there are no codes any
-   more when they have to be turned, but their largest scale is known from the forward: so
-   `quantize_transposed` rounds and turns them in one pass.
+   `transpose_rows` turns codes, a byte in and a byte out.  The weights' codes no longer exist in
+   the backward, but their largest scale is known from the forward.  So `quantize_transposed` rounds
+   and turns the weights in one pass.
 
-Of FP8 nothing but that scale is kept from forward to backward.  Weights are rounded where they are
-used, in the forward and again in the backward.  Kept is x, in bf16, of each norm and of o, and gate
+Only that scale is kept in FP8 from forward to backward.  Weights are rounded where they are used,
+in the forward and again in the backward.  Each norm's and o's x is kept in bf16, and so are gate
 and up: what fused_layer.py keeps at the level mlp of recompute.py.
 
-The weights' gradients have a choice, `mode`:
+`mode` says how the weights' gradients are made:
 
-    all      they are products of FP8 too
-    inputs   they are products of the bf16 tensors, as ever; FP8 are outputs and inputs' gradients.
-             So are those of a step whose tokens are no multiple of 16
+    all      by products of FP8, too
+    inputs   by products of the bf16 tensors, as without FP8; outputs and the inputs' gradients are
+             products of FP8.  A step whose tokens are no multiple of 16 makes them so, too
 
-In bf16 stay the embedding, attention, residuals, the norms' statistics and gradients, the head and
-the loss, the weights themselves, their gradients and the optimizer.
+The embedding, attention, residuals, the norms' statistics and gradients, the head and the loss, the
+weights, their gradients and the optimizer stay in bf16.
 
 Limits: no bias, no adapter, no quantized weight, O and I multiples of 16; no second derivative.
 """

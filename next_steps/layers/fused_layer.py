@@ -10,8 +10,8 @@ SwiGLU are those of rmsnorm_kernel.py and swiglu_kernel.py.  What is new is wher
 Function ends and the next begins.
 
 A matrix product y @ w.t() needs y again in its backward, for dw = dout.t() @ y, so autograd keeps
-y.  But to compute y = RMSNorm(x) again costs one pass over x, and x is kept anyway: it is the
-residual.  So with silu(gate) * up.  A Function around norm and products keeps x alone.  Kept per
+y.  But computing y = RMSNorm(x) again costs one pass over x, and x is kept anyway as the residual.
+The same holds for silu(gate) * up.  A Function around norm and products keeps x alone.  Kept per
 token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
 
     residual before attention and before the MLP                2 x 8    kept
@@ -33,11 +33,11 @@ Two more things that autograd does, and a Function does better:
    part and adds them up afterwards, at three passes per addition.  `addmm_` adds as the product
    stores its result: no pass of its own.
 2. The residual has two users, the norm and the addition after it, so its gradient is a sum too.
-   norm_linear returns x as its first result; the gradient of the branch around then arrives in the
-   same backward.
+   norm_linear returns x as its first result.  So the gradient of the branch around the norm arrives
+   in the same backward.
 
-A projection may have a LoRA adapter, or a quantized weight: what is between norm and SwiGLU are the
-products of lora_linear.py, which are the plain ones where there is neither.
+A projection may have a LoRA adapter or a quantized weight.  The products are lora_linear.py's,
+which are plain products where a projection has neither.
 
 Limits: those of the two kernels; no bias, no second derivative.
 """

@@ -22,8 +22,8 @@ and with dout of the result, of N rows:
     dw   = dout.t() @ x               only if w is trained too
 
 q, k and v share x, as do gate and up.  So their a, one below the other, are one matrix: x is read
-once for all of their h, and dh @ a is one addition for all of them.  To lay them so costs a copy of
-3 x 16 x 4,096 numbers, 0.4 MB; to read x once more, at 8,192 tokens, costs 67 MB.
+once for all of their h, and dh @ a is one addition for all of them.  The matrix costs a copy of
+3 x 16 x 4,096 numbers, 0.4 MB.  Reading x once more, at 8,192 tokens, costs 67 MB.
 
 Counted in numbers that are moved per token in one layer of LLaMA 3.1 8B, adapters on all seven
 projections, beyond those of the products with w.  The results are together 43,008 wide, the inputs
@@ -44,11 +44,11 @@ The prediction for 32 layers and 8,192 tokens in bf16: 367 GB and 152 GB, which 
 A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
 and the sum.
 
-The base layer may hold its weight in another form, as a quantized one does: then there is a method
-`dequantized`, which is called in the forward and again in the backward, and nothing of it is kept.
+A quantized base layer has a method `dequantized`, which makes the weight.  Forward and backward
+each call it, so that the weight is not kept.
 
 Limits: no bias, no dropout, one adapter for each projection, all of one dtype; no second
-derivative.  What is more than that runs peft's own code: `is_adapted`.
+derivative.  Other modules run peft's own code: see `is_adapted`.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ from torch.nn.functional import linear
 from harness.model.exact_modules import has_global_hooks, is_unchanged
 from kernel_support import refuse_second_derivative
 
-PEFT = "peft.tuners.lora.layer", "Linear"  # by its name: peft is imported by who uses it
+PEFT = "peft.tuners.lora.layer", "Linear"  # a name, so that nobody must install peft
 
 
 def lora_linear_reference(x, weight, a=None, b=None, scale=None):

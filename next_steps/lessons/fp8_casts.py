@@ -5,10 +5,10 @@
     dgate, dup = its gradients, and y       quantize_rows(dgate, dup), quantize_rows(y)
                                                                            swiglu_fp8_backward
 
-A matrix product in FP8 wants its input as codes and a scale for each row (fp8_kernel.py).  Made by
-a kernel of their own, they cost a pass: bf16 is read and bytes are written, after bf16 was written
-for nothing else.  But who computes a row has it in registers, and its largest number is a reduction
-away.  Bytes moved per number of a row:
+A matrix product in FP8 takes codes and a scale for each row as its input (fp8_kernel.py).  A kernel
+that only makes codes costs a pass over bf16 that another kernel wrote.  But the kernel that
+computes a row has the row in registers, and the row's largest number is a reduction away.
+Bytes moved per number of a row:
 
                      separate                                   fused
     RMSNorm          x, y 4; y, codes 3                    7    x, codes                       3
@@ -18,13 +18,12 @@ away.  Bytes moved per number of a row:
 
 The prediction: where moving bytes is all that takes time, 2.3, 1.8 and 2.3 times as fast.
 
-A program for each row, also for SwiGLU, whose numbers need no others but share a scale.  The two
-gradients lie side by side in one matrix (N, 2 I), with one scale a row: the gradient of gate and
-up's common input is then one product, and so is that of their weights.
+A program takes one row, also of SwiGLU, because the numbers of a row share a scale.  The two
+gradients lie side by side in one matrix (N, 2 I), with one scale a row.  So the gradient of gate
+and up's common input is one product, and the gradient of their weights is one product.
 
-What is rounded: the inputs' dtype is kept where the bf16 kernels keep it (x_hat, silu), because the
-weights were trained with that.  The last product is not rounded to bf16 before it is rounded to
-e4m3: once is more accurate than twice.
+The inputs' dtype is kept where the bf16 kernels keep it (x_hat, silu), because the weights were
+trained with that rounding.  The last product is rounded once, to e4m3, and not to bf16 before.
 
 Limits: those of fp8_kernel.py, and matrices of two dimensions; no autograd: fp8_layer.py has that.
 """
@@ -46,8 +45,8 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.lessons.swiglu_kernel import sigmoid_of, swiglu_gradients, swiglu_of
 
-# SwiGLU, the best of 20 on an H200: numbers of a row that a program of the backward holds at a
-# time, and those of a thread, there and in the forward.
+# SwiGLU, the best of 20 on an H200: the numbers of a row that a program of the backward holds at a
+# time; the numbers of a thread in the backward, and in the forward.
 CHUNK, NUMBERS_PER_THREAD, FORWARD_NUMBERS_PER_THREAD = 2048, 4, 16
 
 
@@ -131,11 +130,11 @@ def _swiglu_fp8_fwd_kernel(
 
 # ---- SwiGLU's backward: two passes over a row, the second from the cache -----------------------
 #
-# Three inputs and three results of 14,336 numbers are 84 KiB of registers for the inputs alone, as
-# bf16, and 168 KiB for the results, as fp32: a multiprocessor's 256 KiB hold one row, and while
-# its results are stored nothing is on its way.  So a program goes through its row in chunks, for
-# the maxima, and once more for the codes.  What it reads again are 84 KiB that it has just read:
-# two such rows are still in the cache beside the registers, more of them in the GPU's.
+# Three inputs of 14,336 numbers take 84 KiB of registers as bf16, and three results 168 KiB as
+# fp32.  A multiprocessor's 256 KiB hold one row, and no load runs while the results are stored.  So
+# a program goes through its row in chunks, once for the maxima and once more for the codes.  The
+# second pass reads 84 KiB that the first has just read.  The cache beside the registers still holds
+# two such rows, and the GPU's cache more.
 
 
 @triton.jit
