@@ -21,40 +21,39 @@ both can be counted in bytes:
     8,192 tokens, V = 128,256         12.6 GB                  6.3 GB               0.5 GB, of 2,048
 
 The prediction: at best 1.33 times as fast as logits.float() and 1.07 times as bf16 logits, whose
-memory is 12 times ours.  The ideas this time are mostly the host's, and the one new kernel does
-nothing as often as it can:
+memory is 12 times ours.  Most ideas concern the host, and the one new kernel mostly does nothing:
 
 1. Know when NOT to write a kernel.  The products are 119 of 123, and cuBLAS runs them at the GPU's
-   ceiling.  A kernel that multiplies and takes the loss tile by tile never stores a logit, but its
-   backward needs them again: a fourth product, which takes the time of 40 bytes, to save 10.  So:
-   library calls, and our own kernels between them.
+   ceiling.  A kernel that multiplies and takes the loss tile by tile stores no logit, but its
+   backward needs them again: a fourth product, which takes the time of 40 bytes, to save 10.  So
+   library calls multiply, and our own kernels run between them.
 2. Chunks.  A token's loss needs no other token, so the logits exist for 2,048 to 8,192 tokens at a
    time, in one buffer that every chunk overwrites; `out=` and `beta` make the products write where
    the result belongs.
-3. The gradients in the forward.  A chunk's logits are gone once the next chunk comes, so its share
-   of dhidden and dweight is computed at once, as if grad_output, which only the backward knows,
-   were 1.
+3. The gradients in the forward.  The next chunk overwrites a chunk's logits, so the forward also
+   computes the chunk's share of dhidden and dweight.  Only the backward knows grad_output, so the
+   shares are for a grad_output of 1.
 4. A kernel that returns at once.  grad_output nearly always is 1, but the host must not wait for
-   the GPU to tell.  It launches `_scale_kernel` regardless, and the GPU finds that there is nothing
-   to do.  (`loss / 4`, for example, does cost a pass over both gradients.)
-5. Rows without a target cost nothing.  A prompt's tokens have loss and gradients of 0, and their
-   logits are computed for that.  Leave them out: of N rows with n targets the products take n / N
-   of the time, half for half.  Where the targets are, only the GPU knows; to learn their number
-   from it the host would have to wait, and it need not: who made the batch has counted them
-   (`max_targets`).  So the GPU moves the rows with a target to the front, and the host takes that
-   many.  If it was told too few, all results are NaN, never a gradient without some of its rows.
+   the GPU to tell.  So the host always launches `_scale_kernel`, and the GPU finds that there is
+   nothing to do.  (`loss / 4`, for example, does cost a pass over both gradients.)
+5. Rows without a target cost nothing.  A prompt's tokens have a loss and gradients of 0, so the
+   products leave these rows out: of N rows with n targets the products take n / N of the time.
+   Only the GPU knows where the targets are, and the host must not wait to learn their number.  But
+   the caller, who made the batch, can count them (`max_targets`).  So the GPU moves the rows with a
+   target to the front, and the host takes that many.  If max_targets is too small, all results are
+   NaN.  No gradient ever lacks some of its rows.
 
-Where digits are lost, beyond what eager bf16 loses too (logits, dlogits and results are rounded to
-bf16): dweight is a sum over chunks.  In weight's dtype it is rounded once per chunk; the default
-does that for up to 4 chunks (V * H values of 2 bytes), and sums more of them in fp32 (4 bytes, 6
-while it is rounded at the end), so that the error does not grow.  A grad_output that is no power of
-two rounds the gradients once more.
+Eager bf16 also rounds logits, dlogits and results to bf16.  Here more digits are lost: dweight is a
+sum over chunks.  In weight's dtype it is rounded once per chunk, which is the default for up to 4
+chunks (V * H values of 2 bytes).  More chunks are summed in fp32 (4 bytes, 6 while the sum is
+rounded at the end), so that the error does not grow.  A grad_output that is no power of two rounds
+the gradients once more.
 
-Limits: those of cross_entropy_kernel.py; hidden and weight of one dtype; no bias.  With
-reduction="none" dweight needs each row's grad_output inside the product, and a mean's gradient in
-fp16 may vanish unless the loss scale comes first: there the backward computes the gradients, from
-logits computed anew (a fourth product); so it does when called a second time.  To sum a 16-bit
-dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
+Limits: those of cross_entropy_kernel.py; hidden and weight of one dtype; no bias.  In two cases the
+backward computes the gradients, from logits computed anew (a fourth product): with
+reduction="none", because dweight needs each row's grad_output inside the product; and in fp16,
+because a mean's gradient may vanish unless the loss scale comes first.  A second call of the
+backward does the same.  To sum a 16-bit dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
 """
 
 import torch
@@ -80,14 +79,13 @@ from kernel_support import (
     triton,
 )
 
-# Rows, unless told.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms, 1,024: 41.7,
-# 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
+# Rows of a chunk, by default.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms,
+# 1,024: 41.7, 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
 MIN_CHUNK = 2048
 MAX_CHUNK = 8192
 MAX_ROUNDINGS = 4  # of dweight in its own dtype; with more chunks it is summed in fp32
-FEW = 15 / 16  # of the rows: if no more can have a target, the others are left out; not tuned
-# of the scale kernel: so few that they all run at once, enough to keep a GPU busy; not tuned
-MAX_PROGRAMS = 1024
+FEW = 15 / 16  # if fewer of the rows can have a target, the other rows are left out; not tuned
+MAX_PROGRAMS = 1024  # of the scale kernel: few, so that all run at once; not tuned
 
 
 def linear_cross_entropy_reference(hidden, weight, targets, ignore_index=-100, reduction="mean"):
@@ -244,8 +242,7 @@ def linear_cross_entropy_forward(
     if need_dhidden or need_dweight:
         grad_of_loss = hidden.new_ones((), dtype=torch.float32) if overwrite else grad_output
         row_grads = grad_of_loss.expand(targets.shape).reshape(-1)  # a scalar: a view of stride 0
-    # For the products every row should begin at a multiple of 16 bytes, which it does not where V
-    # is 50,257.
+    # The products want each row to begin at a multiple of 16 bytes: not so where V is 50,257.
     buffer = hidden.new_empty((min(chunk_rows, n_rows), V + -V % 8))
 
     for first_row in range(0, max(n_rows, 1), chunk_rows):  # of no rows there is a chunk, too

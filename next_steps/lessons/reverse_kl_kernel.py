@@ -19,17 +19,17 @@ maxima, by rise_s and rise_t, each x so far grows by rise_t - rise_s, each w shr
 exp(-rise_s), and each z by exp(-rise_t).
 
 The obvious kernel, first below, takes a row of 32,768 as one tile.  The logits of its 512 threads
-fill all registers of a multiprocessor (sm_90): one block fits, 16 of 64 possible warps, which load
-together and wait together, and while they compute, nothing is loaded.  This, occupancy, decides,
-not arithmetic: a column's 3 exponentials, at 16 per clock and multiprocessor, take an H200 0.6 of
-the time of its 6 bytes.  Two remedies, of which docs/reverse_kl.md has the times:
+fill all registers of a multiprocessor (sm_90).  So one block fits, 16 of 64 possible warps.  These
+warps load together and wait together, and while they compute, nothing is loaded.  This occupancy
+decides, and not arithmetic: a column's 3 exponentials, at 16 per clock and multiprocessor, take an
+H200 0.6 of the time of its 6 bytes.  Two remedies, of which docs/reverse_kl.md has the times:
 
-1. Smaller tiles, 16 columns per thread, each with its own maxima and sums: warps meet once per row,
-   two blocks fit.  The gradient reads the row again, last tile first, from the GPU's cache, or as
-   much of it as has room there.
-2. Two kernels: the forward saves the five numbers, 20 bytes, and the backward reads the row again,
+1. Smaller tiles, 16 columns per thread, each with its own maxima and sums.  Warps meet once per
+   row, and two blocks fit.  The gradient reads the row again, last tile first, from the GPU's cache
+   as far as the row has room there.
+2. Two kernels.  The forward saves the five numbers, 20 bytes, and the backward reads the row again,
    from memory.  Its warps never meet, and need so few registers, 56 per thread or less, that 36 of
-   64 fit or more.
+   64 warps fit or more.
 
 The first gives the gradient for a grad_output of 1, and begins anew for another.  The second serves
 fp16 (for its loss scale), reduction "none" and a vocabulary split over GPUs.  Bytes per bf16 logit
@@ -40,14 +40,15 @@ of the student, if all is read once:
     backward    * 16, exp 12, add 12, log_softmax 12, to bf16 6      = 58          0           6
     memory      log_p, log_q, exp, difference: fp32                  = 16          2           2
 
-New in Triton: `tl.reshape` makes a dimension of the 8 columns that a thread loads at once;
-`tl.static_range` is a loop that is unrolled when the kernel is compiled; a load says what the cache
-is to keep.
+New in Triton: `tl.reshape` makes a dimension of the 8 columns that a thread loads at once.
+`tl.static_range` is a loop that Triton unrolls when it compiles.  A load says what the cache is to
+keep.
 
 Limits: fp16, bf16 and fp32 logits of any finite value, or -inf; temperatures from 1e-30 on; the
-loss is fp32, not times T**2; no second derivative, none for the teacher; rows with gaps that 8 does
-not divide are copied.  A column of student's probability 0 counts 0 (F.kl_div: NaN, if it is the
-teacher's too); where only the teacher's is 0, loss and gradient are not finite, as in PyTorch.
+loss is fp32, not times T**2; no second derivative, no gradient for the teacher; rows with gaps that
+8 does not divide are copied.  A column counts 0 if the student's probability is 0 (F.kl_div: NaN if
+the teacher's is 0 too).  If only the teacher's is 0, loss and gradient are not finite, as in
+PyTorch.
 """
 
 import torch
