@@ -178,16 +178,12 @@ def test_plot_is_a_picture(script, tmp_path):
     assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, pyplot):
     records = [run(peak_memory_bytes=4e8), run("Optimized", peak_memory_bytes=5e8)]
     compare_runs.plot(["a", "b"], records, str(tmp_path / "plot.png"))
     _, _, memory = pyplot.gcf().axes
     assert memory.get_title() == "Peak memory (MB)"
     assert [text.get_text() for text in memory.texts] == ["400.0", "500.0"]
-    monkeypatch.undo()
-    pyplot.close("all")
 
 
 LORA = {"lora_rank": 8, "lora_alpha": 8, "lora_targets": "all"}

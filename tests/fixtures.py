@@ -145,6 +145,16 @@ def compiled_kernels(monkeypatch) -> list[str]:
     return compiled
 
 
+@pytest.fixture
+def pyplot(monkeypatch):
+    """matplotlib's, whose figures stay open until the test ends."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        yield pyplot
+    pyplot.close("all")
+
+
 @contextlib.contextmanager
 def waiting_forbidden() -> Iterator[None]:
     """An error wherever the host waits for the GPU."""

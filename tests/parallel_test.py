@@ -13,10 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import finetune_baseline
-import finetune_optimized
-import profile_baseline
-from harness.cli import command_line, processes
+from harness.cli import processes
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.data import dataset, loader
@@ -261,7 +258,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tm
 
 @pytest.mark.exhaustive
 def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
-    """torchrun hands SIGTERM on, and waits for its processes."""
     kept = ["--checkpoint", str(tmp_path / "kept")]
     flags = [*TINY, "--seq-len", "8", "--steps", "5000", *kept]
     with started(2, "finetune_baseline.py", *flags) as several:
@@ -305,7 +301,6 @@ def as_rank(monkeypatch):
 
 
 def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
-    """Each sequence once, in the same order."""
     flags = ["--accumulate", "2", "--steps", "3"]
     whole = dataset.load_data(tiny_workload(*flags, "--batch-size", "6"), tiny_config(), 3)
     of_each = []
@@ -322,14 +317,10 @@ def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
         assert torch.equal(parts, large.input_ids)
 
 
-def test_without_torchrun_there_is_one_process(run_script):
+def test_without_torchrun_there_is_one_process():
     assert (processes.world_size(), processes.rank(), processes.is_first()) == (1, 0, True)
     assert tiny_workload().parallel is None and tiny_workload().is_on_the_page
     assert parallel.gather(1.5, 2) == [(1.5, 2)]
-    outcome = run_script(finetune_baseline, *TINY, "--parallel", "ddp")
-    given = "error: --parallel ddp needs more than the one process"
-    advice = "torchrun starts several: torchrun --nproc-per-node 2 SCRIPT\n"
-    assert (outcome.code, outcome.err) == (2, f"{given}; {advice}")
 
 
 def test_several_processes_shard_the_model_unless_told(as_rank):
@@ -348,27 +339,3 @@ def test_runs_of_the_same_sequences_are_compared_however_they_are_spread(as_rank
     assert tiny_workload(*half.as_flags()) == half
     assert not one.differences(half) and not half.differences(one)
     assert one.differences(whole) == ["batch_size 8 (not 4)"]
-
-
-@pytest.mark.parametrize(
-    ("script", "flags", "what"),
-    [
-        (finetune_baseline, ["--cuda-graph"], "--cuda-graph"),
-        (finetune_baseline, ["--offload"], "--offload"),
-        (finetune_optimized, ["--ladder"], "--ladder"),
-        (finetune_optimized, ["--longest"], "--longest"),
-        (finetune_optimized, ["--teacher", "tiny"], "--teacher"),
-        (finetune_optimized, ["--opponent", "compile"], "--opponent compile"),
-        (profile_baseline, ["--memory"], "--memory"),
-        (profile_baseline, ["--estimate"], "--estimate"),
-    ],
-)
-def test_what_is_for_one_process_is_refused_with_several(
-    run_script, as_rank, monkeypatch, script, flags, what
-):
-    as_rank(0, 2)
-    monkeypatch.setattr(command_line, "leave", sys.exit)  # which would end these tests
-    outcome = run_script(script, "--model", "tiny", *flags)
-    assert outcome.code == 2 and outcome.out == ""
-    assert outcome.err.startswith(f"error: {what} is for one process and torchrun started 2: ")
-    assert outcome.err.count("\n") == 1
