@@ -381,13 +381,11 @@ def test_of_what_all_processes_have_each_copies_a_part(tmp_path):
         assert sorted(one + other) == ["0.bias", "0.weight", "1.weight"] and len(one) == 2
 
 
-def test_the_record_says_how_long_training_waited(run_script, tmp_path):
-    record = tmp_path / "run.json"
-    flags = flags_of(tmp_path / "kept", "--checkpoint-every", "2", "--json", str(record))
-    outcome = run_script(finetune_baseline, *flags)
-    waits = json.loads(record.read_text())["checkpoint_seconds"]
+def test_the_record_says_how_long_training_waited(recorded, tmp_path):
+    record = recorded(finetune_baseline, *flags_of(tmp_path / "kept", "--checkpoint-every", "2"))
+    waits = record["checkpoint_seconds"]
     assert len(waits) == 2 and all(seconds > 0 for seconds in waits)
-    assert f"Waiting for checkpoints:  {sum(waits):.1f} s in all, for 2\n" in outcome.out
+    assert f"Waiting for checkpoints:  {sum(waits):.1f} s in all, for 2\n" in record["printed"]
 
 
 @pytest.mark.parametrize("says", ["nothing left", "pinned"])

@@ -20,7 +20,7 @@ import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, compare
 from harness.cli import adapter_config
-from harness.cli.adapter_config import ATTENTION, MLP, TARGETS
+from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
@@ -34,7 +34,7 @@ from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.conftest import assert_refused
 from tests.files_test import killed_before_change
-from tests.parallel_test import torchrun
+from tests.parallel_test import run_of
 from tests.small_workloads import (
     SMALL,
     TINY,
@@ -219,10 +219,9 @@ def test_two_processes_train_the_adapters_that_one_does(tmp_path):
         folder, path = tmp_path / name, tmp_path / f"{name}.json"
         outputs = ["--save", str(folder), "--json", str(path), "--checkpoint", str(tmp_path / "c")]
         saving = ["--checkpoint-every", "2", *(["--resume", str(tmp_path / "c")] if found else [])]
-        outcome = torchrun(n, "finetune_baseline.py", *flags, *more, *outputs, *saving)
-        assert outcome.returncode == 0, outcome.stderr[-3000:]
+        run_of(n, "finetune_baseline.py", *flags, *more, *outputs, *saving)
         record = json.loads(path.read_text())
-        found[name] = record["losses"], load_file(folder / adapter_config.WEIGHTS)
+        found[name] = record["losses"], load_file(folder / WEIGHTS)
     losses, weights = found.pop("one")
     base = adapters.said_of_base(tmp_path / "one")
     for name, (others_losses, others) in found.items():
@@ -264,7 +263,7 @@ def saved(base, recorded, tmp_path):
 def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, targets):
     flags = [*RANK, "--lora-targets", targets, "--lr", "0.05"]
     (folder, _), (merged, _) = saved(*flags), saved(*flags, "--merge", name="merged")
-    assert sorted(os.listdir(folder)) == [adapter_config.CONFIG, adapter_config.WEIGHTS]
+    assert sorted(os.listdir(folder)) == [CONFIG, WEIGHTS]
     plain = AutoModelForCausalLM.from_pretrained(base).to(DEVICE)
     keys, without = plain.state_dict().keys(), logits_of(plain)
     with_adapters = logits_of(PeftModel.from_pretrained(plain, folder).to(DEVICE))
@@ -272,7 +271,7 @@ def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, ta
     ordinary = AutoModelForCausalLM.from_pretrained(merged).to(DEVICE)
     torch.testing.assert_close(logits_of(ordinary), with_adapters, rtol=1e-4, atol=1e-5)
     assert ordinary.state_dict().keys() == keys
-    assert adapter_config.CONFIG not in os.listdir(merged)
+    assert CONFIG not in os.listdir(merged)
 
 
 def test_an_adapter_is_trained_further(base, saved, recorded):
@@ -410,7 +409,7 @@ def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
             ended = killed_before_change(
                 number, lambda m=model, w=workload: saving.save_model(m, w, str(folder))
             )
-            if not (folder / adapter_config.CONFIG).exists():
+            if not (folder / CONFIG).exists():
                 seen.add(None)
             else:
                 rank = adapter_config.read_config(str(folder))["lora_rank"]
@@ -421,7 +420,7 @@ def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
             if ended == "done":
                 break
         assert seen == expected
-        assert sorted(os.listdir(folder)) == [adapter_config.CONFIG, adapter_config.WEIGHTS]
+        assert sorted(os.listdir(folder)) == [CONFIG, WEIGHTS]
 
 
 # ---------------------------------------------------------------- resumed
@@ -434,7 +433,7 @@ def test_a_resumed_run_is_the_run_that_was_not_ended(base, saved, run_script, tm
     assert size < (Path(base) / "model.safetensors").stat().st_size  # the frozen are not in it
     again, resumed = saved(*RANK, "--resume", str(checkpoints), name="resumed")
     assert resumed["losses"] == straight["losses"]
-    one, other = (load_file(each / adapter_config.WEIGHTS) for each in (folder, again))
+    one, other = (load_file(each / WEIGHTS) for each in (folder, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
     # one number of one frozen weight, and it is another base
@@ -566,32 +565,20 @@ def test_without_peft_a_sentence_says_how_to_install_it(run_script, monkeypatch)
     assert_refused(run_script(finetune_baseline, *SMALL, *RANK), "pip install peft")
 
 
-def config_of(folder: Path) -> Path:
-    return folder / adapter_config.CONFIG
-
-
-def weights_of(folder: Path) -> Path:
-    return folder / adapter_config.WEIGHTS
-
-
 def change(folder: Path, **values) -> None:
-    change_json(config_of(folder), **values)
+    change_json(folder / CONFIG, **values)
 
 
 def change_weights(folder: Path, edit) -> None:
-    weights = load_file(weights_of(folder))
+    weights = load_file(folder / WEIGHTS)
     edit(weights)
-    save_file(weights, weights_of(folder))
-
-
-def cut_in_half(folder: Path) -> None:
-    weights_of(folder).write_bytes(weights_of(folder).read_bytes()[:1000])
+    save_file(weights, folder / WEIGHTS)
 
 
 DAMAGED = {
-    "no config": (lambda f: config_of(f).unlink(), "cannot be read (No such file"),
-    "no JSON": (lambda f: config_of(f).write_text("{"), "is damaged (JSON"),
-    "a list": (lambda f: config_of(f).write_text("[]"), "is damaged (ValueError"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read (No such file"),
+    "no JSON": (lambda f: (f / CONFIG).write_text("{"), "is damaged (JSON"),
+    "a list": (lambda f: (f / CONFIG).write_text("[]"), "is damaged (ValueError"),
     "rank 0": (lambda f: change(f, r=0), "is damaged (ArgumentTypeError"),
     "rank null": (lambda f: change(f, r=None), "is damaged"),
     "no targets": (lambda f: change(f, target_modules=[]), "adapts nothing"),
@@ -606,8 +593,8 @@ DAMAGED = {
     "changed weights": (lambda f: change(f, init_lora_weights="pissa"), '= "pissa"'),
     "no LoRA": (lambda f: change(f, peft_type="IA3"), 'peft_type = "IA3"'),
     "another rank": (lambda f: change(f, r=2), "28 of another shape"),
-    "no weights": (lambda f: weights_of(f).unlink(), "could not be loaded"),
-    "half the weights": (cut_in_half, "could not be loaded"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "could not be loaded"),
+    "half the weights": (lambda f: os.truncate(f / WEIGHTS, 1000), "could not be loaded"),
     "a missing tensor": (
         lambda f: change_weights(f, lambda w: w.pop(min(w))),
         "1 missing, base_model.model.model.layers.0",

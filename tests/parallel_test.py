@@ -56,10 +56,16 @@ def torchrun(n: int, *command: str, timeout: float = 540) -> subprocess.Complete
     return subprocess.CompletedProcess(command, several.returncode, out, err)
 
 
-def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
-    command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
+def run_of(n: int, *command: str) -> str:
+    """What it printed; it ended well."""
     outcome = torchrun(n, *command)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout
+
+
+def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
+    command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
+    run_of(n, *command)
 
 
 def write_data(folder: Path) -> None:
@@ -184,20 +190,18 @@ def test_when_one_process_fails_all_end(how, said):
 def test_a_profile_is_the_first_processs(way, tmp_path):
     record, trace = tmp_path / "a.json", tmp_path / "trace.json"
     flags = [*TINY, "--parallel", way, "--json", str(record), "--trace", str(trace)]
-    outcome = torchrun(2, "profile_baseline.py", *flags)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    assert outcome.stdout.count("Chrome trace: ") == 1 and trace.exists()
+    printed = run_of(2, "profile_baseline.py", *flags)
+    assert printed.count("Chrome trace: ") == 1 and trace.exists()
     said = json.loads(record.read_text())
     assert (said["world_size"], said["parallel"]) == (2, way)
-    assert f"1 x 16 tokens in each of 2 processes ({way})" in outcome.stdout
+    assert f"1 x 16 tokens in each of 2 processes ({way})" in printed
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", processes.PARALLEL)
 def test_an_opponent_trains_in_two_processes(way, tmp_path):
     flags = [*TINY, "--steps", "3", "--opponent", "fused-adamw", "--parallel", way]
-    outcome = torchrun(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    run_of(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
     assert json.loads((tmp_path / "a.json").read_text())["opponent"] == "fused-adamw"
 
 
@@ -206,12 +210,6 @@ def test_an_opponent_trains_in_two_processes(way, tmp_path):
 
 SIX = [*TINY, "--seq-len", "8", "--steps", "6", "--batch-size"]
 ROUNDED = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
-
-
-def run_of(n: int, script: str, *flags: str) -> str:
-    outcome = torchrun(n, script, *flags)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    return outcome.stdout
 
 
 def what_came_out(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
