@@ -394,21 +394,6 @@ def test_a_refused_run_leaves_an_existing_file_alone(cli, tmp_path, content):
     assert path.read_text() == content
 
 
-def test_a_record_that_became_unwritable_is_one_sentence(cli, monkeypatch, tmp_path):
-    folder = tmp_path / "folder"
-    real = training_run.validation_loss
-
-    def put_a_file_in_its_place(model, batches):
-        folder.write_text("in the way")
-        return real(model, batches)
-
-    monkeypatch.setattr(training_run, "validation_loss", put_a_file_in_its_place)
-    outcome = cli(*TINY, "--json", str(folder / "run.json"))
-    assert outcome.err.startswith("error: the record could not be written")
-    assert outcome.code == 1 and outcome.err.count("\n") == 1
-    assert folder.read_text() == "in the way"
-
-
 # ---------------------------------------------------------------- failures while running
 
 

@@ -331,6 +331,13 @@ def saved(run_script, ended_after, tmp_path, examples) -> Path:
     return folder
 
 
+@pytest.fixture
+def resumed(run_script, saved, examples):
+    """resumed("--lr", "0.5") -> Outcome of a run that goes on from `saved` with these flags."""
+    flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved)]
+    return lambda *more: run_script(finetune_baseline, *flags, *more)
+
+
 def change_facts(path: Path, change) -> None:
     facts = json.loads((path / "run.json").read_text())
     change(facts)
@@ -344,7 +351,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 TENSORS = "__0_0.distcp"
-NONE = "holds no checkpoint, expected a folder that --checkpoint wrote to: name another"
+NONE = "holds no checkpoint, expected a folder that --checkpoint DIR has written to"
 DIFFERS = "is damaged: its checksum differs, expected what --checkpoint wrote"
 DAMAGES = {  # what becomes of step-2, and what the sentence says
     "empty": (shutil.rmtree, NONE),
@@ -369,11 +376,10 @@ DAMAGES = {  # what becomes of step-2, and what the sentence says
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, damage):
+def test_a_damaged_or_foreign_folder_is_refused(resumed, saved, damage):
     change, said = DAMAGES[damage]
     change(saved / "step-2")
-    flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved)]
-    outcome = run_script(finetune_baseline, *flags)
+    outcome = resumed()
     assert_refused(outcome, said)
     assert "step 3" not in outcome.out
 
@@ -388,38 +394,34 @@ def test_a_damaged_or_foreign_folder_is_refused(run_script, saved, examples, dam
         ("--seed 1 --pack", "seed 1 (not 0); pack True (not None)"),
     ],
 )
-def test_other_flags_that_change_the_result_are_refused(run_script, saved, examples, flags, said):
-    resume = ["--data", examples, "--resume", str(saved), *flags.split()]
-    outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
+def test_other_flags_that_change_the_result_are_refused(resumed, flags, said):
+    outcome = resumed(*flags.split())
     assert_refused(outcome, said)
     assert outcome.out == ""
 
 
-def test_each_flag_that_the_page_calls_another_training_is_refused(run_script, saved, examples):
+def test_each_flag_that_the_page_calls_another_training_is_refused(resumed):
     page = (Path(__file__).parents[1] / "docs" / "resume.md").read_text()
     (row,) = [line for line in page.splitlines() if "| refused: that is another training" in line]
     others = {"--model": ["/other"], "--data": ["synthetic"], "--seq-len": ["7"], "--lr": ["0.5"]}
     others |= {"--seed": ["1"], "--dtype": ["bf16"], "--pack": []}
     assert set(re.findall(r"`(--[\w-]+)`", row)) == others.keys()
     for flag, value in others.items():
-        flags = [*TINY, *SMALL, "--data", examples, "--resume", str(saved), flag, *value]
-        outcome = run_script(finetune_baseline, *flags)
         said = f"step-2 is of another training: {flag[2:].replace('-', '_')} "
-        assert_refused(outcome, said)
+        assert_refused(resumed(flag, *value), said)
 
 
 @pytest.fixture
 def ended_and_resumed(run_script, ended_after, tmp_path):
     """ended_and_resumed(flags, change): ended after two steps, changed, and resumed."""
 
-    def run(flags: list[str], change=lambda: None, then: list[str] | None = None):
+    def run(flags: list[str], change):
         folder = str(tmp_path / "checkpoints")
         ended_after(2)
         first = run_script(finetune_baseline, *TINY, *SMALL, *flags, "--checkpoint", folder)
         assert first.code == 143, first.err
         ended_after(None)
         change()
-        flags = flags if then is None else then
         return run_script(finetune_baseline, *TINY, *SMALL, *flags, "--resume", folder)
 
     return run
@@ -440,10 +442,9 @@ def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path, part):
     assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
 
 
-def test_a_jsonls_example_that_has_changed_is_refused(run_script, saved, examples):
+def test_a_jsonls_example_that_has_changed_is_refused(resumed, examples):
     Path(examples).write_text(Path(examples).read_text().replace('"gh"', '"gi"'))
-    resume = ["--data", examples, "--resume", str(saved)]
-    outcome = run_script(finetune_baseline, *TINY, *SMALL, *resume)
+    outcome = resumed()
     assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
 
 

@@ -73,13 +73,13 @@ def stand_in(monkeypatch, own_cache):
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_it_is_refused(run_script):
     outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
-    assert_refused(outcome, "error: --opponent unsloth needs a CUDA GPU and none was found\n")
+    assert_refused(outcome, "error: --opponent unsloth needs a CUDA GPU and none was found")
 
 
 def test_where_it_is_not_installed_it_is_refused(run_script, monkeypatch, stand_in):
     monkeypatch.setitem(sys.modules, "unsloth", None)
     outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
-    assert_refused(outcome, "error: Unsloth is not installed: pip install unsloth\n")
+    assert_refused(outcome, "error: Unsloth is not installed: pip install unsloth")
 
 
 def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stand_in):
