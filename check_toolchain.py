@@ -118,11 +118,7 @@ def explain(error: Exception) -> str:
 
 
 def environment() -> dict:
-    """Return the versions and the GPU.
-
-    Raises:
-        RunError: a package, or a library that it loads, is missing.
-    """
+    """Return the versions and the GPU."""
     try:
         return run_records.environment()  # imports PyTorch, Triton and transformers
     except (ImportError, OSError) as error:
@@ -134,11 +130,7 @@ def environment() -> dict:
 
 
 def inspect() -> dict:
-    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do).
-
-    Raises:
-        RunError: see `environment`.
-    """
+    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do)."""
     found = environment()
     import torch
 

@@ -150,11 +150,7 @@ def gradient_errors(problem: Problem, implementation: Implementation) -> dict[st
 def check_ours(
     errors: dict[str, dict[str, float]], dtype: torch.dtype, tokens: int, judge: str = EAGER
 ) -> None:
-    """Allow ours twice the error of eager PyTorch (`judge`) in the same dtype, plus a floor.
-
-    Raises:
-        RunError: Ours is worse, or there is no eager result.
-    """
+    """Allow ours twice the error of eager PyTorch (`judge`) in the same dtype, plus a floor."""
     if judge not in errors:
         fault = f"PyTorch itself fails at {tokens:,} tokens, so nothing is there to compare with"
         raise RunError(f"{fault}; lower --tokens")

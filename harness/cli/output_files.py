@@ -40,13 +40,7 @@ UNFINISHED = ".unfinished-"  # how names begin that exist only while something i
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing.
-
-    Raises:
-        UserError: a flag of OUTPUT_FILES or OUTPUT_FOLDERS is empty or names what cannot be
-            written, --plot is no .png, or an output would overwrite another output, what the
-            script reads, or a file that no script wrote.
-    """
+    """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing."""
     outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
     for name, path in outputs.items():
@@ -96,9 +90,6 @@ def require_writable(path: str, is_folder: bool = False) -> None:
     """Refuse a file that could not be written, or a folder in which nothing could be.
 
     Neither has to exist yet.
-
-    Raises:
-        UserError: with what the system says.
     """
     target = os.path.realpath(path)
     try:
@@ -120,11 +111,7 @@ def require_writable(path: str, is_folder: bool = False) -> None:
 
 
 def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
-    """Refuse to replace a file that is not empty and does not begin as the scripts' own do.
-
-    Raises:
-        UserError: the file is somebody else's, or cannot be read.
-    """
+    """Refuse to replace a file that is not empty and does not begin as the scripts' own do."""
     if not os.path.exists(path) or written_straight(path):
         return
     try:
@@ -207,11 +194,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def write_output(path: str, content: bytes, what: str) -> None:
-    """Write a file whole, in the first of several processes; `what` names it in the error.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Write a file whole, in the first of several processes; `what` names it in the error."""
     if not is_first():
         return
     try:

@@ -91,11 +91,7 @@ def has_adapter(module: torch.nn.Module) -> bool:
 
 
 def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
-    """Return the tensors in the workload's adapter folder, by their names there.
-
-    Raises:
-        UserError: the file is damaged, or is not of adapters of a model of this configuration.
-    """
+    """Return the tensors in the workload's adapter folder, by their names there."""
     folder, rank = workload.adapter, workload.lora_rank
     with reading(f"the weights of --adapter {folder}"):
         found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
@@ -165,9 +161,6 @@ def compare_base(model: torch.nn.Module, workload: Workload) -> None:
 
     The adapters' file has a digest of the weights.  If the weights are kept in another way now, or
     others saved the adapters, the model's path has to do, where its weights come from files.
-
-    Raises:
-        UserError: the weights are others.
     """
     folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
     said = json.loads(Path(folder, CONFIG).read_text())

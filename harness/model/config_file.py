@@ -211,9 +211,6 @@ def usable_config(
         values: what that file says.
         fields: FIELDS, or with FIELDS_WITHOUT_GPU.
         try_step: see `load_config`.
-
-    Raises:
-        UserError: it cannot; the sentence names the file and the field, or those of which one is.
     """
     for field, (fits, expected) in fields.items():
         value = values.get(field)

@@ -167,11 +167,7 @@ def read_profile(path: str) -> dict:
 
 
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture.
-
-    Raises:
-        UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
-    """
+    """Print the comparison of two recorded profiles, and draw both into one picture."""
     records = [read_profile(path) for path in (before_path, after_path)]
     print(render_comparison(*records))
     if picture:

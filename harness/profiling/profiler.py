@@ -135,9 +135,6 @@ def last_of(
 
     Args:
         steps: the micro-batches of each step.
-
-    Raises:
-        RunError: no kernel was recorded.
     """
     with profiler:
         for batches in steps:
@@ -249,9 +246,6 @@ def read_trace(profiler: profile) -> tuple[dict, bytes]:
 
     The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
     writes to a file of our own.
-
-    Raises:
-        RunError: there is no room for that file.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

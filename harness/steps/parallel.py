@@ -33,11 +33,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def start(workload: Workload) -> None:
-    """Find the other processes, take this one's GPU, and let only the first process print.
-
-    Raises:
-        UserError: there are fewer GPUs than processes, or torchrun did not start the processes.
-    """
+    """Find the other processes, take this one's GPU, and let only the first process print."""
     if workload.parallel is None:
         return
     if not is_first():

@@ -135,10 +135,6 @@ def captured_step(
 
     Returns:
         A function that replays the step; call it as `training_step`.
-
-    Raises:
-        RunError: the step cannot be recorded, because something in it waits for the GPU.
-        UserError: a batch has another shape than the recorded one.
     """
     clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
     # later batches may have more targets: each token may be one

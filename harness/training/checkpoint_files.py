@@ -69,9 +69,6 @@ def alone_in(folder: str | None) -> Iterator[None]:
     """Hold a folder for this run's checkpoints, at most until the process ends, whatever ends it.
 
     The first of several processes takes the lock, and all of them learn whether it has.
-
-    Raises:
-        UserError: another run holds the folder, or nothing can be written there.
     """
     from harness.steps.parallel import gather  # with PyTorch, which flags are read without
 
@@ -126,11 +123,7 @@ def digest(file: Path) -> str:
 
 
 def check(path: Path) -> None:
-    """Compare all files of a checkpoint with its checksums; several processes share the files.
-
-    Raises:
-        UserError: a file is not the one that was written; the sentence names it.
-    """
+    """Compare all files of a checkpoint with its checksums; several processes share the files."""
     from harness.steps.parallel import gather
 
     resume_another = "expected what --checkpoint wrote: resume another"

@@ -34,21 +34,13 @@ class Checkpoints:
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
-        """Return what the flags say.
-
-        Raises:
-            UserError: `refuse_another_runs` refuses the folder to write to.
-        """
+        """Return what the flags say."""
         asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
         asked.refuse_another_runs()
         return asked
 
     def refuse_another_runs(self) -> None:
-        """Refuse to write beside a checkpoint that this run does not go on from.
-
-        Raises:
-            UserError: there is such a checkpoint, or something else that has a checkpoint's name.
-        """
+        """Refuse to write beside a checkpoint that this run does not go on from."""
         if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
             given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
             raise UserError(f"{given}, expected none of this name: move it, or name another folder")
@@ -80,10 +72,6 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
     """Return the newest checkpoint in a folder and its facts, if the workload may go on from it.
 
     Prints where the run goes on, and what it does in another way than before.
-
-    Raises:
-        UserError: there is no checkpoint; it is damaged, of another training, or has no step left;
-            or `load_config` refuses the model.
     """
     from harness.model.architecture import computing_differences
     from harness.model.config_file import load_config

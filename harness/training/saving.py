@@ -42,10 +42,6 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
 
     Models of one configuration differ in their weights alone, and those are one file.  Adapters
     are never saved beside a model: `adapter_config.refuse_mixing`.
-
-    Raises:
-        UserError: the model there computes otherwise, cannot be read, or has several files of
-            weights.
     """
     config = Path(folder) / CONFIG
     if saves_adapters(workload) or not config.exists():
@@ -74,9 +70,6 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     All files are written into a folder in `folder` and then renamed, one by one.  The user's other
     files stay.  Of a run's processes the first writes; all must call this function, because the
     first needs all of them to get the weights together.
-
-    Raises:
-        RunError: the files cannot be written, or the folder holds another model by now.
     """
     adapters_alone = saves_adapters(workload)
     weights = whole_weights(model, trained_alone=adapters_alone)

@@ -160,9 +160,6 @@ class Run:
 
         Several processes give the mean of their losses, all their tokens and the largest memory.
         While the device is busy, the next step's batches are fetched.
-
-        Raises:
-            RunError: the loss is not finite.
         """
         self.data_seconds.append(self.loader.fetch())
         synchronize()
@@ -184,12 +181,7 @@ class Run:
         return columns | {"validation_loss_before": self.validation_before, "day": self.day}
 
     def finish(self) -> dict:
-        """Validate, print the result block, save the model, write the record and return it.
-
-        Raises:
-            RunError: the validation loss is not finite (then nothing is saved), or a file cannot be
-                written.
-        """
+        """Validate, print the result block, save the model, write the record and return it."""
         workload = self.workload
         validation_after = validation_loss(self.model, self.data.validation)
         if not math.isfinite(validation_after):  # the last step's loss was from before its update

@@ -107,11 +107,7 @@ def difference(found: torch.Tensor, shipped: torch.Tensor) -> float:
 
 
 def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tensor]) -> dict:
-    """Return the setting's row: its time, or the reason why it has none.
-
-    Raises:
-        RunError: The launcher ignored the setting. So its time would be that of another setting.
-    """
+    """Return the setting's row: its time, or the reason why it has none."""
     row = {"setting": setting, "us": None, "registers": None, "spills": None, "fault": None}
     with carrying(launch, setting) as kernel:
         try:

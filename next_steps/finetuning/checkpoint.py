@@ -99,11 +99,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:
-    """Fill the model and its AdamW, which has taken no step, from a checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged, or belongs to other frozen weights.
-    """
+    """Fill the model and its AdamW, which has taken no step, from a checkpoint."""
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"
         advice = "give the --model that it was started with"
@@ -150,9 +146,6 @@ def write(
 
     Args:
         group: by which the processes talk; a thread needs one that nothing else uses.
-
-    Raises:
-        RunError: the checkpoint cannot be written; the one before is still there.
     """
     path = Path(folder) / f"{NAMED}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
@@ -218,11 +211,7 @@ def cause(error: dcp.CheckpointException) -> str:
 
 
 def refuse_random_numbers(model: torch.nn.Module) -> None:
-    """Refuse a model whose steps draw random numbers, which no checkpoint could repeat.
-
-    Raises:
-        UserError: it has dropout.
-    """
+    """Refuse a model whose steps draw random numbers, which no checkpoint could repeat."""
     if p := model.config.attention_dropout:
         given = f"the model's attention_dropout is {p}, which draws random numbers"
         advice = "set it to 0 in its config.json, or leave --checkpoint and --resume out"
@@ -230,11 +219,7 @@ def refuse_random_numbers(model: torch.nn.Module) -> None:
 
 
 def check_data(run: Run, facts: dict) -> None:
-    """Refuse a run whose samples are not those of the checkpoint.
-
-    Raises:
-        UserError: a file, the tokenizer or Python's standard library has changed.
-    """
+    """Refuse a run whose samples are not those of the checkpoint."""
     if facts["data_digest"] != run.data.digest():
         given = f"the samples of --data {run.workload.data} are not those of the checkpoint"
         raise UserError(f"{given}, expected the same texts and tokenizer: bring them back")
@@ -281,11 +266,7 @@ class Keeper(contextlib.AbstractContextManager):
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def require_room(self) -> None:
-        """Refuse a disk without room for the checkpoints that will be there at one time.
-
-        Raises:
-            UserError: the disk has too little room left.
-        """
+        """Refuse a disk without room for the checkpoints that will be there at one time."""
         folder, every, keep = (getattr(self.checkpoints, n) for n in ("folder", "every", "keep"))
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
         n_bytes = 3 * sum(p.numel() * p.element_size() for p in trained)  # with two moments

@@ -51,11 +51,7 @@ def replace_loss(kernels: Sequence[str]) -> list[str]:
 
 
 def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
-    """Return how many layers of the model with `config` the student has.
-
-    Raises:
-        UserError: the vocabularies differ, or the student would have all of the model's layers.
-    """
+    """Return how many layers of the model with `config` the student has."""
     model, teacher, asked = workload.model, workload.teacher, workload.student_layers
     if config.vocab_size != teacher_config.vocab_size:
         raise UserError(
@@ -76,11 +72,7 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
 
 
 def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
-    """Refuse a teacher whose tokenizer differs from the student's.
-
-    Raises:
-        UserError: both have a tokenizer, and the tokenizers differ.
-    """
+    """Refuse a teacher whose tokenizer differs from the student's."""
     tokenizers = [load_tokenizer(each) for each in (workload, taught)]
     if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
         raise UserError(

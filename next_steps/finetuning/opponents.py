@@ -39,11 +39,7 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
 
 
 def with_liger(workload: Workload) -> torch.nn.Module:
-    """Return the model with Liger-Kernel's patch for LLaMA.
-
-    Raises:
-        UserError: Liger-Kernel is not installed.
-    """
+    """Return the model with Liger-Kernel's patch for LLaMA."""
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
@@ -57,9 +53,6 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
 
     Embedding and head stay in bf16, as ours do.  Without torch.compile torchao's casts are separate
     operations, and the model would be slower than without FP8.
-
-    Raises:
-        UserError: torchao is not installed, or this GPU has no FP8.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

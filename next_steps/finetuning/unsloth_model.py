@@ -28,10 +28,6 @@ def load(workload: Workload) -> torch.nn.Module:
 
     With LoRA it has Unsloth's own adapters, in fp32 as Unsloth makes them, and with `quantize`
     bitsandbytes' 4-bit weights.  Without LoRA all weights are trained.
-
-    Raises:
-        UserError: Unsloth is not installed, or there is no GPU; Unsloth cannot load the model; the
-            saved adapters do not fit; what `load_model` refuses.
     """
     if not HAS_GPU:
         raise UserError("--opponent unsloth needs a CUDA GPU and none was found")

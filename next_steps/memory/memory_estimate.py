@@ -49,11 +49,7 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
 
 
 def try_kernels(workload: Workload) -> None:
-    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded.
-
-    Raises:
-        UserError: what `load_config` refuses, or what the kernels refuse.
-    """
+    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded."""
     config_file.load_config(workload, step_tryer(workload.kernels))
 
 

@@ -69,10 +69,6 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     Args:
         model: a LlamaForCausalLM.
         mode: of flags.FP8_MODES.
-
-    Raises:
-        UserError: this GPU has no FP8, or FP8 takes none of the layers.
-        ValueError: there is no such mode.
     """
     if mode not in FP8_MODES:
         raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")

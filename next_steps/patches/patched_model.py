@@ -37,11 +37,7 @@ def load_patched(workload: Workload) -> torch.nn.Module:
 
 
 def load(workload: Workload) -> torch.nn.Module:
-    """Return `load_model`'s model; with LoRA frozen, with adapters, quantized if wanted.
-
-    Raises:
-        UserError: what `load_model`, `quantize_layer` and `add_adapters` refuse.
-    """
+    """Return `load_model`'s model; with LoRA frozen, with adapters, quantized if wanted."""
     if workload.adapter is not None:
         # a wrong one is refused here, not after minutes of loading
         read_adapters(workload, load_config(workload))
@@ -65,11 +61,7 @@ def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
 
 
 def load_quantized(workload: Workload) -> torch.nn.Module:
-    """Return `load_model`'s model, quantized; the GPU has at most one layer that is not.
-
-    Raises:
-        UserError: what `load_model` refuses, or a projection that cannot be quantized.
-    """
+    """Return `load_model`'s model, quantized; the GPU has at most one layer that is not."""
     config = loading.begin(workload)
     if draws_weights(workload.model, workload):
         model = draw_quantized(config, TORCH_DTYPES[workload.dtype])

@@ -68,9 +68,6 @@ def set_recompute(
         model: after `apply_kernels`, if that is called.
         level: of RECOMPUTE; None: as the model was before any such call.
         offload: what the layers keep waits in the host's memory.
-
-    Raises:
-        ValueError: there is no such level.
     """
     if level not in (None, *RECOMPUTE):
         raise ValueError(f"level is {level!r}, expected None or one of {', '.join(RECOMPUTE)}.")

@@ -145,11 +145,7 @@ def measured(fn: Callable | None) -> float | None:
 
 
 def check(cast: Cast) -> None:
-    """Refuse to time a kernel that is wrong.
-
-    Raises:
-        RunError: The fused kernel and the separate ones give different numbers.
-    """
+    """Refuse to time a kernel that is wrong."""
     for ours, apart in zip(cast.fused(), cast.separate()):
         found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
         error = relative_error(found, expected.double())
@@ -168,11 +164,7 @@ def cast_row(cast: Cast, tokens: int | None) -> dict:
 
 
 def measure(tokens: Sequence[int]) -> dict:
-    """Return the record.
-
-    Raises:
-        RunError: The GPU cannot multiply FP8, or a kernel is wrong.
-    """
+    """Return the record."""
     if (reason := fp8_kernel.fp8_support()) is not None:
         raise RunError(reason)
     record = {"kind": "fp8_costs", "environment": environment()}

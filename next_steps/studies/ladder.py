@@ -35,11 +35,7 @@ OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
-    """Run a script on a workload in a process of its own, and return the script's record.
-
-    Raises:
-        RunError: the script failed; its own message is in the sentence.
-    """
+    """Run a script on a workload in a process of its own, and return the script's record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]

@@ -49,11 +49,7 @@ KEYS = {
 
 
 def read(paths: list[str]) -> list[dict]:
-    """Read a record of one process and then records of several, of one model on one kind of GPU.
-
-    Raises:
-        UserError: the records are something else, or a part of one is missing or damaged.
-    """
+    """Read a record of one process and then records of several, of one model on one kind of GPU."""
     records = [read_record(path, "scaling") for path in paths]
     for path, record in zip(paths, records):
         require_keys(path, record, KEYS)
@@ -202,11 +198,7 @@ def render(one: dict, *others: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """Draw the exposed share of a step against its tokens, a line for each way of each record.
-
-    Raises:
-        UserError: no record has exposed times; records of CPUs have none.
-    """
+    """Draw the exposed share of a step against its tokens, a line for each way of each record."""
     if not any("exposed_us" in row for record in records for row in record["rows"]):
         raise UserError("no record says what is exposed: measure them on several GPUs")
     from harness.cli.tables import pyplot, save_plot
