@@ -1,32 +1,12 @@
 """What limits each part of a profiled step, what to do about it, and what that should gain.
 
-A GPU does two things, and has a ceiling for each.  The run measures both; no data sheet is used:
+The run measures two ceilings: the copy rate and the matmul rate.  The verdict on a part of the step
+is one of six: bandwidth-, compute-, launch-, loader- or communication-bound, or
+host-synchronization.  docs/diagnosis.md explains ceilings and verdicts.
 
-    copy rate       bytes that it moves between its memory and its multiprocessors, per second
-    matmul rate     FLOPs, additions and multiplications, per second, in a large matrix product;
-                    with --fp8 one more, of a product of FP8
-
-The two meet at matmul rate / copy rate FLOPs per byte: the edge of the *roofline*.  The FLOPs per
-byte of an operation are its *intensity*.  Below the edge, bytes limit the operation; above it,
-FLOPs do.  The verdict on a part of the step is one of six:
-
-    bandwidth-bound        its bytes take longer than its FLOPs, both at their ceilings
-    compute-bound          its FLOPs take longer
-    launch-bound           its kernels are shorter than the time in which the host launches the next
-    host-synchronization   the host waited for the GPU, so nothing was queued, and then the GPU
-                           waited for the host
-    loader-bound           host and GPU waited for the batch
-    communication-bound    several GPUs exchanged weights or gradients and computed nothing
-
-Two counts of bytes:
-
-    moved        what the operations read and write, from the shapes that the profiler recorded
-    necessary    what one fused kernel would still read and write (its floor in kernel_facts.py),
-                 from the model's configuration
-
-The bytes moved tell how fast a part runs.  The necessary bytes tell what could be gained: an
-operation at 100 % of the copy rate that need not exist is still a cost.  A good kernel reaches
-TARGET of a ceiling, so
+There are two counts of bytes.  The bytes *moved*, from the shapes that the profiler recorded, tell
+how fast a part runs.  The *necessary* bytes, which one fused kernel would still move (its floor in
+kernel_facts.py), tell what could be gained.  A good kernel reaches TARGET of a ceiling, so
 
     gain = time - time of the necessary work at TARGET of its ceiling
 

@@ -1,16 +1,11 @@
 """Several processes that train one model, each on its own GPU and with its own sequences.
 
-    torchrun --nproc-per-node 2 finetune_baseline.py    # the script twice; each is told its rank
-
     start(workload)                  # the processes find one another
     called = wrap(model, workload)   # call this in the model's place
     gather(number)                   # return that number of each process
 
-The processes take the same steps, each with its own part of the batch.  `ddp` keeps the whole model
-in each process, `fsdp` a share of every parameter.  Both average gradients over the processes.
-docs/several_gpus.md has the pictures.
-
-In one process nothing here does anything.  Which process this is: harness/cli/processes.py.
+`ddp` keeps the whole model in each process, `fsdp` a share of every parameter.  Both average
+gradients over the processes (docs/several_gpus.md).  In one process nothing here does anything.
 """
 
 import contextlib

@@ -1,30 +1,18 @@
-"""Checkpoints: a run that was ended goes on as if it had not been, to the bit.
+"""Checkpoints: a run that was ended goes on as if it had not been, to the bit (docs/resume.md).
 
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100 --resume DIR
 
-What a step depends on, and where a resumed run gets it from:
-
-    parameters, AdamW's moments, its count of steps    saved: tensors, here
-    learning rate, betas, kernels                      the flags, which must be the same
-    heads, epsilon, rotary frequencies                 --model's config.json, likewise
-    frozen weights, of LoRA                            --model; their digest must be the same
-    which samples are in which step                    (seed, epoch); the steps done are skipped
-    the bits that round at random                      (seed, step, parameter, element)
-
-No state of a random generator is saved: nothing in a step draws from one.  A model with dropout
-would draw, and is refused.
+What is saved: parameters, AdamW's moments and its count of steps.  All else that a step depends on
+comes from the flags and from --model, which must be the same.  No state of a random generator is
+saved: nothing in a step draws from one.  A model with dropout would draw, and is refused.
 
 torch.distributed.checkpoint writes and reads the tensors: each process writes the parts that it
-holds.  A reader need not hold the same parts: one GPU loads what two have saved, and the other way.
+holds.  Training waits until the tensors are copied into the host's memory, and goes on while a
+thread writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step:
+AdamW's kernel and CUDA graphs write into the same tensors.
 
-Training waits until the tensors are copied into the host's memory, and goes on while a thread
-writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step: AdamW's
-kernel and CUDA graphs write into the same tensors.  The copy has as many bytes as the checkpoint:
-three numbers per parameter, 48 GB for LLaMA 3.1 8B in bf16, shared among the processes.
-
-A checkpoint is complete or absent, and its files have checksums:
-harness/training/checkpoint_files.py.
+A checkpoint is complete or absent: harness/training/checkpoint_files.py.
 """
 
 import contextlib

@@ -1,19 +1,13 @@
-"""Distillation: a smaller model learns a larger one's answers.
+"""Distillation: a smaller model learns a larger one's answers (docs/distillation.md).
 
     python finetune_optimized.py --teacher MODEL
 
-A label says which token came next.  A teacher says how probable every token of the vocabulary was.
-The student learns to agree.  With its own probabilities p and the teacher's q, at the positions
-whose label counts,
+With the student's probabilities p and the teacher's q, at the positions whose label counts,
 
     loss = KL(student || teacher) = sum p * (log p - log q)
 
-This is the mean reverse KL of reverse_kl_kernel.py.  It is 0 where both agree.  Labels only mark
-positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
-count.  The validation loss stays the usual loss on labels.
-
-The teacher computes no gradient and keeps no activations, so the memory holds its weights and once
-its logits (B, T, V).  The kernels go into both models.
+This is the mean reverse KL of reverse_kl_kernel.py.  Labels only mark positions.  The validation
+loss stays the usual loss on labels.  The teacher computes no gradient and keeps no activations.
 """
 
 import types

@@ -1,9 +1,4 @@
-"""A workload's model, ready to be trained.
-
-    model = load_patched(workload)
-
-    load      weights, drawn or pretrained, quantized if wanted; then adapters
-    patch     kernels, FP8, and what the layers keep for the backward
+"""A workload's model, ready to be trained: loaded, quantized if wanted, with adapters and kernels.
 
 A card that holds the quantized model need not hold the other one.  So `load_quantized` lets the GPU
 have one layer at a time in the model's own dtype, and quantizes it before the next one comes:
