@@ -162,8 +162,8 @@ def render(record: dict) -> str:
             "",
             profile_tables.totals(record),
             "",
-            # older records have none
-            *([profile_tables.diagnosis(record), ""] if "ceilings" in record else []),
+            profile_tables.diagnosis(record),
+            "",
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]

@@ -58,7 +58,7 @@ def totals(record: dict) -> str:
     resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
     profiled_ms = record["profiled_step_ms"]
     profiled = [("Step under the profiler:", f"{profiled_ms:,.1f} ms")]
-    if record.get("timeline"):
+    if record["timeline"]:
         shapes = "Shapes too, no graph:" if record.get("cuda_graph") else "Shapes too:"
         slower = ("Kernels recorded:", record["timeline"]["step_ms"]), (shapes, profiled_ms)
         profiled = [
@@ -193,7 +193,7 @@ def communication_lines(record: dict) -> list[str]:
             for name, n_bytes in expected["bytes"].items()
         ]
         lines.append(f"Communication, predicted: {expected['ms']:,.1f} ms, {', '.join(parts)}")
-    if total_us := (record.get("timeline") or {}).get("communication_us", 0.0):
+    if total_us := (record["timeline"] or {}).get("communication_us", 0.0):
         exposed = diagnose.exposed_us(record)
         hidden, share = total_us - exposed, exposed / record["median_step_ms"] / 10
         lines.append(
