@@ -46,10 +46,7 @@ class Problem:
 
 
 class Activations(torch.autograd.Function):
-    """Turn tensors into activations, which are computed from a tensor that requires grad.
-
-    Leaves are no activations: implementations that work in place refuse to destroy a leaf.
-    """
+    """Turn tensors into activations: leaves, which are none, may not be overwritten in place."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):

@@ -242,8 +242,7 @@ def output_failed(error: OutputError) -> int:
 def answer_flags(doc: str) -> None:
     """Answer --help and refuse every flag, before PyTorch is imported.
 
-    Called by files of tests, which import PyTorch at their top, before these imports.  Ctrl-C
-    during the imports then prints one word and no traceback.
+    Called at the top of files of tests.  Ctrl-C during the imports then prints one word.
     """
     if len(sys.argv) > 1:
         run_main(lambda: Parser(doc).parse_args() and None)

@@ -161,13 +161,8 @@ def written_straight(path: str) -> bool:
 def write_whole(path: str, content: bytes) -> None:
     """Write a file so that, whenever this is interrupted, it is the old one or the whole new one.
 
-    The content is written beside it, under a name of its own, and renamed.  So of several processes
-    that write one path the last to finish wins.  Links are followed, permissions stay, and missing
-    folders are created.  A file that nothing may replace
-    (`written_straight`) is written into.
-
-    Raises:
-        OSError: the file cannot be written; what was there is as before.
+    The content is written beside it and renamed: of several processes that write one path the last
+    to finish wins.  Links are followed, permissions stay, and missing folders are created.
     """
     if written_straight(path):
         print(end="", flush=True)  # what was printed before comes first

@@ -14,10 +14,7 @@ from harness.model.packed_attention import use_packed_attention
 def load_model(workload: Workload) -> torch.nn.Module:
     """Return the model in training mode, on the GPU if there is one, in the workload's dtype.
 
-    With `pack` its attention is that of packed batches.
-
-    Random weights are drawn on the device from the seed.  So two runs start from the same point,
-    and 8B parameters take seconds.
+    Random weights are drawn on the device from the seed: two runs start from the same point.
     """
     config = begin(workload)
     model = make_model(workload, config)

@@ -94,10 +94,7 @@ def advice_for(category: str, record: dict) -> str:
 
 
 def idle_us(record: dict) -> float:
-    """Return how long the GPU waits for the host, at most the time that the step has for it.
-
-    If the GPU waits, recording makes the host slower and the waiting longer.
-    """
+    """Return how long the GPU waits for the host; without the waiting that recording adds."""
     room = max(0.0, 1e3 * record["median_step_ms"] - record["busy_us"])
     return min(record["timeline"]["idle_us"], room)
 
@@ -145,12 +142,7 @@ def flops_at_ceilings_us(flops: float, fp8_flops: float, ceilings: dict) -> floa
 
 
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
-    """Return the verdict on a row of the profile.
-
-    Args:
-        part: the row's us, launches, bytes and flops.
-        category: the row's name, if the row is a category.
-    """
+    """Return the verdict on a row of the profile; `category` is its name if it is a category."""
     ceilings, us = record["ceilings"], part["us"]
     per_us = 1e3 * ceilings["copy_gbs"]  # bytes
     bytes_us, in_fp8 = part["bytes"] / per_us, part.get("fp8_flops", 0.0)  # not in older records

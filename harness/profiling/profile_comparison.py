@@ -57,10 +57,7 @@ KEYS = {
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
-    """Return the microseconds that each kernel of `after` alone should gain, by category.
-
-    The prediction is the diagnosis of `before`.
-    """
+    """Return the microseconds that each new kernel should gain, as `before` predicts."""
     findings = judge_categories(before)
     replaced = replaced_by([name for name in after["kernels"] if name not in before["kernels"]])
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}

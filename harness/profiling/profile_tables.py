@@ -181,8 +181,7 @@ def host_line(record: dict) -> str:
 def communication_lines(record: dict) -> list[str]:
     """Return what the communication should take, what it took, and how much other kernels hide.
 
-    A record of one process, or an older one, has no such lines.  A record of CPUs has only the
-    prediction.
+    One process has no such lines, CPUs have only the prediction.
     """
     lines = []
     if "communication" in record:

@@ -51,11 +51,9 @@ def start(workload: Workload) -> None:
 def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Return what is called in the model's place: it averages the gradients over the processes.
 
-    Args:
-        model: a LlamaForCausalLM with all patches, equal in all processes.  `fsdp` changes the
-            model: its parameters become DTensors, of which each process holds a share.  So make the
-            optimizer afterwards, and before the model is called: a validation leaves some
-            parameters gathered.
+    `fsdp` makes the model's parameters DTensors, of which each process holds a share.  So apply all
+    patches before, make the optimizer afterwards, and before the model is called: a validation
+    leaves some parameters gathered.
     """
     if workload.parallel == DDP:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
@@ -121,9 +119,6 @@ def whole_weights(model: torch.nn.Module, trained_alone: bool = False) -> dict |
     """Return a sharded model's whole state_dict in the first process's memory; None if not sharded.
 
     All processes must call it.  A parameter with two names is there once, under the first.
-
-    Args:
-        trained_alone: leave out what is frozen.
     """
     if world_size() == 1 or not isinstance(model, FSDPModule):
         return None

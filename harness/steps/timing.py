@@ -35,8 +35,7 @@ class Timing:
 def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
     """Return the wall time of fn(), launches included.
 
-    On a GPU: triton's do_bench.  It warms up first, so compilation stays out, and flushes the L2
-    cache before every call, so inputs come from memory.
+    triton's do_bench warms up and flushes the L2 cache before every call.
     """
     if HAS_GPU:
         quantiles = [0.2, 0.5, 0.8]
@@ -53,8 +52,7 @@ def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
 def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
     """Return the wall time of one fn() among `calls` that are queued back to back.
 
-    A training loop pays this time: the host's or the GPU's, whichever is longer.  The result is the
-    median of several batches of calls.
+    This is the host's time or the GPU's, whichever is longer; the median of several batches.
     """
     calls, batches = (calls, 5) if HAS_GPU else (1, 3)
     fn()
@@ -72,8 +70,7 @@ def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
 def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
     """Return the kernel time of fn() alone: the median us of its replays from one CUDA graph.
 
-    None without a GPU, or if fn synchronizes with the host and so cannot be captured.  Replays run
-    back to back, so data that fits in L2 stays there.
+    None without a GPU, or if fn waits for it.  Data that fits in L2 stays there.
     """
     if not HAS_GPU:
         return None
@@ -134,10 +131,7 @@ class _Result(torch.autograd.Function):
 
 
 def as_a_result(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy that requires a gradient and is an operation's result, as logits are.
-
-    The operation keeps nothing for its backward, and its own gradient is one number.
-    """
+    """Return a copy that requires a gradient, as logits do; the operation keeps nothing."""
     anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
     return _Result.apply(anchor, values)
 

@@ -127,11 +127,7 @@ def refused_differences(saved: Workload, workload: Workload) -> list[str]:
 
 
 def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
-    """Return a line for all that is done in another way but gives the same bits, and for the rest.
-
-    Args:
-        machine: the facts of MACHINE where the checkpoint was written.
-    """
+    """Return a line for all that changed but gives the same bits, and one for the rest."""
     from harness.records.run_records import environment
 
     here = environment()

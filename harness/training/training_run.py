@@ -52,15 +52,8 @@ class Run:
 
     Args:
         name: heads the result block, as in "Baseline Results".
-        workload: with steps and lr.
-        model: from `load_model`, patched or not.
-        record_to: the file for the record, if there is to be one.
-        save_to: the folder for the trained model, if there is to be one.
         more: what else the record says, such as the size of a teacher.
         resumed: what `progress` said after the steps that the model has already taken, if any.
-
-    Raises:
-        UserError: the data or the tokenizer cannot be read, or `save_to` holds another model.
     """
 
     def __init__(
@@ -252,9 +245,8 @@ class Run:
 def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """Return the mean loss per trained token over the held-out batches, dropout off.
 
-    Several processes share the batches.  They gather sharded weights together, so each calls the
-    model equally often: a process without a batch in the last round computes another one again,
-    which does not count.
+    Several processes share the batches.  Each calls the model equally often, as they gather weights
+    together: what a process without a batch computes does not count.
     """
     model.eval()
     total, count = 0.0, 0
