@@ -71,10 +71,7 @@ def visible_gpus() -> list[str]:
 
 
 def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, int]]:
-    """Return (the marks that are selected, the number of workers) of each call of pytest.
-
-    gpus: the GPUs that the tests are spread over.
-    """
+    """Return (the marks that are selected, the number of workers) of each call of pytest."""
     cores = os.cpu_count() or 1
     if len(gpus) > 1:
         workers = min(cores - 1, MOST_ON_A_GPU * len(gpus))

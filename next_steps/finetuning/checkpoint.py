@@ -56,10 +56,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Return what training changes, by the parameters' names: the tensors themselves, no copies.
-
-    With LoRA these are the adapters; of frozen weights a checkpoint has the digest.
-    """
+    """Return what training changes, by the parameters' names: the tensors, no copies."""
     states = {
         name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
@@ -72,10 +69,7 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give an AdamW that has taken no step the states of a first step, to be filled.
-
-    Moments have their parameters' dtype, and are spread over GPUs as the parameters are.
-    """
+    """Give an AdamW that has taken no step the states of a first step, to be filled."""
     for group in optimizer.param_groups:
         on_gpu = isinstance(optimizer, TritonAdamW) or group["capturable"] or group["fused"]
         for p in group["params"]:
@@ -130,10 +124,8 @@ def write(
     """Write tensors and facts as the checkpoint of a step, and remove older ones.
 
     Whenever this is interrupted, the checkpoint before is still there, or the new one is whole.
-    All processes call this function, each with its `share_of` the tensors.
-
-    Args:
-        group: by which the processes talk; a thread needs one that nothing else uses.
+    All processes call this function, each with its `share_of` the tensors.  The processes talk by
+    `group`; a thread needs one that nothing else uses.
     """
     path = Path(folder) / f"{NAMED}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
@@ -228,11 +220,9 @@ def available_memory() -> int:
 class Keeper(contextlib.AbstractContextManager):
     """Writes a run's checkpoints; in its context, SIGINT and SIGTERM end the run after its step.
 
-    Every N steps a thread writes a checkpoint from a copy, while training goes on.  The next
-    checkpoint waits for the one under way, and the end of the run waits for the last one.  When a
-    signal ends the run, its checkpoint is written at once.  A second signal ends the process.
-
-    Without a folder the keeper does nothing.
+    A thread writes from a copy, while training goes on.  The next checkpoint, and the end of the
+    run, wait for the one under way.  When a signal ends the run, its checkpoint is written at once.
+    A second signal ends the process.  Without a folder the keeper does nothing.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints):
@@ -290,10 +280,7 @@ class Keeper(contextlib.AbstractContextManager):
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
     def agreed_signal(self) -> int:
-        """Return the signal that has come to any process, so that all save one step; 0: none.
-
-        A signal that comes while the processes agree stays noted for the next step.
-        """
+        """Return the signal that has come to any process, so that all save one step; 0: none."""
         if not dist.is_initialized():
             return self.signal
         signals = torch.tensor(self.signal, device=DEVICE)
@@ -304,9 +291,6 @@ class Keeper(contextlib.AbstractContextManager):
         """Save if a checkpoint is due; then end the run if a signal asked for that.
 
         After the last step there is nothing to go on with: --save writes the model.
-
-        Raises:
-            RunError: this checkpoint cannot be written, or the one before could not be.
         """
         step, every = len(self.run.losses), self.checkpoints.every
         if not self.checkpoints.folder:
@@ -337,20 +321,13 @@ class Keeper(contextlib.AbstractContextManager):
         return copied is not None
 
     def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written, if one is, and print where it is.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Wait for the checkpoint that is being written, if one is, and print where it is."""
         if self.under_way:
             future, self.under_way = self.under_way, None
             print(f"Checkpoint written to {future.result()}", flush=True)
 
     def copied(self, tensors: dict) -> dict | None:
-        """Copy the tensors to the host's memory, pinned if there is a GPU; None: it has no room.
-
-        All later copies use the first copy's memory again.
-        """
+        """Copy the tensors to the host's memory, the same each time; None: it has no room."""
         if self.copies and self.stager is None:
             held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
             n_bytes, room = sum(t.nbytes for t in held), available_memory()

@@ -36,10 +36,7 @@ REVERSE_KL = "reverse_kl"
 
 
 def replace_loss(kernels: Sequence[str]) -> list[str]:
-    """Return `kernels` with reverse_kl in place of those for a loss on labels, if there is one.
-
-    Without such a kernel the loss is PyTorch's.
-    """
+    """Return `kernels` with reverse_kl in place of those for a loss on labels, if there is one."""
     others = [name for name in kernels if name not in LOSS_KERNELS]
     return others + [REVERSE_KL] * (len(others) < len(kernels))
 
@@ -88,11 +85,9 @@ def learn_from(
 ) -> torch.nn.Module:
     """Make the reverse KL to the teacher the student's loss in training; return the student.
 
-    Only the student's `forward` changes.  The teacher is no part of the student, of its parameters
-    or its state_dict.
+    Only the student's `forward` changes.  The teacher is no part of the student's state_dict.
 
     Args:
-        student: a LlamaForCausalLM, with or without kernels.
         teacher: another one in evaluation mode, with the same vocabulary.
         temperature: divides the logits of both.
         fused: take the loss from the kernel, not from PyTorch's operations in fp32.
@@ -128,12 +123,8 @@ def learn_from(
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     """Load the model to train, with its teacher behind its loss.
 
-    Args:
-        workload: with a teacher; its kernels for a model go into both models.
-
-    Returns:
-        The student; the workload with the student's layers, the temperature and the loss's kernel
-        filled in; what else a record says about the teacher.
+    Returns the student; the workload with the student's layers, the temperature and the loss's
+    kernel filled in; what else a record says about the teacher.
     """
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))

@@ -70,10 +70,7 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
-    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here.
-
-    The model's own folder may lack one of the two.
-    """
+    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here."""
     tokenizer = load_tokenizer(workload)
     if tokenizer is not None and not draws_weights(workload.model, workload):
         return workload.model

@@ -73,9 +73,8 @@ def load_quantized(workload: Workload) -> torch.nn.Module:
 def draw_quantized(config: LlamaConfig, dtype: torch.dtype) -> torch.nn.Module:
     """Draw the weights that `build_model` draws, each part on the device and in the same order.
 
-    In `build_model` a module draws when it is made.  When all modules are made, transformers draws
-    again.  The first numbers are lost, but they come before the others.  The model without its head
-    comes first, then the head.
+    In `build_model` a module draws when it is made, and transformers draws again when all are made.
+    The model without its head comes first, then the head.
     """
     model = build_model(config, dtype, "meta")
     base = model.model

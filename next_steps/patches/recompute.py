@@ -54,10 +54,7 @@ def set_recompute(
 ) -> torch.nn.Module:
     """Let the layers of a LlamaForCausalLM keep what this level says; return the model.
 
-    Args:
-        model: after `apply_kernels`, if that is called.
-        level: of RECOMPUTE; None: as the model was before any such call.
-        offload: what the layers keep waits in the host's memory.
+    Call it after `apply_kernels`.  None: as the model was before any such call.
     """
     if level not in (None, *RECOMPUTE):
         raise ValueError(f"level is {level!r}, expected None or one of {', '.join(RECOMPUTE)}.")
@@ -89,10 +86,7 @@ def set_recompute(
 
 
 class Recomputed(torch.autograd.Function):
-    """`Recomputed.apply(function, n, *tensors)`: function of the first n, which alone are kept.
-
-    The others are the parameters that the function uses by itself.
-    """
+    """`Recomputed.apply(function, n, *tensors)`: function of the first n, which alone are kept."""
 
     @staticmethod
     def forward(ctx, function, n, *tensors):

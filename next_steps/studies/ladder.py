@@ -59,11 +59,7 @@ def without_kernels(workload: Workload) -> Workload:
 
 
 def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """Return (name, script, workload) of the runs after the rungs, and why others are left out.
-
-    Args:
-        graphs: True if a step can be a CUDA graph here.
-    """
+    """Return (name, script, workload) of the runs after the rungs, and why others are left out."""
     runs, absent = [], []
 
     def add(name: str, *, script: str = OPTIMIZED, **how) -> None:
@@ -180,10 +176,7 @@ def is_ours(rung: dict) -> bool:
 
 
 def strongest(record: dict, of: str = "step_ms") -> dict:
-    """Return the run without our kernels that takes the least time, or the least of another key.
-
-    Runs in FP8 are left out, as our rungs are not in FP8.
-    """
+    """Return the run without our kernels that takes the least time, or the least of another key."""
     others = (rung for rung in record["rungs"] if not is_ours(rung) and rung["name"] not in FLOAT8)
     return min(others, key=lambda rung: rung[of])
 

@@ -41,14 +41,8 @@ def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
 def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
     """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
-    Args:
-        called: the model, or what `parallel.wrap` made of it.
-        shape: (B, T) of a batch, in each process.
-
-    Returns:
-        step_ms: of each step, the time of the slowest process; also their median and spread.
-        tokens_per_second_per_gpu, and the largest peak_memory_bytes.
-        communication_us and exposed_us with several GPUs: of the process that waits least.
+    `shape` is (B, T) of a batch in each process. step_ms has the time of the slowest process for
+    each step. communication_us and exposed_us are of the process that waits least.
     """
     import torch
 

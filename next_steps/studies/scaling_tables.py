@@ -135,12 +135,7 @@ def row_in_words(row: dict) -> str:
 
 
 def cells(row: dict, alone: dict, several: dict) -> list[str]:
-    """Return a row of the table.
-
-    Args:
-        alone: the `measured` rows of one process.
-        several: the `measured` rows of several.
-    """
+    """Return a row of the table, from the `measured` rows of one process and of several."""
     way, size = key = row["way"], size_of(row)
     name = f"{way} {size[0]} × {size[1]:,}"
     one, liger = alone.get(key), several.get(("Liger", size))
