@@ -42,9 +42,6 @@ class Problem:
     exact: dict[str, torch.Tensor]  # the same parts in float64
 
 
-# ---------------------------------------------------------------- calling
-
-
 class Activations(torch.autograd.Function):
     """Turn tensors into activations: leaves, which are none, may not be overwritten in place."""
 
@@ -133,9 +130,6 @@ def prepare(problem: Problem, implementation: Implementation) -> Call | Step | E
     if problem.wrt is None:
         return Step(problem, implementation)
     return (Call if problem.wrt else Evaluation)(problem, implementation)
-
-
-# ---------------------------------------------------------------- measuring
 
 
 def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:

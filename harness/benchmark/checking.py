@@ -107,10 +107,10 @@ def print_verdict(function: str, passed: bool) -> int:
     return 0 if passed else 1
 
 
-def print_checks(checks: list[Check], indent: str = "  ") -> bool:
+def print_checks(checks: list[Check]) -> bool:
     """Print one line per check; return True if all passed."""
     for check in checks:
-        print(indent + str(check))
+        print(f"  {check}")
     return all(check.passed for check in checks)
 
 

@@ -79,9 +79,6 @@ def positive_float(text: str) -> float:
     return value
 
 
-# ---------------------------------------------------------------- how a run ends
-
-
 def ran_out_of_memory(error: Exception) -> bool:
     """Return True for an error of PyTorch's, Triton's, cuBLAS's or the CPU's allocator."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

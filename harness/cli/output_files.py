@@ -123,12 +123,12 @@ def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
         raise UserError(f"{given}: name another file, or remove that one")
 
 
-def first_bytes(path: str, size: int = 1000) -> bytes:
+def first_bytes(path: str) -> bytes:
     """Return how a file begins, decompressed if it is a gzip file and is whole so far."""
     with contextlib.suppress(gzip.BadGzipFile, EOFError, zlib.error), gzip.open(path) as file:
-        return file.read(size)
+        return file.read(1000)
     with open(path, "rb") as file:
-        return file.read(size)
+        return file.read(1000)
 
 
 def require_unprotected(path: str) -> None:

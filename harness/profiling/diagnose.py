@@ -199,16 +199,13 @@ def judge_idle(record: dict) -> dict[str, Finding]:
     if timeline is None or not timeline["idle_us"]:
         return {}
     waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
+    found = waits_in_words(record)
+    later = f"after the step, not in it: {found}" if found else "no .item() or .cpu() in the step"
     causes = [
         (LAUNCHES, "launch-bound", idle_us(record) - waited_us, CUDA_GRAPH),
-        (SYNCHRONIZATION, "host-synchronization", waited_us, without_waits(record)),
+        (SYNCHRONIZATION, "host-synchronization", waited_us, later),
     ]
     return {name: pure_loss(name, *cause) for name, *cause in causes if cause[1] > 0}
-
-
-def without_waits(record: dict) -> str:
-    waits = waits_in_words(record)
-    return f"after the step, not in it: {waits}" if waits else "no .item() or .cpu() in the step"
 
 
 def judge_loading(record: dict) -> dict[str, Finding]:

@@ -63,14 +63,6 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
-def refuse_other_workload(before: dict, after: dict) -> None:
-    """Raise UserError if the two profiles are not of the same workload."""
-    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
-    if differ:
-        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
-        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
-
-
 def categories_table(before: dict, after: dict) -> str:
     """Return categories, idle time and step before and after, the gain beside the prediction."""
     predicted, rows = predicted_gains(before, after), []
@@ -128,7 +120,10 @@ def render_comparison(before: dict, after: dict) -> str:
     Raises:
         UserError: they are not of the same workload.
     """
-    refuse_other_workload(before, after)
+    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
+    if differ:
+        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
+        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
     lines = [

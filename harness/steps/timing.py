@@ -67,7 +67,7 @@ def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
     return statistics.median(samples)
 
 
-def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
+def graph_time_us(fn: Callable[[], object]) -> float | None:
     """Return the kernel time of fn() alone: the median us of its replays from one CUDA graph.
 
     None without a GPU, or if fn waits for it.  Data that fits in L2 stays there.
@@ -75,33 +75,30 @@ def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
     if not HAS_GPU:
         return None
     try:
-        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
+        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=50, return_mode="median")
     except RuntimeError:  # "operation not permitted when stream is capturing"
         torch.cuda.synchronize()
         return None
 
 
-# ---------------------------------------------------------------- ceilings
-
-
-def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
+def copy_bandwidth() -> float:
     """Measure the device's copy rate in GB/s, reads plus writes."""
-    if not HAS_GPU:
-        n_bytes = 64 << 20
+    n_bytes = 2 << 30 if HAS_GPU else 64 << 20
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
 
 
-def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+def matmul_rate(dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure the matrix rate in TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
-    n = n if HAS_GPU else 512
+    n = 8192 if HAS_GPU else 512
     a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 
-def fp8_rate(n: int = 8192) -> float:
+def fp8_rate() -> float:
     """Measure the same for e4m3 with a scale for each row and fast accumulation; needs a GPU."""
+    n = 8192
     a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     scales = torch.ones(n, 1, device=DEVICE)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -115,9 +112,6 @@ def fp8_rate(n: int = 8192) -> float:
 def datasheet_tflops(gpu: str | None) -> float | None:
     """Return dense bf16 TFLOP/s by the data sheet; None for a GPU that is not listed."""
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
-
-
-# ---------------------------------------------------------------- memory
 
 
 class _Result(torch.autograd.Function):

@@ -263,9 +263,6 @@ def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     return sum(totals) / sum(counts)
 
 
-# ---------------------------------------------------------------- output
-
-
 def step_line(
     step: int,
     n_steps: int,

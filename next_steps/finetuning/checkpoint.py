@@ -33,6 +33,7 @@ from torch.distributed import checkpoint as dcp
 # not staging.DefaultStager around it, which in PyTorch 2.11 forgets its memory after each copy
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
@@ -105,17 +106,10 @@ def share_of(tensors: dict) -> dict:
         part: {
             name: given
             for i, (name, given) in enumerate(named.items())
-            if i % n == rank or any(isinstance(t, DTensor) for t in tensors_in(given))
+            if i % n == rank or any(isinstance(t, DTensor) for t in tree_leaves(given))
         }
         for part, named in tensors.items()
     }
-
-
-def tensors_in(given: torch.Tensor | dict) -> list[torch.Tensor]:
-    """Return all tensors in a dict of dicts, or the one that is given."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [t for each in given.values() for t in tensors_in(each)]
 
 
 def write(
@@ -329,7 +323,7 @@ class Keeper(contextlib.AbstractContextManager):
     def copied(self, tensors: dict) -> dict | None:
         """Copy the tensors to the host's memory, the same each time; None: it has no room."""
         if self.copies and self.stager is None:
-            held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
+            held = (t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(tensors))
             n_bytes, room = sum(t.nbytes for t in held), available_memory()
             if n_bytes > OF_THE_HOST * room:
                 needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"

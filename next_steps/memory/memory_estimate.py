@@ -71,9 +71,6 @@ def report(workload: Workload, record_to: str | None = None) -> None:
     run_records.write_record(record_to, record)
 
 
-# ---------------------------------------------------------------- output
-
-
 def moment_line(name: str, estimated: dict, n_layers: int) -> str:
     """Return when the peak is reached, and what made most of the loss and the temporaries."""
     largest = [

@@ -110,9 +110,6 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
     return work
 
 
-# ---------------------------------------------------------------- rates
-
-
 @functools.cache
 def link_rate() -> float:
     """Return GB/s from pinned memory to the GPU."""

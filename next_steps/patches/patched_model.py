@@ -52,9 +52,6 @@ def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     return set_recompute(model, workload.recompute, workload.offload)
 
 
-# ---------------------------------------------------------------- quantized
-
-
 def load_quantized(workload: Workload) -> torch.nn.Module:
     """Return `load_model`'s model, quantized; the GPU has at most one layer that is not."""
     config = loading.begin(workload)

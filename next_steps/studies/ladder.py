@@ -160,9 +160,6 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     run_records.write_record(record_to, record)
 
 
-# ---------------------------------------------------------------- what is printed
-
-
 def blocks(record: dict) -> tuple[list[dict], list[dict]]:
     """Return the rungs, which are the baseline and what was predicted, and all other runs."""
     first, *rest = record["rungs"]
@@ -181,15 +178,10 @@ def strongest(record: dict, of: str = "step_ms") -> dict:
     return min(others, key=lambda rung: rung[of])
 
 
-def step_in_words(rung: dict) -> str:
-    """Return a step's median, with its spread if the record has one; older records do not."""
-    spread = f" ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})" if "p20_ms" in rung else ""
-    return f"{rung['step_ms']:,.1f}{spread}"
-
-
 def measured(rung: dict, baseline: dict) -> list[str]:
     """Return the columns of both tables: step time, busy GPU, tokens/s, peak, loss difference."""
-    cells = [step_in_words(rung), tables.number(rung.get("busy_ms"))]
+    step = f"{rung['step_ms']:,.1f} ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})"
+    cells = [step, tables.number(rung["busy_ms"])]
     for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
         cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
     return [*cells, f"{max(run_records.relative_differences(baseline, rung)):.1e}"]

@@ -35,9 +35,6 @@ def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
     yield "Liger", replace(workload, opponent="liger")
 
 
-# ---------------------------------------------------------------- one row
-
-
 def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
     """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
@@ -150,9 +147,6 @@ def walk(workload: Workload, record_to: str | None) -> None:
             print(record["absent"][-1], flush=True)
         free_memory()
     run_records.write_record(record_to, record)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def parse_args() -> argparse.Namespace:

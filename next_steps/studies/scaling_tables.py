@@ -71,9 +71,6 @@ def read(paths: list[str]) -> list[dict]:
     return records
 
 
-# ---------------------------------------------------------------- numbers
-
-
 def size_of(row: dict) -> tuple[int, int]:
     return row["batch_size"], row["seq_len"]
 
@@ -120,9 +117,6 @@ def crossover(record: dict, way: str) -> str:
 
 def processes_of(record: dict) -> str:
     return f"{record['world_size']} processes, {record['parallel']}"
-
-
-# ---------------------------------------------------------------- the tables
 
 
 def row_in_words(row: dict) -> str:
