@@ -56,10 +56,7 @@ def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
 
 
 def check_kernels() -> list:
-    """Launch both kernels and return a `Check` of each result.
-
-    A result may be at most twice as wrong as eager PyTorch's.
-    """
+    """Launch both kernels and return a `Check` of each result, against twice eager's error."""
     import torch
 
     from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference

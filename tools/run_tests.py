@@ -45,10 +45,7 @@ class Count:
 
 
 def read_report(report: Path) -> tuple[Count, list[str]]:
-    """Read pytest's report (JUnit's XML): the count, and a line for each failure.
-
-    Without a report the count is zero.
-    """
+    """Read pytest's report (JUnit's XML), if any: the count, and a line for each failure."""
     count, failures = Count(), []
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         outcomes = {child.tag: child for child in test}

@@ -87,10 +87,7 @@ def in_the_way(file: str, other: str) -> bool:
 
 
 def require_writable(path: str, is_folder: bool = False) -> None:
-    """Refuse a file that could not be written, or a folder in which nothing could be.
-
-    Neither has to exist yet.
-    """
+    """Refuse a file or a folder that could not be written, be it there or not."""
     target = os.path.realpath(path)
     try:
         if not is_folder:

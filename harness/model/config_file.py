@@ -236,12 +236,7 @@ def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str
 
 
 def try_forward(config: LlamaConfig) -> None:
-    """Raise what a forward with this configuration would, on meta tensors, which takes no memory.
-
-    Raises:
-        ValueError: its rotary frequencies are not numbers that an angle can be computed from.
-        Exception: of every kind, from transformers and PyTorch.
-    """
+    """Raise what a forward with this configuration would raise, on meta tensors."""
     frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
     if not (frequencies.isfinite() & (frequencies > 0)).all():
         raise ValueError("its rotary frequencies are not all finite and above 0")

@@ -115,11 +115,7 @@ def run_line(label: str, record: dict) -> str:
 
 
 def render_comparison(before: dict, after: dict) -> str:
-    """Return what went away and what came from one profile to another.
-
-    Raises:
-        UserError: they are not of the same workload.
-    """
+    """Return what went away and what came from one profile to another."""
     differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
     if differ:
         said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
@@ -142,11 +138,7 @@ def render_comparison(before: dict, after: dict) -> str:
 
 
 def read_profile(path: str) -> dict:
-    """Read a profile.
-
-    Raises:
-        UserError: the file is no profile, or something in it is missing or damaged.
-    """
+    """Read a profile; refuse another file, and one of which a part is missing or damaged."""
     record = read_record(path, "profile")
     require_keys(path, record, KEYS)
     return record

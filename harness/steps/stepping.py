@@ -32,11 +32,7 @@ def in_steps(batches: list[Batch], micro_batches: int) -> list[list[Batch]]:
 
 
 def inputs_of(batch: Batch, model: Callable) -> dict:
-    """Return a model's arguments for a batch.
-
-    A model with `takes_max_targets` is told the number of targets, so it need not wait for the GPU
-    to count them.
-    """
+    """Return a model's arguments; with `takes_max_targets` the number of targets is one."""
     inner = getattr(model, "module", model)  # of DistributedDataParallel
     counted = {"max_targets": batch.n_targets} if getattr(inner, "takes_max_targets", False) else {}
     return batch.inputs() | counted

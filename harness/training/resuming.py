@@ -53,11 +53,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the folder, so that no other run writes there meanwhile.
-
-        Raises:
-            UserError: another run writes there, or has written since the flags were read.
-        """
+        """Hold the folder, so that no other run writes there meanwhile, nor has since."""
         with checkpoint_files.alone_in(self.folder):
             self.refuse_another_runs()
             yield

@@ -69,9 +69,8 @@ class Run:
         self.name, self.workload, self.model = name, workload, model
         self.record_to, self.save_to = record_to, save_to
         self.environment = environment()
-        # the day on which the run first began; older checkpoints do not say it
-        started = {"environment": self.environment} | (resumed or {})
-        self.day = started.get("day", started["environment"]["date"])
+        # the day on which the run first began
+        self.day = resumed["day"] if resumed else self.environment["date"]
         self.data = load_data(workload, model.config, workload.steps, self.day)
         self.described = workload.as_record() | counts(model, workload) | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data

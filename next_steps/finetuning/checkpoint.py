@@ -144,10 +144,7 @@ def write(
 
 
 class Writer(dcp.FileSystemWriter):
-    """Raises what the system says if a file cannot be written.
-
-    PyTorch itself raises a consequence, "[enforce fail at inline_container.cc]".
-    """
+    """Raises what the system says if a file cannot be written; PyTorch raises a consequence."""
 
     def __init__(self, path: Path):
         # Nothing is copied ahead.  So, with tensors in the host's memory, the thread makes no call

@@ -98,11 +98,7 @@ COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhe
 
 
 def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
-    """Return (model, what is called in its place, optimizer) of the workload's opponent.
-
-    Raises:
-        UserError: the opponent is not installed.
-    """
+    """Return (model, what is called in its place, optimizer) of the workload's opponent."""
     name, graph = workload.opponent, workload.cuda_graph
     model = RECIPES[name](workload)
     called = parallel.wrap(model, workload)

@@ -99,10 +99,7 @@ def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
 
 @dataclass(frozen=True)
 class Window:
-    """The time of one sample.
-
-    Moment 0 is before the step.  Every birth and every death is the next moment.
-    """
+    """The time of one sample; each birth and death is the next moment, from 0 on."""
 
     sample: Sample
     first: int

@@ -41,11 +41,7 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Put the workload's kernels and FP8 into a LlamaForCausalLM from `load`; return the model.
-
-    Raises:
-        UserError: FP8 is wanted, and this GPU has none.
-    """
+    """Put the workload's kernels and FP8 into a LlamaForCausalLM from `load`; return the model."""
     apply_kernels(model, model_kernels(workload.kernels))
     if workload.fp8:
         fp8_layers(model, workload.fp8)

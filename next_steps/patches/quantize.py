@@ -66,13 +66,7 @@ class NF4Linear(torch.nn.Linear):
 
 
 def quantize_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Put NF4Linear in the place of the layers' projections; return the model, a LlamaForCausalLM.
-
-    Call this before adapters and kernels are added.
-
-    Raises:
-        UserError: a projection cannot be quantized, or is none any more.
-    """
+    """Put NF4Linear in the place of a LLaMA's projections, before adapters and kernels."""
     for layer in model.model.layers:
         quantize_layer(layer)
     return model

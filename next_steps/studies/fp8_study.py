@@ -109,11 +109,7 @@ def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[di
 
 
 def measure_accuracy(args: argparse.Namespace) -> dict:
-    """Train every seed in every mode; return the record.
-
-    Raises:
-        RunError: The GPU cannot multiply FP8.
-    """
+    """Train every seed in every mode; return the record."""
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 

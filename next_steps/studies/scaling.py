@@ -83,11 +83,7 @@ def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int
 
 
 def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
-    """Yield the rows of one way, from the smallest size to the first that does not fit.
-
-    Raises:
-        UserError: a library that the way needs is not installed.
-    """
+    """Yield the rows of one way, from the smallest size to the first that does not fit."""
     import torch
 
     from harness.cli.device import HAS_GPU, free_memory
