@@ -83,7 +83,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         if {len(facts[column]) for column in COLUMNS} != {step}:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
-        facts["data_digest"]
+        facts["data_digest"], facts["day"]
     except checkpoint_files.UNREADABLE as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
