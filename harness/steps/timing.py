@@ -22,6 +22,8 @@ DATASHEET_BF16_TFLOPS = {
     "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
 }  # fmt: skip
 
+COPIED_BYTES = 2 << 30  # whose copy gives the copy rate of a GPU
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -83,7 +85,7 @@ def graph_time_us(fn: Callable[[], object]) -> float | None:
 
 def copy_bandwidth() -> float:
     """Measure the device's copy rate in GB/s, reads plus writes."""
-    n_bytes = 2 << 30 if HAS_GPU else 64 << 20
+    n_bytes = COPIED_BYTES if HAS_GPU else 64 << 20
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
