@@ -192,7 +192,7 @@ def communication_lines(record: dict) -> list[str]:
             for name, n_bytes in expected["bytes"].items()
         ]
         lines.append(f"Communication, predicted: {expected['ms']:,.1f} ms, {', '.join(parts)}")
-    if total_us := (record["timeline"] or {}).get("communication_us", 0.0):
+    if total_us := (record.get("timeline") or {}).get("communication_us", 0.0):
         exposed = diagnose.exposed_us(record)
         hidden, share = total_us - exposed, exposed / record["median_step_ms"] / 10
         lines.append(
