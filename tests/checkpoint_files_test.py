@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import finetune_baseline
 from harness.cli.command_line import RunError, UserError
@@ -270,7 +271,7 @@ def trained(monkeypatch):
 
     def train(workload, checkpoints=kernel_training.NO_CHECKPOINTS):
         record = kernel_training.train(workload, checkpoints=checkpoints)
-        return record["losses"], checkpoint.tensors_in(checkpoint.tensors_of(*made))
+        return record["losses"], tree_leaves(checkpoint.tensors_of(*made))
 
     return train
 
@@ -322,7 +323,7 @@ def test_every_copy_lies_in_the_memory_of_the_first(trained, tmp_path, monkeypat
     write, written = checkpoint.write, []
 
     def remember(folder, tensors, *more):
-        written.append(checkpoint.tensors_in(tensors))
+        written.append(tree_leaves(tensors))
         return write(folder, tensors, *more)
 
     monkeypatch.setattr(checkpoint, "write", remember)
