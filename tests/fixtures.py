@@ -112,6 +112,18 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
+class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
+    """A context that yields the list of the tensors that are kept for a backward meanwhile."""
+
+    def __init__(self):
+        self.saved = []
+        super().__init__(lambda t: self.saved.append(t) or t, lambda t: t)
+
+    def __enter__(self):
+        super().__enter__()
+        return self.saved
+
+
 def captured(
     step: Callable[[], object], steps_before: int = 1
 ) -> tuple[torch.cuda.CUDAGraph, object]:

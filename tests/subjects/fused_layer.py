@@ -14,7 +14,7 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import PADDED_WIDTHS, Subject, bad_call
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I
@@ -178,50 +178,28 @@ def wrong_layer_gradients(inputs, douts, right):
     }
 
 
-def bad_norm_input():
-    x, norm_weight, w_gate, w_up = make_norm((4,), SIZE, torch.float32)[0].values()
-    return {
-        "x of another H": BadInput(
-            (x[:, :-1], norm_weight, w_gate, w_up),
-            ValueError,
-            r"weight has shape \(24,\), expected \(23,\)",
-        ),
-        "x is float64": BadInput(
-            (x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"
-        ),
-    }
+def refused(make, name, change, sentence):
+    """Return what makes the call that is refused for one tensor of another shape."""
+
+    def calls():
+        inputs, _ = make((4,), SIZE, torch.float32)
+        changed = {name: change(inputs[name])}
+        return {f"another {name}": bad_call(inputs, ValueError, sentence, **changed)}
+
+    return calls
 
 
-def bad_swiglu_input():
-    gate, up, w_down = make_swiglu((4,), SIZE, torch.float32)[0].values()
-    return {
-        "two shapes": BadInput(
-            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
-        )
-    }
+def without_its_last_column(x):
+    return x[:, :-1]
 
 
-def bad_mlp_input():
-    x, w_gate, w_up, w_down = make_mlp((4,), SIZE, torch.float32)[0].values()
-    return {
-        "two widths": BadInput(
-            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
-        ),
-        "float64": BadInput(
-            [t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"
-        ),
-    }
+def without_its_last_row(t):
+    return t[:-1]
 
 
-def bad_layer_input():
-    x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
-    return {
-        "x of another H": BadInput(
-            (x[:, :-1], norm_weight, *weights),
-            ValueError,
-            r"weight has shape \(24,\), expected \(23,\)",
-        )
-    }
+ANOTHER_H = "x", without_its_last_column, r"weight has shape \(24,\), expected \(23,\)"
+ANOTHER_UP = "up", without_its_last_row, r"up has shape .*, expected \(4, "
+ANOTHER_W_UP = "w_up", *ANOTHER_UP[1:]
 
 
 def bytes_of_rstd(inputs):
@@ -275,8 +253,8 @@ SUBJECTS = (
         saved_bytes=bytes_of_rstd,
         fixed_outputs={"residual": "being modified inplace"},
         activations=("x",),
-        bad_input=bad_norm_input,
-        bad_when_compiled="x of another H",
+        bad_input=refused(make_norm, *ANOTHER_H),
+        bad_when_compiled="another x",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_gate", "w_up"),
         **COMMON,
@@ -294,8 +272,8 @@ SUBJECTS = (
         far=(("gate", 0), ("up", 0)),
         saved=("w_down",),
         activations=("gate", "up"),
-        bad_input=bad_swiglu_input,
-        bad_when_compiled="two shapes",
+        bad_input=refused(make_swiglu, *ANOTHER_UP),
+        bad_when_compiled="another up",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_down",),
         **COMMON,
@@ -314,8 +292,8 @@ SUBJECTS = (
         saved_bytes=bytes_of_gate_and_up,
         fixed_outputs={"out": "is a view and is being modified inplace"},
         activations=("x",),
-        bad_input=bad_mlp_input,
-        bad_when_compiled="two widths",
+        bad_input=refused(make_mlp, *ANOTHER_W_UP),
+        bad_when_compiled="another w_up",
         refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("x", "w_gate", "w_up", "w_down"),
         workspace=bytes_of_three_inner_results,
@@ -334,8 +312,8 @@ SUBJECTS = (
         saved=("x", "norm_weight", "w_gate", "w_up", "w_down"),
         saved_bytes=lambda inputs: bytes_of_rstd(inputs) + bytes_of_gate_and_up(inputs),
         activations=("x",),
-        bad_input=bad_layer_input,
-        bad_when_compiled="x of another H",
+        bad_input=refused(make_layer, *ANOTHER_H),
+        bad_when_compiled="another x",
         refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         multiplied=("w_gate", "w_up", "w_down"),
         **COMMON,
