@@ -161,11 +161,6 @@ def test_y_is_written_only_if_it_is_needed():
         assert all(map(torch.equal, found[:2], expected)) and found[2] is None
 
 
-def test_no_tokens():
-    t = {n: x[:0] if len(x) == N else x for n, x in operands().items()}
-    assert [x.shape for x in backward(t)] == [(0, INNER)] * 3
-
-
 BAD = {
     "h": (lambda t: t[:, 1:], ValueError, r"h has shape \(21, 6\), expected \(21, 7\)"),
     "b_up": (lambda t: t.float(), TypeError, "b_up is torch.float32, expected torch.bfloat16"),

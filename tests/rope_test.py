@@ -32,8 +32,9 @@ from next_steps.lessons.rope_kernel import (
 )
 from tests import subject
 from tests.fixtures import COMPILED_DTYPE, compiled_once, needs_gpu, pads_rows
+from tests.layouts import layouts_of
 from tests.subjects import SUBJECTS, rope
-from tests.subjects.rope import PACKED_HEADS, eager, of_packed_heads, rotation
+from tests.subjects.rope import HEADS, PACKED_HEADS, eager, of_packed_heads, rotation
 
 ROPE = SUBJECTS["rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
@@ -166,54 +167,32 @@ def test_nan_and_inf_stay_in_their_pair():
 # ---- Shapes and layouts --------------------------------------------------------------------------
 
 
-LAYOUTS = {  # name: (shape of the memory, its (2, 4, 3, 16) view)
-    "contiguous": ((2, 4, 3, 16), lambda t: t),
-    "tokens before heads": ((2, 3, 4, 16), lambda t: t.transpose(1, 2)),
-    "tokens before samples": ((3, 2, 4, 16), lambda t: t.permute(1, 2, 0, 3)),
-    "part of a fused projection": ((2, 3, 9, 16), lambda t: t[:, :, 2:6].transpose(1, 2)),
-    "part of a wider head": ((2, 3, 4, 40), lambda t: t[..., 7:23].transpose(1, 2)),
-    "every second token and head": ((2, 6, 8, 16), lambda t: t[:, ::2, 1::2].transpose(1, 2)),
-    "every second column": ((2, 3, 4, 32), lambda t: t[..., ::2].transpose(1, 2)),
-    "columns before heads": ((2, 16, 4, 3), lambda t: t.permute(0, 2, 3, 1)),
-    "one sample repeated (stride 0)": (
-        (1, 3, 4, 16),
-        lambda t: t.transpose(1, 2).expand(2, -1, -1, -1),
-    ),
-    "one head repeated (stride 0)": (
-        (2, 3, 1, 16),
-        lambda t: t.transpose(1, 2).expand(-1, 4, -1, -1),
-    ),
-    "one token repeated (stride 0)": (
-        (2, 1, 4, 16),
-        lambda t: t.transpose(1, 2).expand(-1, -1, 3, -1),
-    ),
-    "one number repeated (strides 0)": ((1, 1, 1, 1), lambda t: t.expand(2, 4, 3, 16)),
-    "overlapping windows": ((2, 4, 18), lambda t: t.unfold(2, 16, 1)),
-}
-LAYOUT_SHAPE = (2, 3, 4, 4, 16)
-COPIED = "every second column", "columns before heads", "one number repeated (strides 0)"
+DENSE = [f"dimensions {a} and {b} exchanged" for a, b in ((0, 1), (0, 2), (1, 2))]
+LAYOUTS = {name: layout.place for name, layout in layouts_of(4).items()} | HEADS
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "tokens before heads", "tokens before samples"])
+def laid_out(layout):
+    """Return heads (2, 4, 3, 16) laid out so, and angles for them."""
+    return LAYOUTS[layout](torch.randn(2, 4, 3, 16, device=DEVICE)), make_inputs()[2:4]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", *DENSE])
 def test_outputs_have_the_layout_of_the_inputs(layout):
-    shape, view = LAYOUTS[layout]
-    x, (*_, cos, sin, _, _) = view(torch.randn(shape, device=DEVICE)), make_inputs(LAYOUT_SHAPE)
+    x, angles = laid_out(layout)
     for launcher in (rope_forward, rope_backward):
-        assert all(t.stride() == x.stride() for t in launcher(x, x, cos, sin))
+        assert all(t.stride() == x.stride() for t in launcher(x, x, *angles))
 
 
 def test_part_of_a_fused_projection_gives_dense_tokens():
-    shape, view = LAYOUTS["part of a fused projection"]
-    x, (*_, cos, sin, _, _) = view(torch.randn(shape, device=DEVICE)), make_inputs(LAYOUT_SHAPE)
-    assert all(t.transpose(1, 2).is_contiguous() for t in rope_forward(x, x, cos, sin))
+    x, angles = laid_out("part of a fused projection")
+    assert all(t.transpose(1, 2).is_contiguous() for t in rope_forward(x, x, *angles))
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in COPIED])
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if laid_out(n)[0].stride(3) == 1])
 def test_adjacent_columns_are_not_copied(layout, monkeypatch):
     kernel = mock.MagicMock()
     monkeypatch.setattr(rope_kernel, "_rope_kernel", kernel)
-    shape, view = LAYOUTS[layout]
-    x, (*_, cos, sin, _, _) = view(torch.randn(shape, device=DEVICE)), make_inputs(LAYOUT_SHAPE)
+    x, (cos, sin) = laid_out(layout)
     rope_forward(x, x, cos, sin)
     args = kernel.__getitem__.return_value.call_args.args
     pointers = [arg[0].data_ptr() for arg in args if isinstance(arg, tuple)]
@@ -377,9 +356,10 @@ def test_torch_compile_of_a_projection_with_angles(angles):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("shape, view", LAYOUTS.values(), ids=LAYOUTS)
-def test_operator_promises_torch_compile_what_it_returns(shape, view, backward):
-    x, (_, k, cos, sin, _, _) = view(torch.randn(shape, device=DEVICE)), make_inputs(LAYOUT_SHAPE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operator_promises_torch_compile_what_it_returns(layout, backward):
+    x, (cos, sin) = laid_out(layout)
+    k = make_inputs()[1]
     torch.library.opcheck(rope_kernel._launch.operator, (x, k, cos[0], sin[:1], backward))
 
 
