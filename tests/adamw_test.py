@@ -28,12 +28,7 @@ from harness.benchmark.checking import (
 from harness.cli import command_line
 from kernel_support import tl, triton
 from next_steps.lessons import adamw_kernel
-from next_steps.lessons.adamw_kernel import (
-    _one_minus_power,
-    _store,
-    adamw_reference,
-    adamw_step,
-)
+from next_steps.lessons.adamw_kernel import _one_minus_power, _store, adamw_reference, adamw_step
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.fixtures import needs_gpu
 

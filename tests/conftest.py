@@ -27,6 +27,7 @@ from tests.fixtures import (  # noqa: F401
     poison_new_tensors,
     same_random_numbers,
     saved_tiny,
+    small_tiles,
     unused_memory_returned,
 )
 

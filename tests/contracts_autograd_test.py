@@ -9,7 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
-from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import saved_tensors
 from tests.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
@@ -18,13 +17,8 @@ from tests.subjects import SUBJECTS
 # Masked lanes compute inf - inf.  The interpreter's NumPy warns about that.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def make(subject, dtype=torch.float32):

@@ -87,6 +87,14 @@ def poison_new_tensors():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Let small tensors take several tiles too."""
+    from tests import tiles  # of the kernels of this test: mutation_test exchanges them
+
+    tiles.small_tiles(monkeypatch)
+
+
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
     """Fill what new_empty and empty_like return with NaN, so that nothing a kernel forgets to

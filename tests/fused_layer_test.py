@@ -13,13 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    HAS_GPU,
-    assert_all_passed,
-    compare,
-    relative_error,
-)
+from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare, relative_error
 from next_steps.layers import fused_layer
 from next_steps.layers.fused_layer import (
     NormLinearFunction,

@@ -12,20 +12,14 @@ import torch
 
 from harness.benchmark.checking import DEVICE, Check, assert_all_passed, compare
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
-from tests import tiles
 from tests.calls import Calls
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
 from tests.subjects.fused_layer import make_mlp
 
 SMALL = (9, 40, 112)  # N, H, I
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+pytestmark = pytest.mark.usefixtures("small_tiles")
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Let small tensors take several blocks too."""
-    tiles.small_tiles(monkeypatch)
 
 
 def make_mlp_inputs(dtype=torch.float32, n_rows=SMALL[0]):

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed
-from tests import tiles
 from tests.layouts import Layout
 from tests.subject import Subject, checks, compare_parts, references, run
 from tests.subjects import SUBJECTS
@@ -39,13 +38,8 @@ FEW = 3  # examples that a reader draws of each property
 # them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def drawn(number, *strategies):

@@ -14,13 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    FLOOR,
-    Check,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import DEVICE, FLOOR, Check, assert_all_passed, relative_error
 from harness.model.patching import called_function
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.rope_kernel import (

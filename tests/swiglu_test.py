@@ -10,12 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    Check,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import DEVICE, Check, assert_all_passed, relative_error
 from harness.steps import timing
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import (
@@ -36,14 +31,8 @@ NAN, INF = float("nan"), float("inf")
 # 0 * inf and 1 / 0 are the right answers in some tests; the interpreter's NumPy comments on them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Let small tensors take several blocks too."""
-    tiles.small_tiles(monkeypatch)
 
 
 def make_inputs(shape, dtype=torch.float32, seed=0):

@@ -236,7 +236,16 @@ COMMON = {
     "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
     "gpu_size": (256, 512),
 }
+ON_CPU = "is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"
 EXEMPT = {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": MEMORY}
+OF_X = {"far": (("x", 0),), "activations": ("x",)}
+OF_A_NORM = OF_X | {"bad_when_compiled": "another x", "refused_on_cpu": f"x {ON_CPU}"}
+OF_GATE_AND_UP = {
+    "far": (("gate", 0), ("up", 0)),
+    "activations": ("gate", "up"),
+    "bad_when_compiled": "another up",
+    "refused_on_cpu": f"gate {ON_CPU}",
+}
 
 SUBJECTS = (
     Subject(
@@ -248,14 +257,11 @@ SUBJECTS = (
         differentiable=("x", "norm_weight", "w_gate", "w_up"),
         wrong_answers=wrong_norm_gradients,
         made_by_pytorch=("residual",),
-        far=(("x", 0),),
         saved=("x", "norm_weight", "w_gate", "w_up"),
         saved_bytes=bytes_of_rstd,
         fixed_outputs={"residual": "being modified inplace"},
-        activations=("x",),
         bad_input=refused(make_norm, *ANOTHER_H),
-        bad_when_compiled="another x",
-        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **OF_A_NORM,
         multiplied=("w_gate", "w_up"),
         **COMMON,
         exempt=EXEMPT | COMPILER,
@@ -269,12 +275,9 @@ SUBJECTS = (
         make=make_swiglu,
         differentiable=("gate", "up", "w_down"),
         wrong_answers=wrong_swiglu_gradients,
-        far=(("gate", 0), ("up", 0)),
         saved=("w_down",),
-        activations=("gate", "up"),
         bad_input=refused(make_swiglu, *ANOTHER_UP),
-        bad_when_compiled="another up",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **OF_GATE_AND_UP,
         multiplied=("w_down",),
         **COMMON,
         exempt=EXEMPT | OVERWRITES,
@@ -287,14 +290,13 @@ SUBJECTS = (
         make=make_mlp,
         differentiable=("x", "w_gate", "w_up", "w_down"),
         wrong_answers=wrong_mlp_gradients,
-        far=(("x", 0),),
         saved=("x", "w_gate", "w_up", "w_down"),
         saved_bytes=bytes_of_gate_and_up,
         fixed_outputs={"out": "is a view and is being modified inplace"},
-        activations=("x",),
+        **OF_X,
         bad_input=refused(make_mlp, *ANOTHER_W_UP),
         bad_when_compiled="another w_up",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        refused_on_cpu=f"gate {ON_CPU}",
         multiplied=("x", "w_gate", "w_up", "w_down"),
         workspace=bytes_of_three_inner_results,
         **COMMON,
@@ -308,13 +310,10 @@ SUBJECTS = (
         make=make_layer,
         differentiable=("x", "norm_weight", "w_gate", "w_up", "w_down"),
         wrong_answers=wrong_layer_gradients,
-        far=(("x", 0),),
         saved=("x", "norm_weight", "w_gate", "w_up", "w_down"),
         saved_bytes=lambda inputs: bytes_of_rstd(inputs) + bytes_of_gate_and_up(inputs),
-        activations=("x",),
         bad_input=refused(make_layer, *ANOTHER_H),
-        bad_when_compiled="another x",
-        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **OF_A_NORM,
         multiplied=("w_gate", "w_up", "w_down"),
         **COMMON,
         exempt=EXEMPT | COMPILER,
