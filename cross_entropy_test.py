@@ -62,22 +62,28 @@ def make_inputs(shape, dtype=torch.float32):
     return logits.to(dtype), targets
 
 
-def loss_and_gradient(loss_fn, logits, targets):
-    """The loss, and the gradient of the sum of all losses; `logits` keeps its strides."""
+def loss_and_gradient(loss_fn, logits, targets, grad_output=None):
+    """The loss, and the gradient of the sum of all losses, or that for grad_output.
+
+    `logits` keeps its strides.
+    """
     leaf = logits.detach().requires_grad_()
     loss = loss_fn(leaf, targets)
-    loss.sum().backward()
+    if grad_output is None:
+        loss.sum().backward()
+    else:
+        loss.backward(grad_output.to(loss.dtype))
     return loss.detach(), leaf.grad
 
 
-def reference_and_eager(logits, targets, **options):
+def reference_and_eager(logits, targets, grad_output=None, **options):
     """(loss, gradient) in float64, and in eager PyTorch as Hugging Face writes it."""
 
     def reference(logits, targets):
         return cross_entropy_reference(logits, targets, **options)
 
-    ref64 = loss_and_gradient(reference, logits.double(), targets)
-    eager = loss_and_gradient(lambda x, t: reference(x.float(), t), logits, targets)
+    ref64 = loss_and_gradient(reference, logits.double(), targets, grad_output)
+    eager = loss_and_gradient(lambda x, t: reference(x.float(), t), logits, targets, grad_output)
     return ref64, eager
 
 
@@ -86,14 +92,18 @@ def compare_both(name, ours, ref64, eager, targets) -> list[Check]:
     is_target = targets.unsqueeze(-1) == torch.arange(ref64[1].shape[-1], device=targets.device)
     checks = [compare(f"{name} Loss", ours[0], ref64[0], eager[0])]
     for part, elsewhere in (("target", ~is_target), ("other", is_target)):
-        gradients = (gradient.masked_fill(elsewhere, 0) for _, gradient in (ours, ref64, eager))
+        gradients = (
+            g if g is None else g.masked_fill(elsewhere, 0) for _, g in (ours, ref64, eager)
+        )
         checks.append(compare(f"{name} Gradient ({part} entries)", *gradients))
     return checks
 
 
-def run_checks(logits, targets, **options) -> list[Check]:
-    ours = loss_and_gradient(TritonCrossEntropyLoss(**options), logits, targets)
-    references = reference_and_eager(logits, targets, **options)
+def run_checks(logits, targets, grad_output=None, loss_fn=None, **options) -> list[Check]:
+    """The three checks of the kernels, or of `loss_fn` in their place."""
+    loss_fn = loss_fn or TritonCrossEntropyLoss(**options)
+    ours = loss_and_gradient(loss_fn, logits, targets, grad_output)
+    references = reference_and_eager(logits, targets, grad_output, **options)
     return compare_both(DTYPE_NAME[logits.dtype], ours, *references, targets)
 
 

@@ -261,8 +261,7 @@ def operator(
 ) -> Callable:
     """Decorate a launcher: torch.compile sees one operator in its place, launcher.operator.
 
-    Eager code calls the launcher itself, because an operator takes host time.  Arguments are
-    positional.
+    Eager code calls the launcher itself, because an operator takes host time.
 
     Args:
         name: "namespace::name", used once in a process.
@@ -286,13 +285,14 @@ def operator(
         compiled.register_fake(without_none(results))
 
         @functools.wraps(launch)
-        def call(*args):
+        def call(*args, **named):
             if not torch.compiler.is_compiling():
-                return launch(*args)
+                return launch(*args, **named)
             if present is None:
-                return compiled(*args)
-            found = iter(compiled(*args))
-            return tuple(next(found) if is_there else None for is_there in present(*args))
+                return compiled(*args, **named)
+            found = iter(compiled(*args, **named))
+            there = present(*args, **named)
+            return tuple(next(found) if is_there else None for is_there in there)
 
         call.operator = compiled
         return call

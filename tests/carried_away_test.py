@@ -20,11 +20,19 @@ HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {  # the lesson: files beside it, and what is run of it
     "rmsnorm_kernel": ([], "TritonRMSNormFunction.apply(x, row, 1e-5)"),
     "cross_entropy_kernel": ([], "TritonCrossEntropyLoss()(x, targets)"),
+    "cross_entropy_inplace_kernel": (
+        ["cross_entropy_kernel"],
+        "InplaceCrossEntropyFunction.apply(x * 1, targets, -100, 'mean')",
+    ),
     "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
     "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
     "linear_cross_entropy_kernel": (
-        ["cross_entropy_kernel"],
+        ["cross_entropy_kernel", "cross_entropy_inplace_kernel"],
         "TritonLinearCrossEntropyLoss(chunk_size=4)(x, weight, targets)",
+    ),
+    "adamw_kernel": (
+        [],
+        "adamw_step(other, x.detach(), m, m.abs(), steps, 1e-2, 0.9, 0.999, 1e-8, 0.1) or other",
     ),
     "reverse_kl_kernel": ([], "TritonReverseKLLoss()(x, other)"),
     "fp8_kernel": ([], "dequantize(lesson.quantize_rows(x), x.dtype)"),
@@ -39,6 +47,7 @@ def run(lesson, call):
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, torch.bfloat16)
     x = draw(8, 128).requires_grad_()
     other, row, weight, q = draw(8, 128), draw(128), draw(128, 128), draw(1, 2, 4, 16)
+    m, steps = draw(8, 128), torch.ones((), device=DEVICE)
     targets = torch.arange(8, device=DEVICE)
     y = eval(f"lesson.{call}", {**locals(), "lesson": lesson})
     if y.requires_grad:
@@ -77,6 +86,11 @@ def carried_away(tmp_path_factory):
     variables = {**os.environ, "PYTHONPATH": ""}
     subprocess.run([sys.executable, "run.py"], cwd=folder, env=variables, check=True)
     return torch.load(folder / "found.pt")
+
+
+def test_every_lesson_is_here():
+    files = [*HERE.glob("*_kernel.py"), *(HERE / "next_steps" / "lessons").glob("*_kernel.py")]
+    assert {file.stem for file in files} == set(LESSONS)
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -21,6 +21,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cross_entropy_test import reference_and_eager as row_reference_and_eager
 from harness.benchmark.checking import (
     DEVICE,
     DTYPE_NAME,
@@ -43,7 +44,6 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
 )
 from tests import tiles
 from tests.cross_entropy_more_test import MAGNITUDES, check_every_row, rows_of_magnitude
-from tests.cross_entropy_more_test import reference_and_eager as row_reference_and_eager
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
 from tests.subjects.linear_cross_entropy import eager_loss, make
 
@@ -122,6 +122,11 @@ def run_checks(
     return compare_all(DTYPE_NAME[hidden.dtype], ours, *references, targets)
 
 
+def told(max_targets, **options):
+    loss_fn = TritonLinearCrossEntropyLoss(**options)
+    return lambda *inputs: loss_fn(*inputs, max_targets=max_targets)
+
+
 # ---- numbers -------------------------------------------------------------------------------------
 
 
@@ -152,33 +157,21 @@ def test_table_shape(dtype, gpu_memory):
 def test_chunks_are_few_equal_and_of_whole_tiles():
     rows = linear_cross_entropy_kernel._chunk_rows
     assert [rows(n) for n in (0, 1, 128, 512, 2048)] == [128, 128, 128, 512, 2048], "one chunk"
-    assert [rows(n) for n in (2049, 4097, 8192, 8193, 16_384, 32_768)] == [
-        1152,
-        1408,
-        2048,
-        2176,
-        4096,
-        8192,
-    ]
-    assert rows(65_536) == 8192 and rows(32_769) == 6656, (
-        "five chunks of at most 8,192, not four and one row"
-    )
+    sizes = {2049: 1152, 4097: 1408, 8192: 2048, 8193: 2176, 16_384: 4096, 32_768: 8192}
+    assert {n: rows(n) for n in sizes} == sizes
+    # five chunks of at most 8,192, not four and one row
+    assert rows(65_536) == 8192 and rows(32_769) == 6656
     assert [rows(n, 1000) for n in (100, 1000, 1001, 2050)] == [128, 1000, 512, 768]
     assert [rows(n, 5) for n in (3, 23)] == [5, 5]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype, magnitude", [(d, m) for d, m in MAGNITUDES if d != torch.float16])
-@pytest.mark.parametrize(
-    "reduction", ["sum", "none"]
-)  # gradients in the forward, and in the backward
+@pytest.mark.parametrize("reduction", ["sum", "none"])  # gradients in the forward, or backward
 def test_logits_of_any_magnitude(dtype, magnitude, reduction):
-    logits, targets = rows_of_magnitude(
-        magnitude, dtype, infinities=False
-    )  # -inf * 0 is NaN, also in PyTorch
-    one = torch.eye(
-        logits.shape[1], dtype=dtype, device=DEVICE
-    )  # hidden states that are the logits
+    # without -inf: -inf * 0 is NaN, also in PyTorch
+    logits, targets = rows_of_magnitude(magnitude, dtype, infinities=False)
+    one = torch.eye(logits.shape[1], dtype=dtype, device=DEVICE)  # the hidden states are the logits
     grad_output = torch.ones((len(logits),) if reduction == "none" else (), device=DEVICE)
     loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=7)
     loss, dhidden, _ = loss_and_gradients(loss_fn, logits, one, targets, grad_output)
@@ -205,11 +198,8 @@ def dweight_errors(dtype, fp32_dweight):
     errors = []
     for n_chunks in N_CHUNKS:
         options = {"chunk_size": n_rows // n_chunks, "fp32_dweight": fp32_dweight}
-        errors.append(
-            relative_error(
-                linear_cross_entropy_forward(hidden, weight, targets, **options)[2], ref64[2]
-            )
-        )
+        _, _, dweight = linear_cross_entropy_forward(hidden, weight, targets, **options)
+        errors.append(relative_error(dweight, ref64[2]))
     return errors, relative_error(eager[2], ref64[2])
 
 
@@ -330,18 +320,18 @@ def test_chunk_without_a_valid_row_adds_nothing():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", [(0,), (3,), (2, 0)])
-def test_no_valid_row_is_as_in_pytorch(shape, reduction):
+@pytest.mark.parametrize(
+    "shape, max_targets", [((0,), None), ((3,), None), ((2, 0), None), ((4,), 0), ((4,), 2)]
+)
+def test_no_valid_row_is_as_in_pytorch(shape, max_targets, reduction):
     hidden, weight, targets = make_inputs(shape)
     targets.fill_(-100)
     grad_output = torch.ones(shape if reduction == "none" else (), device=DEVICE)
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction)
+    loss_fn = told(max_targets, reduction=reduction)
     loss, dhidden, dweight = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
     expected = linear_cross_entropy_reference(hidden, weight, targets, reduction=reduction)
     torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
-    assert torch.equal(dhidden, torch.zeros_like(hidden)) and torch.equal(
-        dweight, torch.zeros_like(weight)
-    )
+    assert not dhidden.any() and not dweight.any()
 
 
 @pytest.mark.exhaustive
@@ -375,11 +365,6 @@ def half_ignored(shape=(20,), dtype=torch.float32):
     hidden, weight, targets = make_inputs(shape, dtype=dtype)
     targets.clamp_(min=0).view(-1)[::2] = -100
     return hidden, weight, targets, int((targets != -100).sum())
-
-
-def told(max_targets, **options):
-    loss_fn = TritonLinearCrossEntropyLoss(**options)
-    return lambda *inputs: loss_fn(*inputs, max_targets=max_targets)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -421,19 +406,6 @@ def test_too_many_targets_are_noticed_whatever_is_ignored(ignore_index):
     options = {"ignore_index": ignore_index, "reduction": "sum"}  # a mean of no row is NaN, too
     assert told(n_targets - 1, **options)(hidden, weight, targets).isnan()
     assert told(n_targets, **options)(hidden, weight, targets).isfinite()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("max_targets", [0, 2])
-def test_no_target_at_all_is_as_in_pytorch(max_targets, reduction):
-    hidden, weight, targets = make_inputs((4,))
-    targets.fill_(-100)
-    grad_output = torch.ones((4,) if reduction == "none" else (), device=DEVICE)
-    loss_fn = told(max_targets, reduction=reduction)
-    loss, dhidden, dweight = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
-    expected = linear_cross_entropy_reference(hidden, weight, targets, reduction=reduction)
-    torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
-    assert not dhidden.any() and not dweight.any()
 
 
 @pytest.mark.parametrize("max_targets", [10, 11])
@@ -491,29 +463,19 @@ class Log(TorchDispatchMode):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_head_gets_no_gradient_and_no_buffer(reduction):
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_frozen_head_or_hidden_states_get_no_gradient_and_no_buffer(frozen, reduction):
     inputs = make_inputs()
     loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
     grad_output = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    _, dhidden, _ = loss_and_gradients(loss_fn, *inputs, grad_output)
+    _, *both = loss_and_gradients(loss_fn, *inputs, grad_output)
     with Log() as log:
-        _, alone, none = loss_and_gradients(loss_fn, *inputs, grad_output, frozen=("weight",))
-    assert none is None and torch.equal(alone, dhidden)
-    assert "addmm_" not in log.names and (SMALL_V, SMALL_H) not in log.new
+        _, *found = loss_and_gradients(loss_fn, *inputs, grad_output, frozen=(frozen,))
+    kept, gone = (0, 1) if frozen == "weight" else (1, 0)
+    assert found[gone] is None and torch.equal(found[kept], both[kept])
     assert log.products() == (2 if reduction == "mean" else 3) * 3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_hidden_states_get_no_gradient(reduction):
-    inputs = make_inputs()
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
-    grad_output = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    _, _, dweight = loss_and_gradients(loss_fn, *inputs, grad_output)
-    with Log() as log:
-        _, none, alone = loss_and_gradients(loss_fn, *inputs, grad_output, frozen=("hidden",))
-    assert none is None and torch.equal(alone, dweight)
-    assert log.products() == (2 if reduction == "mean" else 3) * 3
+    if frozen == "weight":
+        assert "addmm_" not in log.names and (SMALL_V, SMALL_H) not in log.new
 
 
 def test_no_grad_and_frozen_inputs_compute_the_loss_only():
@@ -538,11 +500,8 @@ def test_loss_is_fp32_and_gradients_have_their_tensors_dtype():
     loss, dhidden, dweight = loss_and_gradients(
         TritonLinearCrossEntropyLoss(chunk_size=2), *make_inputs(dtype=torch.bfloat16)
     )
-    assert (loss.dtype, dhidden.dtype, dweight.dtype) == (
-        torch.float32,
-        torch.bfloat16,
-        torch.bfloat16,
-    )
+    assert loss.dtype == torch.float32
+    assert dhidden.dtype == dweight.dtype == torch.bfloat16
 
 
 def test_gradients_become_the_leaves_grad_without_a_copy(monkeypatch):
@@ -594,19 +553,17 @@ def test_launcher_works_without_autograd(reduction):
     options = {"reduction": reduction, "chunk_size": 4}
     results = linear_cross_entropy_forward(*leaves, **options, grad_output=grad_output)
     assert torch.equal(results[0], expected[0])
-    assert_all_passed(
-        [
-            compare("launcher", a, b.double(), b) for a, b in zip(results[1:], expected[1:])
-        ]  # rounded elsewhere
-    )
-    for needed in ({"need_dhidden": False}, {"need_dweight": False}):
-        assert len(linear_cross_entropy_forward(*leaves, **options, **needed)) == 2
+    pairs = zip(results[1:], expected[1:])  # rounded elsewhere
+    assert_all_passed([compare("launcher", a, b.double(), b) for a, b in pairs])
+    for number, name in ((1, "need_dhidden"), (2, "need_dweight")):
+        results = linear_cross_entropy_forward(*leaves, **options, **{name: False})
+        assert [result is None for result in results] == [i == number for i in range(3)]
 
 
 @pytest.mark.exhaustive
 def test_operator_for_the_compiler_describes_its_results():
     hidden, weight, targets = make_inputs((2, 3))
-    operator = linear_cross_entropy_kernel._operator
+    operator = linear_cross_entropy_forward.operator
     checks = ["test_schema", "test_faketensor"]
     for reduction, *needed in (("mean", True, True), ("none", False, True), ("sum", False, False)):
         arguments = hidden, weight, targets, -100, reduction, *needed, 4, None, None, 2
@@ -653,12 +610,8 @@ def test_torch_compile_takes_any_number_of_targets():
     hidden, weight, targets = make_inputs((2, 6), dtype=COMPILED_DTYPE)
     for n_targets in (5, 7, 3, 8):
         targets.fill_(3).view(-1)[n_targets:] = -100
-        assert_all_passed(
-            run_checks(
-                *(hidden, weight, targets),
-                loss_fn=functools.partial(compiled, max_targets=n_targets),
-            )
-        )
+        ours = functools.partial(compiled, max_targets=n_targets)
+        assert_all_passed(run_checks(hidden, weight, targets, loss_fn=ours))
     assert counter.frame_count <= 2, "one number, and then any other"
 
 
@@ -679,9 +632,8 @@ def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits(gpu_memory):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_host_never_waits_for_the_gpu(reduction, dtype):
-    loss_fn = TritonLinearCrossEntropyLoss(
-        reduction=reduction, chunk_size=2
-    )  # six chunks: summed in fp32
+    # six chunks: summed in fp32
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=2)
     hidden, weight, targets = make_inputs(dtype=dtype)
     targets[0] = SMALL_V  # nor does it look for bad targets
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -738,12 +690,9 @@ def memory_is_as_promised(extra: dict[str, int]) -> bool:
     """The two gradients and a chunk of 2,048 rows of logits; for the sum in fp32, twice dweight
     more.
     """
-    slack, gradients = 4 * 2**20, 2 * H * (V + MEMORY_ROWS)
-    promised = gradients + 2 * 2048 * V + slack
-    return (
-        extra["ours"] <= promised
-        and extra["ours, fp32_dweight=True"] <= gradients + 4 * H * V + slack
-    )
+    gradients = 2 * H * (V + MEMORY_ROWS) + 4 * 2**20  # and some slack
+    in_bf16, in_fp32 = extra["ours"], extra["ours, fp32_dweight=True"]
+    return in_bf16 <= gradients + 2 * 2048 * V and in_fp32 <= gradients + 4 * H * V
 
 
 @needs_gpu
@@ -758,11 +707,8 @@ def test_memory_is_both_gradients_and_one_chunk_of_logits():
 def print_errors_of_dweight() -> bool:
     print("\nError of dweight over the number of chunks, bf16\n" + "-" * 60)
     passed = True
-    for title, fp32_dweight in (
-        ("default", None),
-        ("summed in fp32", True),
-        ("summed in bf16", False),
-    ):
+    ways = {"default": None, "summed in fp32": True, "summed in bf16": False}
+    for title, fp32_dweight in ways.items():
         errors, eager = dweight_errors(torch.bfloat16, fp32_dweight)
         grows = max(errors) > 2 * eager + FLOOR[torch.bfloat16]
         verdict = "(not the default)" if fp32_dweight is False else "FAILED" if grows else "PASSED"

@@ -144,7 +144,7 @@ def second_derivative():
     x, weight = (torch.randn(*s, device=DEVICE, requires_grad=True) for s in ((3, 8), (8,)))
     q, k, cos, sin = turned()
     losses = {
-        "fused loss": TritonCrossEntropyLoss()(logits, targets),
+        "TritonCrossEntropyLoss": TritonCrossEntropyLoss()(logits, targets),
         "RMSNorm": TritonRMSNormFunction.apply(x, weight, 1e-5).sum(),
         "RoPE": triton_apply_rotary_pos_emb(q.requires_grad_(), k, cos, sin)[0].sum(),
         "SwiGLU": TritonSwiGLUFunction.apply(x, x * 2, False).sum(),
@@ -303,7 +303,7 @@ def first_rungs():
         assert abs(predicted - gained) <= predicted / 6
 
 
-@says("ladder", "`linear_cross_entropy`'s is half as large again as its gain")
+@says("ladder", "The prediction of `linear_cross_entropy` is half as large again as its gain")
 @says("../README", "that of the fifth is half as large again as what was gained")
 def fifth_rung():
     predicted, gained = ladder_gains()[4]

@@ -46,9 +46,8 @@ from tests import tiles
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
 from tests.subjects.reverse_kl import bad_input, eager_in_orders, make, reference
 
-N_ROWS, V = (
-    (512, 131_072) if HAS_GPU else (12, 1_000)
-)  # the table's shape; most tests need only a small one
+# the table's shape; most tests need only a small one
+N_ROWS, V = (512, 131_072) if HAS_GPU else (12, 1_000)
 SMALL_ROWS, SMALL_V = 5, 150
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ["batchmean", "sum", "none"]
@@ -222,15 +221,7 @@ def test_overflow_of_exp_without_the_maximum():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n_kept", [0, 1, 300, 700, 2**30])
 def test_any_part_of_a_row_may_be_kept_in_the_cache(monkeypatch, n_kept):
-    launch = reverse_kl_kernel._launch
-
-    def keep(kernel, warps, student, *args):
-        if kernel is reverse_kl_kernel._reverse_kl_fwd_kernel:
-            *args, _, unit = args
-            args = *args, n_kept, unit
-        launch(kernel, warps, student, *args)
-
-    monkeypatch.setattr(reverse_kl_kernel, "_launch", keep)
+    monkeypatch.setattr(reverse_kl_kernel, "_columns_kept", lambda student: n_kept)
     for dtype in DTYPES:
         assert_all_passed(run_checks(*make_inputs((SMALL_ROWS, 700), dtype)))
 
@@ -698,11 +689,12 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
     )
     shards = [reverse_kl_forward(shard(student, r), shard(teacher, r))[1] for r in (0, 1)]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(
-        torch.distributed,
-        "all_gather",
-        lambda parts, mine, group: [p.copy_(s) for p, s in zip(parts, shards)],
-    )
+
+    def gather(parts, mine, group):
+        for part, of_shard in zip(parts, shards):
+            part.copy_(of_shard)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
     whole = reverse_kl_forward(student, teacher)[1]
     grow = 1 / SHRINK.value  # atol would hide what is shrunk
     grow = torch.tensor([grow, grow, 1, 1, grow], device=DEVICE)
@@ -711,21 +703,21 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
 
 # ---- bad input -----------------------------------------------------------------------------------
 
-X, M = torch.zeros(2, 5), torch.ones(2, dtype=torch.bool)
+X, M, STATS = torch.zeros(2, 5), torch.ones(2, dtype=torch.bool), torch.ones(2, 5)
 
 
 @pytest.mark.parametrize("mistake", bad_input())
 def test_launcher_of_the_backward_refuses_with_the_same_sentence(mistake):
     bad = bad_input()[mistake]
     with pytest.raises(bad.error, match=bad.sentence):
-        reverse_kl_backward(torch.ones(()), *bad.inputs, None, None, 1.0, "batchmean")
+        one, stats = torch.ones((), device=DEVICE), STATS.to(DEVICE)
+        reverse_kl_backward(one, *bad.inputs, stats, None, 1.0, "batchmean")
 
 
 def test_launchers_refuse_targets_for_a_mask():
-    with pytest.raises(
-        TypeError, match=r"mask is torch\.int64, expected a tensor of torch\.bool: convert it"
-    ):
-        reverse_kl_forward(X, X, torch.ones(2, dtype=torch.int64))
+    x, targets = X.to(DEVICE), M.to(DEVICE, torch.int64)
+    with pytest.raises(TypeError, match=r"mask is torch\.int64, expected torch\.bool: convert it"):
+        reverse_kl_forward(x, x, targets)
 
 
 def test_unknown_reduction_and_temperature_are_refused():
@@ -741,25 +733,14 @@ def test_unknown_reduction_and_temperature_are_refused():
             TritonReverseKLLoss(temperature)(x, x)
 
 
-@pytest.mark.parametrize("which", ["student_logits", "teacher_logits", "mask", "grad_output"])
-def test_dtensor_is_refused_with_a_sentence(as_dtensor, which):
-    x = X.to(DEVICE)
-    tensors = {
-        "grad_output": x.sum(),
-        "student_logits": x,
-        "teacher_logits": x,
-        "mask": M.to(DEVICE),
-    }
+@pytest.mark.parametrize("which", ["grad_output", "student_logits", "teacher_logits", "mask"])
+def test_launcher_of_the_backward_refuses_a_dtensor(as_dtensor, which):
+    tensors = {"grad_output": torch.ones(()), "student_logits": X, "teacher_logits": X, "mask": M}
+    tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
     tensors[which] = as_dtensor(tensors[which])
     advice = r"pass its to_local\(\) or full_tensor\(\)\."
-    sentence = f"{which} is a DTensor, expected a plain tensor: {advice}"
-    stats = torch.ones(2, 5, device=DEVICE)
-    with pytest.raises(TypeError, match=sentence):
-        reverse_kl_backward(*tensors.values(), stats, None, 1.0, "sum")
-    if which != "grad_output":
-        for function in (reverse_kl_forward, TritonReverseKLLoss()):
-            with pytest.raises(TypeError, match=sentence):
-                function(*list(tensors.values())[1:])
+    with pytest.raises(TypeError, match=f"{which} is a DTensor, expected a plain tensor: {advice}"):
+        reverse_kl_backward(*tensors.values(), STATS.to(DEVICE), None, 1.0, "sum")
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -798,9 +779,9 @@ def test_operators_promise_torch_compile_what_they_return(layout, reduction, mas
     tests = {"test_utils": ["test_schema", "test_faketensor"]}  # they have no autograd of their own
     for gradient in (True, False):
         options = student, teacher, mask, 1.0, reduction, gradient
-        torch.library.opcheck(reverse_kl_kernel._forward_operator, options, **tests)
+        torch.library.opcheck(reverse_kl_forward.operator, options, **tests)
     options = torch.ones_like(loss), student, teacher, mask, stats, n_counted, 1.0, reduction
-    torch.library.opcheck(reverse_kl_kernel._backward_operator, options, **tests)
+    torch.library.opcheck(reverse_kl_backward.operator, options, **tests)
 
 
 # ---- on a GPU only -------------------------------------------------------------------------------

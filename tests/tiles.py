@@ -3,11 +3,12 @@
 What these functions replace is private to the kernels' files; no other test file knows it.
 """
 
+import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from next_steps.lessons import fp8_kernel, nf4_kernel, reverse_kl_kernel, swiglu_kernel
 
-SHIPPED_OPTIONS = cross_entropy_kernel._options
-SHIPPED_LAUNCH = reverse_kl_kernel._launch
+SHIPPED_OPTIONS = cross_entropy_kernel.tile_options
+SHIPPED_KL_OPTIONS = reverse_kl_kernel._options
 SHIPPED_BLOCK_SIZE = swiglu_kernel.BLOCK_SIZE
 SHIPPED_BLOCKS = nf4_kernel.TILE_BLOCKS
 SHIPPED_FP8_TILE = fp8_kernel.TILE_ROWS, fp8_kernel.TILE_COLS
@@ -19,24 +20,14 @@ def cross_entropy_tiles(monkeypatch, rows: int = 2, cols: int = 32) -> None:
     def options(logits, warps, rows_of_shipped_tile=None):
         return {"TILE_ROWS": rows, "TILE_COLS": cols, "num_warps": warps}
 
-    monkeypatch.setattr(cross_entropy_kernel, "_options", options)
+    for module in (cross_entropy_kernel, cross_entropy_inplace_kernel):
+        monkeypatch.setattr(module, "tile_options", options)
 
 
 def reverse_kl_tiles(monkeypatch, rows: int = 2, threads: int = 8) -> None:
     """Tiles of rows x 8 x threads columns."""
     tile = {"TILE_ROWS": rows, "THREADS": threads, "num_warps": 4}
-
-    class Tiled:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: self.kernel[grid](*args, **(options | tile))
-
-    def launch(kernel, *args):
-        SHIPPED_LAUNCH(Tiled(kernel), *args)
-
-    monkeypatch.setattr(reverse_kl_kernel, "_launch", launch)
+    monkeypatch.setattr(reverse_kl_kernel, "_options", lambda student, warps: tile)
 
 
 def swiglu_blocks(monkeypatch, size: int = 128) -> None:
@@ -62,8 +53,9 @@ def small_tiles(monkeypatch) -> None:
 
 
 def shipped_tiles(monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy_kernel, "_options", SHIPPED_OPTIONS)
-    monkeypatch.setattr(reverse_kl_kernel, "_launch", SHIPPED_LAUNCH)
+    for module in (cross_entropy_kernel, cross_entropy_inplace_kernel):
+        monkeypatch.setattr(module, "tile_options", SHIPPED_OPTIONS)
+    monkeypatch.setattr(reverse_kl_kernel, "_options", SHIPPED_KL_OPTIONS)
     monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", SHIPPED_BLOCK_SIZE)
     monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", SHIPPED_BLOCKS)
     fp8_tiles(monkeypatch, *SHIPPED_FP8_TILE)

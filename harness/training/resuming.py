@@ -91,7 +91,8 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
     path = newest(folder) if folder else None
     if path is None:
         given = f"--resume {folder!r} holds no checkpoint"
-        raise UserError(f"{given}, expected a folder that --checkpoint wrote to: name another")
+        expected = "a folder that --checkpoint DIR has written to"
+        raise UserError(f"{given}, expected {expected}: name another")
     try:
         facts = json.loads((path / FACTS).read_text())
         saved, step = Workload.from_record(facts), facts["step"]

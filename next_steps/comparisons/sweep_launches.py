@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 import rmsnorm_kernel
 from harness.cli.device import DEVICE, HAS_GPU
@@ -105,8 +106,8 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     def backward() -> torch.Tensor:
         return cross_entropy_kernel.cross_entropy_backward(one, logits, targets, stats, n_valid)
 
-    def in_place() -> tuple[torch.Tensor, ...]:
-        return cross_entropy_kernel.cross_entropy_forward(overwritten, targets, overwrite=True)
+    def in_place() -> torch.Tensor:
+        return cross_entropy_inplace_kernel.cross_entropy_inplace(overwritten, targets)
 
     def forward_outputs() -> dict[str, torch.Tensor]:
         loss, found, _ = forward()
@@ -120,7 +121,7 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
 
     def in_place_outputs() -> dict[str, torch.Tensor]:
         overwritten.copy_(logits)
-        return {"loss": in_place()[0], **parts(overwritten)}
+        return {"loss": in_place(), **parts(overwritten)}
 
     def per_processor(*counts: int) -> list[int]:
         return [min(n_rows, n * processors()) for n in counts]
@@ -163,7 +164,7 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
         ),
         Launch(
             "Cross-entropy in place, loss and gradient",
-            cross_entropy_kernel,
+            cross_entropy_inplace_kernel,
             "_cross_entropy_inplace_kernel",
             (*tile, "n_programs"),
             in_place_settings,

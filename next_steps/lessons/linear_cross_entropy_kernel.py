@@ -59,11 +59,25 @@ dweight in fp32 on a GPU takes PyTorch 2.11 (2.8 cannot).
 
 import torch
 
-import cross_entropy_kernel as ce  # before triton: it decides where kernels run
-from cross_entropy_kernel import FLOATS, INTERPRETED, cross_entropy_reference
-
-import triton  # isort: skip
-import triton.language as tl  # isort: skip
+from cross_entropy_inplace_kernel import launch_inplace, launch_scale
+from cross_entropy_kernel import (
+    check_reduction,
+    count_valid,
+    cross_entropy_reference,
+    launch_backward,
+    launch_forward,
+    reduced,
+)
+from kernel_support import (
+    FLOATS,
+    INTEGERS,
+    check_tensors,
+    on_device_of,
+    operator,
+    refuse_second_derivative,
+    tl,
+    triton,
+)
 
 # Rows, unless told.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms, 1,024: 41.7,
 # 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
@@ -84,7 +98,7 @@ def linear_cross_entropy_reference(hidden, weight, targets, ignore_index=-100, r
     return cross_entropy_reference(logits, targets, ignore_index, reduction)
 
 
-# ---------------------------------------------------------------- the one kernel
+# ---- The one kernel --------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["n_rows"])  # changes with every batch, and must not compile anew
@@ -114,15 +128,82 @@ def scale_gradient(t, factor):
     if t.numel() > 0:
         n_programs = min(n_rows, MAX_PROGRAMS)
         block_size = min(4096, triton.next_power_of_2(n_cols))
-        with ce.on_device_of(t):
+        with on_device_of(t):
             _scale_kernel[(n_programs,)](
                 t, factor, n_rows, n_cols, block_size, num_warps=4, enable_fp_fusion=True
             )
 
 
-# ---------------------------------------------------------------- without autograd
+# ---- Without autograd ------------------------------------------------------------------------
 
 
+def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
+    """Refuse what cannot be computed, before any pointer is handed to a kernel."""
+    lengths = check_tensors(
+        ("hidden", hidden, FLOATS, ("...", "H")),
+        ("weight", weight, FLOATS, ("V", "H")),
+        ("targets", targets, INTEGERS, ("...",)),
+    )
+    if hidden.dtype != weight.dtype:
+        given = f"hidden is {hidden.dtype} and weight {weight.dtype}"
+        raise TypeError(f"{given}, expected one dtype: convert one of them.")
+    if lengths["V"] == 0 or lengths["H"] == 0:
+        given = f"weight has shape {tuple(weight.shape)}"
+        raise ValueError(f"{given}, expected (V, H) with V and H >= 1: reshape it.")
+    check_reduction(reduction)
+    if chunk_size is not None and chunk_size < 1:
+        expected = "a number of rows, at least 1, or None"
+        raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
+    if max_targets is not None:
+        n_rows = lengths["n_rows"]
+        # the compiler's numbers are SymInts
+        is_number = isinstance(max_targets, int | torch.SymInt)
+        if isinstance(max_targets, bool) or not is_number or not 0 <= max_targets <= n_rows:
+            expected = f"a number of rows from 0 to {n_rows}, or None"
+            advice = "count the targets that are not ignored."
+            raise ValueError(f"max_targets is {max_targets!r}, expected {expected}: {advice}")
+
+
+# The loop over chunks is one operator.  Compiled itself it would be unrolled, and unrolled anew for
+# every other number of chunks; and the compiler, not `out=`, would decide how many chunks' logits
+# there are at a time.
+
+
+def _results(
+    hidden,
+    weight,
+    targets,
+    ignore_index=-100,
+    reduction="mean",
+    need_dhidden=True,
+    need_dweight=True,
+    chunk_size=None,
+    fp32_dweight=None,
+    grad_output=None,
+    max_targets=None,
+):
+    """The results, not yet written."""
+    _check(hidden, weight, targets, reduction, chunk_size, max_targets)
+    shape = targets.shape if reduction == "none" else ()
+    loss = hidden.new_empty(shape, dtype=torch.float32)
+    dhidden = hidden.new_empty(hidden.shape) if need_dhidden else None
+    return loss, dhidden, weight.new_empty(weight.shape) if need_dweight else None
+
+
+def _present(hidden, weight, targets, ignore_index=-100, reduction="mean", *others, **named):
+    """Whether there are a loss, dhidden and dweight."""
+    needs = dict(zip(("need_dhidden", "need_dweight"), others)) | named
+    return True, needs.get("need_dhidden", True), needs.get("need_dweight", True)
+
+
+@operator(
+    "tutorial::linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index=-100, str reduction='mean', "
+    "bool need_dhidden=True, bool need_dweight=True, int? chunk_size=None, "
+    "bool? fp32_dweight=None, Tensor? grad_output=None, SymInt? max_targets=None) -> Tensor[]",
+    _results,
+    present=_present,
+)
 @torch.no_grad()
 def linear_cross_entropy_forward(
     hidden,
@@ -137,7 +218,7 @@ def linear_cross_entropy_forward(
     grad_output=None,
     max_targets=None,
 ):
-    """Return [loss, dhidden, dweight], without the gradients that are not needed.
+    """Return loss, dhidden and dweight; in place of a gradient that is not needed None.
 
     Args:
         hidden: (..., H), fp16, bf16 or fp32, with any strides.
@@ -179,9 +260,7 @@ def linear_cross_entropy_forward(
     chunk_rows = _chunk_rows(n_rows, chunk_size)
     if fp32_dweight is None:
         fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
-    n_valid = None
-    if reduction == "mean":
-        n_valid = (row_targets.long() != ignore_index).sum()  # of all chunks
+    n_valid = count_valid(row_targets, ignore_index, reduction)  # of all chunks
     row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
 
     dhidden, dweight, row_grads = None, None, None
@@ -219,17 +298,10 @@ def linear_cross_entropy_forward(
         if need_dweight:
             _add_product(dweight, dlogits.t(), x, beta=0 if first_row == 0 else 1)
 
-    if reduction == "none":
-        loss = row_loss.view(targets.shape)
-    elif reduction == "mean" and n_rows == 0:
-        loss = row_loss.mean()  # NaN, as in PyTorch
-    else:
-        loss = row_loss.sum()  # for a mean the kernels have divided already
     del buffer, logits, dlogits  # their memory may become the rounded dweight's
-    gradients = [dhidden] if need_dhidden else []
     if need_dweight:
-        gradients.append(dweight.to(weight.dtype))
-    return [loss, *gradients]
+        dweight = dweight.to(weight.dtype)
+    return reduced(row_loss.view(targets.shape), reduction), dhidden, dweight
 
 
 def _of_rows_with_target(
@@ -245,7 +317,7 @@ def _of_rows_with_target(
     outside = -1 if ignore_index != -1 else -2  # such a target makes loss and gradients NaN
     if grad_output is not None and grad_output.ndim > 0:
         grad_output = grad_output.reshape(-1)[taken]
-    loss, *gradients = linear_cross_entropy_forward(
+    loss, dhidden, dweight = linear_cross_entropy_forward(
         rows[taken],
         weight,
         row_targets[taken].masked_fill(too_many, outside),
@@ -255,10 +327,10 @@ def _of_rows_with_target(
     )
     if options["reduction"] == "none":
         loss = loss.new_zeros(len(rows)).index_copy(0, taken, loss).view(targets.shape)
-    if options["need_dhidden"]:
-        dhidden = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-        gradients[0] = dhidden.index_copy_(0, taken, gradients[0]).view(hidden.shape)
-    return [loss, *gradients]
+    if dhidden is not None:
+        zeros = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+        dhidden = zeros.index_copy_(0, taken, dhidden).view(hidden.shape)
+    return loss, dhidden, dweight
 
 
 def _chunk_rows(n_rows, chunk_size=None):
@@ -271,18 +343,18 @@ def _chunk_rows(n_rows, chunk_size=None):
     return min(chunk_size, -(-n_rows // (n_chunks * 128)) * 128)
 
 
-def _loss_and_dlogits(
-    logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite
-):  # fmt: skip
+def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_index, overwrite):
     """Write the rows' losses to row_loss and, if there are row_grads, dlogits over the logits."""
+    rows = logits, logits.stride(0)
+    row_grads = None if row_grads is None else (row_grads, row_grads.stride(0))
     if overwrite:
-        ce.launch_inplace(logits, targets, row_loss, n_valid, ignore_index)
-        ce.launch_scale(row_grads, logits, targets, ignore_index)  # by 1: only zeroes ignored rows
+        launch_inplace(*rows, targets, row_loss, n_valid, ignore_index)
+        launch_scale(*row_grads, *rows, targets, ignore_index)  # by 1: only zeroes ignored rows
         return
     stats = logits.new_empty((len(logits), 3), dtype=torch.float32)
-    ce.launch_forward(logits, targets, row_loss, stats, n_valid, ignore_index)
+    launch_forward(*rows, targets, row_loss, stats, n_valid, ignore_index)
     if row_grads is not None:
-        ce.launch_backward(row_grads, logits, targets, stats, n_valid, logits, ignore_index)
+        launch_backward(*row_grads, *rows, targets, stats, n_valid, *rows, ignore_index)
 
 
 def _add_product(total, a, b, beta):
@@ -295,89 +367,7 @@ def _add_product(total, a, b, beta):
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-# ---------------------------------------------------------------- checks
-
-
-def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
-    """Refuse what cannot be computed, before any pointer is handed to a kernel."""
-    integers = (torch.int64, torch.int32)
-    named = (("hidden", hidden, FLOATS), ("weight", weight, FLOATS), ("targets", targets, integers))
-    for name, tensor, dtypes in named:
-        given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        if given not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {given}, expected a tensor of {expected}: convert it.")
-        ce.refuse_foreign_memory(name, tensor)
-    if hidden.dtype != weight.dtype:
-        given = f"hidden is {hidden.dtype} and weight {weight.dtype}"
-        raise TypeError(f"{given}, expected one dtype: convert one of them.")
-    is_matrix = weight.ndim == 2 and 0 not in weight.shape
-    if not is_matrix or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        given = f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-        expected = "(..., H) and (V, H) with V and H >= 1"
-        raise ValueError(f"{given}, expected {expected}: transpose or reshape one of them.")
-    if hidden.shape[:-1] != targets.shape:
-        given = f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}"
-        raise ValueError(f"{given}, expected (..., H) and (...): reshape one of them.")
-    one_device = hidden.device == weight.device == targets.device
-    if not one_device or not (hidden.is_cuda or (INTERPRETED and hidden.is_cpu)):
-        on = f"hidden is on {hidden.device}, weight on {weight.device}"
-        given = f"{on}, targets on {targets.device}"
-        advice = "move them, or set TRITON_INTERPRET=1 first."
-        raise ValueError(f"{given}, expected one GPU: {advice}")
-    if reduction not in ("mean", "sum", "none"):
-        given = f"reduction is {reduction!r}"
-        raise ValueError(f"{given}, expected 'mean', 'sum' or 'none': choose one.")
-    if chunk_size is not None and chunk_size < 1:
-        expected = "a number of rows, at least 1, or None"
-        raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
-    if max_targets is not None:
-        n_rows = targets.numel()
-        # the compiler's numbers are SymInts
-        is_number = isinstance(max_targets, int | torch.SymInt)
-        if isinstance(max_targets, bool) or not is_number or not 0 <= max_targets <= n_rows:
-            expected = f"a number of rows from 0 to {n_rows}, or None"
-            advice = "count the targets that are not ignored."
-            raise ValueError(f"max_targets is {max_targets!r}, expected {expected}: {advice}")
-
-
-# ---------------------------------------------------------------- an operator for torch.compile
-
-# The loop over chunks is one operator.  Compiled itself it would be unrolled, and unrolled anew for
-# every other number of chunks; and the compiler, not `out=`, would decide how many chunks' logits
-# there are at a time.
-_operator = torch.library.custom_op(
-    "tutorial::linear_cross_entropy",
-    linear_cross_entropy_forward,
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, str reduction, "
-    "bool need_dhidden, bool need_dweight, int? chunk_size, bool? fp32_dweight, "
-    "Tensor? grad_output, SymInt? max_targets) -> Tensor[]",
-)
-
-
-@_operator.register_fake
-def _shapes(
-    hidden,
-    weight,
-    targets,
-    ignore_index,
-    reduction,
-    need_dhidden,
-    need_dweight,
-    chunk_size,
-    fp32_dweight,
-    grad_output,
-    max_targets,
-):
-    _check(hidden, weight, targets, reduction, chunk_size, max_targets)
-    shape = targets.shape if reduction == "none" else ()
-    loss = hidden.new_empty(shape, dtype=torch.float32)
-    leaves = ((hidden, need_dhidden), (weight, need_dweight))
-    return [loss, *(leaf.new_empty(leaf.shape) for leaf, need in leaves if need)]
-
-
-# ---------------------------------------------------------------- autograd
+# ---- Autograd --------------------------------------------------------------------------------
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -400,37 +390,32 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.chunks, ctx.max_targets = (chunk_size, fp32_dweight), max_targets
         now = grad_enabled and reduction != "none" and hidden.dtype != torch.float16
         needed = [now and need for need in ctx.needs_input_grad[:2]]
-        forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
-        options = *ctx.options, *needed, *ctx.chunks
-        loss, *gradients = forward(hidden, weight, targets, *options, None, max_targets)
+        inputs = hidden, weight, targets, *ctx.options, *needed, *ctx.chunks
+        loss, *gradients = linear_cross_entropy_forward(*inputs, None, max_targets)
         ctx.gradients = gradients if now else None
         ctx.save_for_backward(hidden, weight, targets)
         return loss
 
     @staticmethod
     def backward(ctx, grad_output):
-        # create_graph=True; `once_differentiable` would let the derivative vanish silently
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for."
-            raise RuntimeError(f"The fused loss has no second derivative, {asked}")
-        needed = ctx.needs_input_grad[:2]
+        refuse_second_derivative("TritonLinearCrossEntropyLoss")
         hidden, weight, targets = ctx.saved_tensors  # raises if one of them has been changed since
         # Handed out once: autograd makes of a gradient that nobody else holds the parameter's
         # .grad, without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            forward = _operator if torch.compiler.is_compiling() else linear_cross_entropy_forward
-            options = *ctx.options, *needed, *ctx.chunks
-            options = *options, grad_output, ctx.max_targets
-            _, *gradients = forward(hidden, weight, targets, *options)
+            inputs = hidden, weight, targets, *ctx.options, *ctx.needs_input_grad[:2], *ctx.chunks
+            results = linear_cross_entropy_forward(*inputs, grad_output, ctx.max_targets)
+            gradients = results[1:]
         elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
-            gradients = [(dx.float() * grad_output).to(dx.dtype) for dx in gradients]
+            gradients = [
+                None if dx is None else (dx.float() * grad_output).to(dx.dtype) for dx in gradients
+            ]
         else:
             for gradient in gradients:
-                scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)
-        gradients = iter(gradients)
-        dhidden, dweight = (next(gradients) if need else None for need in needed)
-        return dhidden, dweight, None, None, None, None, None, None, None
+                if gradient is not None:
+                    scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)
+        return *gradients, *[None] * 7
 
 
 class TritonLinearCrossEntropyLoss(torch.nn.Module):

@@ -50,24 +50,20 @@ not divide are copied.  A column of student's probability 0 counts 0 (F.kl_div: 
 teacher's too); where only the teacher's is 0, loss and gradient are not finite, as in PyTorch.
 """
 
-import contextlib
-import math
-import os
-
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-if not torch.cuda.is_available():  # no GPU: run on the CPU; must precede `import triton`
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernel_support import (
+    FLOATS,
+    FP32,
+    as_rows,
+    check_tensors,
+    on_device_of,
+    operator,
+    refuse_second_derivative,
+    tl,
+    triton,
+)
 
-import triton
-import triton.language as tl
-
-with contextlib.suppress(ModuleNotFoundError):  # beside this file; else a CPU truncates bf16
-    import kernel_support  # noqa: F401
-
-INTERPRETED = triton.knobs.runtime.interpret  # are the kernels run on the CPU, by the interpreter?
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LN2 = tl.constexpr(0.6931471805599453)
 # See below, "Any magnitude".
 SHRINK = tl.constexpr(2.0**-24)
@@ -75,12 +71,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)
 
 
 def reverse_kl_reference(
-    student,
-    teacher,
-    mask=None,
-    temperature=1.0,
-    reduction="batchmean",
-    ignore_index=-100,
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", ignore_index=-100
 ):
     """Eager loss of two (..., V) in their own dtype.
 
@@ -100,7 +91,7 @@ def reverse_kl_reference(
     return row_loss.sum() / (counted.sum() if reduction == "batchmean" else 1)
 
 
-# ---------------------------------------------------------------- the obvious kernel
+# ---- The obvious kernel ----------------------------------------------------------------------
 
 # A program per row, the row as one tile, each logit read once, loss and gradient in one kernel.  (A
 # row of more than 32,768 columns takes several tiles, and all but the last are read again.)  The
@@ -144,7 +135,7 @@ def _obvious_kernel(
         tl.store(dstudent_ptr + start + cols, dstudent, mask=mask)
 
 
-# ---------------------------------------------------------------- what the others are made of
+# ---- What the others are made of -------------------------------------------------------------
 
 # Alignment.  A row's body goes from its first multiple of 8 columns (16 bytes) to its last; up to 7
 # before and after are its edge (cross_entropy_kernel.py says why).
@@ -278,7 +269,7 @@ def _store_dstudent(
     tl.store(out_row_ptr + edge, w * factor * (x - mean_x), mask=in_edge)
 
 
-# ---------------------------------------------------------------- the kernels that are used
+# ---- The kernels that are used ---------------------------------------------------------------
 
 
 # The forward: remedy 2, and with dstudent_ptr remedy 1.
@@ -337,13 +328,9 @@ def _reverse_kl_fwd_kernel(
     if dstudent_ptr is not None:
         tl.debug_barrier()  # one thread stores the statistics, all load them
         _store_dstudent(
-            student_ptr,
-            student_row_stride,
-            teacher_ptr,
-            teacher_row_stride,
-            counted_ptr,
-            n_counted_ptr,
-            MEAN,
+            student_ptr, student_row_stride,
+            teacher_ptr, teacher_row_stride,
+            counted_ptr, n_counted_ptr, MEAN,
             stats_ptr,
             1.0,
             dstudent_ptr,
@@ -351,10 +338,10 @@ def _reverse_kl_fwd_kernel(
             unit,
             TILE_ROWS,
             THREADS,
-        )
+        )  # fmt: skip
 
 
-# The backward of remedy 2.
+# The backward of both remedies.
 @triton.jit
 def _reverse_kl_bwd_kernel(
     student_ptr, student_row_stride,  # (n_rows, n_cols)
@@ -363,59 +350,24 @@ def _reverse_kl_bwd_kernel(
     n_counted_ptr,  # (), the number of rows that count; None: all do, or no mean
     MEAN: tl.constexpr,
     stats_ptr,  # (n_rows, 5) fp32
-    grad_output_ptr, grad_output_stride,  # (n_rows,); stride 0: all rows share one gradient
+    grad_output_ptr,  # (n_rows,)
+    grad_output_stride,  # 0: all rows share one; None: so they do, and for 1 dstudent is there
     dstudent_ptr,  # (n_rows, n_cols), contiguous
     n_cols,
     unit,
     TILE_ROWS: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.cast(tl.program_id(0), tl.int64)
-    _store_dstudent(
-        student_ptr,
-        student_row_stride,
-        teacher_ptr,
-        teacher_row_stride,
-        counted_ptr,
-        n_counted_ptr,
-        MEAN,
-        stats_ptr,
-        tl.load(grad_output_ptr + row * grad_output_stride),
-        dstudent_ptr,
-        n_cols,
-        unit,
-        TILE_ROWS,
-        THREADS,
-    )
-
-
-# The backward of remedy 1: dstudent is there, for a grad_output of 1; else it is computed anew.
-@triton.jit
-def _reverse_kl_bwd_again_kernel(
-    student_ptr, student_row_stride,  # (n_rows, n_cols)
-    teacher_ptr, teacher_row_stride,  # (n_rows, n_cols), its rows cut like the student's
-    counted_ptr,  # (n_rows,) bool; None: all rows count
-    n_counted_ptr,  # (), the number of rows that count; None: all do, or no mean
-    MEAN: tl.constexpr,
-    stats_ptr,  # (n_rows, 5) fp32
-    grad_output_ptr, grad_output_stride,  # (n_rows,); stride 0: all rows share one gradient
-    dstudent_ptr,  # (n_rows, n_cols), contiguous
-    n_cols,
-    unit,
-    TILE_ROWS: tl.constexpr,
-    THREADS: tl.constexpr,
-):  # fmt: skip
-    row = tl.cast(tl.program_id(0), tl.int64)
-    scale = tl.load(grad_output_ptr + row * grad_output_stride)
-    if scale != 1.0:  # only the GPU knows whether it is 1: the host launches without looking
+    if grad_output_stride is None:
+        scale = tl.load(grad_output_ptr)
+    else:
+        scale = tl.load(grad_output_ptr + tl.cast(tl.program_id(0), tl.int64) * grad_output_stride)
+    # Only the GPU knows whether grad_output is 1: the host launches without looking.
+    if grad_output_stride is not None or scale != 1.0:
         _store_dstudent(
-            student_ptr,
-            student_row_stride,
-            teacher_ptr,
-            teacher_row_stride,
-            counted_ptr,
-            n_counted_ptr,
-            MEAN,
+            student_ptr, student_row_stride,
+            teacher_ptr, teacher_row_stride,
+            counted_ptr, n_counted_ptr, MEAN,
             stats_ptr,
             scale,
             dstudent_ptr,
@@ -423,22 +375,19 @@ def _reverse_kl_bwd_again_kernel(
             unit,
             TILE_ROWS,
             THREADS,
-        )
+        )  # fmt: skip
 
 
-# ---------------------------------------------------------------- launches
+# ---- Launches --------------------------------------------------------------------------------
 
 
-def _launch(kernel, warps, student, *args):
-    """A program per row, 8 columns per thread and tile row, if there are rows.
+def _options(student, warps):
+    """Options of a launch, a program per row: 8 columns per thread and tile row.
 
     In bf16 on an H200 within 2 % of the best of both.
     """
     tile_rows = (8 if warps == 4 else 4) // student.element_size()
-    options = {"TILE_ROWS": tile_rows, "THREADS": 32 * warps, "num_warps": warps}
-    if len(student) > 0:
-        with torch.cuda.device(student.device) if student.is_cuda else contextlib.nullcontext():
-            kernel[(len(student),)](student, *args, **options, enable_fp_fusion=True)
+    return {"TILE_ROWS": tile_rows, "THREADS": 32 * warps, "num_warps": warps}
 
 
 def _columns_kept(student):
@@ -453,13 +402,78 @@ def _columns_kept(student):
     return gpu.L2_cache_size // (4 * gpu.multi_processor_count * student.element_size())
 
 
+def _check(student, teacher, mask, temperature, reduction, *others) -> int:
+    """Refuse what the kernels cannot compute; return the number of rows.
+
+    others: further arguments of check_tensors.
+    """
+    lengths = check_tensors(
+        ("student_logits", student, FLOATS, ("...", "V")),
+        ("teacher_logits", teacher, FLOATS, ("...", "V")),
+        ("mask?", mask, (torch.bool,), ("...",)),
+        *others,
+    )
+    if lengths["V"] == 0:
+        given = f"student_logits has shape {tuple(student.shape)}"
+        raise ValueError(f"{given}, expected (..., V) with V >= 1: reshape it.")
+    if reduction not in ("batchmean", "sum", "none") or not 0 < temperature < float("inf"):
+        given = f"reduction is {reduction!r}, temperature {temperature}"
+        expected = "'batchmean', 'sum' or 'none', and a positive number"
+        raise ValueError(f"{given}; expected {expected}: change it.")
+    return lengths["n_rows"]
+
+
+def _rows_cut_alike(logits):
+    """Return logits as rows, and the stride between two rows.
+
+    Columns are adjacent, and rows are cut like those of a contiguous tensor.
+    """
+    rows, row_stride = as_rows(logits)
+    if (row_stride - logits.shape[-1]) % 8:
+        return rows.contiguous(), logits.shape[-1]
+    return rows, row_stride
+
+
+def _reduced(row_loss, n_counted, reduction):
+    if reduction == "none":
+        return row_loss
+    if reduction == "sum":
+        return row_loss.sum()
+    if n_counted is None:
+        return row_loss.mean()
+    return row_loss.sum() / n_counted  # 0 / 0 = NaN where no row counts, as in PyTorch
+
+
+def _row_results(student, teacher, mask, temperature, reduction, gradient):
+    """Return the rows' losses (...), stats and dstudent, not yet written, and n_counted."""
+    n_rows = _check(student, teacher, mask, temperature, reduction)
+    n_counted = mask.sum() if reduction == "batchmean" and mask is not None else None
+    row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)  # (...) fp32
+    stats = row_loss.new_empty((n_rows, 5))  # (n_rows, 5) fp32
+    dstudent = student.new_empty(student.shape) if gradient else None  # (..., V)
+    return row_loss, stats, n_counted, dstudent
+
+
+def _forward_results(
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
+):
+    """The forward's results, not yet written."""
+    args = student, teacher, mask, temperature, reduction, gradient
+    row_loss, stats, n_counted, dstudent = _row_results(*args)
+    return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
+
+
+@operator(
+    "tutorial::reverse_kl_forward",
+    "(Tensor student, Tensor teacher, Tensor? mask=None, float temperature=1.0, "
+    "str reduction='batchmean', bool gradient=False) -> Tensor[]",
+    _forward_results,
+    present=lambda student, teacher, mask=None, T=1.0, reduction="batchmean", gradient=False: (
+        [True, True, reduction == "batchmean" and mask is not None, gradient]
+    ),
+)
 def reverse_kl_forward(
-    student,
-    teacher,
-    mask=None,
-    temperature=1.0,
-    reduction="batchmean",
-    gradient=False,
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
 ):
     """Return loss, stats, n_counted and dstudent of student and teacher (..., V).
 
@@ -475,108 +489,82 @@ def reverse_kl_forward(
         dstudent: (..., V) in student's dtype; None unless asked for.
 
     Raises:
-        TypeError, ValueError: a tensor's type, dtype, shape or device, the temperature or the
-            reduction is wrong.
+        TypeError, ValueError: the kernels cannot take a tensor, or the temperature or the reduction
+            is wrong.
     """
-    _check(student, teacher, mask, temperature, reduction)
-    is_mean = reduction == "batchmean"
-    n_counted = mask.sum() if is_mean and mask is not None else None
-    row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)
-    stats = row_loss.new_empty((row_loss.numel(), 5))
-    dstudent = student.new_empty(student.shape) if gradient else None
-    student_rows, teacher_rows = _as_rows(student), _as_rows(teacher)
-    counted = None if mask is None else mask.reshape(-1).contiguous()
-    _launch(
-        _reverse_kl_fwd_kernel,
-        16 if gradient else 4,
-        student_rows,
-        student_rows.stride(0),
-        teacher_rows,
-        teacher_rows.stride(0),
-        counted,
-        n_counted,
-        is_mean,
-        stats,
-        row_loss,
-        dstudent,
-        student.shape[-1],
-        _columns_kept(student) if gradient else 0,
-        _unit(temperature),
-    )
+    results = _row_results(student, teacher, mask, temperature, reduction, gradient)
+    row_loss, stats, n_counted, dstudent = results
+    if row_loss.numel() > 0:
+        student_rows, student_row_stride = _rows_cut_alike(student)
+        teacher_rows, teacher_row_stride = _rows_cut_alike(teacher)
+        with on_device_of(student):
+            _reverse_kl_fwd_kernel[(row_loss.numel(),)](
+                student_rows, student_row_stride,
+                teacher_rows, teacher_row_stride,
+                None if mask is None else mask.contiguous(),
+                n_counted,
+                reduction == "batchmean",
+                stats,
+                row_loss,
+                dstudent,
+                student.shape[-1],
+                _columns_kept(student) if gradient else 0,
+                _unit(temperature),
+                **_options(student, 16 if gradient else 4),
+                enable_fp_fusion=True,
+            )  # fmt: skip
     return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
+@operator(
+    "tutorial::reverse_kl_backward",
+    "(Tensor grad_output, Tensor student, Tensor teacher, Tensor? mask, Tensor stats, "
+    "Tensor? n_counted, float temperature, str reduction) -> Tensor",
+    lambda grad_output, student, *others: student.new_empty(student.shape),
+)
 def reverse_kl_backward(
-    grad_output,
-    student,
-    teacher,
-    mask,
-    stats,
-    n_counted,
-    temperature,
-    reduction,
-    dstudent=None,
+    grad_output, student, teacher, mask, stats, n_counted, temperature, reduction, dstudent=None
 ):
     """Return dstudent (..., V) in student's dtype, from what a forward was given and returned.
 
     Args:
-        grad_output: fp32, () or (...).
+        grad_output: fp32, () or (...); with a dstudent ().
         dstudent: the forward's; it is kept where grad_output is 1, and otherwise written anew.
 
     Raises:
         TypeError, ValueError: as the forward.
     """
-    _check(student, teacher, mask, temperature, reduction)
-    _refuse_foreign_memory("grad_output", grad_output)
-    # of a scalar it is a view with stride 0
-    row_grads = grad_output.expand(student.shape[:-1]).reshape(-1)
-    kernel = _reverse_kl_bwd_again_kernel
+    shape = ("...",) if grad_output.ndim and dstudent is None else ()
+    others = ("grad_output", grad_output, FLOATS, shape), ("stats", stats, FP32, ("n_rows", 5))
+    n_rows = _check(student, teacher, mask, temperature, reduction, *others)
+    row_grads = grad_output if grad_output.ndim < 2 else grad_output.reshape(-1)
+    row_grad_stride = None  # dstudent is there: the kernel looks whether grad_output is 1
     if dstudent is None:
-        dstudent = student.new_empty(student.shape)
-        kernel = _reverse_kl_bwd_kernel
-    student_rows, teacher_rows = _as_rows(student), _as_rows(teacher)
-    counted = None if mask is None else mask.reshape(-1).contiguous()
-    _launch(
-        kernel,
-        4,
-        student_rows,
-        student_rows.stride(0),
-        teacher_rows,
-        teacher_rows.stride(0),
-        counted,
-        n_counted,
-        reduction == "batchmean",
-        stats,
-        row_grads,
-        row_grads.stride(0),
-        dstudent,
-        student.shape[-1],
-        _unit(temperature),
-    )
+        row_grad_stride = row_grads.stride(0) if row_grads.ndim else 0
+        dstudent = student.new_empty(student.shape)  # (..., V)
+    if n_rows > 0:
+        student_rows, student_row_stride = _rows_cut_alike(student)
+        teacher_rows, teacher_row_stride = _rows_cut_alike(teacher)
+        with on_device_of(student):
+            _reverse_kl_bwd_kernel[(n_rows,)](
+                student_rows, student_row_stride,
+                teacher_rows, teacher_row_stride,
+                None if mask is None else mask.contiguous(),
+                n_counted,
+                reduction == "batchmean",
+                stats,
+                row_grads,
+                row_grad_stride,
+                dstudent,
+                student.shape[-1],
+                _unit(temperature),
+                **_options(student, 4),
+                enable_fp_fusion=True,
+            )  # fmt: skip
     return dstudent
 
 
-def _as_rows(logits):
-    """View logits as (n_rows, V), or copy them.
-
-    Columns are adjacent, and rows are cut like those of a contiguous tensor.
-    """
-    rows = logits.reshape(-1, logits.shape[-1])
-    cut_alike = rows.stride(1) == 1 and (rows.stride(0) - rows.shape[1]) % 8 == 0
-    return rows if cut_alike else rows.contiguous()
-
-
-def _reduced(row_loss, n_counted, reduction):
-    if reduction == "none":
-        return row_loss
-    if reduction == "sum":
-        return row_loss.sum()
-    if n_counted is None:
-        return row_loss.mean()
-    return row_loss.sum() / n_counted  # 0 / 0 = NaN where no row counts, as in PyTorch
-
-
-# ---------------------------------------------------------------- a vocabulary split over processes
+# ---- A vocabulary split over processes -------------------------------------------------------
 
 
 def combine_statistics(stats, temperature, group):
@@ -598,119 +586,7 @@ def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
     return _reduced(row_loss if mask is None else row_loss.where(mask, 0), n_counted, reduction)
 
 
-# ---------------------------------------------------------------- checks
-
-
-def _refuse_foreign_memory(name, tensor):
-    """A kernel is handed an address: refuse a tensor without one, or with its elements elsewhere.
-
-    A wrapper such as DTensor has no memory of its own; its data_ptr() is where nothing lies.
-    """
-    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    if not plain and is_traceable_wrapper_subclass(tensor):
-        advice = "unwrap it"
-        if hasattr(tensor, "to_local"):
-            advice = "pass its to_local() or full_tensor()"
-        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a plain tensor: {advice}.")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is {tensor.layout}, expected torch.strided: pass its to_dense().")
-
-
-def _check(student, teacher, mask, temperature, reduction):
-    """Refuse what the kernels cannot compute."""
-    named = {"student_logits": student, "teacher_logits": teacher}
-    if mask is not None:
-        named["mask"] = mask
-    for name, tensor in named.items():
-        dtypes = (torch.bool,) if name == "mask" else FLOATS
-        given = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        if given not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {given}, expected a tensor of {expected}: convert it.")
-        _refuse_foreign_memory(name, tensor)
-    right = [student.shape, student.shape, student.shape[:-1]][: len(named)]
-    shapes = [tensor.shape for tensor in named.values()]
-    fit = student.ndim > 0 and student.shape[-1] > 0 and shapes == right
-    one_device = all(tensor.device == student.device for tensor in named.values())
-    if not fit or not one_device or not (student.is_cuda or (INTERPRETED and student.is_cpu)):
-        given = []
-        for name, tensor in named.items():
-            given.append(f"{name} has shape {tuple(tensor.shape)} on {tensor.device}")
-        expected = "one GPU: move them, or set TRITON_INTERPRET=1 first"
-        if not fit:
-            expected = "(..., V) twice, V >= 1, and (...) for a mask: reshape or cut them"
-        raise ValueError(f"{', '.join(given)}; expected {expected}.")
-    if reduction not in ("batchmean", "sum", "none") or not 0 < temperature < float("inf"):
-        given = f"reduction is {reduction!r}, temperature {temperature}"
-        expected = "'batchmean', 'sum' or 'none', and a positive number"
-        raise ValueError(f"{given}; expected {expected}: change it.")
-
-
-# ---------------------------------------------------------------- operators for torch.compile
-
-# torch.compile looks into a Triton kernel that it meets in a graph, and takes down its arguments'
-# strides when it traces; but when it compiles, it may lay out a matrix product's result with gaps
-# between its rows.  Into an operator it does not look: the launchers run as they stand above, on
-# the tensors that there really are.
-
-
-def _forward_results(student, teacher, mask, temperature, reduction, gradient):
-    results = reverse_kl_forward(student, teacher, mask, temperature, reduction, gradient)
-    return [result for result in results if result is not None]
-
-
-_forward_operator = torch.library.custom_op(
-    "tutorial::reverse_kl_forward",
-    _forward_results,
-    mutates_args=(),
-    schema="(Tensor student, Tensor teacher, Tensor? mask, float temperature, str reduction, "
-    "bool gradient) -> Tensor[]",
-)
-_backward_operator = torch.library.custom_op(
-    "tutorial::reverse_kl_backward",
-    reverse_kl_backward,
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor student, Tensor teacher, Tensor? mask, Tensor stats, "
-    "Tensor? n_counted, float temperature, str reduction) -> Tensor",
-)
-
-
-@_forward_operator.register_fake
-def _forward_shapes(student, teacher, mask, temperature, reduction, gradient):
-    _check(student, teacher, mask, temperature, reduction)
-    shape = student.shape[:-1]
-    loss = student.new_empty(shape if reduction == "none" else (), dtype=torch.float32)
-    results = [loss, student.new_empty((math.prod(shape), 5), dtype=torch.float32)]
-    if reduction == "batchmean" and mask is not None:
-        results.append(student.new_empty((), dtype=torch.int64))
-    return [*results, student.new_empty(student.shape)] if gradient else results
-
-
-@_backward_operator.register_fake
-def _backward_shape(
-    grad_output, student, teacher, mask, stats, n_counted, temperature, reduction
-):  # fmt: skip
-    _check(student, teacher, mask, temperature, reduction)
-    return student.new_empty(student.shape)
-
-
-def _compiled_forward(student, teacher, mask, temperature, reduction, gradient):
-    """reverse_kl_forward for torch.compile."""
-    results = iter(_forward_operator(student, teacher, mask, temperature, reduction, gradient))
-    loss, stats = next(results), next(results)
-    n_counted = next(results) if reduction == "batchmean" and mask is not None else None
-    return loss, stats, n_counted, next(results) if gradient else None
-
-
-def _compiled_backward(grad_output, *saved_and_options, dstudent):
-    """reverse_kl_backward for torch.compile."""
-    if dstudent is None:
-        return _backward_operator(grad_output, *saved_and_options)
-    # the compiler writes it over dstudent
-    return (dstudent.float() * grad_output).to(dstudent.dtype)
-
-
-# ---------------------------------------------------------------- autograd
+# ---- Autograd --------------------------------------------------------------------------------
 
 
 class ObviousReverseKLFunction(torch.autograd.Function):
@@ -726,17 +602,8 @@ class ObviousReverseKLFunction(torch.autograd.Function):
         row_loss = student.new_empty(n_rows, dtype=torch.float32)
         ctx.dstudent = torch.empty_like(student)
         tile = min(triton.next_power_of_2(V), 32_768)
-        _obvious_kernel[(n_rows,)](
-            student,
-            teacher,
-            row_loss,
-            ctx.dstudent,
-            n_rows,
-            V,
-            tile,
-            num_warps=16,
-            enable_fp_fusion=True,
-        )
+        args = student, teacher, row_loss, ctx.dstudent, n_rows, V, tile
+        _obvious_kernel[(n_rows,)](*args, num_warps=16, enable_fp_fusion=True)
         return row_loss.sum()
 
     @staticmethod
@@ -756,9 +623,9 @@ class TritonReverseKLFunction(torch.autograd.Function):
         now = needed and reduction != "none" and student.dtype != torch.float16
         # a split vocabulary's statistics must be combined before a gradient can be computed
         now = now and group is None
-        forward = _compiled_forward if torch.compiler.is_compiling() else reverse_kl_forward
         options = temperature, reduction
-        loss, stats, n_counted, ctx.dstudent = forward(student, teacher, mask, *options, now)
+        results = reverse_kl_forward(student, teacher, mask, *options, now)
+        loss, stats, n_counted, ctx.dstudent = results
         if group is not None:
             stats = combine_statistics(stats, temperature, group)
             loss = loss_of_statistics(stats, mask, n_counted, *options, student.shape[:-1])
@@ -768,14 +635,15 @@ class TritonReverseKLFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # create_graph=True; `once_differentiable` would let the derivative vanish silently
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for."
-            raise RuntimeError(f"The fused loss has no second derivative, {asked}")
+        refuse_second_derivative("TritonReverseKLLoss")
         # held by nobody else, it becomes .grad without a copy
         dstudent, ctx.dstudent = ctx.dstudent, None
-        backward = _compiled_backward if torch.compiler.is_compiling() else reverse_kl_backward
-        dstudent = backward(grad_output, *ctx.saved_tensors, *ctx.options, dstudent=dstudent)
+        if dstudent is not None and torch.compiler.is_compiling():
+            # the compiler writes this over dstudent
+            dstudent = (dstudent.float() * grad_output).to(dstudent.dtype)
+        else:
+            saved = *ctx.saved_tensors, *ctx.options
+            dstudent = reverse_kl_backward(grad_output, *saved, dstudent)
         return dstudent, *[None] * 6
 
 
@@ -794,13 +662,7 @@ class TritonReverseKLLoss(torch.nn.Module):
         TypeError, ValueError: as reverse_kl_forward; or the teacher's logits require a gradient.
     """
 
-    def __init__(
-        self,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        reduction: str = "batchmean",
-        group=None,
-    ):
+    def __init__(self, temperature=1.0, ignore_index=-100, reduction="batchmean", group=None):
         super().__init__()
         self.ignore_index = ignore_index
         self.args = temperature, reduction, group

@@ -27,9 +27,11 @@ gradient is a sum over the slices, which who splits the head must take.
 
 import torch
 
-import cross_entropy_kernel as ce
+import cross_entropy_kernel
+from cross_entropy_kernel import check_logits, cross_entropy_backward, cross_entropy_forward
+from kernel_support import refuse_second_derivative
 
-LN2 = ce.LN2.value
+LN2 = cross_entropy_kernel.LN2.value
 IGNORED = -100  # for the kernel; any ignore_index of a user's may be a column of a slice
 
 
@@ -85,23 +87,17 @@ class SplitCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, first_column, group, ignore_index, reduction):
-        compiling = torch.compiler.is_compiling()  # then the operator looks at what it is given
-        forward = ce.compiled_forward if compiling else ce.cross_entropy_forward
-        rows, wanted = logits, targets
-        if not compiling:
-            rows, wanted = ce.checked_rows(logits, targets, reduction)  # (n_rows, V_slice)
-        column = wanted.long() - first_column
-        counts = wanted != ignore_index
+        if not torch.compiler.is_compiling():  # else the operator checks them
+            check_logits(logits, targets, reduction)
+        column = targets.long() - first_column  # (...), as all below
+        counts = targets != ignore_index
         is_elsewhere = counts & ((column < 0) | (column >= logits.shape[-1]))
         column = column.masked_fill(is_elsewhere, 0).masked_fill(~counts, IGNORED)
-        _, stats, _ = forward(rows, column, IGNORED, "none", False)
-        target_logit = rows.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1).float()
+        _, stats, _ = cross_entropy_forward(logits, column, IGNORED, "none")
+        target_logit = logits.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1).float()
         target_logit = target_logit.masked_fill(is_elsewhere, float("nan")).reshape(-1)
         stats, target_logit = combine(stats, target_logit, group)
         n_valid = counts.sum() if reduction == "mean" else None
-        counts, column, is_elsewhere = (
-            t.view(targets.shape) for t in (counts, column, is_elsewhere)
-        )
         row_loss = loss_of_rows(stats, target_logit).view(targets.shape).masked_fill(~counts, 0.0)
         ctx.save_for_backward(logits, column, is_elsewhere, stats, n_valid)
         if reduction == "none":
@@ -110,15 +106,10 @@ class SplitCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # create_graph=True; `once_differentiable` would let the derivative vanish silently
-        if torch.is_grad_enabled():
-            asked = "which create_graph=True asks for."
-            raise RuntimeError(f"The fused loss has no second derivative, {asked}")
-        compiling = torch.compiler.is_compiling()
-        backward = ce.compiled_backward if compiling else ce.cross_entropy_backward
+        refuse_second_derivative("TritonSplitCrossEntropyLoss")
         logits, column, is_elsewhere, stats, n_valid = ctx.saved_tensors
         grads = grad_output if n_valid is None else grad_output / n_valid
-        dlogits = backward(grads, logits, column, stats, None, IGNORED)
+        dlogits = cross_entropy_backward(grads, logits, column, stats, None, IGNORED)
         m, d, unit = (t.view(column.shape) for t in stats.double().unbind(1))
         first = torch.exp2(logits[..., 0] * unit - m) / d * grads
         dlogits[..., 0] = torch.where(is_elsewhere, first.to(dlogits.dtype), dlogits[..., 0])

@@ -37,7 +37,7 @@ from dataclasses import replace
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -285,7 +285,7 @@ def number_list(text: str) -> list[int]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("study", choices=("accuracy", "costs"), help="what to measure")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")

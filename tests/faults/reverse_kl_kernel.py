@@ -56,7 +56,7 @@ FAULTS = {
         ("column of -inf is NaN", "tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)", 'tl.constexpr(-float("inf"))'),
     ],
     "test_reductions_with_and_without_a_mask[True-batchmean]": [
-        ("mask ignored", "None if mask is None else mask.reshape(-1).contiguous()", "None", 2),
+        ("mask ignored", "None if mask is None else mask.contiguous()", "None", 2),
         ("all rows counted", "n_counted = mask.sum()", "n_counted = mask.numel() + 0 * mask.sum()"),
         ("loss not divided", "return row_loss.sum() / n_counted", "return row_loss.sum()"),
     ],
@@ -67,16 +67,16 @@ FAULTS = {
         ("only -100 is ignored", "mask = mask != self.ignore_index", "mask = mask != -100"),
     ],
     "test_any_grad_output": [
-        ("given gradient is kept whatever grad_output", "if scale != 1.0:", "if scale == 3.0:"),
+        ("given gradient is kept whatever grad_output", "is not None or scale != 1.0:", "is not None or scale == 3.0:"),
     ],
     "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[reverse_kl_rows-fp32]": [
-        ("one grad_output for all rows", "grad_output_ptr + row * grad_output_stride", "grad_output_ptr", 2),
+        ("one grad_output for all rows", "grad_output_ptr + tl.cast(tl.program_id(0), tl.int64) * grad_output_stride", "grad_output_ptr"),
     ],
     "test_layouts_of_student_and_teacher[contiguous-odd row stride]": [
-        ("teacher not cut like the student", "rows.stride(1) == 1 and (rows.stride(0) - rows.shape[1]) % 8 == 0", "rows.stride(1) == 1"),
+        ("teacher not cut like the student", "if (row_stride - logits.shape[-1]) % 8:", "if False:"),
     ],
     "test_layouts_of_student_and_teacher[contiguous-padded by sixteen]": [
-        ("student's stride for the teacher", "teacher_rows.stride(0)", "student_rows.stride(0)", 2),
+        ("student's stride for the teacher", "teacher_rows, teacher_row_stride,", "teacher_rows, student_row_stride,", 2),
     ],
     "test_mass_that_underflows_where_the_teacher_has_none_is_not_nan": [
         ("inf * 0", "tl.where(decay_s > 0, (a + d_s * (rise_t - rise_s)) * decay_s, 0.0)", "(a + d_s * (rise_t - rise_s)) * decay_s"),
@@ -93,6 +93,6 @@ FAULTS = {
         ("teacher's gradient dropped", "if grad_enabled and ctx.needs_input_grad[1]:", "if False:"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[reverse_kl-True]": [
-        ("second derivative is zero", "if torch.is_grad_enabled():", "if False:"),
+        ("second derivative is zero", 'refuse_second_derivative("TritonReverseKLLoss")', "pass"),
     ],
 }  # fmt: skip

@@ -7,7 +7,7 @@ TESTS = "tests.split_cross_entropy_test"  # where a test is looked for whose fil
 FAULTS = {
     "test_slices_give_the_loss_and_the_gradients_of_the_whole[(37, 113)-mean-torch.float32]": [
         ("target of another slice subtracted here", "torch.where(is_elsewhere, first", "torch.where(is_elsewhere & False, first"),
-        ("every slice begins at column 0", "wanted.long() - first_column", "wanted.long()"),
+        ("every slice begins at column 0", "targets.long() - first_column", "targets.long()"),
         ("mean over all rows", "n_valid = counts.sum()", "n_valid = (counts | True).sum()"),
     ],
     "test_maxima_that_lie_far_apart": [

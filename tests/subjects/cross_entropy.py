@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, HAS_GPU
@@ -120,52 +121,30 @@ def wrong_answers(inputs, douts, right):
 
 def bad_input():
     x, t = torch.zeros(2, 5, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    of = "expected a tensor of torch"
-    logits, targets = f"{of}.float16", f"{of}.int64"
-    return {
-        "logits no tensor": BadInput(([[0.0]], t), TypeError, f"logits is a list, {logits}"),
-        "targets no tensor": BadInput(
-            (x, [0, 1]), TypeError, f"targets is a list, {targets} or torch.int32"
-        ),
-        "float64 logits": BadInput(
-            (x.double(), t), TypeError, f"logits is torch.float64, {logits}"
-        ),
-        "integer logits": BadInput((x.long(), t), TypeError, f"logits is torch.int64, {logits}"),
-        "class probabilities": BadInput((x, x), TypeError, f"targets is torch.float32, {targets}"),
-        "uint8 targets": BadInput(
-            (x, t.to(torch.uint8)), TypeError, f"targets is torch.uint8, {targets}"
-        ),
-        "boolean targets": BadInput((x, t.bool()), TypeError, f"targets is torch.bool, {targets}"),
-        "no vocabulary": BadInput(
-            (x[:, :0], t),
-            ValueError,
-            r"\(2, 0\) and targets \(2,\), expected \(..., V\) with V >= 1",
-        ),
-        "0-D logits": BadInput(
-            (x[0, 0], t[0]), ValueError, r"logits has shape \(\) and targets \(\)"
-        ),
-        "too few targets": BadInput(
-            (x, t[:1]), ValueError, r"logits has shape \(2, 5\) and targets \(1,\), expected"
-        ),
-        "vocabulary second": BadInput(
-            (x[..., None], t[:, None]), ValueError, r"\(2, 5, 1\) and targets \(2, 1\)"
-        ),
-        "two devices": BadInput(
-            (x, t.to("meta")), ValueError, "logits is on .*, targets on meta, expected one GPU"
-        ),
-        "without memory": BadInput(
-            (x.to("meta"), t.to("meta")),
-            ValueError,
-            "logits is on meta, targets on meta, expected one GPU",
-        ),
-        "sparse logits": BadInput(
-            (x.to_sparse(), t),
-            TypeError,
-            "logits is torch.sparse_coo, expected torch.strided: pass its to_de",
-        ),
-        "sparse targets": BadInput(
-            (x, t.to_sparse()), TypeError, "targets is torch.sparse_coo, expected torch.strided"
-        ),
+    logits, targets = "expected torch.float16 or", "expected torch.int64 or torch.int32"
+    of_types = {
+        "logits no tensor": (([[0.0]], t), "logits is a list, expected a tensor: wrap it"),
+        "targets no tensor": ((x, [0, 1]), "targets is a list, expected a tensor: wrap it"),
+        "no targets": ((x, None), "targets is a NoneType, expected a tensor"),
+        "float64 logits": ((x.double(), t), f"logits is torch.float64, {logits}"),
+        "integer logits": ((x.long(), t), f"logits is torch.int64, {logits}"),
+        "class probabilities": ((x, x), f"targets is torch.float32, {targets}"),
+        "uint8 targets": ((x, t.to(torch.uint8)), f"targets is torch.uint8, {targets}"),
+        "boolean targets": ((x, t.bool()), f"targets is torch.bool, {targets}"),
+        "sparse logits": ((x.to_sparse(), t), "logits is torch.sparse_coo, .*: pass its to_dense"),
+        "sparse targets": ((x, t.to_sparse()), "targets is torch.sparse_coo, expected torch.stri"),
+    }
+    of_values = {
+        "no vocabulary": ((x[:, :0], t), r"logits has shape \(2, 0\), expected \(..., V\) with V"),
+        "0-D logits": ((x[0, 0], t[0]), r"logits has shape \(\), expected \(..., V\): reshape it"),
+        "too few targets": ((x, t[:1]), r"targets has shape \(1,\), expected \(2,\): reshape it"),
+        "vocabulary second": ((x[..., None], t[:, None]), r"shape \(2, 1\), expected \(2, 5\)"),
+        "two devices": ((x, t.to("meta")), "targets is on meta, expected logits's .*: move it"),
+        "without memory": ((x.to("meta"), t.to("meta")), "logits is on meta, expected a GPU: move"),
+    }
+    mistakes = {name: BadInput(row[0], TypeError, row[1]) for name, row in of_types.items()}
+    return mistakes | {
+        name: BadInput(row[0], ValueError, row[1]) for name, row in of_values.items()
     }
 
 
@@ -198,7 +177,7 @@ MEAN = Subject(
     row_inputs=("logits", "targets"),
     bad_input=bad_input,
     bad_when_compiled="too few targets",
-    refused_on_cpu="on cpu, expected one GPU: move them, or set TRITON_INTERPRET",
+    refused_on_cpu="logits is on cpu, expected a GPU: move it, or export TRITON_INTERPRET",
     exempt={
         "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient",
         "rows_beyond_int32_in_memory": "the mean is over all; cross_entropy_rows has every row's",
@@ -235,6 +214,7 @@ SUBJECTS = (
     replace(
         MEAN,
         name="cross_entropy_inplace",
+        kernels=(cross_entropy_inplace_kernel,),
         function=loss_inplace("mean"),
         entry=TritonCrossEntropyLoss(inplace=True),
         make=rounded_once(make),
@@ -245,6 +225,7 @@ SUBJECTS = (
     replace(
         ROWS,
         name="cross_entropy_inplace_rows",
+        kernels=(cross_entropy_inplace_kernel,),
         function=loss_inplace("none"),
         entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
         make=rounded_once(make_of_rows),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from cross_entropy_kernel import cross_entropy_reference
 from harness.benchmark.checking import DEVICE
@@ -123,66 +124,35 @@ def wrong_answers(inputs, douts, right):
 def bad_input():
     x, w = torch.zeros(2, 4, device=DEVICE), torch.zeros(5, 4, device=DEVICE)
     t = torch.zeros(2, dtype=torch.long, device=DEVICE)
-    shapes = r"expected \(..., H\) and \(V, H\)"
-    return {
-        "hidden no tensor": BadInput(
-            ([[0.0]], w, t), TypeError, "hidden is a list, expected a tensor of torch.float16"
-        ),
-        "targets no tensor": BadInput(
-            (x, w, [0]),
-            TypeError,
-            "targets is a list, expected a tensor of torch.int64 or torch.int32",
-        ),
-        "float64 weight": BadInput(
-            (x, w.double(), t),
-            TypeError,
-            "weight is torch.float64, expected a tensor of torch.float16",
-        ),
-        "float targets": BadInput(
-            (x, w, x[:, 0]), TypeError, "targets is torch.float32, expected a tensor of torch.int64"
-        ),
-        "two dtypes": BadInput(
-            (x, w.half(), t),
-            TypeError,
-            "hidden is torch.float32 and weight torch.float16, expected one dtype",
-        ),
-        "weight transposed": BadInput(
-            (x, w.t(), t), ValueError, rf"\(2, 4\) and weight \(4, 5\), {shapes}"
-        ),
-        "weight 1-D": BadInput(
-            (x, w[0], t), ValueError, r"hidden has shape \(2, 4\) and weight \(4,\), expected"
-        ),
-        "no vocabulary": BadInput(
-            (x, w[:0], t), ValueError, r"hidden has shape \(2, 4\) and weight \(0, 4\), expected"
-        ),
-        "0-D hidden": BadInput(
-            (x[0, 0], w, t[0]), ValueError, r"hidden has shape \(\) and weight \(5, 4\)"
-        ),
-        "too few targets": BadInput(
-            (x, w, t[:1]), ValueError, r"hidden has shape \(2, 4\) and targets \(1,\), expected"
-        ),
-        "two devices": BadInput(
-            (x, w.to("meta"), t),
-            ValueError,
-            "hidden is on .*, weight on meta, targets on .*, expected one GPU",
-        ),
-        "without memory": BadInput(
-            (x.to("meta"), w.to("meta"), t.to("meta")),
-            ValueError,
-            "hidden is on meta, .*, expected one GPU",
-        ),
-        "sparse weight": BadInput(
-            (x, w.to_sparse(), t),
-            TypeError,
-            "weight is torch.sparse_coo, expected torch.strided: pass its",
-        ),
+    meta = tuple(tensor.to("meta") for tensor in (x, w, t))
+    of_types = {
+        "hidden no tensor": (([[0.0]], w, t), "hidden is a list, expected a tensor: wrap it"),
+        "no weight": ((x, None, t), "weight is a NoneType, expected a tensor"),
+        "targets no tensor": ((x, w, [0]), "targets is a list, expected a tensor"),
+        "float64 weight": ((x, w.double(), t), "weight is torch.float64, expected torch.float16"),
+        "float targets": ((x, w, x[:, 0]), "targets is torch.float32, expected torch.int64 or"),
+        "two dtypes": ((x, w.half(), t), "hidden is torch.float32 and weight torch.float16, expec"),
+        "sparse weight": ((x, w.to_sparse(), t), "weight is torch.sparse_coo, .*: pass its to_den"),
+    }
+    of_values = {
+        "weight transposed": ((x, w.t(), t), r"weight has shape \(4, 5\), expected \(4, 4\)"),
+        "weight 1-D": ((x, w[0], t), r"weight has shape \(4,\), expected \(V, 4\): reshape it"),
+        "no vocabulary": ((x, w[:0], t), r"weight has shape \(0, 4\), expected \(V, H\) with V"),
+        "0-D hidden": ((x[0, 0], w, t[0]), r"hidden has shape \(\), expected \(..., H\)"),
+        "too few targets": ((x, w, t[:1]), r"targets has shape \(1,\), expected \(2,\)"),
+        "two devices": ((x, w.to("meta"), t), "weight is on meta, expected hidden's .*: move it"),
+        "without memory": (meta, "hidden is on meta, expected a GPU: move it"),
+    }
+    mistakes = {name: BadInput(row[0], TypeError, row[1]) for name, row in of_types.items()}
+    return mistakes | {
+        name: BadInput(row[0], ValueError, row[1]) for name, row in of_values.items()
     }
 
 
 FORWARD = Subject(
     name="linear_cross_entropy",
     # the first may have nothing to launch; the loss of each chunk is the second's
-    kernels=(linear_cross_entropy_kernel, cross_entropy_kernel),
+    kernels=(linear_cross_entropy_kernel, cross_entropy_kernel, cross_entropy_inplace_kernel),
     function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK),
     entry=linear_cross_entropy_forward,
     reference=reference("mean"),
@@ -208,7 +178,7 @@ FORWARD = Subject(
     row_inputs=("hidden", "targets"),
     bad_input=bad_input,
     bad_when_compiled="too few targets",
-    refused_on_cpu="on cpu, expected one GPU: move them, or set TRITON_INTERPRET",
+    refused_on_cpu="hidden is on cpu, expected a GPU: move it, or export TRITON_INTERPRET",
     exempt={
         "rows_beyond_int32_in_memory": "no chunk is so large; its own test scales large gradients",
         "memory_is_bounded": "its own test measures it, with LLaMA's vocabulary",

@@ -137,47 +137,31 @@ def wrong_answers_at(**options):
 
 def bad_input():
     x, m = torch.zeros(2, 5, device=DEVICE), torch.ones(2, dtype=torch.bool, device=DEVICE)
-    of = "expected a tensor of torch.float16"
-    return {
-        "student no tensor": BadInput(
-            ([[0.0]], x, m), TypeError, f"student_logits is a list, {of}"
-        ),
-        "teacher no tensor": BadInput(
-            (x, None, m), TypeError, f"teacher_logits is a NoneType, {of}"
-        ),
-        "float64": BadInput(
-            (x.double(), x, m), TypeError, f"student_logits is torch.float64, {of}"
-        ),
-        "probabilities as mask": BadInput(
-            (x, x, x), TypeError, "mask is torch.float32, expected a tensor of torch.bool"
-        ),
-        "no vocabulary": BadInput(
-            (x[:, :0], x[:, :0], m),
-            ValueError,
-            r"shape \(2, 0\) on .*expected \(..., V\) twice, V >= 1",
-        ),
-        "0-D": BadInput((x[0, 0], x[0, 0], None), ValueError, r"student_logits has shape \(\)"),
-        "two vocabularies": BadInput(
+    meta = x.to("meta")
+    of_types = {
+        "student no tensor": (([[0.0]], x, m), "student_logits is a list, expected a tensor: wrap"),
+        "teacher no tensor": ((x, None, m), "teacher_logits is a NoneType, expected a tensor"),
+        "float64": ((x.double(), x, m), "student_logits is torch.float64, expected torch.float16"),
+        "probabilities as mask": ((x, x, x), "mask is torch.float32, expected torch.bool: convert"),
+        "sparse": ((x, x.to_sparse(), m), "teacher_logits is torch.sparse_coo, expected torch.str"),
+    }
+    of_values = {
+        "no vocabulary": ((x[:, :0], x[:, :0], m), r"\(2, 0\), expected \(..., V\) with V >= 1"),
+        "0-D": ((x[0, 0], x[0, 0], None), r"student_logits has shape \(\), expected \(..., V\)"),
+        "two vocabularies": (
             (x, x[:, :4], m),
-            ValueError,
-            r"student_logits has shape \(2, 5\) .*, teacher_logits has shape \(2, 4\)",
+            r"teacher_logits has shape \(2, 4\), expected \(2, 5\)",
         ),
-        "too short a mask": BadInput(
-            (x, x, m[:1]),
-            ValueError,
-            r"mask has shape \(1,\) on .*; expected .*for a mask: reshape",
+        "too short a mask": ((x, x, m[:1]), r"mask has shape \(1,\), expected \(2,\): reshape it"),
+        "two devices": ((x, meta, m), "teacher_logits is on meta, expected student_logits's .*: m"),
+        "without memory": (
+            (meta, meta, None),
+            "student_logits is on meta, expected a GPU: move it",
         ),
-        "two devices": BadInput(
-            (x, x.to("meta"), m), ValueError, "on meta, mask .*; expected one GPU"
-        ),
-        "without memory": BadInput(
-            (x.to("meta"), x.to("meta"), None), ValueError, "on meta; expected one GPU"
-        ),
-        "sparse": BadInput(
-            (x, x.to_sparse(), m),
-            TypeError,
-            "teacher_logits is torch.sparse_coo, expected torch.strided: pass",
-        ),
+    }
+    mistakes = {name: BadInput(row[0], TypeError, row[1]) for name, row in of_types.items()}
+    return mistakes | {
+        name: BadInput(row[0], ValueError, row[1]) for name, row in of_values.items()
     }
 
 
@@ -216,7 +200,7 @@ MEAN = Subject(
     row_inputs=("student_logits", "teacher_logits", "mask"),
     bad_input=bad_input,
     bad_when_compiled="two vocabularies",
-    refused_on_cpu="on cpu; expected one GPU: move them, or set TRITON_INTERPRET",
+    refused_on_cpu="student_logits is on cpu, expected a GPU: move it, or export TRITON_INT",
     exempt=ALONE
     | {"rows_beyond_int32_in_memory": "the mean is over all rows; reverse_kl_rows has every row's"},
 )
