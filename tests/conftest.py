@@ -29,6 +29,7 @@ from tests.fixtures import (  # noqa: F401
     pyplot,
     same_random_numbers,
     saved_tiny,
+    small_tiles,
     unused_memory_returned,
 )
 
