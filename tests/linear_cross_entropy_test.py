@@ -30,7 +30,7 @@ from harness.benchmark.checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
     relative_error,
@@ -93,9 +93,7 @@ def named(hidden, weight, targets, grad_output=None):
 
 
 def loss_and_gradients(loss_fn, *tensors, needed=("hidden", "weight")):
-    """Return the loss, and dhidden and dweight if needed; the tensors are used with their
-    strides.
-    """
+    """Return the loss, and dhidden and dweight if needed; the tensors keep their strides."""
     return tuple(run(FORWARD, loss_fn, *named(*tensors), needed).values())
 
 
@@ -261,10 +259,8 @@ def test_fp16_gradient_waits_for_the_loss_scale():
 def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     inputs = make_inputs(ignore_index=ignore_index)
     assert (inputs[2] == ignore_index).any()
-    assert_all_passed(
-        run_checks(*inputs, ignore_index=ignore_index, kernel_options={"chunk_size": 4})
-    )
     loss_fn = TritonLinearCrossEntropyLoss(ignore_index=ignore_index, chunk_size=4)
+    assert_all_passed(run_checks(*inputs, ignore_index=ignore_index, loss_fn=loss_fn))
     assert (loss_and_gradients(loss_fn, *inputs)[1][inputs[2] == ignore_index] == 0).all()
 
 
@@ -309,9 +305,8 @@ def test_target_outside_the_vocabulary_gives_nan(target):
     others = torch.arange(SMALL_ROWS, device=DEVICE) != 3
     for a, b in zip(before[:2], after[:2]):
         assert torch.equal(a[others], b[others]) and b[3].isnan().all()
-    assert (
-        after[2].isnan().all() and TritonLinearCrossEntropyLoss()(hidden, weight, targets).isnan()
-    )
+    assert after[2].isnan().all()
+    assert TritonLinearCrossEntropyLoss()(hidden, weight, targets).isnan()
 
 
 def test_int32_targets():
@@ -454,8 +449,10 @@ def test_gradients_become_the_leaves_grad_without_a_copy(monkeypatch):
         "scale_gradient",
         lambda t, factor: (scaled.append(t.data_ptr()), original(t, factor)),
     )
-    gradients = loss_and_gradients(TritonLinearCrossEntropyLoss(), *make_inputs())[1:]
-    assert [gradient.data_ptr() for gradient in gradients] == scaled
+    hidden, weight, targets = make_inputs()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    TritonLinearCrossEntropyLoss()(*leaves, targets).backward()
+    assert [leaf.grad.data_ptr() for leaf in leaves] == scaled
 
 
 @pytest.mark.exhaustive
@@ -553,9 +550,7 @@ WAYS = {
 
 
 def measure_extra_memory() -> dict[str, int]:
-    """For each way, the peak beyond hidden, weight and targets in forward and backward, both
-    gradients included.
-    """
+    """Return each way's peak beyond hidden, weight and targets, both gradients included."""
     torch.use_deterministic_algorithms(False)
     hidden = torch.randn((MEMORY_ROWS, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.randn((V, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
@@ -572,9 +567,7 @@ def measure_extra_memory() -> dict[str, int]:
 
 
 def memory_is_as_promised(extra: dict[str, int]) -> bool:
-    """The two gradients and a chunk of 2,048 rows of logits; for the sum in fp32, twice dweight
-    more.
-    """
+    """Two gradients and a chunk of 2,048 rows of logits; for the sum in fp32, dweight in fp32."""
     gradients = 2 * H * (V + MEMORY_ROWS) + 4 * 2**20  # and some slack
     in_bf16, in_fp32 = extra["ours"], extra["ours, fp32_dweight=True"]
     return in_bf16 <= gradients + 2 * 2048 * V and in_fp32 <= gradients + 4 * H * V
@@ -622,13 +615,14 @@ def main() -> int:
     print_title("Linear + Cross-Entropy")
     print(f"{N_ROWS} rows, H = {H:,}, V = {V:,}.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
-    passed = True
-    titles = ["Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"]
-    for number, (dtype, title) in enumerate(zip(DTYPES, titles), start=1):
-        print(f"\nTest {number}: {title}")
-        inputs = make_inputs((N_ROWS,), H, V, dtype)
+
+    def checks_of(dtype):
         subject = subject_of(kernel_options={"chunk_size": -(-N_ROWS // 3)})
-        passed &= print_checks(checks(replace(subject, name=DTYPE_NAME[dtype]), *named(*inputs)))
+        inputs = make_inputs((N_ROWS,), H, V, dtype)
+        return checks(replace(subject, name=DTYPE_NAME[dtype]), *named(*inputs))
+
+    titles = "Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"
+    passed = print_tests(dict(zip(titles, DTYPES)), checks_of)
     passed &= print_errors_of_dweight()
     passed &= print_memory()
     return print_verdict("linear + cross-entropy", passed)

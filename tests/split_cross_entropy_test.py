@@ -1,6 +1,4 @@
-"""Cross-entropy of a vocabulary that is split is that of the whole one; what is true of every
-function is asked of it in contracts_*_test.py.
-"""
+"""Cross-entropy of a split vocabulary is that of the whole one, besides contracts_*_test.py."""
 
 from dataclasses import replace
 

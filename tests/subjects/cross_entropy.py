@@ -1,6 +1,4 @@
-"""Cross-entropy: the mean's loss and every row's, with a gradient of its own and over the
-logits.
-"""
+"""Cross-entropy: of the mean and of every row, with a new gradient and one over the logits."""
 
 import math
 from dataclasses import replace
@@ -23,9 +21,7 @@ from tests.subject import (
 
 
 def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
-    """Logits with a mean in each row; every third row is sure of its target, every fifth is
-    ignored.
-    """
+    """Logits with a mean in each row; every third is sure of its target, every fifth ignored."""
     generator = generator_of(seed, math.prod(rows) * V)
     options = {"generator": generator, "device": generator.device}
     logits = 3 * torch.randn((*rows, V), **options)
@@ -84,18 +80,12 @@ def reference(reduction):
 
 
 def eager(reduction):
-    """As Hugging Face writes it, logits.float() first: the most exact form, the hardest to
-    match.
-    """
-    return lambda logits, targets: cross_entropy_reference(
-        logits.float(), targets, reduction=reduction
-    )
+    """As Hugging Face writes it, logits.float() first: the most exact form of eager PyTorch."""
+    return lambda x, targets: cross_entropy_reference(x.float(), targets, reduction=reduction)
 
 
 def target_and_other_entries(inputs):
-    """In a norm over both, the target entries (softmax - 1) drown the others: 0 at the others would
-    look fine.
-    """
+    """In a norm over both, the target entries (softmax - 1) would hide errors of the others."""
     V = inputs["logits"].shape[-1]
     is_target = inputs["targets"].unsqueeze(-1) == torch.arange(V, device=DEVICE)
     return {"dlogits": {"target entries": is_target, "other entries": ~is_target}}
@@ -202,29 +192,19 @@ OVERWRITES = {
     "memory_is_bounded": "the copy counts; the table of cross_entropy_test measures without it",
 }
 
-SUBJECTS = (
-    MEAN,
-    ROWS,
-    replace(
-        MEAN,
-        name="cross_entropy_inplace",
+
+def in_place(subject, reduction):
+    return replace(
+        subject,
+        name=subject.name.replace("cross_entropy", "cross_entropy_inplace"),
         kernels=(cross_entropy_inplace_kernel,),
-        function=loss_inplace("mean"),
-        entry=TritonCrossEntropyLoss(inplace=True),
-        make=rounded_once(make),
+        function=loss_inplace(reduction),
+        entry=TritonCrossEntropyLoss(reduction=reduction, inplace=True),
+        make=rounded_once(subject.make),
         bad_input=bad_input_of_the_module,
         saved=("targets",),  # and the logits' memory, which now holds the gradient
-        exempt=MEAN.exempt | OVERWRITES,
-    ),
-    replace(
-        ROWS,
-        name="cross_entropy_inplace_rows",
-        kernels=(cross_entropy_inplace_kernel,),
-        function=loss_inplace("none"),
-        entry=TritonCrossEntropyLoss(reduction="none", inplace=True),
-        make=rounded_once(make_of_rows),
-        bad_input=bad_input_of_the_module,
-        saved=("targets",),  # and the logits' memory, which now holds the gradient
-        exempt=ROWS.exempt | OVERWRITES,
-    ),
-)
+        exempt=subject.exempt | OVERWRITES,
+    )
+
+
+SUBJECTS = MEAN, ROWS, in_place(MEAN, "mean"), in_place(ROWS, "none")

@@ -1,6 +1,4 @@
-"""Linear + cross-entropy: gradients in the forward (mean), and in the backward (every row's
-loss).
-"""
+"""Linear + cross-entropy: gradients in the forward (mean), or in the backward (rows' losses)."""
 
 from dataclasses import replace
 
@@ -50,9 +48,7 @@ def reference(reduction):
 
 
 def eager_loss(hidden, weight, targets, **options):
-    """As Hugging Face writes it, logits.float() before the loss: the most exact form, the hardest
-    to match.
-    """
+    """As Hugging Face writes it, logits.float() first: the most exact form of eager PyTorch."""
     return cross_entropy_reference(F.linear(hidden, weight).float(), targets, **options)
 
 
@@ -74,9 +70,7 @@ def of_rows_with_target(reduction):
 
 
 def rows_of_targets_and_others(inputs):
-    """Of dweight: in a norm over both, the targets' rows drown the others, and 0 at the others
-    would look fine.
-    """
+    """In a norm over all of dweight, the targets' rows would hide errors of the others."""
     words = torch.arange(len(inputs["weight"]), device=DEVICE)
     is_target = torch.isin(words, inputs["targets"].flatten())[:, None]
     return {"dweight": {"targets' rows": is_target, "other rows": ~is_target}}

@@ -1,6 +1,4 @@
-"""Reverse KL: the gradient in the forward (batchmean), and in the backward (every row's loss, a
-temperature).
-"""
+"""Reverse KL: the gradient in the forward (batchmean), or in the backward (rows' losses)."""
 
 from dataclasses import replace
 
@@ -17,9 +15,7 @@ TEMPERATURE = 0.7
 
 
 def make(rows, V, dtype, seed=0, offset=0.0):
-    """Student, teacher and a mask: logits with a mean in each row, a related teacher, confident
-    rows, one row off.
-    """
+    """Student's logits with row means and confident rows, a related teacher's, and a mask."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size):
@@ -41,16 +37,11 @@ def make(rows, V, dtype, seed=0, offset=0.0):
 
 
 def reference(**options):
-    def function(student, teacher, mask=None):
-        return reverse_kl_reference(student, teacher, mask, **options)
-
-    return function
+    return lambda s, t, mask=None: reverse_kl_reference(s, t, mask, **options)
 
 
 def eager(**options):
-    return lambda student, teacher, mask: reverse_kl_reference(
-        student.float(), teacher.float(), mask, **options
-    )
+    return lambda s, t, mask=None: reverse_kl_reference(s.float(), t.float(), mask, **options)
 
 
 def closed_form(
@@ -99,9 +90,8 @@ def many_times(n_orders=16, **options):
 
 def most_probable_and_others(inputs):
     student = inputs["student_logits"]
-    best = student.argmax(-1, keepdim=True) == torch.arange(
-        student.shape[-1], device=student.device
-    )
+    columns = torch.arange(student.shape[-1], device=student.device)
+    best = student.argmax(-1, keepdim=True) == columns
     return {"dstudent_logits": {"most probable columns": best, "other columns": ~best}}
 
 
