@@ -45,9 +45,6 @@ from harness.records.run_records import environment, write_record
 SWEPT = [name for name, spec in SPECS.items() if spec.swept_tokens]
 
 
-# ---------------------------------------------------------------- measuring
-
-
 def first_call(kernel: str, size: Size, dtype_name: str) -> float:
     """Return the seconds from our first forward + backward to its result, in a new process."""
     from harness.benchmark.benchmarking import prepare
@@ -129,9 +126,6 @@ def benchmark(
         "first_call_seconds": compilation,
     }
     return section, absent
-
-
-# ---------------------------------------------------------------- command line
 
 
 def number_list(text: str) -> list[int]:

@@ -56,10 +56,7 @@ def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
 
 
 def check_kernels() -> list:
-    """Launch both kernels and return a `Check` of each result.
-
-    A result may be at most twice as wrong as eager PyTorch's.
-    """
+    """Launch both kernels and return a `Check` of each result, against twice eager's error."""
     import torch
 
     from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
@@ -118,11 +115,7 @@ def explain(error: Exception) -> str:
 
 
 def environment() -> dict:
-    """Return the versions and the GPU.
-
-    Raises:
-        RunError: a package, or a library that it loads, is missing.
-    """
+    """Return the versions and the GPU."""
     try:
         return run_records.environment()  # imports PyTorch, Triton and transformers
     except (ImportError, OSError) as error:
@@ -134,11 +127,7 @@ def environment() -> dict:
 
 
 def inspect() -> dict:
-    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do).
-
-    Raises:
-        RunError: see `environment`.
-    """
+    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do)."""
     found = environment()
     import torch
 

@@ -62,11 +62,7 @@ KEYS = {  # that are read of a record: does a value fit?
 
 
 def read_run(path: str) -> dict:
-    """Read the record of a fine-tuning run.
-
-    Raises:
-        UserError: The file is no such record, or a part of it is missing or damaged.
-    """
+    """Read the record of a fine-tuning run."""
     # Older records have no profiled step.
     record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
     run_records.require_keys(path, record, KEYS)

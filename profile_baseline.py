@@ -42,9 +42,8 @@ PROFILED_STEPS = 4  # two recordings, each of two steps
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """Train a few steps, profile one, write its trace; return the record.
 
-    Time and peak memory come from steps without the profiler, which slows the CPU down.  With a
-    CUDA graph the replays are measured.  A replay knows no operations and ranges: these come from a
-    step before the recording.
+    Time and peak memory come from steps without the profiler.  With a CUDA graph the replays are
+    measured; operations and ranges come from a step before the recording.
     """
     import torch
 
@@ -162,8 +161,8 @@ def render(record: dict) -> str:
             "",
             profile_tables.totals(record),
             "",
-            # older records have none
-            *([profile_tables.diagnosis(record), ""] if "ceilings" in record else []),
+            profile_tables.diagnosis(record),
+            "",
             f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
             "open it in https://ui.perfetto.dev",
         ]

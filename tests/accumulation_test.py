@@ -26,16 +26,17 @@ from next_steps.memory import memory_estimate
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
 from next_steps.studies import longest
-from tests.fixtures import needs_gpu, waiting_forbidden
+from tests.fixtures import needs_gpu
 from tests.small_workloads import (
     REAL_TINY_CONFIG,
     TINY,
+    assert_a_step_does_not_wait,
     largest_error,
-    smaller_config,
     tiny_workload,
     uneven_norms,
 )
 
+pytestmark = pytest.mark.usefixtures("small_model")
 T = 8
 MASKED = 2, T, 6  # tokens without a label at each micro-batch's beginning: the second is without
 every_kernel_set = pytest.mark.parametrize(
@@ -46,12 +47,6 @@ every_kernel_set = pytest.mark.parametrize(
         pytest.param(tuple(KERNELS), id="all", marks=pytest.mark.exhaustive),
     ],
 )
-
-
-@pytest.fixture(autouse=True)
-def small_model(monkeypatch):
-    """Of one layer: Triton's interpreter is slow."""
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
 
 
 def micro_batch(masked: int, seed: int = 0) -> Batch:
@@ -174,7 +169,6 @@ def test_the_optimizer_in_the_backward_is_pytorchs_after_steps_of_the_same_micro
 
 @every_kernel_set
 def test_without_any_target_the_loss_is_nan_and_no_gradient_is(kernels):
-    """As of one large batch."""
     model, batches = make_model(kernels), [micro_batch(T, seed) for seed in range(2)]
     for each in (batches, one_large(batches)):
         found = loss_and_gradients(model, each)
@@ -247,33 +241,10 @@ def test_a_replay_trains_on_every_micro_batch_and_counts_its_targets(monkeypatch
 
 @needs_gpu
 @every_kernel_set
-def test_captured_steps_are_the_same_steps(kernels):
-    found = []
-    for captured in (False, True):
-        model = make_model(kernels)
-        optimizer = make_optimizer(model, 1e-3, kernels, capturable=True)
-        take_step, stream, losses = stepping.training_step, torch.cuda.Stream(), []
-        with torch.cuda.stream(stream):
-            for seed in range(6):
-                if captured and seed == 2:
-                    take_step = stepping.captured_step(model, optimizer, micro_batches(2), stream)
-                batches = [micro_batch(max(1, n - seed), seed) for n in MASKED]
-                losses.append(take_step(model, optimizer, batches).item())
-        found.append(losses)
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-@needs_gpu
-@every_kernel_set
 def test_no_step_waits_for_the_gpu(kernels):
     model = make_model(kernels, "bf16")
     optimizer = make_optimizer(model, 1e-3, kernels, fused=True)
-    batches = micro_batches()
-    for _ in range(2):  # compiling may wait
-        stepping.training_step(model, optimizer, batches)
-    torch.cuda.synchronize()
-    with waiting_forbidden(), architecture.unpacked_sequences():  # for which transformers waits
-        stepping.training_step(model, optimizer, batches)
+    assert_a_step_does_not_wait(model, optimizer, micro_batches())
 
 
 # ---------------------------------------------------------------- what a step takes
@@ -390,16 +361,6 @@ def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(recorded, monke
     record = recorded(finetune_optimized, *TINY[:4], *flags)
     assert steps == [2] * 4 and record["accumulate"] == 2
     assert "batch 1, 2 micro-batches a step: 12 tokens" in record["printed"]
-
-
-def test_graphs_that_write_over_gradients_are_refused(run_script):
-    flags = ["--opponent", "compile-reduce-overhead", "--accumulate"]
-    outcome = run_script(finetune_optimized, *TINY, *flags, "2")
-    assert outcome.code == 2
-    assert outcome.err == (
-        "error: --opponent compile-reduce-overhead records CUDA graphs of its own, which write "
-        "over the gradients that are to be added up: leave --accumulate out\n"
-    )
 
 
 def test_records_say_how_many_micro_batches_and_do_not_compare_with_one(run_script, tmp_path):

@@ -1044,45 +1044,36 @@ def one_step(model, optimizer, tokens):
     optimizer.zero_grad()
 
 
+def halving(optimizer):
+    (group,) = optimizer.param_groups
+    return lambda: [t.mul_(0.5) for t in (group["lr"], *group["betas"])]
+
+
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False).step
+
+
 @needs_gpu
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(in_backward):
+@pytest.mark.parametrize("changing", [halving, one_cycle], ids=["by hand", "by a scheduler"])
+def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(changing, in_backward):
     def make():
         model = Model(BF16)
-        settings = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
+        lr, *betas = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
         options = {"stochastic_rounding": True, "step_in_backward": in_backward}
-        optimizer = TritonAdamW(model.parameters(), settings[0], tuple(settings[1:]), **options)
-        return model, settings, optimizer
+        optimizer = TritonAdamW(model.parameters(), lr, tuple(betas), **options)
+        return model, optimizer, changing(optimizer)
 
     tokens = torch.arange(6, device=DEVICE)
-    plain_model, plain_settings, plain = make()
-    model, settings, optimizer = make()
-    graph, _ = captured(lambda: one_step(model, optimizer, tokens))
-    for step in range(4):
-        one_step(plain_model, plain, tokens)
-        if step > 0:  # the first one was made before the capture, which makes none
-            graph.replay()
-        plain_settings.mul_(0.5), settings.mul_(0.5)
-    assert steps_of(optimizer) == [4, 4, 4]
-    assert_same_run(optimizer, plain)
-
-
-@needs_gpu
-def test_a_scheduler_reaches_the_replays_of_a_cuda_graph():
-    def make():
-        model = Model()
-        optimizer = TritonAdamW(model.parameters(), lr=torch.tensor(0.05, device=DEVICE))
-        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.1, 8, cycle_momentum=False)
-
-    tokens = torch.arange(6, device=DEVICE)
-    plain_model, plain, plain_scheduler = make()
-    model, optimizer, scheduler = make()
+    plain_model, plain, change_plain = make()
+    model, optimizer, change = make()
     graph, _ = captured(lambda: one_step(model, optimizer, tokens))
     for step in range(5):
         one_step(plain_model, plain, tokens)
-        if step > 0:
+        if step > 0:  # the first one was made before the capture, which makes none
             graph.replay()
-        plain_scheduler.step(), scheduler.step()
+        change_plain(), change()
+    assert steps_of(optimizer) == [5, 5, 5]
     assert_same_run(optimizer, plain)
 
 

@@ -24,15 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import adamw_kernel
-from next_steps.lessons.adamw_kernel import adamw_step
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.fixtures import is_freed
-from tests.two_processes import (
-    in_two_processes,
-    made_once,
-    one_gpu_is_too_few,
-    results_of_two,
-)
+from tests.two_processes import in_two_processes, made_once, one_gpu_is_too_few, results_of_two
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -223,16 +217,6 @@ def save_and_resume(rank, folder, parallel, in_backward):
     return straight, outcome(model, optimizer)
 
 
-def hand_over_dtensors(rank, folder):
-    mesh = init_device_mesh(DEVICE.partition(":")[0], (2,))
-    shards = [distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]) for _ in range(4)]
-    for name in range(4):  # which of the four is still a DTensor
-        tensors = [t.to_local() if i != name else t for i, t in enumerate(shards)]
-        steps_done = torch.zeros((), device=tensors[0].device)
-        with pytest.raises((TypeError, ValueError), match=r"is a DTensor|has shape"):
-            adamw_step(*tensors, steps_done, 1e-3, 0.9, 0.999, 1e-8, 0.0)
-
-
 def sum_gradients(rank, folder):
     """[a parameter after a step with a gradient that is still a sum to be made], by placement."""
     mesh, stepped = init_device_mesh(DEVICE.partition(":")[0], (2,)), []
@@ -257,7 +241,6 @@ WORKS = {  # what two processes do: a function of (rank, folder), and what else 
         for in_backward in (False, True)
     },
     "sums": (sum_gradients,),
-    "DTensors": (hand_over_dtensors,),
 }
 
 
@@ -339,7 +322,3 @@ def test_a_gradient_that_is_a_sum_to_be_made_is_made(left):
     TritonAdamW([p], lr=0.5, eps=1.0).step()
     for stepped, _ in left("sums"):
         assert all(torch.equal(each, p.detach().cpu()) for each in stepped)
-
-
-def test_the_launcher_refuses_shards_before_it_takes_a_pointer(left):
-    assert [launches for _, launches in left("DTensors")] == [0, 0]

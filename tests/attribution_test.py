@@ -503,29 +503,28 @@ def idle_of(*launches: tuple[float, float, float], waits=()) -> dict:
     return idle_times(EventList(events, use_device="cuda"))
 
 
-def test_a_queued_kernel_makes_nobody_wait():
-    """The 1 us between two kernels is the GPU's own."""
-    nothing = {"idle_us": 0, "synchronization_us": 0, "host_us": 0}
-    assert idle_of((0, 5, 20), (4, 21, 40), (8, 41, 50)) == nothing
+IDLE = {  # kernels, the host's waits; GPU idle, of it for a synchronization, from launch to launch
+    "the 1 us between queued kernels is the GPU's own": (
+        ([(0, 5, 20), (4, 21, 40), (8, 41, 50)], []),
+        (0, 0, 0),
+    ),
+    "late launches tell the host's pace, of 12 and 18 us": (
+        ([(0, 5, 10), (12, 17, 20), (30, 35, 40), (33, 41, 60)], []),
+        (7 + 15, 0, 15),
+    ),
+    "as .item(): wait for the kernel, come back at 12, launch the next at 14": (
+        ([(0, 5, 10), (14, 19, 30), (34, 40, 50)], [(3, 12), (52, 60)]),
+        (9 + 10, 9, 20),
+    ),
+    "the wait that ends the timing": (([(0, 5, 10), (3, 11, 30)], [(0, 0), (6, 31)]), (0, 0, 0)),
+    "kernels that overlap": (([(0, 5, 100), (50, 60, 70), (90, 95, 120)], []), (0, 0, 0)),
+}
 
 
-def test_a_late_launch_is_idle_time_and_tells_the_hosts_pace():
-    idle = idle_of((0, 5, 10), (12, 17, 20), (30, 35, 40), (33, 41, 60))
-    assert idle == {"idle_us": 7 + 15, "synchronization_us": 0, "host_us": 15}  # 12 and 18 us
-
-
-def test_idle_time_after_the_host_waited_is_synchronizations():
-    """As .item() does: wait for the kernel, come back at 12, launch the next at 14."""
-    idle = idle_of((0, 5, 10), (14, 19, 30), (34, 40, 50), waits=((3, 12), (52, 60)))
-    assert idle == {"idle_us": 9 + 10, "synchronization_us": 9, "host_us": 20}
-
-
-def test_the_wait_that_ends_the_timing_is_no_idle_time():
-    assert idle_of((0, 5, 10), (3, 11, 30), waits=((0, 0), (6, 31)))["idle_us"] == 0
-
-
-def test_kernels_that_overlap_leave_no_gap():
-    assert idle_of((0, 5, 100), (50, 60, 70), (90, 95, 120))["idle_us"] == 0
+@pytest.mark.parametrize("case", IDLE)
+def test_idle_time_is_the_hosts_or_a_synchronizations(case):
+    (launches, waits), expected = IDLE[case]
+    assert tuple(idle_of(*launches, waits=waits).values()) == expected
 
 
 def exposed_of(*kernels: tuple[str, float, float]) -> tuple[float, float]:
@@ -538,17 +537,11 @@ def exposed_of(*kernels: tuple[str, float, float]) -> tuple[float, float]:
 GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."
 
 
-def test_communication_that_other_streams_hide_is_not_exposed():
+def test_communication_is_exposed_once_where_no_other_kernel_hides_it():
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 30)) == (10, 0)
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 12), ("mul", 11, 15)) == (10, 5)
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 10), ("mul", 20, 25)) == (10, 10)
-
-
-def test_two_collectives_at_once_are_exposed_once():
     assert exposed_of((GATHER, 10, 20), (REDUCE, 15, 30), ("gemm", 18, 22)) == (20, 16)
-
-
-def test_one_process_does_not_communicate():
     assert exposed_of(("gemm", 0, 10), ("Memcpy HtoD", 5, 20)) == (0, 0)
 
 

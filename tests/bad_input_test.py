@@ -23,7 +23,8 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
 from next_steps.memory import memory_estimate
-from tests.cli_test import assert_refused, change_config, hub_error, hub_errors, raising
+from tests.cli_test import change_config, hub_error, hub_errors, raising
+from tests.conftest import assert_refused
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 STEPS = ["--seq-len", "8", "--steps", "1"]

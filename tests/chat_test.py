@@ -12,7 +12,7 @@ import finetune_baseline
 from harness.cli.command_line import UserError
 from harness.data import chat, samples
 from harness.model import architecture
-from tests.cli_test import assert_refused
+from tests.conftest import assert_refused
 from tests.small_workloads import TINY
 from tests.token_cache_test import tokenizer_of
 

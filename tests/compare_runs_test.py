@@ -6,28 +6,18 @@ import re
 import pytest
 
 import compare_runs
-
-ENVIRONMENT = {"gpu": "Some GPU", "cpu": "x86_64", "torch": "2", "triton": "3"}
-ENVIRONMENT |= {"transformers": "5", "date": "2026-01-01", "commit": "abc"}
+from harness.cli.workload import Workload
+from tests.small_workloads import MADE_UP
 
 
 def run(title="Baseline", losses=(3.0, 2.0, 1.0), median_seconds=0.2, **changes):
     """A record, as it was written before steps were profiled; its steps lie within 2 %."""
     seconds = [median_seconds * (1 + 0.01 * (i % 3 - 1)) for i in range(len(losses))]
-    return {
+    sizes = {"batch_size": 1, "seq_len": 8, "steps": len(losses)}
+    record = Workload(model="tiny", dtype="fp32", lr=1e-3, **sizes).as_record() | {
         "kind": "finetune",
         "title": title,
-        "environment": ENVIRONMENT,
-        "kernels": [],
-        "model": "tiny",
-        "weights": "random weights",
-        "dtype": "fp32",
-        "data": "stdlib",
-        "batch_size": 1,
-        "seq_len": 8,
-        "steps": len(losses),
-        "seed": 0,
-        "lr": 1e-3,
+        "environment": MADE_UP,
         "losses": list(losses),
         "warmup_steps": 0,
         "seconds": seconds,
@@ -36,7 +26,8 @@ def run(title="Baseline", losses=(3.0, 2.0, 1.0), median_seconds=0.2, **changes)
         "tokens_per_second": 40.0,
         "peak_memory_bytes": 4e9,
         "validation_loss_after": 1.5,
-    } | changes
+    }
+    return record | changes
 
 
 @pytest.fixture
@@ -178,16 +169,12 @@ def test_plot_is_a_picture(script, tmp_path):
     assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, pyplot):
     records = [run(peak_memory_bytes=4e8), run("Optimized", peak_memory_bytes=5e8)]
     compare_runs.plot(["a", "b"], records, str(tmp_path / "plot.png"))
     _, _, memory = pyplot.gcf().axes
     assert memory.get_title() == "Peak memory (MB)"
     assert [text.get_text() for text in memory.texts] == ["400.0", "500.0"]
-    monkeypatch.undo()
-    pyplot.close("all")
 
 
 LORA = {"lora_rank": 8, "lora_alpha": 8, "lora_targets": "all"}

@@ -4,6 +4,7 @@ tests/fixtures.py.
 
 import json
 import os
+import re
 from dataclasses import dataclass
 
 if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
@@ -25,8 +26,10 @@ from tests.fixtures import (  # noqa: F401
     far_apart,
     gpu_memory,
     poison_new_tensors,
+    pyplot,
     same_random_numbers,
     saved_tiny,
+    small_tiles,
     unused_memory_returned,
 )
 
@@ -45,6 +48,24 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+def assert_refused(outcome: Outcome, *words: str, code: int = 2) -> None:
+    """Hold that the user reads one short sentence with all words, beside progress bars alone."""
+    lines = [line for line in re.split("[\r\n]+", outcome.err) if line and "it/s]" not in line]
+    assert outcome.code == code, outcome.err
+    assert len(lines) == 1 and lines[0].startswith("error: "), outcome.err
+    assert len(lines[0]) < 500 and "Results" not in outcome.out
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """tiny, but of one layer: Triton's interpreter is slow."""
+    from tests.small_workloads import smaller_config  # with transformers, which not all tests need
+
+    monkeypatch.setattr("harness.model.architecture.tiny_config", smaller_config)
 
 
 @pytest.fixture

@@ -9,21 +9,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
-from tests import tiles
 from tests.contracts import contract
+from tests.fixtures import saved_tensors
 from tests.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
 from tests.subjects import SUBJECTS
 
 # Masked lanes compute inf - inf.  The interpreter's NumPy warns about that.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def make(subject, dtype=torch.float32):
@@ -230,18 +225,6 @@ def test_input_changed_before_the_backward_is_noticed_or_does_not_count(subject,
     else:
         backward(outputs, douts)
         assert_grads(subject, leaves, expected)
-
-
-class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
-    """A context that yields the list of the tensors that are kept for a backward meanwhile."""
-
-    def __init__(self):
-        self.saved = []
-        super().__init__(lambda t: self.saved.append(t) or t, lambda t: t)
-
-    def __enter__(self):
-        super().__enter__()
-        return self.saved
 
 
 @contract()

@@ -12,13 +12,8 @@ from tests.contracts import contract
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
 from tests.subject import checks, compare_parts, references, run
 
-pytestmark = needs_gpu
+pytestmark = [needs_gpu, pytest.mark.usefixtures("small_tiles")]
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def make(subject, seed=0):

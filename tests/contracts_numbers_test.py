@@ -26,14 +26,9 @@ from tests.subject import (
 # 0 / 0 and inf - inf are the right answers for no rows; the interpreter's NumPy comments on them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
 ROWS = (2, 3)
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def test_new_tensors_are_poisoned():

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,21 +25,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import benchmark_kernels
 import compare_runs
 import finetune_baseline
-import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, output_files, tables
-from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS, finetune_parser
 from harness.cli.workload import Workload
 from harness.data import dataset, samples
-from harness.model import config_file
-from harness.profiling.kernel_facts import KERNELS
 from harness.profiling.profiler import read_trace, write_trace
 from harness.records import run_records
 from harness.training import saving
-from next_steps import finetune_options
-from next_steps.studies import ladder, make_samples
+from next_steps.studies import make_samples
 from tests import make_samples_test
+from tests.conftest import assert_refused
 from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
 from tools.page_records import HERE, RESULTS
@@ -144,13 +138,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def assert_one_sentence(outcome, *words: str, code: int = 2) -> None:
-    assert outcome.code == code, outcome.err
-    assert outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
-    for word in words:
-        assert word in outcome.err
 
 
 # ---------------------------------------------------------------- whole or not at all
@@ -281,7 +268,7 @@ def test_a_dangling_link_creates_what_it_points_at(tmp_path):
 def test_a_link_to_itself_is_refused(tmp_path, run_script):
     (tmp_path / "loop").symlink_to("loop")
     outcome = run_script(finetune_baseline, *TINY, "--json", str(tmp_path / "loop"))
-    assert_one_sentence(outcome, f"cannot write {tmp_path / 'loop'}: Too many levels")
+    assert_refused(outcome, f"cannot write {tmp_path / 'loop'}: Too many levels")
     assert (tmp_path / "loop").is_symlink()
 
 
@@ -344,20 +331,20 @@ def test_a_refused_run_leaves_nothing_behind(run_script, tmp_path, name):
     (tmp_path / "link").symlink_to("nowhere")
     for place in ("new/deeper/run", "link"):
         outcome = run_script(script, *TINY, f"--{name}={tmp_path / place}", "--data", "nowhere.txt")
-        assert_one_sentence(outcome, "nowhere.txt")
+        assert_refused(outcome, "nowhere.txt")
         assert os.listdir(tmp_path) == ["link"] and (tmp_path / "link").is_symlink()
 
 
 def test_the_default_traces_folder_is_not_made_by_a_refused_run(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_one_sentence(run_script(profile_baseline, *TINY, "--data", "nowhere.txt"), "nowhere.txt")
+    assert_refused(run_script(profile_baseline, *TINY, "--data", "nowhere.txt"), "nowhere.txt")
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace", "--plot", "--save"])
 def test_an_output_without_a_name_is_refused(run_script, flag):
     script = finetune_baseline if flag == "--save" else profile_baseline
-    assert_one_sentence(run_script(script, *TINY, f"{flag}="), f"{flag} ''", "names nothing")
+    assert_refused(run_script(script, *TINY, f"{flag}="), f"{flag} ''", "names nothing")
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace"])
@@ -365,7 +352,7 @@ def test_an_output_without_a_name_is_refused(run_script, flag):
 def test_a_folder_is_no_file_to_write(run_script, tmp_path, monkeypatch, flag, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    assert_one_sentence(
+    assert_refused(
         run_script(profile_baseline, *TINY, flag, name), f"cannot write {name}", "directory"
     )
     assert os.listdir(tmp_path) == ["folder"]
@@ -397,7 +384,7 @@ def test_a_file_without_permission_is_neither_accepted_nor_replaced(open_folder)
 @pytest.mark.parametrize("name", ["x.xyz", "out", "png"])
 def test_a_picture_of_another_kind_is_refused(run_script, tmp_path, name):
     outcome = run_script(compare_runs, "a.json", "b.json", "--plot", str(tmp_path / name))
-    assert_one_sentence(outcome, f"--plot {tmp_path / name} must end in .png")
+    assert_refused(outcome, f"--plot {tmp_path / name} must end in .png")
 
 
 PROFILE, FINETUNE, COMPARE = profile_baseline, finetune_baseline, compare_runs
@@ -437,7 +424,7 @@ def test_an_output_that_would_overwrite_something_is_refused(
     sizes = ["--kernel", "rmsnorm", "--tokens", "2", "--hidden", "8"]
     workload = {compare_runs: [], benchmark_kernels: sizes}.get(script, TINY)
     outcome = run_script(script, *workload, *flags.split())
-    assert_one_sentence(outcome, "collides with", *words)
+    assert_refused(outcome, "collides with", *words)
     assert contents(tmp_path) == before
 
 
@@ -483,7 +470,7 @@ def test_every_script_leaves_files_of_others_alone(run_script, tmp_path, monkeyp
         run_script(fill_pages, "--record", str(path), "rmsnorm_test.py"),
         run_script(make_samples, str(path)),
     ):
-        assert_one_sentence(outcome, f"{path} would replace a file", "name another file")
+        assert_refused(outcome, f"{path} would replace a file", "name another file")
     assert path.read_text().startswith('{"prompt": "my own"')
 
 
@@ -494,7 +481,7 @@ def test_the_facts_of_a_checkpoint_are_no_record_to_replace(run_script, tmp_path
     facts.write_text(json.dumps({"step": 3, "environment": {}}))
     flags = ["--resume", str(folder), "--json", str(facts)]
     outcome = run_script(finetune_baseline, *TINY, *flags)
-    assert_one_sentence(outcome, f"--json {facts} would replace a file")
+    assert_refused(outcome, f"--json {facts} would replace a file")
     assert json.loads(facts.read_text())["step"] == 3
 
 
@@ -544,89 +531,6 @@ def test_make_clean_leaves_what_a_reader_made(tmp_path):
     assert sorted(contents(tmp_path)) == sorted(["Makefile", *kept])
 
 
-# ---------------------------------------------------------------- flags that would be ignored
-
-
-@pytest.mark.parametrize(
-    ("flags", "ignored", "by"),
-    [
-        ("--ladder --longest", "--longest", "--ladder"),
-        ("--ladder --kernels rmsnorm", "--kernels", "--ladder"),
-        ("--ladder --kernels rmsnorm,cross_entropy", "--kernels", "--ladder"),
-        ("--ladder --save x", "--save", "--ladder"),
-        ("--ladder --resume x", "--resume", "--ladder"),
-        ("--opponent liger --checkpoint x", "--checkpoint", "--opponent"),
-        ("--teacher tiny --resume x", "--resume", "--teacher"),
-        ("--longest --checkpoint x", "--checkpoint", "--longest"),
-        ("--ladder --opponent liger", "--opponent", "--ladder"),
-        ("--ladder --stochastic-rounding", "--stochastic-rounding", "--ladder"),
-        ("--ladder --cuda-graph", "--cuda-graph", "--ladder"),
-        ("--opponent liger --kernels all", "--kernels", "--opponent"),
-        ("--opponent liger --longest", "--longest", "--opponent"),
-        ("--longest --save x", "--save", "--longest"),
-        ("--longest --data stdlib", "--data", "--longest"),
-        ("--longest --batch-size 2", "--batch-size", "--longest"),
-        ("--longest --steps 3", "--steps", "--longest"),
-        ("--longest --lr 1e-3", "--lr", "--longest"),
-        ("--longest --kernels all --cuda-graph", "--cuda-graph", "--longest"),
-        ("--compare a b --json x", "--json", "--compare"),
-        ("--compare a b --model tiny", "--model", "--compare"),
-        ("--compare a b --use-custom-ce", "--use-custom-ce", "--compare"),
-        ("--compare a b --cuda-graph", "--cuda-graph", "--compare"),
-        ("--estimate --cuda-graph", "--cuda-graph", "--estimate"),
-        ("--memory --cuda-graph", "--cuda-graph", "--memory"),
-        ("--estimate --trace x", "--trace", "--estimate"),
-        ("--estimate --data synthetic", "--data", "--estimate"),
-        ("--estimate --warmup 2", "--warmup", "--estimate"),
-        ("--memory --trace x", "--trace", "--memory"),
-        ("--memory --stacks", "--stacks", "--memory"),
-    ],
-)
-def test_a_flag_that_would_be_ignored_is_refused(run_script, monkeypatch, flags, ignored, by):
-    """Also where its value is the default."""
-    monkeypatch.setattr(config_file, "load_config", lambda args: pytest.fail("started"))
-    script = (
-        profile_baseline if by in ("--compare", "--estimate", "--memory") else finetune_optimized
-    )
-    outcome = run_script(script, *flags.split())
-    assert_one_sentence(outcome, f"{ignored} does nothing with {by}: leave one of the two out")
-
-
-def test_stochastic_rounding_without_bf16_is_refused(run_script):
-    outcome = run_script(finetune_optimized, *TINY, "--kernels", "adamw", "--stochastic-rounding")
-    assert_one_sentence(outcome, "--stochastic-rounding", "does nothing in fp32", "--dtype bf16")
-
-
-@pytest.mark.parametrize("script", [finetune_baseline, finetune_optimized])
-def test_a_graph_that_no_step_would_use_is_refused(run_script, script):
-    outcome = run_script(script, *TINY, "--cuda-graph", "--steps", "2")
-    assert_one_sentence(outcome, "--cuda-graph starts after 2 steps", "--steps 2")
-
-
-def test_what_the_scripts_say_of_each_other_is_not_refused(monkeypatch):
-    """The flags with which --ladder starts finetune_optimized.py."""
-    commands = []
-
-    def run(command, **options):
-        commands.append(command[2:])
-        Path(command[-1]).write_text("{}")
-        return argparse.Namespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    args = finetune_parser("").parse_args([*TINY, "--lr", "0.25", "--dtype", "bf16"])
-    workload = Workload.from_flags(args, HAS_GPU)
-    graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-    runs, _ = ladder.others(workload, graphs=True)
-    for _, script, each in runs:
-        if script == "finetune_optimized.py":
-            ladder.run_script(script, each)
-    ladder.run_script("finetune_optimized.py", graph)
-    assert len(commands) == 2 + len(OPPONENTS) + 2 + 2
-    for command in commands:
-        monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *command])
-        assert finetune_options.parse_args("").lr == 0.25
-
-
 # ---------------------------------------------------------------- the trace
 
 
@@ -647,30 +551,14 @@ def profiled(profiler):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("through", ["device", "link"])
-def test_a_trace_goes_through_a_device_or_a_link_that_stays(
-    run_script, request, tmp_path, monkeypatch, through
-):
+def test_a_trace_goes_through_a_device_that_stays(recorded, device, monkeypatch):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
-    record, path = tmp_path / "run.json", tmp_path / "link"
-    if through == "device":
-        path = request.getfixturevalue("device")
-    else:
-        path.symlink_to(tmp_path / "trace.json")
-    flags = ["--warmup", "1", "--trace", str(path), "--json", str(record)]
-    outcome = run_script(profile_baseline, *TINY, *flags)
-    assert outcome.code == 0, outcome.err
-    made = run_records.read_record(str(record), "profile")
+    made = recorded(profile_baseline, *TINY, "--warmup", "1", "--trace", str(device))
     assert made["categories"]["matmul"]["flops"] > 0 and made["trace_bytes"] > 1000
-    if through == "device":
-        assert stat.S_ISCHR(path.stat().st_mode)
-    else:
-        assert path.is_symlink()
-        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert stat.S_ISCHR(device.stat().st_mode)
 
 
 def test_a_profiler_that_cannot_write_is_one_sentence(small_disk, tmp_path, monkeypatch):
-    """PyTorch itself says nothing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(500):
             torch.randn(4, 4) @ torch.randn(4, 4)
@@ -806,7 +694,7 @@ def test_a_folder_with_another_model_is_refused(case, tmp_path):
 def test_a_run_says_before_training_that_its_folder_holds_another_model(run_script, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     outcome = run_script(finetune_baseline, *TINY, "--save", str(tmp_path))
-    assert_one_sentence(outcome, f"--save {tmp_path} holds another model: model_type gpt2")
+    assert_refused(outcome, f"--save {tmp_path} holds another model: model_type gpt2")
     assert "step 1" not in outcome.out
 
 

@@ -87,6 +87,14 @@ def poison_new_tensors():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Let small tensors take several tiles too."""
+    from tests import tiles  # of the kernels of this test: mutation_test exchanges them
+
+    tiles.small_tiles(monkeypatch)
+
+
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
     """Fill what new_empty and empty_like return with NaN, so that nothing a kernel forgets to
@@ -110,6 +118,18 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
         mock.patch.object(torch, "empty_like", nan_filled(torch.empty_like)),
     ):
         yield shapes
+
+
+class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
+    """A context that yields the list of the tensors that are kept for a backward meanwhile."""
+
+    def __init__(self):
+        self.saved = []
+        super().__init__(lambda t: self.saved.append(t) or t, lambda t: t)
+
+    def __enter__(self):
+        super().__enter__()
+        return self.saved
 
 
 def captured(
@@ -143,6 +163,16 @@ def compiled_kernels(monkeypatch) -> list[str]:
         knobs.runtime, "jit_cache_hook", lambda **details: compiled.append(details["repr"])
     )
     return compiled
+
+
+@pytest.fixture
+def pyplot(monkeypatch):
+    """matplotlib's, whose figures stay open until the test ends."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        yield pyplot
+    pyplot.close("all")
 
 
 @contextlib.contextmanager

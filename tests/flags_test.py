@@ -276,7 +276,7 @@ def test_a_flag_counts_as_given_when_its_value_is_the_default():
 # ---------------------------------------------------------------- what other pages say of it
 
 PAGES = {  # a page, its words: command lines that are refused
-    ("several_gpus", "those `--opponent`s that compile"): [
+    ("several_gpus", "each `--opponent` that compiles"): [
         f"torchrun finetune_optimized --opponent {name}" for name in COMPILED
     ],
     ("data", "those `--opponent`s that compile"): [
@@ -287,7 +287,7 @@ PAGES = {  # a page, its words: command lines that are refused
         for beside in ("--opponent liger", "--teacher tiny", "--ladder", "--longest")
         for flag in ("--checkpoint", "--resume")
     ],
-    ("lora", "They go with every other flag but `--teacher`, `--fp8` and"): [
+    ("lora", "Only `--teacher`, `--fp8` and `--opponent torchao-...`"): [
         "finetune_optimized --teacher tiny --lora-rank 2",
         "finetune_optimized --opponent torchao-rowwise --lora-rank 2",
         "profile_baseline --kernels all --fp8 --lora-rank 2",

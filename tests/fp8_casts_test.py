@@ -6,6 +6,7 @@ These functions have no gradient; what of the contracts holds without one is ask
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -20,22 +21,19 @@ from next_steps.lessons.fp8_casts import (
     swiglu_fp8_backward_reference,
     swiglu_fp8_reference,
 )
-from next_steps.lessons.fp8_kernel import Rows, dequantize, quantize_rows, quantize_rows_reference
+from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
 from rmsnorm_kernel import rmsnorm_forward, rmsnorm_reference
 from tests.fixtures import captured, needs_gpu, pads_rows, waiting_forbidden
+from tests.fp8_kernel_test import make as make_rows
+from tests.fp8_kernel_test import matrix, same
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 
 
-def make(*shape, dtype=torch.float32, seed=0):
-    """Normal numbers with a mean, whose rows are of several magnitudes."""
-    generator = torch.Generator().manual_seed(seed)
-    x = 0.2 + torch.randn(shape, generator=generator)
-    magnitudes = 2.0 ** (4 * torch.rand((shape[0], 1), generator=generator) - 2)
-    return (x * magnitudes).to(DEVICE, dtype)
+make = partial(make_rows, mean=0.2, exponents=(-2, 2))
 
 
 def make_weight(n, dtype=torch.float32, seed=5):
@@ -52,17 +50,6 @@ def swiglu_inputs(rows=7, n=96, dtype=torch.float32):
     """dy, gate, up; gate is about as large as 1."""
     gate = make(1, n * rows, dtype=dtype, seed=1).view(rows, n)
     return make(rows, n, dtype=dtype), gate, make(rows, n, dtype=dtype, seed=2)
-
-
-def matrix(rows: Rows) -> torch.Tensor:
-    """In float64."""
-    return dequantize(rows, torch.float64)
-
-
-def same(found: Rows, expected: Rows) -> bool:
-    """Of finite numbers, to the bit."""
-    codes = (rows.codes.view(torch.uint8) for rows in (found, expected))
-    return torch.equal(found.scales, expected.scales) and torch.equal(*codes)
 
 
 def nearly_same(found: Rows, expected: Rows) -> bool:
@@ -390,14 +377,11 @@ X = torch.ones(4, 32, device=DEVICE)
             r"weight has shape \(8,\), expected \(32,\)",
         ),
         (lambda: rmsnorm_fp8(X, X[0].double(), EPS), TypeError, "weight is torch.float64"),
-        (lambda: rmsnorm_fp8(X, None, EPS), TypeError, "weight is a NoneType, expected a tensor"),
-        (lambda: rmsnorm_fp8(X.long(), X[0], EPS), TypeError, "x is torch.int64, expected"),
         (lambda: swiglu_fp8(X, X.half()), TypeError, "up is torch.float16, expected torch.float32"),
         (lambda: swiglu_fp8(X, X[:2]), ValueError, r"up has shape \(2, 32\), expected \(4, 32\)"),
         (lambda: swiglu_fp8_backward(X[:, :8], X, X), ValueError, r"dy has shape \(4, 8\)"),
-        (lambda: swiglu_fp8_backward(X, X, X.to("meta")), ValueError, "up is on meta, expected"),
     ],
-    ids=["vector", "weight", "float64", "no weight", "int64", "dtypes", "rows", "dy", "device"],
+    ids=["vector", "weight", "float64", "dtypes", "rows", "dy"],
 )
 def test_bad_input_is_refused(call, error, sentence):
     with pytest.raises(error, match=sentence):

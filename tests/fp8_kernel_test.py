@@ -11,7 +11,6 @@ import math
 import pytest
 import torch
 
-import kernel_support
 from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
 from next_steps.lessons.fp8_kernel import (
     FP8,
@@ -45,11 +44,12 @@ NORMAL = [(1 + mantissa / 8) * 2.0**e for e in range(-6, 9) for mantissa in rang
 E4M3 = torch.tensor([*SUBNORMAL, *NORMAL][:127], dtype=torch.float64, device=DEVICE)
 
 
-def make(*shape, dtype=torch.float32, seed=0):
+def make(*shape, dtype=torch.float32, seed=0, mean=0.1, exponents=(-8, 4)):
     """Normal numbers with a mean, whose rows are of several magnitudes."""
     generator = torch.Generator().manual_seed(seed)
-    x = 0.1 + torch.randn(shape, generator=generator)
-    magnitudes = 2.0 ** (12 * torch.rand((shape[0], 1), generator=generator) - 8)
+    x = mean + torch.randn(shape, generator=generator)
+    low, high = exponents
+    magnitudes = 2.0 ** (low + (high - low) * torch.rand((shape[0], 1), generator=generator))
     return (x * magnitudes).to(DEVICE, dtype)
 
 
@@ -506,16 +506,12 @@ ROWS = quantize_rows_reference(X)
         ((X[:, :0],), ValueError, r"part 0 has shape \(4, 0\), expected \(N, K\)"),
         ((torch.ones(1, 40_000),), ValueError, r"shape \(1, 40000\), expected .* 1 to 32,768"),
         ((torch.ones(1, 20_000),) * 2, ValueError, "have 40,000 numbers, expected 32,768 at most"),
-        (([1.0],), TypeError, "part 0 is a list, expected a tensor"),
-        ((X.to_sparse(),), TypeError, "part 0 is torch.sparse_coo, expected torch.strided"),
-        ((X, X.to("meta")), ValueError, "part 1 is on meta, expected part 0's"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_parts_that_are_refused(parts, error, sentence):
-    parts = [p.to(DEVICE) if isinstance(p, torch.Tensor) and not p.is_meta else p for p in parts]
     with pytest.raises(error, match=sentence):
-        quantize_rows(*parts)
+        quantize_rows(*(part.to(DEVICE) for part in parts))
 
 
 def test_weights_that_are_refused():
@@ -539,14 +535,8 @@ def test_weights_that_are_refused():
             ValueError,
             r"rows.scales has shape \(3,\), expected \(4,\)",
         ),
-        (Rows(ROWS.codes, 1.0), TypeError, "rows.scales is a float, expected a tensor"),
-        (
-            Rows(ROWS.codes, ROWS.scales.to("meta")),
-            ValueError,
-            "rows.scales is on meta, expected rows",
-        ),
     ],
-    ids=["codes", "scales", "number of scales", "one scale", "two devices"],
+    ids=["codes", "scales", "number of scales"],
 )
 def test_rows_that_are_refused(rows, error, sentence):
     with pytest.raises(error, match=sentence):
@@ -566,10 +556,3 @@ def test_products_that_are_refused():
 def test_a_product_that_a_gpu_does_not_take_is_refused():
     with pytest.raises(ValueError, match=r"b is \(4, 32\), expected multiples of 16"):
         fp8_product(ROWS, ROWS, torch.bfloat16, True)
-
-
-@pytest.mark.skipif(HAS_GPU, reason="refuses tensors on a CPU, where kernels are compiled")
-def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
-    monkeypatch.setattr(kernel_support, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="part 0 is on cpu, expected a GPU"):
-        quantize_rows(X)

@@ -16,11 +16,7 @@ from harness.cli.flags import RECOMPUTE
 from harness.model import architecture
 from harness.model.loading import load_model
 from next_steps.layers import fp8_layer
-from next_steps.layers.fp8_layer import (
-    FP8LinearFunction,
-    FP8MLPFunction,
-    NormFP8LinearFunction,
-)
+from next_steps.layers.fp8_layer import FP8LinearFunction, FP8MLPFunction, NormFP8LinearFunction
 from next_steps.lessons.fp8_casts import (
     rmsnorm_fp8_reference,
     swiglu_fp8_backward_reference,
@@ -85,6 +81,19 @@ def without_interpreter(monkeypatch):
     if not HAS_GPU:
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The list of the products from now on: how many rows each of two factors has."""
+    found, fp8_product = [], fp8_layer.fp8_product
+
+    def product(a, b, *args, **options):
+        found.append((len(a.codes), len(b.codes)))
+        return fp8_product(a, b, *args, **options)
+
+    monkeypatch.setattr(fp8_layer, "fp8_product", product)
+    return found
 
 
 def drawn(*shape, scale=1.0, mean=0.0, seed=0):
@@ -300,16 +309,11 @@ def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exa
     "trained, transposed, need_x",
     [((), 0, True), ((0,), 2, True), ((0, 2), 2, True), ((0, 1, 2), 2, True), ((0, 1), 2, False)],
 )
-def test_only_what_needs_a_gradient_is_multiplied(monkeypatch, trained, transposed, need_x):
+def test_only_what_needs_a_gradient_is_multiplied(
+    products, monkeypatch, trained, transposed, need_x
+):
     """Transposed, for the weights' gradients, are the results' and the input."""
-    shapes, calls = [], []
-    fp8_product, transpose_rows = fp8_layer.fp8_product, fp8_layer.transpose_rows
-
-    def product(a, b, *args, **options):
-        shapes.append((len(a.codes), len(b.codes)))
-        return fp8_product(a, b, *args, **options)
-
-    monkeypatch.setattr(fp8_layer, "fp8_product", product)
+    calls, transpose_rows = [], fp8_layer.transpose_rows
     monkeypatch.setattr(fp8_layer, "transpose_rows", lambda r: calls.append(r) or transpose_rows(r))
     x, norm_weight = (t.requires_grad_(need_x) for t in (tokens(), drawn(H)))
     ws = weights(*((o, H) for o in OUT))
@@ -318,7 +322,7 @@ def test_only_what_needs_a_gradient_is_multiplied(monkeypatch, trained, transpos
     _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
-    assert shapes == [(N, sum(OUT)), *alone, *[(N, H)] * need_x]
+    assert products == [(N, sum(OUT)), *alone, *[(N, H)] * need_x]
     assert len(calls) == transposed
 
 
@@ -430,21 +434,16 @@ def test_gradients_that_nobody_needs_are_not_computed(mode, trained):
     assert calls.products + calls.counts["_scaled_mm"] == expected
 
 
-def test_evaluation_and_generation_compute_so_too(monkeypatch):
+def test_evaluation_and_generation_compute_so_too(products):
     exact, model = make_model().eval(), make_model("all").eval()
     ids = batch().input_ids
     with torch.no_grad():
         found, expected = model(input_ids=ids).logits, exact(input_ids=ids).logits
         again = model(input_ids=ids).logits
     assert 0 < relative_error(found, expected) < 0.1 and torch.equal(found, again)
-    rows, fp8_product = [], fp8_layer.fp8_product
-
-    def product(a, b, *args, **options):
-        rows.append(len(a.codes))
-        return fp8_product(a, b, *args, **options)
-
-    monkeypatch.setattr(fp8_layer, "fp8_product", product)
+    products.clear()
     model.generate(ids[:1, :3], max_new_tokens=2, do_sample=False, use_cache=True)
+    rows = [rows for rows, _ in products]
     assert rows == [3] * 4 * 2 + [1] * 4 * 2  # the prompt, then a token; products, layers
 
 

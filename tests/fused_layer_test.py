@@ -1,37 +1,19 @@
 """What is the fused layer's alone: what it saves, which products it leaves out, what swiglu_linear
 writes over.
 
-    python -m tests.fused_layer_test    # results, gradients, and what is saved
-
 What every function has to do is asked in tests/contracts_*_test.py, of norm_linear, swiglu_linear
 and both together.
 """
 
-from harness.cli import command_line
-
-if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
-    command_line.answer_flags(__doc__)
-
-import contextlib
 import itertools
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
-import rmsnorm_kernel
-from harness.benchmark.checking import (
-    DEVICE,
-    DTYPE_NAME,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    compare,
-    print_tests,
-    print_title,
-    print_verdict,
-    relative_error,
-)
+from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare, relative_error
 from next_steps.layers import fused_layer
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
@@ -40,9 +22,10 @@ from next_steps.layers.fused_layer import (
     swiglu_linear,
     swiglu_linear_reference,
 )
-from next_steps.lessons import swiglu_kernel
 from tests.calls import Calls
-from tests.fixtures import needs_gpu, poisoned_outputs
+from tests.fixtures import needs_gpu, saved_tensors
+from tests.subject import checks
+from tests.subjects import SUBJECTS
 from tests.subjects import fused_layer as subjects
 from tests.subjects import lora_linear as lora_subjects
 from tests.subjects.fused_layer import norm_linear as fused_norm
@@ -51,28 +34,18 @@ from tests.subjects.fused_layer import swiglu_linear_inplace
 
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I
-TABLE_SIZES = (
-    (1024, 4096, 14_336) if HAS_GPU else SIZES
-)  # H and I of LLaMA 3.1 8B; in float64 that takes a while
-DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
-NORM_NAMES = "x", "norm_weight", "w_gate", "w_up"
-SWIGLU_NAMES = "gate", "up", "w_down"
-
-
-def fused_swiglu(*inputs):
-    return (subjects.swiglu_linear(*inputs),)
-
-
-def reference_swiglu(gate, up, weight):
-    return (swiglu_linear_reference(gate, up, weight),)
+LARGE_SIZES = 8192, 4096, 14_336
+NORM = SUBJECTS["norm_linear"]
+SWIGLU = replace(SUBJECTS["swiglu_linear"], function=swiglu_linear_inplace)
+pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 
 
 def fused_mlp(*inputs):
-    return (subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs),)
+    return subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs)
 
 
 def reference_mlp(*inputs):
-    return (subjects.layer(reference_norm, swiglu_linear_reference)(*inputs),)
+    return subjects.layer(reference_norm, swiglu_linear_reference)(*inputs)
 
 
 def made(make):
@@ -90,118 +63,22 @@ make_swiglu_inputs = made(subjects.make_swiglu)
 make_mlp_inputs = made(subjects.make_layer)
 
 
-def run(function, inputs, douts, needed=None, used=None):
-    """(outputs, gradients) of one forward and one backward.
+def gradients(function, inputs, douts, needed=None, used=None):
+    """Return the gradients of one forward and one backward.
 
     needed: which inputs need a gradient, all unless told; None stands for the others' gradient.
     used: which outputs something is computed from, all unless told.
     """
     needed, used = needed or [True] * len(inputs), used or [True] * len(douts)
-    leaves = [
-        t.detach().requires_grad_(need) for t, need in zip(inputs, needed)
-    ]  # with their strides
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed)]
     outputs = function(*leaves)
-    pairs = [
-        (out, dout) for out, dout, use in zip(outputs, douts, used) if use and out.requires_grad
-    ]
-    torch.autograd.backward(*zip(*pairs))
-    return [out.detach() for out in outputs], [leaf.grad for leaf in leaves]
-
-
-def check_against_float64(name, ours, reference, names, inputs, douts, **options) -> list[Check]:
-    """One check for each output that was used and each gradient that was asked for."""
-    with poisoned_outputs():
-        outputs, grads = run(ours, inputs, douts, **options)
-    wide = [t.double() for t in inputs], [t.double() for t in douts]
-    ref_outputs, ref_grads = run(reference, *wide, **options)
-    eager_outputs, eager_grads = run(reference, inputs, douts, **options)
-    checks = [
-        compare(f"{name} output {i}", *three)
-        for i, three in enumerate(zip(outputs, ref_outputs, eager_outputs))
-    ]
-    for part, grad, ref64, eager in zip(names, grads, ref_grads, eager_grads):
-        assert (grad is None) == (ref64 is None), f"{name} d{part}: {grad}, expected {ref64}"
-        if ref64 is not None:
-            checks.append(compare(f"{name} d{part}", grad, ref64, eager))
-    return checks
-
-
-def norm_checks(name, inputs, douts, ours=fused_norm, **options):
-    return check_against_float64(name, ours, reference_norm, NORM_NAMES, inputs, douts, **options)
-
-
-def swiglu_checks(name, inputs, douts, ours=fused_swiglu, **options):
-    return check_against_float64(
-        name, ours, reference_swiglu, SWIGLU_NAMES, inputs, douts, **options
-    )
-
-
-def dtype_checks(dtype) -> list[Check]:
-    name = DTYPE_NAME[dtype]
-    norm = norm_checks(f"{name} norm_linear", *make_norm_inputs(dtype, TABLE_SIZES))
-    return norm + swiglu_checks(f"{name} swiglu_linear", *make_swiglu_inputs(dtype, TABLE_SIZES))
-
-
-@contextlib.contextmanager
-def saved_tensors():
-    """The list of tensors that autograd keeps meanwhile."""
-    saved = []
-
-    def keep(t):
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        yield saved
-
-
-def saved_bytes_beyond(function, *inputs) -> tuple[int, int]:
-    """Bytes kept for the backward beyond the inputs' and the outputs' own: (by the Function, by
-    eager PyTorch).
-    """
-    counts = []
-    for f in function:
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        with saved_tensors() as saved:
-            outputs = f(*leaves)
-        known = {t.untyped_storage().data_ptr() for t in (*leaves, *outputs)}
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-        counts.append(sum(n for address, n in kept.items() if address not in known))
-    return tuple(counts)
-
-
-def apply_swiglu(gate, up, weight):
-    return (swiglu_linear_inplace(gate, up, weight),)
-
-
-def memory_rows() -> list[str]:
-    """What both Functions and eager PyTorch save, in fp32."""
-    rows = []
-    for name, functions, (inputs, _) in (
-        ("norm_linear", (fused_norm, reference_norm), make_norm_inputs()),
-        ("swiglu_linear", (apply_swiglu, reference_swiglu), make_swiglu_inputs()),
-    ):
-        ours, eager = saved_bytes_beyond(functions, *inputs)
-        rows.append(
-            f"{name}: {ours:,} bytes saved beside inputs and outputs, eager PyTorch {eager:,}"
-        )
-    return rows
-
-
-def main() -> int:
-    print_title("Fused Layer")
-    passed = print_tests(DTYPES, dtype_checks)
-    print("\nKept for the backward, FP32")
-    print("\n".join(f"  {row}" for row in memory_rows()))
-    return print_verdict("fused layer correctness", passed)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    chosen = [i for i, out in enumerate(outputs) if used[i] and out.requires_grad]
+    torch.autograd.backward([outputs[i] for i in chosen], [douts[i] for i in chosen])
+    return [leaf.grad for leaf in leaves]
 
 
 # ---- The numbers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_outputs_and_gradients_match_float64(dtype):
-    assert_all_passed(dtype_checks(dtype))
 
 
 def test_references_are_the_layers_formulas():
@@ -239,84 +116,36 @@ def test_functions_take_the_layers_modules():
 @pytest.mark.parametrize("n_weights", [1, 3])
 def test_any_number_of_products(n_weights):
     (x, norm_weight, w_gate, w_up), (dx, dgate, dup) = make_norm_inputs()
-    weights, douts = (
-        [w_gate, w_up, w_gate + 1][:n_weights],
-        [dx, dgate, dup, 2 - dgate][: n_weights + 1],
-    )
-    names = "x", "norm_weight", "w_0", "w_1", "w_2"
-    inputs = [x, norm_weight, *weights]
-    assert_all_passed(
-        check_against_float64("products", fused_norm, reference_norm, names, inputs, douts)
-    )
+    names = [f"w_{i}" for i in range(n_weights)]
+    inputs = {"x": x, "norm_weight": norm_weight, **dict(zip(names, [w_gate, w_up, w_gate + 1]))}
+    douts = {"residual": dx, **dict(zip(names, [dgate, dup, 2 - dgate]))}
+    assert_all_passed(checks(replace(NORM, differentiable=tuple(inputs)), inputs, douts))
+
+
+def test_norm_without_a_weight():
+    (x, _, w_gate, w_up), (dx, dgate, dup) = make_norm_inputs()
+    inputs = {"x": x, "w_gate": w_gate, "w_up": w_up}
+    without = NORM.called_as(lambda norm: lambda x, *weights: norm(x, None, *weights))
+    douts = {"residual": dx, "gate": dgate, "up": dup}
+    assert_all_passed(checks(replace(without, differentiable=tuple(inputs)), inputs, douts))
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_eps_is_used_where_it_shows(eps):
-    (x, *others), douts = make_norm_inputs()
-    ours, reference = [lambda *a, f=f: f(*a, eps=eps) for f in (fused_norm, reference_norm)]
-    assert_all_passed(
-        check_against_float64("eps", ours, reference, NORM_NAMES, [1e-3 * x, *others], douts)
-    )
-
-
-# ---- The checks can fail -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_comparator_rejects_another_eps(dtype):
-    """Of small x, where eps shows; the other wrong answers are in the functions' records."""
-    (x, *others), douts = make_norm_inputs(dtype)
-    inputs = [0.02 * x, *others]
-    _, eager = run(reference_norm, inputs, douts)
-    wide = [t.double() for t in inputs], [t.double() for t in douts]
-    _, ref64 = run(reference_norm, *wide)
-    _, wrong = run(lambda *a: reference_norm(*a, eps=100 * EPS), *wide)
-    assert compare("right", ref64[0].to(dtype), ref64[0], eager[0]).passed
-    assert not compare("another eps", wrong[0].to(dtype), ref64[0], eager[0]).passed
-
-
-@pytest.mark.parametrize(
-    "kernel", ["_rmsnorm_fwd_kernel", "_rmsnorm_bwd_kernel", "_swiglu_fwd_kernel"]
-)
-def test_comparator_rejects_outputs_that_were_never_written(monkeypatch, kernel):
-    monkeypatch.setattr(
-        rmsnorm_kernel if "norm" in kernel else swiglu_kernel, kernel, mock.MagicMock()
-    )
-    checks = norm_checks("", *make_norm_inputs()) + swiglu_checks("", *make_swiglu_inputs())
-    assert not all(check.passed for check in checks)
+    inputs, douts = NORM.make((SIZES[0],), SIZES[1:], torch.float32)
+    inputs["x"] *= 1e-3
+    assert_all_passed(checks(NORM.called_as(lambda norm: partial(norm, eps=eps)), inputs, douts))
 
 
 # ---- What is saved for the backward --------------------------------------------------------------
-
-
-def test_norm_linear_saves_x_rstd_and_parameters():
-    inputs, _ = make_norm_inputs()
-    leaves = [t.requires_grad_() for t in inputs]
-    with saved_tensors() as saved:
-        residual, *_ = fused_norm(*leaves)
-    rstd = [t for t in saved if all(t is not leaf for leaf in leaves)]
-    assert (
-        len(saved) == 5
-        and [t.shape for t in rstd] == [(SIZES[0],)]
-        and rstd[0].dtype == torch.float32
-    )
-    assert residual.data_ptr() == leaves[0].data_ptr(), "the residual is a copy"
-    ours, eager = saved_bytes_beyond((fused_norm, reference_norm), *inputs)
-    assert ours == 4 * SIZES[0]
-    assert eager >= 4 * SIZES[0] * SIZES[1], "eager keeps y; this comparison cannot fail"
 
 
 def test_swiglu_linear_saves_gate_and_up_and_its_weight():
     inputs, _ = make_swiglu_inputs()
     leaves = [t.requires_grad_() for t in inputs]
     with saved_tensors() as saved:
-        apply_swiglu(*leaves)
+        swiglu_linear_inplace(*leaves)
     assert len(saved) == 3 and all(t is leaf for t, leaf in zip(saved, leaves))
-    ours, eager = saved_bytes_beyond((apply_swiglu, reference_swiglu), *inputs)
-    assert ours == 0
-    assert eager >= 4 * SIZES[0] * SIZES[2], (
-        "eager keeps silu(gate) * up; this comparison cannot fail"
-    )
 
 
 # ---- The contract with autograd ------------------------------------------------------------------
@@ -329,22 +158,23 @@ def combinations(n):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("needed", combinations(4), ids=lambda c: "".join("10"[not n] for n in c))
 def test_norm_linear_with_frozen_inputs(needed):
-    """Also without a matrix product whose result nobody asked for."""
-    inputs, douts = make_norm_inputs()
+    """There is no matrix product whose result nobody asked for."""
     with Calls() as calls:
-        run(fused_norm, inputs, douts, needed)
+        gradients(fused_norm, *make_norm_inputs(), needed)
     assert calls.products == 2 + sum(needed[2:]) + 2 * any(needed[:2])
-    assert_all_passed(norm_checks("frozen", inputs, douts, needed=needed))
+
+
+def counted_norms():
+    wrapped = fused_layer.rmsnorm_forward
+    return mock.patch.object(fused_layer, "rmsnorm_forward", wraps=wrapped)
 
 
 def test_frozen_products_need_no_second_norm():
     inputs, douts = make_norm_inputs()
-    with mock.patch.object(
-        fused_layer, "rmsnorm_forward", wraps=fused_layer.rmsnorm_forward
-    ) as forward:
-        run(fused_norm, inputs, douts, needed=[True, True, False, False])
+    with counted_norms() as forward:
+        gradients(fused_norm, inputs, douts, needed=[True, True, False, False])
         assert forward.call_count == 1
-        run(fused_norm, inputs, douts, needed=[True, True, False, True])
+        gradients(fused_norm, inputs, douts, needed=[True, True, False, True])
         assert forward.call_count == 3
 
 
@@ -363,15 +193,21 @@ def test_outputs_that_nobody_uses(used, needed):
     weight is None too.
     """
     inputs, douts = make_norm_inputs()
-    assert_all_passed(norm_checks("unused", inputs, douts, needed=needed, used=used))
+    wide = [t.double() for t in inputs], [t.double() for t in douts]
+    found = gradients(fused_norm, inputs, douts, needed, used)
+    ref64 = gradients(reference_norm, *wide, needed, used)
+    eager = gradients(reference_norm, inputs, douts, needed, used)
+    assert [grad is None for grad in found] == [grad is None for grad in ref64]
+    grads = enumerate(zip(found, ref64, eager))
+    assert_all_passed([compare(f"{i}", *abc) for i, abc in grads if abc[1] is not None])
 
 
 def test_gradient_of_the_residual_is_added():
     inputs, douts = make_norm_inputs()
-    _, (with_it, *_) = run(fused_norm, inputs, douts)
-    _, (without, *_) = run(fused_norm, inputs, douts, used=[False, True, True])
+    with_it, *_ = gradients(fused_norm, inputs, douts)
+    without, *_ = gradients(fused_norm, inputs, douts, used=[False, True, True])
     assert relative_error(with_it - without, douts[0]) < 1e-6
-    _, (alone, *_) = run(fused_norm, inputs, douts, used=[True, False, False])
+    alone, *_ = gradients(fused_norm, inputs, douts, used=[True, False, False])
     assert alone is not None and torch.equal(alone, douts[0])
 
 
@@ -407,18 +243,16 @@ def test_second_use_of_gate_and_up_by_swiglu_linear_raises():
 
 
 def test_second_use_is_right_if_it_needs_no_old_values():
-    (gate, up, w_down), (dout,) = make_swiglu_inputs()
-
     def twice(swiglu):
         def function(gate, up, w_down):
             gate, up = gate.clone(), up.clone()
-            return swiglu(gate, up, w_down)[0], gate + 2 * up
+            return swiglu(gate, up, w_down), gate + 2 * up
 
         return function
 
-    inputs, douts = [gate, up, w_down], [dout, torch.ones_like(gate)]
-    ours, reference = twice(apply_swiglu), twice(reference_swiglu)
-    assert_all_passed(check_against_float64("twice", ours, reference, SWIGLU_NAMES, inputs, douts))
+    inputs, douts = SWIGLU.make((SIZES[0],), SIZES[1:], torch.float32)
+    douts["sum"] = torch.ones_like(inputs["gate"])
+    assert_all_passed(checks(SWIGLU.called_as(twice), inputs, douts))
 
 
 def test_leaves_are_refused_because_their_grad_would_be_their_own_memory():
@@ -437,7 +271,7 @@ def test_constants_are_not_overwritten(needed):
     """A gate that needs no gradient may be the caller's own."""
     inputs, douts = make_swiglu_inputs()
     before = [t.clone() for t in inputs]
-    run(apply_swiglu, inputs, douts, needed)
+    gradients(swiglu_linear_inplace, inputs, douts, needed)
     assert all(map(torch.equal, inputs, before))
 
 
@@ -451,21 +285,6 @@ def test_memory_that_cannot_hold_both_gradients_is_refused(pair):
     out = swiglu_linear_inplace(gate, up, w_down)
     with pytest.raises(ValueError, match="expected a contiguous result of its own to overwrite"):
         out.backward(dout)
-
-
-# ---- torch.compile -------------------------------------------------------------------------------
-
-
-def test_norm_without_a_weight():
-    def without(norm):
-        return lambda x, *weights: norm(x, None, *weights)
-
-    (x, _, *weights), douts = make_norm_inputs()
-    names = "x", "w_gate", "w_up"
-    ours, reference = without(fused_norm), without(reference_norm)
-    assert_all_passed(
-        check_against_float64("no weight", ours, reference, names, [x, *weights], douts)
-    )
 
 
 # ---- Adapters ------------------------------------------------------------------------------------
@@ -492,12 +311,7 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
             x, norm_weight, EPS, keep, True, scales, (None, None), *tensors
         )
 
-    with (
-        Calls() as calls,
-        mock.patch.object(
-            fused_layer, "rmsnorm_forward", wraps=fused_layer.rmsnorm_forward
-        ) as forward,
-    ):
+    with Calls() as calls, counted_norms() as forward:
         found = step_with_adapters(inputs, douts, ours)
     assert forward.call_count == 1 + (not keep)
     # two with w, two thin ones; backward: dh, da, db, two with w and one with a into one gradient
@@ -535,8 +349,8 @@ def test_memory_after_the_forward_is_the_results_and_rstd():
     """The table in fused_layer.py: neither y nor silu(gate) * up is kept, nor is there a copy of
     the residual.
     """
-    N, H, I = 8192, 4096, 14_336
-    inputs, _ = make_mlp_inputs(torch.bfloat16, (N, H, I))
+    N, H, I = LARGE_SIZES
+    inputs, _ = make_mlp_inputs(torch.bfloat16, LARGE_SIZES)
     leaves = [t.requires_grad_() for t in inputs]
     kept = []
     for function in (fused_mlp, reference_mlp):
@@ -554,13 +368,13 @@ def test_memory_after_the_forward_is_the_results_and_rstd():
 @needs_gpu
 def test_backward_needs_no_more_than_one_gradient_of_the_inner_width():
     """dgate, dup and silu(gate) * up lie where gate, up and their product's gradient lay."""
-    N, H, I = 8192, 4096, 14_336
-    inputs, (dout,) = make_mlp_inputs(torch.bfloat16, (N, H, I))
+    N, H, I = LARGE_SIZES
+    inputs, (dout,) = make_mlp_inputs(torch.bfloat16, LARGE_SIZES)
     leaves = [t.requires_grad_() for t in inputs]
-    fused_mlp(*leaves)[0].backward(dout)
+    fused_mlp(*leaves).backward(dout)
     for leaf in leaves:
         leaf.grad = None
-    (out,) = fused_mlp(*leaves)
+    out = fused_mlp(*leaves)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -569,7 +383,3 @@ def test_backward_needs_no_more_than_one_gradient_of_the_inner_width():
     grads = sum(leaf.grad.numel() * leaf.grad.element_size() for leaf in leaves)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= grads + 2 * N * I + 3 * 2 * N * H + 32 * 2**20
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)

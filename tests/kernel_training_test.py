@@ -9,73 +9,21 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-import profile_baseline
 from harness.benchmark.checking import DEVICE
 from harness.cli import command_line, device
 from harness.cli.command_line import UserError
-from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS, WARMUP_STEPS, finetune_parser
-from harness.cli.workload import Workload
+from harness.cli.flags import OPPONENTS, WARMUP_STEPS
 from harness.data.dataset import Batch
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import stepping
 from next_steps.finetuning import kernel_training, opponents
 from next_steps.patches import apply_kernels
+from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
-from tests.small_workloads import smaller_config
-
-# a dozen rows are all that Triton's interpreter gets through in a tenth of a second
-TINY = ["--model", "tiny", "--dtype", "fp32"]
-# the third step may be a CUDA graph
-SMALL = [*TINY, "--batch-size", "1", "--seq-len", "8", "--steps", "3"]
-
-
-@pytest.fixture
-def small_model(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-
-
-def small_workload(*flags: str) -> Workload:
-    return Workload.from_flags(finetune_parser("").parse_args([*SMALL, *flags]), HAS_GPU)
-
+from tests.small_workloads import SMALL, small_workload
 
 # ---------------------------------------------------------------- flags
-
-
-def test_a_picture_without_a_ladder_is_refused(run_script, tmp_path):
-    outcome = run_script(finetune_optimized, *SMALL, "--plot", str(tmp_path / "x.png"))
-    assert outcome.code == 2 and "draws the ladder: add --ladder" in outcome.err
-    assert not list(tmp_path.iterdir())
-
-
-def assert_refused(outcome, sentence: str) -> None:
-    assert (outcome.code, outcome.err) == (2, f"error: {sentence}\n")
-
-
-@pytest.mark.parametrize(
-    "kernels", [[], ["--kernels", "none"], ["--kernels", "rmsnorm,swiglu"]], ids=str
-)
-def test_stochastic_rounding_is_refused_without_the_adamw_kernel(run_script, kernels):
-    outcome = run_script(finetune_optimized, *SMALL, "--stochastic-rounding", *kernels)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: --stochastic-rounding needs the adamw kernel: add --ker")
-
-
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        (finetune_baseline, SMALL),
-        (finetune_optimized, SMALL),
-        (finetune_optimized, [*SMALL, "--kernels", "all"]),
-        (finetune_optimized, [*SMALL, "--opponent", "fused-adamw"]),
-        (profile_baseline, TINY),
-    ],
-)
-def test_a_graph_without_a_gpu_is_refused(run_script, monkeypatch, script, flags):
-    monkeypatch.setattr(device, "HAS_GPU", False)
-    outcome = run_script(script, *flags, "--cuda-graph")
-    assert_refused(outcome, "--cuda-graph needs a CUDA GPU and none was found: leave it out")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +67,7 @@ def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(opponents.patched_model, "load", lambda workload: pytest.fail("loaded"))
     outcome = run_script(finetune_optimized, *SMALL, "--opponent", name)
-    assert_refused(outcome, f"{title} is not installed: pip install {package}")
+    assert_refused(outcome, f"error: {title} is not installed: pip install {package}")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -148,15 +96,7 @@ def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch):
 
 
 def test_an_unknown_opponent_is_refused(run_script):
-    outcome = run_script(finetune_optimized, *SMALL, "--opponent", "nobody")
-    assert outcome.code == 2 and "nobody" in outcome.err and outcome.err.count("\n") == 1
-
-
-def test_a_graph_of_what_records_graphs_itself_is_refused(run_script):
-    flags = ["--cuda-graph", "--opponent", "compile-reduce-overhead"]
-    outcome = run_script(finetune_optimized, *SMALL, *flags)
-    own = "--opponent compile-reduce-overhead records CUDA graphs of its own"
-    assert_refused(outcome, f"{own}: leave --cuda-graph out")
+    assert_refused(run_script(finetune_optimized, *SMALL, "--opponent", "nobody"), "nobody")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     scale_gradient,
 )
 from tests import tiles
-from tests.cross_entropy_more_test import MAGNITUDES, check_every_row, rows_of_magnitude
+from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
+    MAGNITUDES,
+    check_every_row,
+    pytestmark,
+    rows_of_magnitude,
+)
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows
 from tests.subject import Subject, checks, compare_parts, references, run
 from tests.subjects.linear_cross_entropy import FORWARD, eager_loss, make
@@ -53,12 +58,6 @@ N_ROWS, H, V = (512, 4096, 128_256) if HAS_GPU else (16, 64, 300)  # the table's
 SMALL_ROWS, SMALL_H, SMALL_V = 11, 16, 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
-
-# 0 / 0 is the right answer in some tests; the interpreter's NumPy comments on it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -557,8 +556,8 @@ def measure_extra_memory() -> dict[str, int]:
     targets = torch.randint(V, (MEMORY_ROWS,), device=DEVICE)
 
     def forward_and_backward(loss_fn):
-        hidden.grad = weight.grad = None
         loss_fn(hidden, weight, targets).backward()
+        hidden.grad = weight.grad = None  # the next run allocates them again
 
     return {
         way: timing.peak_extra_bytes(functools.partial(forward_and_backward, loss_fn))
@@ -567,7 +566,7 @@ def measure_extra_memory() -> dict[str, int]:
 
 
 def memory_is_as_promised(extra: dict[str, int]) -> bool:
-    """Two gradients and a chunk of 2,048 rows of logits; for the sum in fp32, dweight in fp32."""
+    """Two gradients and a chunk of 2,048 rows of logits; summed in fp32, an fp32 dweight too."""
     gradients = 2 * H * (V + MEMORY_ROWS) + 4 * 2**20  # and some slack
     in_bf16, in_fp32 = extra["ours"], extra["ours, fp32_dweight=True"]
     return in_bf16 <= gradients + 2 * 2048 * V and in_fp32 <= gradients + 4 * H * V

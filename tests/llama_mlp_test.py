@@ -9,56 +9,26 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
+from harness.benchmark.checking import DEVICE, Check, assert_all_passed, compare
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
-from tests import tiles
 from tests.calls import Calls
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
-from tests.subjects.fused_layer import mlp_reference
+from tests.subjects.fused_layer import make_mlp
 
-MLP_SIZES = (1024, 4096, 14_336) if HAS_GPU else (24, 40, 112)  # N, H, I
+SMALL = (9, 40, 112)  # N, H, I
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+pytestmark = pytest.mark.usefixtures("small_tiles")
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
-PARTS = "out", "dx", "dW_gate", "dW_up", "dW_down"
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Let small tensors take several blocks too."""
-    tiles.small_tiles(monkeypatch)
-
-
-def run(function, *inputs):
-    """Output and gradients of a step; the last input is the gradient for the output."""
-    *inputs, dout = inputs
-    leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
-    out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-def make_mlp_inputs(dtype=torch.float32, sizes=MLP_SIZES, seed=0):
+def make_mlp_inputs(dtype=torch.float32, n_rows=SMALL[0]):
     """x (N, H), w_gate and w_up (I, H), w_down (H, I), dout (N, H)."""
-    n_rows, H, I = sizes
-    generator = torch.Generator().manual_seed(seed)
-    x, dout = (0.2 + torch.randn((n_rows, H), generator=generator) for _ in range(2))
-    w_gate, w_up = (torch.randn((I, H), generator=generator) / H**0.5 for _ in range(2))
-    w_down = torch.randn((H, I), generator=generator) / I**0.5
-    return tuple(t.to(DEVICE, dtype) for t in (x, w_gate, w_up, w_down, dout))
-
-
-def mlp_checks(inputs, function=SwiGLUMLPFunction.apply, name="MLP") -> list[Check]:
-    with poisoned_outputs():
-        ours = run(function, *inputs)
-    ref64 = run(mlp_reference, *(t.double() for t in inputs))
-    eager = run(mlp_reference, *inputs)
-    return [compare(f"{name} {part}", *abc) for part, *abc in zip(PARTS, ours, ref64, eager)]
+    inputs, douts = make_mlp((n_rows,), SMALL[1:], dtype)
+    return *inputs.values(), *douts.values()
 
 
 # ---- The MLP -------------------------------------------------------------------------------------
-
-SMALL = (9, 40, 112)
-PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 def llama_mlp(dtype=torch.float32, hidden_act="silu", bias=False):
@@ -95,7 +65,7 @@ def modules_and_inputs(dtype=torch.float32, change=lambda mlp: None, **options):
     """LlamaMLP after change(mlp), ours that shares its weights, x and dout."""
     theirs = llama_mlp(dtype, **options)
     change(theirs)
-    x, *_, dout = make_mlp_inputs(dtype, SMALL)
+    x, *_, dout = make_mlp_inputs(dtype)
     return theirs, TritonLlamaMLP.from_llama_mlp(theirs), x, dout
 
 
@@ -118,22 +88,6 @@ def test_mlp_of_another_activation_is_refused_with_a_sentence(hidden_act):
         TritonLlamaMLP.from_llama_mlp(llama_mlp(hidden_act=hidden_act))
 
 
-@pytest.mark.parametrize("lead", [(1,), (2, 1, 3), (0,), (2, 0)])
-def test_mlp_of_any_batch(lead):
-    _, *weights, _ = make_mlp_inputs(sizes=SMALL)
-    x, dout = (t.view(*lead, SMALL[1]) for t in torch.randn(2, *lead, SMALL[1], device=DEVICE))
-    assert_all_passed(mlp_checks((x, *weights, dout)))
-
-
-def test_mlp_of_unusual_strides():
-    x, *weights, dout = make_mlp_inputs(sizes=SMALL)
-    x, dout = (t.view(3, 3, -1).transpose(0, 1) for t in (x, dout))
-    assert_all_passed(mlp_checks((x, *weights, dout.contiguous())))
-    expanded = x[:, :, :1].expand_as(x), *weights, dout[:1, :1, :1].expand_as(dout)
-    assert_all_passed(mlp_checks(expanded))
-    assert_all_passed(mlp_checks((x, *(w.t().contiguous().t() for w in weights), dout)))
-
-
 WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any(wanted)]
 
 
@@ -142,21 +96,19 @@ WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any
     "wanted", WANTED, ids=lambda w: "".join("xgud"[i] for i in range(4) if w[i])
 )
 def test_frozen_weights_get_no_gradient_and_no_matmul(wanted):
-    *inputs, dout = make_mlp_inputs(sizes=SMALL)
-    _, *expected = run(SwiGLUMLPFunction.apply, *inputs, dout)
+    *inputs, dout = make_mlp_inputs()
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted)]
     out = SwiGLUMLPFunction.apply(*leaves)
     with Calls() as calls, poisoned_outputs() as shapes:
         out.backward(dout)
-    for leaf, need, grad in zip(leaves, wanted, expected):
-        assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+    assert [leaf.grad is not None for leaf in leaves] == list(wanted)
     # dy is one, dx one and one that adds; and nothing else adds
     assert (calls.counts["mm"], calls.counts["addmm_"]) == (1 + sum(wanted), wanted[0])
     assert not {"add", "add_", "addmm"} & set(calls.counts) and shapes == []
 
 
 def test_mlp_backward_that_was_interrupted_cannot_be_repeated():
-    *leaves, dout = (t.requires_grad_() for t in make_mlp_inputs(sizes=SMALL))
+    *leaves, dout = (t.requires_grad_() for t in make_mlp_inputs())
     out = SwiGLUMLPFunction.apply(*leaves)
     with (
         mock.patch.object(torch.Tensor, "addmm_", side_effect=MemoryError("out of memory")),
@@ -165,31 +117,6 @@ def test_mlp_backward_that_was_interrupted_cannot_be_repeated():
         out.backward(dout.detach())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(dout.detach())
-
-
-def saving_on_the_cpu(mlp, x):
-    with torch.autograd.graph.save_on_cpu():
-        return mlp(x)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda mlp, x: checkpoint(mlp, x, use_reentrant=False),
-        lambda mlp, x: checkpoint(mlp, x, use_reentrant=True),
-        saving_on_the_cpu,
-    ],
-    ids=["checkpoint", "reentrant checkpoint", "saved on the CPU"],
-)
-def test_mlp_recomputed_or_offloaded(way):
-    _, mlp, x, dout = modules_and_inputs()
-    expected = grads_of(mlp, x, dout)
-    x.requires_grad_()
-    out = way(mlp, x)
-    out.backward(dout)  # the reentrant one refuses torch.autograd.grad
-    found = {"out": out, "x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # ---- The MLP, where it is not fused --------------------------------------------------------------
@@ -304,22 +231,5 @@ def test_torch_compile_of_the_mlp_in_one_graph(dynamic):
     theirs, ours, *_ = modules_and_inputs(COMPILED_DTYPE)
     compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic)
     for n_rows in (9, 6):
-        x, *_, dout = make_mlp_inputs(COMPILED_DTYPE, (n_rows, *SMALL[1:]))
+        x, *_, dout = make_mlp_inputs(COMPILED_DTYPE, n_rows)
         assert_all_passed(compare_modules(theirs, ours, x, dout, compiled))
-
-
-# ---- What only a GPU can show --------------------------------------------------------------------
-
-
-def measure_saved_memory() -> dict[str, int]:
-    """Bytes that one MLP keeps between its forward and its backward, without its output."""
-    x, *weights, _ = (t.requires_grad_() for t in make_mlp_inputs(torch.bfloat16))
-    saved = {}
-    for way, function in (("eager PyTorch", mlp_reference), ("ours", SwiGLUMLPFunction.apply)):
-        function(x, *weights)  # the matmuls' workspace stays too, but is taken once
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        out = function(x, *weights)
-        saved[way] = torch.cuda.memory_allocated() - before - out.nbytes
-        del out
-    return saved

@@ -9,16 +9,11 @@ from harness.model import architecture
 from harness.records import run_records
 from harness.steps import stepping
 from next_steps.studies import longest
-from tests.small_workloads import MADE_UP, smaller_config
+from tests.small_workloads import MADE_UP
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
 TINY = ["--model", "tiny", "--dtype", "fp32"]
 LONGEST = [*TINY, "--longest", "--kernels"]
-
-
-@pytest.fixture
-def small_model(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
 
 
 def test_the_longest_sequence_from_a_record():

@@ -26,6 +26,7 @@ from next_steps.layers.lora_linear import (
 )
 from rmsnorm_kernel import TritonRMSNorm
 from tests.calls import PRODUCTS, Calls
+from tests.fixtures import saved_tensors
 from tests.subjects.lora_linear import make_lora
 
 H, WIDTHS = 24, {"q": 40, "k": 16, "v": 16}
@@ -172,8 +173,7 @@ def test_quantized_weight_is_made_in_the_forward_and_in_the_backward_and_not_kep
     assert all(map(is_adapted, layers(model)))
     assert torch.equal(weight_of(model.q.base_layer), 2 * model.q.base_layer.weight)
     model.q.base_layer.made = 0
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         outs = lora_linear(x, *layers(model))
     assert is_ours(outs) and [layer.base_layer.made for layer in layers(model)] == [1, 1, 1]
     assert not [t for t in kept if t.shape in [(width, H) for width in WIDTHS.values()]]
@@ -386,8 +386,7 @@ def test_x_is_kept_for_the_gradients_of_w_and_a_alone(needs):
     for layer in layers(model):
         layer.base_layer.requires_grad_(needs == "w")
         layer.lora_A.requires_grad_(needs == "a")
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         outs = lora_linear(x, *layers(model))
     assert is_ours(outs)
     assert any(t is x for t in kept) == (needs != "neither")
@@ -395,8 +394,7 @@ def test_x_is_kept_for_the_gradients_of_w_and_a_alone(needs):
 
 def test_h_is_all_that_is_kept_beside_what_is_there_anyway():
     model, x = adapted(), make_x()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         outs = lora_linear(x, *layers(model))
     known = {t.data_ptr() for t in (x, *outs, *model.parameters())}
     shapes = {tuple(t.shape) for t in kept if t.data_ptr() not in known}

@@ -7,7 +7,7 @@ import pytest
 from harness.data import dataset
 from harness.model import architecture
 from next_steps.studies import make_samples
-from tests.cli_test import assert_refused
+from tests.conftest import assert_refused
 from tests.small_workloads import tiny_workload
 
 MODULE = '''

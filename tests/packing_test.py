@@ -1,6 +1,5 @@
 """A sample in a packed sequence is trained on as if it were alone, and nothing is lost."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +17,16 @@ from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from harness.steps import stepping
 from next_steps.finetuning import distill
 from next_steps.patches import apply_kernels
-from tests.cli_test import assert_refused
-from tests.fixtures import needs_gpu, waiting_forbidden
-from tests.small_workloads import TINY, jsonl, largest_error, tiny_workload, uneven_norms
+from tests.conftest import assert_refused
+from tests.fixtures import needs_gpu
+from tests.small_workloads import (
+    TINY,
+    assert_a_step_does_not_wait,
+    jsonl,
+    largest_error,
+    tiny_workload,
+    uneven_norms,
+)
 
 SIZE = 24  # of a sequence
 EXAMPLES = [("a", "bcdefg"), ("hij", "klm"), ("no", "pqrstuvw"), ("x", "yz"), ("", "abcdefgh")]
@@ -29,10 +35,14 @@ ALLOWED = 1e-5
 
 
 @pytest.fixture
-def samples(tmp_path) -> dataset.Samples:
+def file(tmp_path) -> str:
+    return str(jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out")))
+
+
+@pytest.fixture
+def samples(file) -> dataset.Samples:
     """The samples that are trained on: all but the last, which is held out."""
-    path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
-    data = dataset.load_data(packed("--data", str(path)), architecture.tiny_config(), 1)
+    data = dataset.load_data(packed("--data", file), architecture.tiny_config(), 1)
     return data.train.samples
 
 
@@ -206,12 +216,9 @@ def test_the_span_is_that_of_the_samples(samples):
     ],
     ids=["baseline", "optimized", "opponent", "teacher"],
 )
-def test_scripts_train_on_packed_sequences(run_script, tmp_path, script, flags):
-    path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
+def test_scripts_train_on_packed_sequences(run_script, tmp_path, file, script, flags):
     save = ["--save", str(tmp_path / "model")] if script is finetune_baseline else []
-    outcome = run_script(
-        script, *TINY, "--steps", "3", "--data", str(path), "--pack", *flags, *save
-    )
+    outcome = run_script(script, *TINY, "--steps", "3", "--data", file, "--pack", *flags, *save)
     assert outcome.code == 0, outcome.err
     assert "packed: " in outcome.out and "padding, " in outcome.out
     assert "Waiting for data: " in outcome.out
@@ -220,12 +227,9 @@ def test_scripts_train_on_packed_sequences(run_script, tmp_path, script, flags):
 
 
 @pytest.mark.parametrize("pack", [[], ["--pack"]], ids=["padded", "packed"])
-def test_useful_tokens_are_counted_and_padding_is_recorded(run_script, tmp_path, pack):
-    path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
-    record = tmp_path / "run.json"
-    flags = *TINY, "--batch-size", "2", "--steps", "4", "--data", str(path), "--json", str(record)
-    assert run_script(finetune_baseline, *flags, *pack).code == 0
-    found = json.loads(record.read_text())
+def test_useful_tokens_are_counted_and_padding_is_recorded(recorded, file, pack):
+    flags = *TINY, "--batch-size", "2", "--steps", "4", "--data", file
+    found = recorded(finetune_baseline, *flags, *pack)
     batches = dataset.load_data(tiny_workload(*flags, *pack), architecture.tiny_config(), 4).train
     useful = [sum(labelled(batch)) for batch in batches]
     places = [batch.input_ids.numel() for batch in batches]
@@ -239,9 +243,8 @@ def labelled(batch: dataset.Batch) -> list[bool]:
     return [token != 0 for token in batch.input_ids.flatten().tolist()]
 
 
-def test_the_profiler_takes_packed_steps(run_script, tmp_path):
-    path = jsonl(tmp_path / "data.jsonl", *EXAMPLES, ("held", "out"))
-    flags = [*TINY, "--data", str(path), "--pack", "--trace", str(tmp_path / "trace.json")]
+def test_the_profiler_takes_packed_steps(run_script, tmp_path, file):
+    flags = [*TINY, "--data", file, "--pack", "--trace", str(tmp_path / "trace.json")]
     outcome = run_script(profile_baseline, *flags)
     assert outcome.code == 0, outcome.err
 
@@ -267,28 +270,6 @@ def test_gradient_checkpointing_keeps_the_boundaries(samples):
     assert error < 1e-6
 
 
-@pytest.mark.parametrize(
-    "script, flags, words",
-    [
-        (finetune_baseline, ["--data", "synthetic"], ["--pack", "synthetic", ".jsonl"]),
-        (finetune_baseline, ["--data", "a.txt"], ["--pack", "a.txt", ".jsonl"]),
-        (finetune_optimized, ["--longest"], ["--pack", "--longest"]),
-        (finetune_optimized, ["--ladder"], ["--pack", "--ladder"]),
-        (finetune_optimized, ["--opponent", "compile"], ["--pack", "compiles a step"]),
-        (finetune_optimized, ["--opponent", "compile-reduce-overhead"], ["--pack", "records"]),
-        (profile_baseline, ["--estimate"], ["--pack", "--estimate"]),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(run_script, script, flags, words):
-    assert_refused(run_script(script, "--model", "tiny", "--pack", *flags), *words)
-
-
-def test_packed_steps_are_no_cuda_graph(run_script, monkeypatch):
-    monkeypatch.setattr("harness.cli.device.HAS_GPU", True)
-    flags = "--model", "tiny", "--pack", "--cuda-graph"
-    assert_refused(run_script(finetune_baseline, *flags), "--cuda-graph", "--pack", "leave one")
-
-
 def test_samples_that_do_not_fit_are_skipped_and_counted(run_script, tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "c"), ("p" * 99, "too long"), ("cd", "e"))
     flags = *TINY, "--steps", "1", "--data", str(path), "--pack"
@@ -306,12 +287,7 @@ def test_a_packed_step_does_not_wait_for_the_gpu(samples, names):
     workload = packed("--dtype", "bf16")
     model = apply_kernels.apply_kernels(loading.load_model(workload), names)
     optimizer = stepping.make_optimizer(model, 1e-5)
-    batch = packed_batch(samples)
-    for _ in range(2):  # compiling may wait
-        stepping.training_step(model, optimizer, [batch])
-    torch.cuda.synchronize()
-    with waiting_forbidden():
-        stepping.training_step(model, optimizer, [batch])
+    assert_a_step_does_not_wait(model, optimizer, [packed_batch(samples)])
 
 
 @needs_gpu

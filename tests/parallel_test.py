@@ -13,10 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import finetune_baseline
-import finetune_optimized
-import profile_baseline
-from harness.cli import command_line, processes
+from harness.cli import processes
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.data import dataset, loader
@@ -59,10 +56,16 @@ def torchrun(n: int, *command: str, timeout: float = 540) -> subprocess.Complete
     return subprocess.CompletedProcess(command, several.returncode, out, err)
 
 
-def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
-    command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
+def run_of(n: int, *command: str) -> str:
+    """What it printed; it ended well."""
     outcome = torchrun(n, *command)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout
+
+
+def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
+    command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
+    run_of(n, *command)
 
 
 def write_data(folder: Path) -> None:
@@ -187,20 +190,18 @@ def test_when_one_process_fails_all_end(how, said):
 def test_a_profile_is_the_first_processs(way, tmp_path):
     record, trace = tmp_path / "a.json", tmp_path / "trace.json"
     flags = [*TINY, "--parallel", way, "--json", str(record), "--trace", str(trace)]
-    outcome = torchrun(2, "profile_baseline.py", *flags)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    assert outcome.stdout.count("Chrome trace: ") == 1 and trace.exists()
+    printed = run_of(2, "profile_baseline.py", *flags)
+    assert printed.count("Chrome trace: ") == 1 and trace.exists()
     said = json.loads(record.read_text())
     assert (said["world_size"], said["parallel"]) == (2, way)
-    assert f"1 x 16 tokens in each of 2 processes ({way})" in outcome.stdout
+    assert f"1 x 16 tokens in each of 2 processes ({way})" in printed
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", processes.PARALLEL)
 def test_an_opponent_trains_in_two_processes(way, tmp_path):
     flags = [*TINY, "--steps", "3", "--opponent", "fused-adamw", "--parallel", way]
-    outcome = torchrun(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    run_of(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
     assert json.loads((tmp_path / "a.json").read_text())["opponent"] == "fused-adamw"
 
 
@@ -209,12 +210,6 @@ def test_an_opponent_trains_in_two_processes(way, tmp_path):
 
 SIX = [*TINY, "--seq-len", "8", "--steps", "6", "--batch-size"]
 ROUNDED = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
-
-
-def run_of(n: int, script: str, *flags: str) -> str:
-    outcome = torchrun(n, script, *flags)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    return outcome.stdout
 
 
 def what_came_out(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -261,7 +256,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tm
 
 @pytest.mark.exhaustive
 def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
-    """torchrun hands SIGTERM on, and waits for its processes."""
     kept = ["--checkpoint", str(tmp_path / "kept")]
     flags = [*TINY, "--seq-len", "8", "--steps", "5000", *kept]
     with started(2, "finetune_baseline.py", *flags) as several:
@@ -305,7 +299,6 @@ def as_rank(monkeypatch):
 
 
 def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
-    """Each sequence once, in the same order."""
     flags = ["--accumulate", "2", "--steps", "3"]
     whole = dataset.load_data(tiny_workload(*flags, "--batch-size", "6"), tiny_config(), 3)
     of_each = []
@@ -322,14 +315,10 @@ def test_processes_share_the_batches_of_one_that_takes_larger_ones(as_rank):
         assert torch.equal(parts, large.input_ids)
 
 
-def test_without_torchrun_there_is_one_process(run_script):
+def test_without_torchrun_there_is_one_process():
     assert (processes.world_size(), processes.rank(), processes.is_first()) == (1, 0, True)
     assert tiny_workload().parallel is None and tiny_workload().is_on_the_page
     assert parallel.gather(1.5, 2) == [(1.5, 2)]
-    outcome = run_script(finetune_baseline, *TINY, "--parallel", "ddp")
-    given = "error: --parallel ddp needs more than the one process"
-    advice = "torchrun starts several: torchrun --nproc-per-node 2 SCRIPT\n"
-    assert (outcome.code, outcome.err) == (2, f"{given}; {advice}")
 
 
 def test_several_processes_shard_the_model_unless_told(as_rank):
@@ -348,27 +337,3 @@ def test_runs_of_the_same_sequences_are_compared_however_they_are_spread(as_rank
     assert tiny_workload(*half.as_flags()) == half
     assert not one.differences(half) and not half.differences(one)
     assert one.differences(whole) == ["batch_size 8 (not 4)"]
-
-
-@pytest.mark.parametrize(
-    ("script", "flags", "what"),
-    [
-        (finetune_baseline, ["--cuda-graph"], "--cuda-graph"),
-        (finetune_baseline, ["--offload"], "--offload"),
-        (finetune_optimized, ["--ladder"], "--ladder"),
-        (finetune_optimized, ["--longest"], "--longest"),
-        (finetune_optimized, ["--teacher", "tiny"], "--teacher"),
-        (finetune_optimized, ["--opponent", "compile"], "--opponent compile"),
-        (profile_baseline, ["--memory"], "--memory"),
-        (profile_baseline, ["--estimate"], "--estimate"),
-    ],
-)
-def test_what_is_for_one_process_is_refused_with_several(
-    run_script, as_rank, monkeypatch, script, flags, what
-):
-    as_rank(0, 2)
-    monkeypatch.setattr(command_line, "leave", sys.exit)  # which would end these tests
-    outcome = run_script(script, "--model", "tiny", *flags)
-    assert outcome.code == 2 and outcome.out == ""
-    assert outcome.err.startswith(f"error: {what} is for one process and torchrun started 2: ")
-    assert outcome.err.count("\n") == 1

@@ -24,12 +24,10 @@ from hypothesis import strategies as st
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed
-from tests import tiles
 from tests.layouts import Layout
 from tests.subject import Subject, checks, compare_parts, references, run
 from tests.subjects import SUBJECTS
-from tests.subjects.rmsnorm import norm
-from tests.subjects.rmsnorm import reference as norm_reference
+from tests.subjects.rmsnorm import with_eps
 
 SINGLE, HALVES = torch.float32, [torch.float16, torch.bfloat16]
 DTYPES = st.sampled_from([SINGLE, *HALVES])
@@ -40,13 +38,8 @@ FEW = 3  # examples that a reader draws of each property
 # them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("poison_new_tensors"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    tiles.small_tiles(monkeypatch)
 
 
 def drawn(number, *strategies):
@@ -138,18 +131,9 @@ def norm_cases(shapes=SHAPES, **fixed):
     return cases(shapes, choices, fixed)
 
 
-def norm_of(case) -> Subject:
-    """RMSNorm with the case's eps."""
-    return replace(
-        SUBJECTS["rmsnorm"],
-        function=lambda x, weight: norm(x, weight, case.eps),
-        reference=lambda x, weight: norm_reference(x, weight, case.eps),
-    )
-
-
 def run_norm(case, x, weight, dy):
     """(y, dx, dweight)"""
-    subject = norm_of(case)
+    subject = with_eps(case.eps)
     return tuple(run(subject, subject.function, {"x": x, "weight": weight}, {"y": dy}).values())
 
 
@@ -316,7 +300,8 @@ def test_norm_is_as_exact_as_eager(case):
     x, weight, dy = norm_inputs(case)
     assume(norm_is_well_conditioned(x, weight, dy, case.eps))
     worst = max((x.dtype, weight.dtype), key=FLOOR.get)
-    assert_all_passed(checks(norm_of(case), {"x": x, "weight": weight}, {"y": dy}, dtype=worst))
+    inputs = {"x": x, "weight": weight}
+    assert_all_passed(checks(with_eps(case.eps), inputs, {"y": dy}, dtype=worst))
 
 
 def loss_is_well_conditioned(ref64, targets, upstream, case):

@@ -1,6 +1,7 @@
 """A model whose projections are in NF4, whether loaded, adapted, recomputed or sharded."""
 
 import copy
+from dataclasses import replace
 
 import peft
 import pytest
@@ -17,7 +18,14 @@ from next_steps.patches.patched_model import draw_quantized, load_quantized
 from next_steps.patches.quantize import NF4Linear, children_of, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
-from tests.small_workloads import largest_error, tiny_batch, tiny_workload, uneven_norms
+from tests.small_workloads import (
+    largest_error,
+    loss_and_gradients,
+    tiny_batch,
+    tiny_workload,
+    uneven_norms,
+    with_adapters,
+)
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -40,29 +48,6 @@ def make_model(**settings) -> torch.nn.Module:
     torch.manual_seed(0)
     model = architecture.build_model(config, torch.float32, DEVICE)
     return quantize_model(uneven_norms(model))
-
-
-def with_adapters(model: torch.nn.Module, rank: int = 4) -> torch.nn.Module:
-    """peft's, around all projections, and away from their initial 0."""
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(PROJECTIONS))
-    torch.manual_seed(2)
-    peft.inject_adapter_in_model(config, model)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.05)
-    return model
-
-
-def loss_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The loss, and the gradients of the adapters."""
-    model.zero_grad(set_to_none=True)
-    batch = tiny_batch()
-    loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
-    loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    assert len(found) == 2 * 7 * 2 and all(grad is not None for grad in found.values())
-    return {"loss": loss.detach(), **found}
 
 
 def assert_same_state(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -154,8 +139,12 @@ def test_projections_are_quantized_and_nothing_else():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_drawn_weights_are_those_of_load_model(dtype):
+@pytest.mark.parametrize("pretrained", [False, True], ids=["drawn", "pretrained"])
+def test_weights_are_those_of_load_model(pretrained, dtype, tmp_path):
     workload = tiny_workload("--dtype", dtype, "--seed", "3")
+    if pretrained:
+        loading.load_model(tiny_workload("--seed", "4")).save_pretrained(tmp_path)
+        workload = replace(workload, model=str(tmp_path))
     model = load_quantized(workload)
     assert_same_state(model, quantize_model(loading.load_model(workload)))
     buffers = dict(loading.load_model(workload).named_buffers())
@@ -173,14 +162,6 @@ def test_drawn_weights_of_a_head_that_is_the_embedding():
     model = draw_quantized(config, torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_same_state(model, quantize_model(plain))
-
-
-def test_pretrained_weights_are_those_of_load_model(tmp_path):
-    loading.load_model(tiny_workload("--seed", "4")).save_pretrained(tmp_path)
-    workload = tiny_workload("--model", str(tmp_path))
-    model = load_quantized(workload)
-    assert_same_state(model, quantize_model(loading.load_model(workload)))
-    assert model.training and not model.config.use_cache
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
@@ -259,12 +240,11 @@ def test_peft_takes_it_for_a_linear_layer():
     assert adapted.lora_A["default"].weight.shape == (4, 64)
     assert adapted.lora_B["default"].weight.shape == (32, 4)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
+    assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
     assert adapted.lora_A["default"].weight.device == adapted.base_layer.codes.device
 
 
 def test_adapters_train_as_around_the_dense_weight():
-    """The same numbers, and nothing is missing."""
     model = with_adapters(make_model())
     expected = loss_and_gradients(model)
     for parent, name, linear in children_of(model, NF4Linear):
@@ -274,8 +254,9 @@ def test_adapters_train_as_around_the_dense_weight():
     assert_same_step(model, expected, 1e-6)
 
 
-def test_merged_it_is_an_ordinary_model():
-    model = with_adapters(make_model())
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], [*PROJECTIONS]], ids=len)
+def test_merged_it_is_an_ordinary_model(targets):
+    model = with_adapters(make_model(), target_modules=targets)
     expected = loss_and_gradients(model)["loss"]
     plain = architecture.build_model(model.config, torch.float32, DEVICE)
     plain.load_state_dict(merged_weights(model, model.state_dict()))

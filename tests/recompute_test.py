@@ -22,6 +22,7 @@ from tests.small_workloads import (
     tiny_batch,
     tiny_workload,
     uneven_norms,
+    with_adapters,
 )
 
 KERNELS = [
@@ -76,33 +77,22 @@ def test_every_level_has_the_loss_and_gradients_of_none(kernels, dtype):
         assert_close(found, expected, ALLOWED[dtype], level)
 
 
-def with_adapters(kernels, **options) -> torch.nn.Module:
-    """peft's, with random B; nothing else is trained, and so a layer's input needs no gradient."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
-    return peft.inject_adapter_in_model(config, make_model(kernels)).train()
-
-
-def loss_and_trained(model, seed=None) -> dict[str, torch.Tensor]:
-    if seed is not None:
-        torch.manual_seed(seed)
-    model.zero_grad(set_to_none=True)
-    loss = model(**tiny_batch().inputs()).loss
-    loss.backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {"loss": loss.detach(), **trained}
+def drawn(model, seed: int) -> dict[str, torch.Tensor]:
+    """The loss and gradients with this seed of the dropouts."""
+    torch.manual_seed(seed)
+    return loss_and_gradients(model)
 
 
 @pytest.mark.exhaustive
 @SETS
 def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
-    model = with_adapters(kernels)
-    expected = loss_and_trained(model)
+    model = with_adapters(make_model(kernels))
+    expected = loss_and_gradients(model)
     assert len(expected) == 1 + 2 * 7 * LAYERS
     for level in RECOMPUTE:
         # six, not three, gradients of one tensor where the products are peft's
         allowed = 2 * ALLOWED["fp32"]
-        assert_close(loss_and_trained(set_recompute(model, level)), expected, allowed, level)
+        assert_close(loss_and_gradients(set_recompute(model, level)), expected, allowed, level)
 
 
 @pytest.mark.parametrize("attention_pays", [False, True])
@@ -111,15 +101,15 @@ def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
 def test_what_runs_twice_drops_the_same_both_times(kernels, attention, attention_pays, monkeypatch):
     """LoRA's dropout drew its masks anew: gradients were wrong by up to twice their size."""
     monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
-    model = with_adapters(kernels, lora_dropout=0.5)
+    model = with_adapters(make_model(kernels), lora_dropout=0.5)
     model.config.attention_dropout = attention
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = attention
 
-    expected, again = loss_and_trained(model, seed=5), loss_and_trained(model)
+    expected, again = drawn(model, 5), loss_and_gradients(model)
     assert largest_error(again, expected)[0] > 0.1, "nothing is dropped: cannot fail"
     for level in RECOMPUTE:
-        found = loss_and_trained(set_recompute(model, level), seed=5)
+        found = drawn(set_recompute(model, level), 5)
         assert_close(found, expected, 2 * ALLOWED["fp32"], level)
 
 
@@ -130,20 +120,20 @@ def test_what_draws_without_a_dropout_draws_the_same_both_times(kind, attention_
     monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
     config = kind(r=4, target_modules=["q_proj", "up_proj"], rank_dropout=0.5, init_weights=False)
     model = peft.inject_adapter_in_model(config, make_model([])).train()
-    expected = loss_and_trained(model, seed=5)
-    others = [loss_and_trained(model, seed) for seed in range(4)]
+    expected = drawn(model, 5)
+    others = [drawn(model, seed) for seed in range(4)]
     assert max(largest_error(other, expected)[0] for other in others) > 0.1, "cannot fail"
-    found = loss_and_trained(set_recompute(model, "layer"), seed=5)
+    found = drawn(set_recompute(model, "layer"), 5)
     assert_close(found, expected, 2 * ALLOWED["fp32"])
 
 
 @pytest.mark.exhaustive
 def test_a_norm_with_adapters_runs_again_and_no_product_does():
-    model = with_adapters(MODEL_KERNELS)
+    model = with_adapters(make_model(MODEL_KERNELS))
     products = {}
     for level in RECOMPUTE:
         with Calls() as calls:
-            loss_and_trained(set_recompute(model, level))
+            loss_and_gradients(set_recompute(model, level))
         products[level] = calls.products
     assert products["norm"] == products["mlp"] == products["none"] < products["layer"]
 
@@ -175,13 +165,10 @@ def test_frozen_parameters(level):
     frozen = [model.model.embed_tokens.weight, model.model.layers[0].input_layernorm.weight]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    model.zero_grad()
-    set_recompute(model, level)(**batch.inputs()).loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
-        else:
-            assert parameter.grad is None
+    found = loss_and_gradients(set_recompute(model, level), batch)
+    assert len(found) == len(expected) - 2
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_an_unknown_level_is_refused():

@@ -1,21 +1,26 @@
 """The smallest model and what tests of the training do with it: a batch, its loss and gradients."""
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import peft
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.benchmark.checking import DEVICE, relative_error
+from harness.cli.adapter_config import TARGETS
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, patching
+from harness.steps import stepping
+from tests.fixtures import waiting_forbidden
 
 # of a record that no machine made
 MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}
@@ -24,9 +29,17 @@ MADE_UP |= dict.fromkeys(("torch", "triton", "transformers"), "0")
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "16", "--batch-size", "1"]
 
 
+# The third step may be a CUDA graph.
+SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]
+
+
 def tiny_workload(*flags: str) -> Workload:
     """The scripts' own parsing; a later flag wins over TINY's."""
     return Workload.from_flags(finetune_parser("").parse_args([*TINY, *flags]), HAS_GPU)
+
+
+def small_workload(*flags: str) -> Workload:
+    return tiny_workload(*SMALL, *flags)
 
 
 def imported_anew(module: ModuleType) -> ModuleType:
@@ -94,14 +107,43 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def loss_and_gradients(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+def loss_and_gradients(
+    model: torch.nn.Module, batch: Batch | None = None
+) -> dict[str, torch.Tensor]:
+    """The loss, and the gradient of each parameter that is trained; no other has one."""
+    batch = batch or tiny_batch()
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
     loss.backward()
-    named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    missing = [name for name, grad in named.items() if grad is None]
-    assert not missing, f"no gradient for {missing}"
+    wrong = [n for n, p in model.named_parameters() if (p.grad is None) == p.requires_grad]
+    assert not wrong, f"a gradient is there or missing for {wrong}"
+    named = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": loss.detach(), **named}
+
+
+def with_adapters(model: torch.nn.Module, **options) -> torch.nn.Module:
+    """peft's adapters, of all projections unless told; B is not 0, and nothing else is trained."""
+    options = {"r": 4, "target_modules": list(TARGETS["all"])} | options
+    torch.manual_seed(2)
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    return peft.inject_adapter_in_model(config, model).train()
+
+
+def assert_a_step_does_not_wait(model: torch.nn.Module, optimizer, batches: list[Batch]) -> None:
+    """Hold that the host does not wait for the GPU in a training step."""
+    for _ in range(2):  # compiling may wait
+        stepping.training_step(model, optimizer, batches)
+    torch.cuda.synchronize()
+    packed = batches[0].position_ids is not None
+    # transformers waits for the ends of sequences, which packed batches bring with them
+    unpacked = contextlib.nullcontext() if packed else architecture.unpacked_sequences()
+    with waiting_forbidden(), unpacked:
+        stepping.training_step(model, optimizer, batches)
+
+
+def change_json(file: Path, **values) -> None:
+    """Replace values of a JSON object in a file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def largest_error(

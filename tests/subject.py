@@ -31,16 +31,17 @@ class BadInput:
     sentence: str  # a regular expression of what it says
 
 
+def bad_call(inputs: dict, error: type[Exception], sentence: str, **changed) -> BadInput:
+    """Return the call with some inputs changed."""
+    return BadInput(tuple((inputs | changed).values()), error, sentence)
+
+
 def refused_tensors(inputs: dict[str, torch.Tensor]) -> dict[str, BadInput]:
     """Return calls that `kernel_support.check_tensors` refuses, of each of these tensors."""
-
-    def call(**changed):
-        return tuple((inputs | changed).values())
-
     first, *_ = inputs
     nowhere = {name: t.to("meta") for name, t in inputs.items()}
     sentence = f"{first} is on meta, expected a GPU: move it"
-    calls = {"without memory": BadInput(call(**nowhere), ValueError, sentence)}
+    calls = {"without memory": bad_call(inputs, ValueError, sentence, **nowhere)}
     for name, t in inputs.items():
         for kind, bad, expected in (
             ("a list", [1.0], "expected a tensor"),
@@ -48,11 +49,11 @@ def refused_tensors(inputs: dict[str, torch.Tensor]) -> dict[str, BadInput]:
             ("torch.sparse_coo", t.to_sparse(), "expected torch.strided"),
         ):
             said = f"{name} is {kind}"
-            calls[said] = BadInput(call(**{name: bad}), TypeError, f"{said}, {expected}")
+            calls[said] = bad_call(inputs, TypeError, f"{said}, {expected}", **{name: bad})
         if name != first:
             said = f"{name} is on meta"
-            found = call(**{name: nowhere[name]})
-            calls[said] = BadInput(found, ValueError, f"{said}, expected {first}'s {DEVICE}")
+            sentence = f"{said}, expected {first}'s {DEVICE}"
+            calls[said] = bad_call(inputs, ValueError, sentence, **{name: nowhere[name]})
     return calls
 
 
@@ -68,7 +69,7 @@ def bad_inputs(types: dict[str, tuple], shapes: dict[str, tuple]) -> dict[str, B
 def expected_dtypes(t: torch.Tensor) -> str:
     """Return the words of a refusal for the dtypes of floats, of a mask, or of targets."""
     if t.is_floating_point():
-        return "torch.float16 or torch.bfloat16"
+        return "torch.float"  # some, or the first one's
     return "torch.bool" if t.dtype == torch.bool else "torch.int64 or torch.int32"
 
 

@@ -1,68 +1,38 @@
 """SwiGLU's own tests: its rounding, its steep gates, and the backward in place.
 
-    python -m tests.swiglu_test     # outputs and gradients, also of an MLP, and the memory taken
-
 tests/contracts_*_test.py test what every function has to do, tests/llama_mlp_test.py the MLP.
 """
 
-from harness.cli import command_line
-
-if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
-    command_line.answer_flags(__doc__)
-
 import contextlib
 import math
-from functools import partial
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    DTYPE_NAME,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    compare,
-    print_tests,
-    print_title,
-    print_verdict,
-    relative_error,
-)
+from harness.benchmark.checking import DEVICE, Check, assert_all_passed, relative_error
 from harness.steps import timing
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
-    TritonSwiGLUFunction,
     swiglu_backward,
     swiglu_forward,
     swiglu_reference,
 )
-from tests import tiles
+from tests import subject, tiles
 from tests.fixtures import COMPILED_DTYPE, compiled_once, needs_gpu, pads_rows, poisoned_outputs
-from tests.llama_mlp_test import MLP_SIZES, make_mlp_inputs, measure_saved_memory, mlp_checks
-from tests.subjects.swiglu import make
+from tests.subjects.swiglu import SWIGLU, make
+from tests.subjects.swiglu import swiglu as act
 
-SHAPE = (
-    (2, 512, 14_336) if HAS_GPU else (2, 12, 250)
-)  # (B, T, I); LLaMA 3.1 8B has I = 14,336 and H = 4096
 MEMORY_SHAPE = (16_384, 14_336)
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 NAN, INF = float("nan"), float("inf")
 
 # 0 * inf and 1 / 0 are the right answers in some tests; the interpreter's NumPy comments on them.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Let small tensors take several blocks too."""
-    tiles.small_tiles(monkeypatch)
-
-
-def act(gate, up):
-    return TritonSwiGLUFunction.apply(gate, up, False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poison_new_tensors", "small_tiles"),
+]
 
 
 def make_inputs(shape, dtype=torch.float32, seed=0):
@@ -71,37 +41,17 @@ def make_inputs(shape, dtype=torch.float32, seed=0):
     return tuple(t.view(shape).clone() for t in (*inputs.values(), *douts.values()))
 
 
-def run(function, *inputs):
-    """Return output and gradients; the last input is the gradient for the output."""
-    *inputs, dout = inputs
-    leaves = [t.detach().requires_grad_() for t in inputs]  # with their strides
-    out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+def run(function, gate, up, dy):
+    """Return output and gradients."""
+    return tuple(subject.run(SWIGLU, function, {"gate": gate, "up": up}, {"y": dy}).values())
 
 
-def check_against_float64(name, inputs, function=act) -> list[Check]:
+def check_against_float64(gate, up, dy) -> list[Check]:
     """One check for the output and each gradient."""
-    with poisoned_outputs():
-        ours = run(function, *inputs)
-    ref64 = run(swiglu_reference, *(t.double() for t in inputs))
-    eager = run(swiglu_reference, *inputs)
-    parts = zip(("y", "dgate", "dup"), ours, ref64, eager)
-    return [compare(f"{name} {part}", *abc) for part, *abc in parts]
-
-
-def dtype_checks(dtype) -> list[Check]:
-    name = DTYPE_NAME[dtype]
-    mlp = mlp_checks(make_mlp_inputs(dtype), name=f"{name} MLP")
-    return check_against_float64(name, make_inputs(SHAPE, dtype)) + mlp
+    return subject.checks(SWIGLU, {"gate": gate, "up": up}, {"y": dy})
 
 
 # ---- The numbers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_activation_and_mlp_match_float64(dtype):
-    assert_all_passed(dtype_checks(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -112,19 +62,11 @@ def test_silu_is_rounded_before_up_multiplies_it(dtype):
     assert same.float().mean() > 0.99
 
 
-def test_bf16_forward_has_the_bits_of_eager():
-    gate, up, _ = make_inputs(SHAPE, torch.bfloat16)
-    same = act(gate, up) == swiglu_reference(gate, up)
-    assert same.float().mean() > 0.99
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_shipped_block_size(halves, monkeypatch):
+def test_halves_of_one_tensor_with_the_shipped_block_size(monkeypatch):
     tiles.shipped_tiles(monkeypatch)
     gate, up, dy = make_inputs((3, 2100))
-    if halves:
-        gate, up = torch.cat([gate, up], -1).chunk(2, -1)
-    assert_all_passed(check_against_float64("shipped", (gate, up, dy)))
+    gate, up = torch.cat([gate, up], -1).chunk(2, -1)
+    assert_all_passed(check_against_float64(gate, up, dy))
 
 
 # Where fp32 holds exp(-gate) no more, where it is no longer added to 1, and where gate times
@@ -143,7 +85,7 @@ def test_steep_infinite_and_nan_gates_are_as_in_pytorch():
 @pytest.mark.parametrize("offset", [-15.0, 300.0])
 def test_gates_far_from_zero(dtype, offset):
     gate, up, dy = make_inputs((6, 100), dtype)
-    assert_all_passed(check_against_float64("offset", (gate + offset, up, dy)))
+    assert_all_passed(check_against_float64(gate + offset, up, dy))
 
 
 def test_nan_stays_in_its_element():
@@ -164,29 +106,17 @@ def test_nan_stays_in_its_element():
 
 def test_product_of_dy_and_up_may_leave_fp16():
     gate, up, dy = make_inputs((4, 64), torch.float16)
-    _, dgate, _ = run(
-        act, gate - 12.0, 1e3 * up, 1e3 * dy
-    )  # dy * up is 1e6, times silu's slope of 1e-4
-    _, expected, _ = run(swiglu_reference, *(t.double() for t in (gate - 12.0, 1e3 * up, 1e3 * dy)))
+    steep = gate - 12.0, 1e3 * up, 1e3 * dy  # dy * up is 1e6, times silu's slope of 1e-4
+    _, dgate, _ = run(act, *steep)
+    _, expected, _ = run(swiglu_reference, *(t.double() for t in steep))
     assert relative_error(dgate, expected) < 1e-3
-
-
-# ---- The checks can fail -------------------------------------------------------------------------
-
-
-def test_comparator_rejects_outputs_that_were_never_written(monkeypatch):
-    for kernel, unwritten in (("fwd", [0]), ("bwd", [1, 2])):
-        with monkeypatch.context() as patch:
-            patch.setattr(swiglu_kernel, f"_swiglu_{kernel}_kernel", mock.MagicMock())
-            checks = check_against_float64(kernel, make_inputs((4, 64)))
-        assert [i for i, check in enumerate(checks) if not check.passed] == unwritten
 
 
 # ---- Shapes and layouts --------------------------------------------------------------------------
 
 
 def test_single_numbers_are_taken():
-    assert_all_passed(check_against_float64("0-D", make_inputs(())))
+    assert_all_passed(check_against_float64(*make_inputs(())))
 
 
 def test_rows_without_columns():
@@ -211,25 +141,16 @@ def leaves():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_one_input_without_a_gradient(leaves, frozen, inplace):
+def test_one_input_without_a_gradient(leaves, frozen):
     *inputs, dy, dgate, dup = leaves
     inputs[frozen].requires_grad_(False)
     results = [t * 1.0 for t in inputs]
-    TritonSwiGLU(inplace)(*results).backward(dy)
-    assert inputs[frozen].grad is None and torch.equal(
-        inputs[1 - frozen].grad, (dgate, dup)[1 - frozen]
-    )
+    TritonSwiGLU(inplace=True)(*results).backward(dy)
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[1 - frozen].grad, (dgate, dup)[1 - frozen])
     assert all(torch.equal(a, b) for a, b in zip(results, inputs)), (
         "overwritten, but somebody else's data"
     )
-
-
-def test_launcher_of_the_backward_leaves_its_inputs_alone():
-    inputs = make_inputs((9, 64), torch.bfloat16)
-    before = [t.clone() for t in inputs]
-    swiglu_backward(inputs[2], *inputs[:2], need_y=True)
-    assert all(torch.equal(now, then) for now, then in zip(inputs, before))
 
 
 # ---- In place ------------------------------------------------------------------------------------
@@ -344,11 +265,6 @@ def test_dy_unlike_gate_is_refused_with_a_sentence(dy, error, sentence):
         swiglu_backward(dy, ONES, ONES)
 
 
-def test_dy_as_a_dtensor_is_refused_with_a_sentence(as_dtensor):
-    with pytest.raises(TypeError, match=r"dy is a DTensor, .*: pass its to_local\(\)"):
-        swiglu_backward(as_dtensor(ONES), ONES, ONES)
-
-
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
@@ -363,24 +279,20 @@ def graph_inputs(n_rows, I):
     """x, w_gate_up and w_down, and a gradient for the output."""
     x, dout = torch.randn(n_rows, 24), torch.randn(n_rows, 8)
     w_gate_up, w_down = torch.randn(24, 2 * I) / 5, torch.randn(I, 8) / I**0.5
-    return [t.to(DEVICE, COMPILED_DTYPE) for t in (x, w_gate_up, w_down, dout)]
+    tensors = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "out": dout}
+    inputs = {name: t.to(DEVICE, COMPILED_DTYPE) for name, t in tensors.items()}
+    return inputs, {"out": inputs.pop("out")}
 
 
 @pads_rows
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_torch_compile_of_the_halves_of_a_product(dynamic):
-    compiled = torch.compile(halves_of_a_product(TritonSwiGLU()), fullgraph=True, dynamic=dynamic)
-    for number, (n_rows, I) in enumerate(((5, 1289), (4, 2048), (16, 48))):
+    graph = SWIGLU.called_as(halves_of_a_product)
+    graph = replace(graph, differentiable=("x", "w_gate_up", "w_down"))
+    compiled = torch.compile(graph.function, fullgraph=True, dynamic=dynamic)
+    for number, size in enumerate(((5, 1289), (4, 2048), (16, 48))):
         with compiled_once() if dynamic and number > 0 else contextlib.nullcontext():
-            inputs = graph_inputs(n_rows, I)
-            ours, eager = (
-                run(f, *inputs) for f in (compiled, halves_of_a_product(swiglu_reference))
-            )
-        ref64 = run(halves_of_a_product(swiglu_reference), *(t.double() for t in inputs))
-        checks = [
-            compare(f"{n_rows} x {I}, {i}", *abc) for i, abc in enumerate(zip(ours, ref64, eager))
-        ]
-        assert_all_passed(checks)
+            assert_all_passed(subject.checks(graph, *graph_inputs(*size), ours=compiled))
 
 
 @pads_rows
@@ -418,25 +330,18 @@ def test_operators_promise_torch_compile_what_they_return(shape, need_y):
 
 
 @needs_gpu
-@pytest.mark.parametrize("halves", [False, True])
-def test_offsets_beyond_int32(halves, monkeypatch, gpu_memory):
+def test_offsets_beyond_int32_of_halves(monkeypatch, gpu_memory):
     tiles.shipped_tiles(monkeypatch)
     n_cols, tail = 14_336, 3
     n_rows = 2**31 // n_cols + 8
     gpu_memory(30)
     last = make_inputs((tail, n_cols), torch.bfloat16)
-    if halves:
-        gate, up = torch.zeros(n_rows, 2 * n_cols, device=DEVICE, dtype=torch.bfloat16).chunk(2, -1)
-    else:
-        gate, up = (
-            torch.zeros(n_rows, n_cols, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
-        )
     dy = torch.zeros(n_rows, n_cols, device=DEVICE, dtype=torch.bfloat16)
+    gate, up = dy.new_zeros(n_rows, 2 * n_cols).chunk(2, -1)
     for whole, end in zip((gate, up, dy), last):
         whole[-tail:] = end
-    y = swiglu_forward(gate, up)
-    dgate, dup, _ = swiglu_backward(dy, gate, up, inplace=not halves)
-    for ours, expected in zip((y, dgate, dup), run(act, *last)):
+    found = swiglu_forward(gate, up), *swiglu_backward(dy, gate, up)[:2]
+    for ours, expected in zip(found, run(act, *last)):
         assert torch.equal(ours[-tail:], expected) and not ours[:-tail].any()
 
 
@@ -462,103 +367,31 @@ def test_inplace_at_any_address(dtype, odd, monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("halves", [False, True])
-def test_new_row_counts_do_not_compile_new_kernels(halves, monkeypatch):
+def test_new_row_counts_of_halves_compile_no_new_kernels(compiled_kernels):
     def step(n_rows):
         gate, up, dy = make_inputs((n_rows, 320), torch.bfloat16)
-        if halves and n_rows > 1:  # the halves of one row have no gap between their rows
-            gate, up = torch.cat([gate, up], -1).chunk(2, -1)
-        run(act, gate, up, dy)
+        run(act, *torch.cat([gate, up], -1).chunk(2, -1), dy)
 
-    compiled = []
-    runtime = swiglu_kernel.triton.knobs.runtime
-    monkeypatch.setattr(
-        runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"])
-    )
-    for name in ("fwd", "bwd"):
-        getattr(swiglu_kernel, f"_swiglu_{name}_kernel").device_caches.clear()
+    for kernel in (swiglu_kernel._swiglu_fwd_kernel, swiglu_kernel._swiglu_bwd_kernel):
+        kernel.device_caches.clear()
     step(48)
-    assert len(compiled) == 2, (
+    assert len(compiled_kernels) == 2, (
         "the hook must see the first compilation, or it proves nothing about the others"
     )
-    for n_rows in (2, 15, 16, 17, 1000, 1024) if halves else (1, 2, 15, 16, 17, 1000, 1024):
+    for n_rows in (2, 15, 16, 17, 1000, 1024):  # the halves of one row have no gap between rows
         step(n_rows)
-    assert compiled[2:] == []
-
-
-WAYS = {  # and how many tensors of gate's size it should take, beyond gate, up and dy
-    "eager PyTorch": (swiglu_reference, 4),
-    "ours": (act, 3),
-    "ours, inplace=True": (TritonSwiGLU(inplace=True), 1),
-}
-
-
-def measure_extra_memory() -> tuple[int, dict[str, int]]:
-    """Bytes of gate, and for each way the peak beyond gate, up and dy in forward and backward."""
-    values = torch.randn(MEMORY_SHAPE, dtype=torch.bfloat16, device=DEVICE)
-    dy = torch.randn_like(values)
-
-    def forward_and_backward(function):
-        gate, up = timing.as_a_result(values), timing.as_a_result(values)
-        function(gate, up).backward(dy)
-
-    peaks = {
-        way: timing.peak_extra_bytes(partial(forward_and_backward, function))
-        for way, (function, _) in WAYS.items()
-    }
-    return values.nbytes, {way: peak - 2 * values.nbytes for way, peak in peaks.items()}
-
-
-def memory_is_as_promised(gate_bytes, extra, saved) -> bool:
-    """In place the output and nothing else; and of an MLP gate and up alone are saved."""
-    slack = 2**20
-    mlp_gate_bytes = 2 * MLP_SIZES[0] * MLP_SIZES[2]
-    promises = [
-        extra[way] <= n * gate_bytes + slack
-        for way, (_, n) in WAYS.items()
-        if way != "eager PyTorch"
-    ]
-    return all(promises) and saved["ours"] <= 2 * mlp_gate_bytes + slack
+    assert compiled_kernels[2:] == []
 
 
 @needs_gpu
-def test_memory_is_the_output_and_nothing_else(gpu_memory):
+def test_in_place_takes_the_output_and_nothing_else(gpu_memory):
     gpu_memory(6)
-    (gate_bytes, extra), saved = measure_extra_memory(), measure_saved_memory()
-    assert memory_is_as_promised(gate_bytes, extra, saved), (gate_bytes, extra, saved)
+    values = torch.randn(MEMORY_SHAPE, dtype=torch.bfloat16, device=DEVICE)
+    dy = torch.randn_like(values)
 
+    def forward_and_backward():
+        gate, up = timing.as_a_result(values), timing.as_a_result(values)
+        TritonSwiGLU(inplace=True)(gate, up).backward(dy)
 
-# ---- The table -----------------------------------------------------------------------------------
-
-
-def print_memory() -> bool:
-    print("\nMemory\n" + "-" * 60)
-    if not HAS_GPU:
-        print("  (on a GPU only)")
-        return True
-    (gate_bytes, extra), saved = measure_extra_memory(), measure_saved_memory()
-    n_rows, n_cols = MEMORY_SHAPE
-    shape = f"{n_rows:,} x {n_cols:,}, bf16"
-    print(f"  Forward and backward, beyond gate, up and dy of {gate_bytes / 1e6:.1f} MB ({shape}):")
-    for way, size in extra.items():
-        print(f"    {way:<24}{size / 1e6:>9.1f} MB")
-    n_rows, H, I = MLP_SIZES
-    sizes = f"{n_rows:,} tokens, H = {H:,}, I = {I:,}, bf16"
-    print(f"  Saved by one MLP for its backward, x apart ({sizes}):")
-    for way, size in saved.items():
-        print(f"    {way:<24}{size / 1e6:>9.1f} MB")
-    passed = memory_is_as_promised(gate_bytes, extra, saved)
-    verdict = "PASSED" if passed else "FAILED"
-    print(f"  In place the output alone; of an MLP gate and up alone: {verdict}")
-    return passed
-
-
-def main() -> int:
-    print_title("SwiGLU")
-    passed = print_tests(DTYPES, dtype_checks)
-    passed &= print_memory()
-    return print_verdict("SwiGLU correctness", passed)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)
+    extra = timing.peak_extra_bytes(forward_and_backward) - 2 * values.nbytes
+    assert extra <= values.nbytes + 2**20

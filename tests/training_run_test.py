@@ -2,16 +2,14 @@
 
 import difflib
 import importlib.metadata
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune_baseline
 import finetune_optimized
@@ -27,6 +25,7 @@ from harness.training import training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, jsonl, tiny_workload
+from tests.token_cache_test import tokenizer_of
 
 PLAYBOOK = ["rmsnorm", "cross_entropy"]
 # of a record: what clocks, meters and allocators say, and what is computed from it
@@ -35,14 +34,6 @@ MEASURED = {
     "tokens_per_second", "model_flops_utilization", "busy_ms", "power", "ceilings", "least_ms",
     "peaks", "peak_memory_bytes",
 }  # fmt: skip
-
-
-def run(script, monkeypatch, tmp_path: Path, *flags: str) -> dict:
-    """Return the record of script.main() with these flags."""
-    record = tmp_path / f"{script.__name__}.json"
-    monkeypatch.setattr("sys.argv", [script.__name__, *TINY, *flags, "--json", str(record)])
-    script.main()
-    return json.loads(record.read_text())
 
 
 PAGES = [Path(script.__file__).read_text() for script in (finetune_baseline, finetune_optimized)]
@@ -62,24 +53,24 @@ def test_both_scripts_show_the_same_loop():
 
 
 @pytest.mark.exhaustive
-def test_the_pages_patch_is_that_of_apply_kernels(monkeypatch, tmp_path):
+def test_the_pages_patch_is_that_of_apply_kernels(recorded):
     """To the bit, next_steps' loop, which takes any kernels, gives the same with these two."""
     flags = ["--seq-len", "8", "--steps", "2"]
-    shown = run(finetune_optimized, monkeypatch, tmp_path, *flags)
+    shown = recorded(finetune_optimized, *TINY, *flags)
     workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
     applied = kernel_training.train(workload)
     keys = "losses", "validation_loss_before", "validation_loss_after", "kernels", "title"
     assert {key: shown[key] for key in keys} == {key: applied[key] for key in keys}
 
 
-def test_both_scripts_run_the_same_loop(monkeypatch, tmp_path):
+def test_both_scripts_run_the_same_loop(recorded):
     flags = ["--seq-len", "24", "--batch-size", "2", "--steps", "4"]
-    baseline = run(finetune_baseline, monkeypatch, tmp_path, *flags)
-    unpatched = run(finetune_optimized, monkeypatch, tmp_path, *flags, "--kernels", "none")
+    baseline = recorded(finetune_baseline, *TINY, *flags)
+    unpatched = recorded(finetune_optimized, *TINY, *flags, "--kernels", "none")
     assert baseline.keys() == unpatched.keys()
     assert unpatched["losses"] == pytest.approx(baseline["losses"], rel=1e-6)
     differing = {key for key in baseline if baseline[key] != unpatched[key]}
-    assert differing - MEASURED <= {"title", "losses", "validation_loss_after"}
+    assert differing - MEASURED <= {"title", "losses", "validation_loss_after", "printed"}
 
 
 def test_validation_loss_weighs_tokens_not_batches(tmp_path):
@@ -252,8 +243,8 @@ def test_older_records_have_a_result_block():
 @pytest.mark.parametrize(
     "flags", [[], ["--kernels", "all", "--cuda-graph"]], ids=["eager", "graph"]
 )
-def test_on_a_gpu_a_run_knows_how_long_the_gpu_computes(monkeypatch, tmp_path, flags):
-    record = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "6", *flags)
+def test_on_a_gpu_a_run_knows_how_long_the_gpu_computes(recorded, flags):
+    record = recorded(finetune_optimized, *TINY, "--steps", "6", *flags)
     assert record["profiled_steps"] == 1
     assert 0 < record["busy_ms"] < 1e3 * record["seconds"][-1]
     assert 0 < record["least_ms"] < 1e3 * record["median_seconds"]
@@ -271,11 +262,11 @@ def loss_differences(*records: dict) -> list[float]:
 @pytest.mark.parametrize(
     ("flags", "kernels"), [([], PLAYBOOK), (["--kernels", "all"], KERNELS)], ids=["default", "all"]
 )
-def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, flags, kernels):
+def test_optimized_run_follows_the_baseline_step_by_step(recorded, flags, kernels):
     steps = 5 if "all" in flags else 10  # the interpreter is slow
     workload = ["--seq-len", "8", "--steps", str(steps)]
-    baseline = run(finetune_baseline, monkeypatch, tmp_path, *workload)
-    optimized = run(finetune_optimized, monkeypatch, tmp_path, *workload, *flags)
+    baseline = recorded(finetune_baseline, *TINY, *workload)
+    optimized = recorded(finetune_optimized, *TINY, *workload, *flags)
     assert optimized["kernels"] == kernels and baseline["kernels"] == []
     assert len(baseline["losses"]) == len(optimized["losses"]) == steps
     assert max(loss_differences(baseline, optimized)) < 1e-5
@@ -284,17 +275,17 @@ def test_optimized_run_follows_the_baseline_step_by_step(monkeypatch, tmp_path, 
 
 @needs_gpu
 @pytest.mark.parametrize("kernels", ["rmsnorm,cross_entropy", "all"])
-def test_optimized_run_follows_the_baseline_in_bf16(monkeypatch, tmp_path, kernels):
+def test_optimized_run_follows_the_baseline_in_bf16(recorded, kernels):
     flags = ["--dtype", "bf16", "--seq-len", "256", "--batch-size", "4", "--steps", "20"]
-    baseline = run(finetune_baseline, monkeypatch, tmp_path, *flags)
-    optimized = run(finetune_optimized, monkeypatch, tmp_path, *flags, "--kernels", kernels)
+    baseline = recorded(finetune_baseline, *TINY, *flags)
+    optimized = recorded(finetune_optimized, *TINY, *flags, "--kernels", kernels)
     assert max(loss_differences(baseline, optimized)) < 1e-2
 
 
 @pytest.mark.exhaustive
-def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_path):
+def test_saved_model_loads_and_goes_on_from_where_it_stopped(recorded, tmp_path):
     folder = tmp_path / "saved"
-    trained = run(finetune_optimized, monkeypatch, tmp_path, "--steps", "2", "--save", str(folder))
+    trained = recorded(finetune_optimized, *TINY, "--steps", "2", "--save", str(folder))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     saved_config = AutoConfig.from_pretrained(folder).to_dict()
     config = architecture.tiny_config().to_dict()
@@ -305,24 +296,22 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(monkeypatch, tmp_pa
     # over the file it was read from
     again = ["--model", str(folder), "--steps", "2", "--save", str(folder)]
     for _ in range(2):
-        resumed = run(finetune_baseline, monkeypatch, tmp_path, *again)
+        resumed = recorded(finetune_baseline, *TINY, *again)
         assert resumed["weights"] == "pretrained weights"
         expected = pytest.approx(trained["validation_loss_after"], rel=1e-5)
         assert resumed["validation_loss_before"] == expected
         trained = resumed
 
 
-def test_the_tokenizer_is_saved_with_the_model(own_cache, monkeypatch, tmp_path):
+def test_the_tokenizer_is_saved_with_the_model(own_cache, recorded, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     AutoModelForCausalLM.from_config(architecture.tiny_config()).save_pretrained(first)
-    words = Tokenizer(models.WordLevel({"[unknown]": 0, "import": 7, "def": 8}, "[unknown]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[unknown]").save_pretrained(first)
+    tokenizer_of("import def").save_pretrained(first)
     flags = ["--model", str(first), "--steps", "1", "--save", str(second)]
-    run(finetune_baseline, monkeypatch, tmp_path, *flags)
+    recorded(finetune_baseline, *TINY, *flags)
     tokenizer = dataset.load_tokenizer(tiny_workload("--model", str(second)))
-    assert tokenizer("def f ( ) : import os")["input_ids"] == [8, 0, 0, 0, 0, 7, 0]
-    assert samples.Encoder.of(tokenizer, None)("import def").tolist() == [7, 8]
+    assert tokenizer("def f ( ) : import os")["input_ids"] == [2, 0, 0, 0, 0, 1, 0]
+    assert samples.Encoder.of(tokenizer, None)("import def").tolist() == [1, 2]
 
 
 def test_a_record_says_which_libraries_were_installed(monkeypatch):

@@ -65,6 +65,7 @@ FLAGS = [
     ["--kernels", "all", "--fp8", "--steps", "4"],
     ["--kernels", "fused_layer", "--fp8", "inputs"],
     ["--opponent", "liger", "--batch-size", "4"],
+    ["--lora-rank", "4", "--lora-alpha", "6", "--lora-targets", "mlp"],
     ["--opponent", "compile", "--cuda-graph"],
     ["--teacher", "tiny", "--student-layers", "1", "--temperature", "2.5", "--dtype", "fp32"],
 ]

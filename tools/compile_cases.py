@@ -31,10 +31,7 @@ Arguments = Callable[[Make], tuple]
 
 @dataclass(frozen=True)
 class Case:
-    """One way to call a Function, or any other callable that launches kernels.
-
-    `arguments` gets a maker of tensors in the dtype under test.
-    """
+    """One way to call a Function, or any other callable that launches kernels."""
 
     name: str
     function: type[torch.autograd.Function] | Callable[..., None]

@@ -76,8 +76,7 @@ def rows_of(job: tuple[str, str]) -> list[Row]:
 def compile_side_by_side(jobs: list[tuple[str, str]]) -> list[Row]:
     """Return the rows of all (target, lesson), with as many processes at a time as cores.
 
-    Each job has a process of its own, which inherits what is imported here.  A kernel that a lesson
-    before has launched, too, is listed once.
+    A kernel that a lesson before has launched, too, is listed once.
     """
     rows, seen = [], set()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:

@@ -92,14 +92,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
 
 
 def record_output(path: str, script: str) -> int:
-    """Run a script that writes no record of its own, and keep its printed lines as one.
-
-    Returns:
-        The script's exit code.
-
-    Raises:
-        UserError: The file cannot be written, or the file is no record.
-    """
+    """Run a script that writes no record, keep its printed lines, return its exit code."""
     output_files.require_writable(path)
     output_files.require_ours("--record", path, *output_files.BEGINNINGS["json"])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=HERE)

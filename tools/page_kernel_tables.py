@@ -19,11 +19,7 @@ CLOCKS = "total | queued | alone | total % | alone %"
 
 
 def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
-    """Times by the three clocks, and the shares of the ceiling.
-
-    Args:
-        which: "short" for the playbook's rows.
-    """
+    """Times by the three clocks, and the shares of the ceiling; `which`: "short" or "every"."""
     rows = measured(name, tokens)
     section = rows[0].section
     spec = SPECS[section["kernel"]]

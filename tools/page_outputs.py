@@ -53,11 +53,7 @@ def finetune_output(record: dict) -> str:
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
-    """Return the place of the first line, from `start` on, that begins with this text.
-
-    Raises:
-        ValueError: No line does.
-    """
+    """Return the place of the first line, from `start` on, that begins with this text."""
     for i in range(start, len(lines)):
         if lines[i].strip().startswith(beginning):
             return i

@@ -33,12 +33,9 @@ def load(name: str) -> dict:
 
 
 def table(rows: Iterable[dict | tuple], columns: str) -> str:
-    """Return a Markdown table that reads well as raw text too.
+    """Return a Markdown table that reads well as raw text; `columns` are headers with "|" between.
 
     The first column is left-aligned, the others are right-aligned.
-
-    Args:
-        columns: the headers, with "|" between.
     """
     headers = [header.strip() for header in columns.split("|")]
     rows = [[row[each] for each in headers] if isinstance(row, dict) else row for row in rows]

@@ -174,8 +174,7 @@ def run_label(record: dict) -> str:
 def runs(size: str, *names: str) -> str:
     """Fine-tuning runs, as rows, of the records NAME_SIZE.
 
-    gain: the first row's step over this step. "over it": this step over the last row's, which for
-    two rows would be the gain again.
+    gain: the first row's step over this step. "over it": this step over the last row's.
     """
     records = [load(f"{name}_{size}") for name in names]
     first, last = records[0], records[-1]
@@ -223,11 +222,7 @@ def parts(*names: str) -> str:
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
-    """Two profiles, in the columns that a page has room for.
-
-    Args:
-        rows: the last words of the rows shown, with commas between; all unless given.
-    """
+    """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
     text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
     start = position(text, "Category", 0)
     stop = position(text, "p20 to p80", start) + 1

@@ -161,8 +161,7 @@ def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
 def amd_note(binary: bytes, key: bytes) -> int:
     """Return a number from the metadata in an AMD binary.
 
-    The metadata is MessagePack: the key, then either one byte below 128, or a marker and the number
-    in 1, 2 or 4 bytes.
+    MessagePack: the key, then one byte below 128, or a marker and 1, 2 or 4 bytes.
     """
     value = binary[binary.index(key) + len(key) :]
     width = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(value[0])
@@ -170,10 +169,7 @@ def amd_note(binary: bytes, key: bytes) -> int:
 
 
 def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
-    """Return a row for every different kernel that the cases launch on the named target.
-
-    A kernel that two cases share is listed at the first case.
-    """
+    """Return a row for every different kernel that the cases launch on the named target."""
     driver, gpu = StubDriver(target), gpu_target(target)
     triton.runtime.driver.set_active(driver)
     rows = []

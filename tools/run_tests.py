@@ -45,10 +45,7 @@ class Count:
 
 
 def read_report(report: Path) -> tuple[Count, list[str]]:
-    """Read pytest's report (JUnit's XML): the count, and a line for each failure.
-
-    Without a report the count is zero.
-    """
+    """Read pytest's report (JUnit's XML), if any: the count, and a line for each failure."""
     count, failures = Count(), []
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         outcomes = {child.tag: child for child in test}
@@ -71,10 +68,7 @@ def visible_gpus() -> list[str]:
 
 
 def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, int]]:
-    """Return (the marks that are selected, the number of workers) of each call of pytest.
-
-    gpus: the GPUs that the tests are spread over.
-    """
+    """Return (the marks that are selected, the number of workers) of each call of pytest."""
     cores = os.cpu_count() or 1
     if len(gpus) > 1:
         workers = min(cores - 1, MOST_ON_A_GPU * len(gpus))

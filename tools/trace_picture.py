@@ -39,11 +39,7 @@ SHADE = "#FFC0CB"
 
 
 def read(path: str) -> dict:
-    """Read a Chrome trace, which is compressed if its name ends in .gz.
-
-    Raises:
-        UserError: The trace cannot be read.
-    """
+    """Read a Chrome trace, which is compressed if its name ends in .gz."""
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             trace = json.loads(file.read())
@@ -77,11 +73,7 @@ def gpu_work(trace: dict) -> list[dict]:
 
 
 def window(work: list[dict], kind: str, part: float, layers: int) -> tuple[float, float]:
-    """Return the starts of two kernels of a kind, `layers` apart, the first at a part of them all.
-
-    Raises:
-        UserError: There are too few.
-    """
+    """Return the starts of two kernels of a kind, `layers` apart; `part` places the first."""
     starts = [each["start"] for each in work if each["kind"] == kind]
     first = int(part * len(starts))
     if first + layers >= len(starts):

@@ -42,14 +42,8 @@ class Problem:
     exact: dict[str, torch.Tensor]  # the same parts in float64
 
 
-# ---------------------------------------------------------------- calling
-
-
 class Activations(torch.autograd.Function):
-    """Turn tensors into activations, which are computed from a tensor that requires grad.
-
-    Leaves are no activations: implementations that work in place refuse to destroy a leaf.
-    """
+    """Turn tensors into activations: leaves, which are none, may not be overwritten in place."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -138,9 +132,6 @@ def prepare(problem: Problem, implementation: Implementation) -> Call | Step | E
     return (Call if problem.wrt else Evaluation)(problem, implementation)
 
 
-# ---------------------------------------------------------------- measuring
-
-
 def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:
     """Return the relative error of each part of the results against float64."""
     found = problem.parts(*prepare(problem, implementation).results())
@@ -150,11 +141,7 @@ def gradient_errors(problem: Problem, implementation: Implementation) -> dict[st
 def check_ours(
     errors: dict[str, dict[str, float]], dtype: torch.dtype, tokens: int, judge: str = EAGER
 ) -> None:
-    """Allow ours twice the error of eager PyTorch (`judge`) in the same dtype, plus a floor.
-
-    Raises:
-        RunError: Ours is worse, or there is no eager result.
-    """
+    """Allow ours twice the error of eager PyTorch (`judge`) in the same dtype, plus a floor."""
     if judge not in errors:
         fault = f"PyTorch itself fails at {tokens:,} tokens, so nothing is there to compare with"
         raise RunError(f"{fault}; lower --tokens")

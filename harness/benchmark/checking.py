@@ -70,14 +70,9 @@ def compare(
     """Compare a kernel's output with float64, allowing twice eager's own error.
 
     Args:
-        name: begins the printed line.
-        out: the kernel's output or gradient, any dtype.
         ref64: the same quantity computed in float64 from the same inputs.
         eager: the same quantity from eager PyTorch in the kernel's dtype.
         dtype: gives the floor; default: `eager.dtype`.
-
-    Raises:
-        AssertionError: `out` is None, or its shape or dtype differs from eager's.
     """
     assert out is not None, f"{name}: there is no output (None) to compare"
     assert out.shape == eager.shape == ref64.shape, (
@@ -112,10 +107,10 @@ def print_verdict(function: str, passed: bool) -> int:
     return 0 if passed else 1
 
 
-def print_checks(checks: list[Check], indent: str = "  ") -> bool:
+def print_checks(checks: list[Check]) -> bool:
     """Print one line per check; return True if all passed."""
     for check in checks:
-        print(indent + str(check))
+        print(f"  {check}")
     return all(check.passed for check in checks)
 
 

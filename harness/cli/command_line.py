@@ -79,9 +79,6 @@ def positive_float(text: str) -> float:
     return value
 
 
-# ---------------------------------------------------------------- how a run ends
-
-
 def ran_out_of_memory(error: Exception) -> bool:
     """Return True for an error of PyTorch's, Triton's, cuBLAS's or the CPU's allocator."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
@@ -242,8 +239,7 @@ def output_failed(error: OutputError) -> int:
 def answer_flags(doc: str) -> None:
     """Answer --help and refuse every flag, before PyTorch is imported.
 
-    Called by files of tests, which import PyTorch at their top, before these imports.  Ctrl-C
-    during the imports then prints one word and no traceback.
+    Called at the top of files of tests.  Ctrl-C during the imports then prints one word.
     """
     if len(sys.argv) > 1:
         run_main(lambda: Parser(doc).parse_args() and None)

@@ -40,13 +40,7 @@ UNFINISHED = ".unfinished-"  # how names begin that exist only while something i
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing.
-
-    Raises:
-        UserError: a flag of OUTPUT_FILES or OUTPUT_FOLDERS is empty or names what cannot be
-            written, --plot is no .png, or an output would overwrite another output, what the
-            script reads, or a file that no script wrote.
-    """
+    """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing."""
     outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
     for name, path in outputs.items():
@@ -93,13 +87,7 @@ def in_the_way(file: str, other: str) -> bool:
 
 
 def require_writable(path: str, is_folder: bool = False) -> None:
-    """Refuse a file that could not be written, or a folder in which nothing could be.
-
-    Neither has to exist yet.
-
-    Raises:
-        UserError: with what the system says.
-    """
+    """Refuse a file or a folder that could not be written, be it there or not."""
     target = os.path.realpath(path)
     try:
         if not is_folder:
@@ -120,11 +108,7 @@ def require_writable(path: str, is_folder: bool = False) -> None:
 
 
 def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
-    """Refuse to replace a file that is not empty and does not begin as the scripts' own do.
-
-    Raises:
-        UserError: the file is somebody else's, or cannot be read.
-    """
+    """Refuse to replace a file that is not empty and does not begin as the scripts' own do."""
     if not os.path.exists(path) or written_straight(path):
         return
     try:
@@ -136,12 +120,12 @@ def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
         raise UserError(f"{given}: name another file, or remove that one")
 
 
-def first_bytes(path: str, size: int = 1000) -> bytes:
+def first_bytes(path: str) -> bytes:
     """Return how a file begins, decompressed if it is a gzip file and is whole so far."""
     with contextlib.suppress(gzip.BadGzipFile, EOFError, zlib.error), gzip.open(path) as file:
-        return file.read(size)
+        return file.read(1000)
     with open(path, "rb") as file:
-        return file.read(size)
+        return file.read(1000)
 
 
 def require_unprotected(path: str) -> None:
@@ -174,13 +158,8 @@ def written_straight(path: str) -> bool:
 def write_whole(path: str, content: bytes) -> None:
     """Write a file so that, whenever this is interrupted, it is the old one or the whole new one.
 
-    The content is written beside it, under a name of its own, and renamed.  So of several processes
-    that write one path the last to finish wins.  Links are followed, permissions stay, and missing
-    folders are created.  A file that nothing may replace
-    (`written_straight`) is written into.
-
-    Raises:
-        OSError: the file cannot be written; what was there is as before.
+    The content is written beside it and renamed: of several processes that write one path the last
+    to finish wins.  Links are followed, permissions stay, and missing folders are created.
     """
     if written_straight(path):
         print(end="", flush=True)  # what was printed before comes first
@@ -207,11 +186,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def write_output(path: str, content: bytes, what: str) -> None:
-    """Write a file whole, in the first of several processes; `what` names it in the error.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Write a file whole, in the first of several processes; `what` names it in the error."""
     if not is_first():
         return
     try:

@@ -52,11 +52,7 @@ def pyplot():
 
 
 def save_plot(figure, path: str, dpi: int = 120) -> None:
-    """Write a figure of `pyplot()` as a PNG, say so, and free it.
-
-    Raises:
-        RunError: the file cannot be written (any more).
-    """
+    """Write a figure of `pyplot()` as a PNG, say so, and free it."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi, metadata={"Source": MARK})
     pyplot().close(figure)

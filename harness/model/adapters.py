@@ -42,17 +42,10 @@ WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*A
 def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Freeze a LlamaForCausalLM, give it the workload's adapters, if it has any, and return it.
 
-    Adapters are drawn from the seed alone: every process draws the same ones, also beside quantized
-    weights.  With `adapter` they are read from its folder.  They have the workload's dtype.  On the
-    meta device nothing is drawn or read.
-
-    Args:
-        model: before or after kernels are applied.  A projection is a nn.Linear; one that is
-            quantized derives from it and has, in place of a weight, `dequantized()`, and for peft
-            `qweight`, whatever lies where the weight would.
-
-    Raises:
-        UserError: the saved adapters are damaged, or not of this model and its weights.
+    Adapters are drawn from the seed alone, in the workload's dtype: every process draws the same
+    ones.  With `adapter` they are read from its folder.  On the meta device nothing is drawn or
+    read.  A quantized projection derives from nn.Linear and has, in place of a weight,
+    `dequantized()` and `qweight`.
     """
     if workload.lora_rank is None:
         return model
@@ -91,11 +84,7 @@ def has_adapter(module: torch.nn.Module) -> bool:
 
 
 def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
-    """Return the tensors in the workload's adapter folder, by their names there.
-
-    Raises:
-        UserError: the file is damaged, or is not of adapters of a model of this configuration.
-    """
+    """Return the tensors in the workload's adapter folder, by their names there."""
     folder, rank = workload.adapter, workload.lora_rank
     with reading(f"the weights of --adapter {folder}"):
         found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
@@ -124,11 +113,7 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
 
 
 def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
-    """Give the model's adapters the numbers that `read_adapters` found for them.
-
-    Raises:
-        UserError: they were trained beside other weights.
-    """
+    """Give the model's adapters the numbers that `read_adapters` found for them."""
     compare_base(model, workload)
     with torch.no_grad():
         for name, t in adapter_weights(model, dict(model.named_parameters())).items():
@@ -165,9 +150,6 @@ def compare_base(model: torch.nn.Module, workload: Workload) -> None:
 
     The adapters' file has a digest of the weights.  If the weights are kept in another way now, or
     others saved the adapters, the model's path has to do, where its weights come from files.
-
-    Raises:
-        UserError: the weights are others.
     """
     folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
     said = json.loads(Path(folder, CONFIG).read_text())
@@ -218,9 +200,8 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
     """Return () int64, a sum over what this process holds of a tensor.
 
     Each number's bits are multiplied with an odd number that belongs to its place, and added up
-    modulo 2**64.  To change one number always changes the sum, to exchange two nearly always.  The
-    sum is the same wherever the parts of a tensor are: several processes add up theirs.  A GPU sums
-    16 GB in less than a second, where a cryptographic digest would need them in the host's memory.
+    modulo 2**64, so the sum is the same wherever the parts of a tensor are.  A GPU sums 16 GB in
+    less than a second, where a cryptographic digest would need them in the host's memory.
     """
     first = 0  # the place of this process's first number
     if isinstance(t, DTensor):
@@ -305,9 +286,8 @@ def lora_counts(config, workload: Workload) -> dict:
 def flops_per_token(config, workload: Workload, seq_len: float) -> float:
     """Return `architecture.flops_per_token` of what the workload trains.
 
-    With LoRA a frozen weight has four of its six FLOPs: those of its own gradient go.  In the first
-    layer the FLOPs go too that lead to inputs which no adapter comes before.  The adapters' own six
-    are added.
+    With LoRA a frozen weight has four of its six FLOPs.  In the first layer the FLOPs go too that
+    lead to inputs which no adapter comes before.  The adapters' own six are added.
     """
     flops = architecture.flops_per_token(config, seq_len)
     if workload.lora_rank is None:

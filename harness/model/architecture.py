@@ -107,10 +107,7 @@ def for_training(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """Count a LLaMA's parameters from its configuration.
-
-    The model that is counted is never trained, so an opponent may have changed transformers.
-    """
+    """Count a LLaMA's parameters from its configuration, on a model without memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
@@ -139,9 +136,8 @@ def matrix_weights(config: LlamaConfig) -> int:
 def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
     """Return a trained token's FLOPs, forward + backward: 6 per matrix weight + causal attention.
 
-    Matrix weights are all but the input embedding, which is a look-up (Kaplan et al. 2020).
-    Attention multiplies QK^T and PV over half of T keys on average: 6 * layers * heads * head_dim *
-    T (PaLM's 12, halved by causality).
+    The input embedding is a look-up (Kaplan et al. 2020).  Attention multiplies QK^T and PV over
+    half of T keys on average (PaLM's 12, halved by causality).
     """
     attention_size = config.num_attention_heads * config.head_dim
     in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
@@ -159,9 +155,8 @@ UNPACKED = {
 def unpacked_sequences() -> Iterator[None]:
     """Tell transformers that no row of a batch holds several sequences.
 
-    transformers reads the positions to find that out.  In a capture, or under torch.compile, it
-    cannot read them, and to be safe gives attention a mask of (T, T), which the kernels for causal
-    attention do not take.
+    In a capture, or under torch.compile, it cannot read the positions, and gives attention a mask
+    of (T, T), which the kernels for causal attention do not take.
     """
     before = {name: getattr(masking_utils, name) for name in UNPACKED}
     try:

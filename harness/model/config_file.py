@@ -40,14 +40,9 @@ def load_config(
 ) -> LlamaConfig:
     """Return the model's configuration, or raise a UserError that says what to do.
 
-    Refused: a model that cannot be reached, one that is not a LLaMA, a config.json that gives no
-    model which can be trained, a sequence longer than the model allows, a model too large for a
-    machine without a GPU.
-
     Args:
-        workload: says which model, and how long its sequences are.
         try_step: called with the configuration of a single such layer; what it raises makes the
-            config.json unusable.  Scripts with kernels hand in `memory_estimate.step_tryer`.
+            config.json unusable. Scripts with kernels hand in `memory_estimate.step_tryer`.
         for_gpu: judge as on a machine with a GPU, whatever this one has.
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
@@ -146,8 +141,7 @@ def download_config(model: str) -> str:
 def reading(what: str) -> Iterator[None]:
     """Raise one sentence, a UserError, for whatever is raised while `what` is read.
 
-    Every Exception: transformers, tokenizers, safetensors and huggingface_hub have no base class
-    in common for "this file is damaged".
+    Every Exception: the libraries have no base class in common for "this file is damaged".
     """
     try:
         yield
@@ -204,17 +198,7 @@ FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": 
 def usable_config(
     model: str, values: dict, fields: dict = FIELDS, try_step: Callable | None = None
 ) -> LlamaConfig:
-    """Return the configuration with these values, if a model of it can take a step.
-
-    Args:
-        model: whose config.json it is, for the message.
-        values: what that file says.
-        fields: FIELDS, or with FIELDS_WITHOUT_GPU.
-        try_step: see `load_config`.
-
-    Raises:
-        UserError: it cannot; the sentence names the file and the field, or those of which one is.
-    """
+    """Return the configuration with these values, if a model of it can take a step."""
     for field, (fits, expected) in fields.items():
         value = values.get(field)
         if value is not None and not fits(value):
@@ -252,12 +236,7 @@ def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str
 
 
 def try_forward(config: LlamaConfig) -> None:
-    """Raise what a forward with this configuration would, on meta tensors, which takes no memory.
-
-    Raises:
-        ValueError: its rotary frequencies are not numbers that an angle can be computed from.
-        Exception: of every kind, from transformers and PyTorch.
-    """
+    """Raise what a forward with this configuration would raise, on meta tensors."""
     frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
     if not (frequencies.isfinite() & (frequencies > 0)).all():
         raise ValueError("its rotary frequencies are not all finite and above 0")

@@ -14,13 +14,7 @@ from harness.model.packed_attention import use_packed_attention
 def load_model(workload: Workload) -> torch.nn.Module:
     """Return the model in training mode, on the GPU if there is one, in the workload's dtype.
 
-    With `pack` its attention is that of packed batches.
-
-    Random weights are drawn on the device from the seed.  So two runs start from the same point,
-    and 8B parameters take seconds.
-
-    Raises:
-        UserError: what `load_config` and `load_weights` refuse.
+    Random weights are drawn on the device from the seed: two runs start from the same point.
     """
     config = begin(workload)
     model = make_model(workload, config)
@@ -30,11 +24,7 @@ def load_model(workload: Workload) -> torch.nn.Module:
 
 
 def begin(workload: Workload) -> LlamaConfig:
-    """Return the model's configuration, with the seed set; refuse what must not wait for loading.
-
-    Raises:
-        UserError: what `load_config` refuses, or a data file that cannot be read.
-    """
+    """Return the model's configuration, set the seed, refuse what must not wait for loading."""
     config = load_config(workload)
     if workload.kernels:
         require_interpreter()
@@ -52,13 +42,7 @@ def make_model(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
 
 
 def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
-    """Return the pretrained model on a device.
-
-    Raises:
-        UserError: the weights are damaged, or not those of the configuration: each weight of the
-            model must be in the file, and each of the file in the model, but for those that
-            transformers knows to be superfluous.
-    """
+    """Return the pretrained model on a device."""
     with reading(f"the weights of {workload.model}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,

@@ -45,16 +45,12 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as transformers calls it.
+    """Compute attention as transformers calls it; return (1, T, heads, D) and None.
 
     Args:
         query: (1, heads, T, D); key and value are (1, KV heads, T, D).
         cu_seq_lens_q: (n + 1,) int32 on the device: 0, and where each sample ends.
-        max_length_q: the longest sample's tokens.
         sample_lengths: of all samples, on the host; their sum is T.
-
-    Returns:
-        (1, T, heads, D), and None for the weights.
     """
     if HAS_KERNEL and query.is_cuda and query.dtype in HALVES and not dropout:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)

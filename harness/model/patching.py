@@ -11,9 +11,8 @@ from harness.model.architecture import IGNORE_INDEX
 def called_function(function: Callable) -> Callable:
     """Return the function that a call of `function` runs.
 
-    Hugging Face's package `kernels` makes a module of a function of transformers.  The module's
-    forward calls the function, which is a variable of the closure.  `kernelize` gives the module
-    another forward.
+    Hugging Face's package `kernels` makes a module of a function, whose forward calls the function
+    from its closure; `kernelize` gives the module another forward.
     """
     if not isinstance(function, torch.nn.Module):
         return function
@@ -22,10 +21,7 @@ def called_function(function: Callable) -> Callable:
 
 
 def replace_modules(model: torch.nn.Module, cls: type, make: Callable) -> int:
-    """Replace every submodule that is exactly of class `cls` by make(old); return how many.
-
-    A subclass is somebody's own code and stays.  A module that make returns stays too.
-    """
+    """Replace every submodule that is exactly of class `cls` by make(old); return how many."""
     # a complete list first: whoever changes a tree while walking it skips some branches
     found = [(name, module) for name, module in model.named_modules() if type(module) is cls]
     n_replaced = 0
@@ -41,17 +37,13 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
     """Return a drop-in for a Hugging Face model's `loss_function`, around cross_entropy.
 
     Token t predicts token t + 1.  The labels are shifted, not the logits: a shift of the logits
-    needs a copy as large as the logits.
+    needs a copy as large as the logits.  The result has ForCausalLMLoss's arguments in the same
+    order.  `shift_labels` replace the labels and are not shifted.  `num_items_in_batch` divides the
+    sum of the losses in place of their number.
 
     Args:
         cross_entropy: cross_entropy(logits, targets, ignore_index) is the mean loss over the
             targets that are not ignore_index, from logits (B, T, V) and targets (B, T) int64.
-
-    Returns:
-        A function with ForCausalLMLoss's arguments in the same order: logits (B, T, V); labels
-        (B, T) int64; vocab_size, which must be V; num_items_in_batch, a number or a tensor, which
-        divides the sum of the losses in place of their number; ignore_index; shift_labels (B, T),
-        which replace the labels and are not shifted.  Other arguments are ignored, as there.
     """
 
     def loss_function(

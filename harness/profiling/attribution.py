@@ -69,10 +69,7 @@ BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION: the backward node itse
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A GPU kernel, copy or fill, and the CPU event that launched it.
-
-    Without a GPU: an operation and the CPU time that it spent itself.
-    """
+    """A GPU kernel, copy or fill; without a GPU an operation, and its launcher is itself."""
 
     name: str
     us: float
@@ -91,19 +88,12 @@ def is_operation(event: FunctionEvent) -> bool:
 
 
 def is_evaluation(event: FunctionEvent | None) -> bool:
-    """Return True for autograd's wrapper around a backward node.
-
-    Autograd also adds and reduces gradients in the wrapper.
-    """
+    """Return True for autograd's wrapper around a backward node, which also adds gradients."""
     return event is not None and event.name.startswith(EVALUATE)
 
 
 def gpu_events(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Return kernels, copies and fills.
-
-    The GPU's timeline also has ranges, which would count twice, and the profiler's own overheads,
-    in which the GPU does nothing.
-    """
+    """Return kernels, copies and fills, without ranges and the profiler's own overheads."""
     on_gpu = (e for e in events if e.device_type == DeviceType.CUDA)
     return [e for e in on_gpu if not e.is_user_annotation and e.name not in PROFILER_OVERHEADS]
 
@@ -146,8 +136,7 @@ def ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
 def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], FunctionEvent]:
     """Return the forward operation that created a backward node, by (thread, sequence number).
 
-    An operation carries the number that the next backward node will get.  So of several operations
-    with one number, the last to start created the node.
+    Of several operations with one number, the last to start created the node.
     """
     numbered = (e for e in events if is_operation(e) and e.sequence_nr >= 0)
     forward = [e for e in numbered if e.scope != BACKWARD_SCOPE and not is_evaluation(e)]
@@ -222,10 +211,7 @@ def phase_of(launcher: FunctionEvent) -> str:
 
 
 def category_by_name(name: str) -> str | None:
-    """Return the category of a kernel of NCCL or ours, wherever it was launched.
-
-    AdamW's kernel, for example, may run in the backward.
-    """
+    """Return the category of a kernel of NCCL or ours; AdamW's may run in the backward."""
     if name.startswith("nccl"):
         return COMMUNICATION
     row, _ = launch_of(name) or (None, None)
@@ -255,8 +241,7 @@ def covered_us(timed: list[FunctionEvent]) -> float:
 def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[int, Cost]:
     """Return the costs of a run without a GPU, where calling and called operations both count.
 
-    The larger count wins: the operation's own, or the sum of the operations that it calls.  On a
-    GPU the operation that launched a kernel did the work.
+    The larger count wins: the operation's own, or the sum of the operations that it calls.
     """
 
     def visit(event: FunctionEvent) -> dict[int, Cost]:
@@ -281,7 +266,6 @@ def attribute(
     Args:
         costs: what each operation moves and computes, by the operation's number; 0 unless given.
         sizes: of the model, from which the costs of our kernels follow; 0 unless given.
-        rank: of the adapters, if there are any.
     """
     on_gpu = bool(gpu_events(events))
     costs = (costs if on_gpu else counted_once(events, costs)) if costs else {}
@@ -380,8 +364,7 @@ def idle_times(events: list[FunctionEvent]) -> dict:
 def communication_times(events: list[FunctionEvent]) -> dict:
     """Return the microseconds in which NCCL's kernels ran, and in which they ran alone: exposed.
 
-    Kernels on other streams hide the rest.  A kernel of NCCL also waits for processes that come
-    later; that time is in both numbers.
+    Both include the waiting for processes that come later.
     """
     kernels = gpu_events(events)
     nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]

@@ -74,11 +74,8 @@ def sizes_of(config, workload: Workload) -> Sizes:
 def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
     """Return `quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
 
-    Weights that are transposed come in as bf16: three bytes, not two.
-
-    Args:
-        per_layer: bytes of one number for each token in each layer.
-        copies: bytes of one number for each layer and micro-batch.
+    Weights that are transposed come in as bf16: three bytes, not two.  `per_layer` are bytes of one
+    number for each token in each layer, `copies` of one for each layer and micro-batch.
     """
     if workload.fp8 is None:
         return {}
@@ -104,22 +101,16 @@ def least_ms(
     """Return the speed of light of a training step: the milliseconds of its necessary work.
 
     That is all FLOPs of matrix products and attention at the matmul rate (FLOPs in FP8 at the rate
-    of FP8), and then, at the copy rate, the bytes that fully fused kernels still read and write for
-    norms, rotary embedding, activation, loss and the update of the weights (the floors in
-    kernel_facts.py).
+    of FP8), and then, at the copy rate, the bytes that fully fused kernels still move (the floors
+    in kernel_facts.py).
 
-    Not counted: the bytes of matrix products and attention, which can pass while these compute.
-    Among them are the weights that each micro-batch reads, and the gradients, which a product could
-    add to as it stores.  Nor the embedding, the additions of residuals, what a teacher reads and
-    writes, and the host.  So several micro-batches take at least as long as one with all their
-    tokens.
+    Not counted: the bytes of matrix products and attention, which can pass while these compute; the
+    embedding, the additions of residuals, what a teacher moves, and the host.  So several
+    micro-batches take at least as long as one with all their tokens.
 
     Args:
-        config: of the model.
-        workload: its dtype counts.
         n_tokens: of the step, all micro-batches together, without padding.
         flops_per_token: forward and backward, a teacher's too.
-        ceilings: matmul_tflops, in the workload's dtype, copy_gbs and, with FP8, fp8_tflops.
     """
     # bytes depend on the number of tokens, not on that of sequences
     one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
@@ -182,10 +173,7 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
     number of the result (for a reduction: of the input); a copy does none.
 
     Args:
-        name: as in "aten::mul".
-        inputs: the call's "Input Dims", "Input type", "Input Strides" and "Concrete Inputs" in a
-            Chrome trace.
-        sizes: of the model, for lists of tensors.
+        inputs: the call's "Input Dims", "Input type" and so on in a Chrome trace.
         seq_len: keys of an attention; causal, so a query sees half of them.
     """
     operands = operands_of(inputs, sizes)
@@ -252,10 +240,7 @@ def costs_of_trace(
 
 
 def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
-    """Return the cost of one launch of a kernel, of so many in the step.
-
-    None: the kernel is not ours, or moves next to nothing.
-    """
+    """Return the cost of one of a step's launches; None: not ours, or it moves next to nothing."""
     _, launch = launch_of(name) or (None, None)
     if launch is None or launch.tensor is None:
         return None

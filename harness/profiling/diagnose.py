@@ -1,32 +1,12 @@
 """What limits each part of a profiled step, what to do about it, and what that should gain.
 
-A GPU does two things, and has a ceiling for each.  The run measures both; no data sheet is used:
+The run measures two ceilings: the copy rate and the matmul rate.  The verdict on a part of the step
+is one of six: bandwidth-, compute-, launch-, loader- or communication-bound, or
+host-synchronization.  docs/diagnosis.md explains ceilings and verdicts.
 
-    copy rate       bytes that it moves between its memory and its multiprocessors, per second
-    matmul rate     FLOPs, additions and multiplications, per second, in a large matrix product;
-                    with --fp8 one more, of a product of FP8
-
-The two meet at matmul rate / copy rate FLOPs per byte: the edge of the *roofline*.  The FLOPs per
-byte of an operation are its *intensity*.  Below the edge, bytes limit the operation; above it,
-FLOPs do.  The verdict on a part of the step is one of six:
-
-    bandwidth-bound        its bytes take longer than its FLOPs, both at their ceilings
-    compute-bound          its FLOPs take longer
-    launch-bound           its kernels are shorter than the time in which the host launches the next
-    host-synchronization   the host waited for the GPU, so nothing was queued, and then the GPU
-                           waited for the host
-    loader-bound           host and GPU waited for the batch
-    communication-bound    several GPUs exchanged weights or gradients and computed nothing
-
-Two counts of bytes:
-
-    moved        what the operations read and write, from the shapes that the profiler recorded
-    necessary    what one fused kernel would still read and write (its floor in kernel_facts.py),
-                 from the model's configuration
-
-The bytes moved tell how fast a part runs.  The necessary bytes tell what could be gained: an
-operation at 100 % of the copy rate that need not exist is still a cost.  A good kernel reaches
-TARGET of a ceiling, so
+There are two counts of bytes.  The bytes *moved*, from the shapes that the profiler recorded, tell
+how fast a part runs.  The *necessary* bytes, which one fused kernel would still move (its floor in
+kernel_facts.py), tell what could be gained.  A good kernel reaches TARGET of a ceiling, so
 
     gain = time - time of the necessary work at TARGET of its ceiling
 
@@ -114,10 +94,7 @@ def advice_for(category: str, record: dict) -> str:
 
 
 def idle_us(record: dict) -> float:
-    """Return how long the GPU waits for the host, at most the time that the step has for it.
-
-    If the GPU waits, recording makes the host slower and the waiting longer.
-    """
+    """Return how long the GPU waits for the host; without the waiting that recording adds."""
     room = max(0.0, 1e3 * record["median_step_ms"] - record["busy_us"])
     return min(record["timeline"]["idle_us"], room)
 
@@ -165,12 +142,7 @@ def flops_at_ceilings_us(flops: float, fp8_flops: float, ceilings: dict) -> floa
 
 
 def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
-    """Return the verdict on a row of the profile.
-
-    Args:
-        part: the row's us, launches, bytes and flops.
-        category: the row's name, if the row is a category.
-    """
+    """Return the verdict on a row of the profile; `category` is its name if it is a category."""
     ceilings, us = record["ceilings"], part["us"]
     per_us = 1e3 * ceilings["copy_gbs"]  # bytes
     bytes_us, in_fp8 = part["bytes"] / per_us, part.get("fp8_flops", 0.0)  # not in older records
@@ -227,16 +199,13 @@ def judge_idle(record: dict) -> dict[str, Finding]:
     if timeline is None or not timeline["idle_us"]:
         return {}
     waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
+    found = waits_in_words(record)
+    later = f"after the step, not in it: {found}" if found else "no .item() or .cpu() in the step"
     causes = [
         (LAUNCHES, "launch-bound", idle_us(record) - waited_us, CUDA_GRAPH),
-        (SYNCHRONIZATION, "host-synchronization", waited_us, without_waits(record)),
+        (SYNCHRONIZATION, "host-synchronization", waited_us, later),
     ]
     return {name: pure_loss(name, *cause) for name, *cause in causes if cause[1] > 0}
-
-
-def without_waits(record: dict) -> str:
-    waits = waits_in_words(record)
-    return f"after the step, not in it: {waits}" if waits else "no .item() or .cpu() in the step"
 
 
 def judge_loading(record: dict) -> dict[str, Finding]:

@@ -39,21 +39,17 @@ KEYS = {
     "seq_len": is_positive,
     "device": is_text,
     "operations": is_list_of(lambda row: has_numbers("us")(row) and is_text(row.get("name"))),
-    "categories": is_table_of(has_numbers("us", "launches")),
-    "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
-    "median_step_ms": is_positive,
-    "busy_us": is_number,
-}
-# the same for a profile with ceilings; only the oldest have none
-KEYS_WITH_CEILINGS = {
-    "ceilings": lambda rates: (
-        has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
-    ),
     "categories": is_table_of(
         lambda row: (
             has_numbers("us", "launches", "bytes", "flops")(row)
             and is_number(row.get("fp8_flops", 0.0))
         )
+    ),
+    "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
+    "median_step_ms": is_positive,
+    "busy_us": is_number,
+    "ceilings": lambda rates: (
+        has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
     ),
     "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
     "timeline": lambda times: times is None or of_timeline(times),
@@ -61,29 +57,16 @@ KEYS_WITH_CEILINGS = {
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
-    """Return the microseconds that each kernel of `after` alone should gain, by category.
-
-    The prediction is the diagnosis of `before`.
-    """
-    if "ceilings" not in before:
-        return {}
+    """Return the microseconds that each new kernel should gain, as `before` predicts."""
     findings = judge_categories(before)
     replaced = replaced_by([name for name in after["kernels"] if name not in before["kernels"]])
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
-def refuse_other_workload(before: dict, after: dict) -> None:
-    """Raise UserError if the two profiles are not of the same workload."""
-    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
-    if differ:
-        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
-        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
-
-
 def categories_table(before: dict, after: dict) -> str:
     """Return categories, idle time and step before and after, the gain beside the prediction."""
     predicted, rows = predicted_gains(before, after), []
-    moved = [counted(record) if "ceilings" in record else {} for record in (before, after)]
+    moved = [counted(record) for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
     unit, size = tables.decimal_unit(n_bytes, "GB", "MB", 1e9)
     for name, old in before["categories"].items():
@@ -95,7 +78,7 @@ def categories_table(before: dict, after: dict) -> str:
         for parts in moved:
             row.append(short(parts[name]["bytes"] / size) if name in parts else "n/a")
         rows.append(row)
-    if before.get("timeline") and after.get("timeline"):
+    if before["timeline"] and after["timeline"]:
         rows.append(comparison_row("GPU idle", idle_us(before), idle_us(after), None))
     steps = (1e3 * record["median_step_ms"] for record in (before, after))
     rows.append(comparison_row("Step", *steps, sum(predicted.values()) if predicted else None))
@@ -132,12 +115,11 @@ def run_line(label: str, record: dict) -> str:
 
 
 def render_comparison(before: dict, after: dict) -> str:
-    """Return what went away and what came from one profile to another.
-
-    Raises:
-        UserError: they are not of the same workload.
-    """
-    refuse_other_workload(before, after)
+    """Return what went away and what came from one profile to another."""
+    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
+    if differ:
+        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
+        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
     lines = [
@@ -156,27 +138,15 @@ def render_comparison(before: dict, after: dict) -> str:
 
 
 def read_profile(path: str) -> dict:
-    """Read a profile.
-
-    Raises:
-        UserError: the file is no profile, or something in it is missing or damaged.
-    """
+    """Read a profile; refuse another file, and one of which a part is missing or damaged."""
     record = read_record(path, "profile")
-    require_keys(path, record, KEYS | (KEYS_WITH_CEILINGS if "ceilings" in record else {}))
+    require_keys(path, record, KEYS)
     return record
 
 
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture.
-
-    Raises:
-        UserError: a file is no profile, they are not of one workload, or there is nothing to draw.
-    """
+    """Print the comparison of two recorded profiles, and draw both into one picture."""
     records = [read_profile(path) for path in (before_path, after_path)]
     print(render_comparison(*records))
     if picture:
-        for path, record in zip((before_path, after_path), records):
-            if "ceilings" not in record:
-                missing = "it has no bytes and no ceilings"
-                raise UserError(f"{path} is too old to be drawn: {missing}; profile again")
         plot(records, picture)

@@ -58,7 +58,7 @@ def totals(record: dict) -> str:
     resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
     profiled_ms = record["profiled_step_ms"]
     profiled = [("Step under the profiler:", f"{profiled_ms:,.1f} ms")]
-    if record.get("timeline"):
+    if record["timeline"]:
         shapes = "Shapes too, no graph:" if record.get("cuda_graph") else "Shapes too:"
         slower = ("Kernels recorded:", record["timeline"]["step_ms"]), (shapes, profiled_ms)
         profiled = [
@@ -181,8 +181,7 @@ def host_line(record: dict) -> str:
 def communication_lines(record: dict) -> list[str]:
     """Return what the communication should take, what it took, and how much other kernels hide.
 
-    A record of one process, or an older one, has no such lines.  A record of CPUs has only the
-    prediction.
+    One process has no such lines, CPUs have only the prediction.
     """
     lines = []
     if "communication" in record:

@@ -129,16 +129,7 @@ def last_of(
     steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
 ) -> float:
-    """Take two steps and return the milliseconds of the second.
-
-    The first step pays for attaching the profiler to the GPU.
-
-    Args:
-        steps: the micro-batches of each step.
-
-    Raises:
-        RunError: no kernel was recorded.
-    """
+    """Take two steps, return the milliseconds of the second; the first attaches the profiler."""
     with profiler:
         for batches in steps:
             step_ms = timed_step(model, optimizer, batches, take_step)
@@ -153,10 +144,7 @@ def last_of(
 def profiled_step(
     model, optimizer, steps: list[list[dataset.Batch]], stacks: bool
 ) -> tuple[profile, float]:
-    """Return a profile with all operations and their shapes, and the step's milliseconds.
-
-    The recording slows the host down: see `timeline`.
-    """
+    """Return a profile with all operations and their shapes, and the milliseconds of the step."""
     profiler = profile(
         activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else []),
         schedule=RECORD_SECOND,
@@ -182,11 +170,7 @@ def timeline(
 
 
 def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
-    """Measure what this GPU can do at most.  Needs twice 2 GiB: call it before training.
-
-    Args:
-        fp8: a workload's.  Without it, and without a GPU, FP8 has no ceiling.
-    """
+    """Measure what this GPU can do at most.  Needs twice 2 GiB: call it before training."""
     ceilings = {
         "copy_gbs": timing.copy_bandwidth(),
         "matmul_tflops": timing.matmul_rate(dtype=dtype),
@@ -249,9 +233,6 @@ def read_trace(profiler: profile) -> tuple[dict, bytes]:
 
     The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
     writes to a file of our own.
-
-    Raises:
-        RunError: there is no room for that file.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -267,14 +248,7 @@ def read_trace(profiler: profile) -> tuple[dict, bytes]:
 
 
 def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
-    """Write a profile as a Chrome trace, compressed if `path` ends in .gz.
-
-    Returns:
-        The trace's content and the file's bytes.
-
-    Raises:
-        RunError: there is no room for the trace, or `path` cannot be written.
-    """
+    """Write a Chrome trace, compressed if `path` ends in .gz; return its content and its bytes."""
     trace, content = read_trace(profiler)
     if path.endswith(".gz"):
         content = gzip.compress(content)

@@ -41,9 +41,6 @@ def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]
 
     A decoder layer's weights are gathered for the forward and for the backward, all other weights
     once.  Each micro-batch gathers again.  The last micro-batch reduces the gradients.
-
-    Args:
-        model: a LlamaForCausalLM, whole or sharded.
     """
     n = workload.world_size
     if workload.parallel == DDP:

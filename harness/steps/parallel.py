@@ -1,16 +1,11 @@
 """Several processes that train one model, each on its own GPU and with its own sequences.
 
-    torchrun --nproc-per-node 2 finetune_baseline.py    # the script twice; each is told its rank
-
     start(workload)                  # the processes find one another
     called = wrap(model, workload)   # call this in the model's place
     gather(number)                   # return that number of each process
 
-The processes take the same steps, each with its own part of the batch.  `ddp` keeps the whole model
-in each process, `fsdp` a share of every parameter.  Both average gradients over the processes.
-docs/several_gpus.md has the pictures.
-
-In one process nothing here does anything.  Which process this is: harness/cli/processes.py.
+`ddp` keeps the whole model in each process, `fsdp` a share of every parameter.  Both average
+gradients over the processes (docs/several_gpus.md).  In one process nothing here does anything.
 """
 
 import contextlib
@@ -33,11 +28,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def start(workload: Workload) -> None:
-    """Find the other processes, take this one's GPU, and let only the first process print.
-
-    Raises:
-        UserError: there are fewer GPUs than processes, or torchrun did not start the processes.
-    """
+    """Find the other processes, take this one's GPU, and let only the first process print."""
     if workload.parallel is None:
         return
     if not is_first():
@@ -60,11 +51,9 @@ def start(workload: Workload) -> None:
 def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Return what is called in the model's place: it averages the gradients over the processes.
 
-    Args:
-        model: a LlamaForCausalLM with all patches, equal in all processes.  `fsdp` changes the
-            model: its parameters become DTensors, of which each process holds a share.  So make the
-            optimizer afterwards, and before the model is called: a validation leaves some
-            parameters gathered.
+    `fsdp` makes the model's parameters DTensors, of which each process holds a share.  So apply all
+    patches before, make the optimizer afterwards, and before the model is called: a validation
+    leaves some parameters gathered.
     """
     if workload.parallel == DDP:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
@@ -130,9 +119,6 @@ def whole_weights(model: torch.nn.Module, trained_alone: bool = False) -> dict |
     """Return a sharded model's whole state_dict in the first process's memory; None if not sharded.
 
     All processes must call it.  A parameter with two names is there once, under the first.
-
-    Args:
-        trained_alone: leave out what is frozen.
     """
     if world_size() == 1 or not isinstance(model, FSDPModule):
         return None

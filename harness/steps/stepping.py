@@ -32,21 +32,14 @@ def in_steps(batches: list[Batch], micro_batches: int) -> list[list[Batch]]:
 
 
 def inputs_of(batch: Batch, model: Callable) -> dict:
-    """Return a model's arguments for a batch.
-
-    A model with `takes_max_targets` is told the number of targets, so it need not wait for the GPU
-    to count them.
-    """
+    """Return a model's arguments; with `takes_max_targets` the number of targets is one."""
     inner = getattr(model, "module", model)  # of DistributedDataParallel
     counted = {"max_targets": batch.n_targets} if getattr(inner, "takes_max_targets", False) else {}
     return batch.inputs() | counted
 
 
 def count_targets(batches: list[Batch]) -> torch.Tensor:
-    """Return the number of targets of a step, () int64 on the batches' device.
-
-    With several processes: their mean number (`parallel.mean_over_processes`).
-    """
+    """Return the number of targets of a step, () int64; of several processes their mean number."""
     count = sum(batch.n_targets for batch in batches)
     # filled on the device: a copy from the host would wait for the device
     on_device = torch.full((), count, dtype=torch.int64, device=batches[0].input_ids.device)
@@ -61,17 +54,14 @@ def training_step(
 ) -> torch.Tensor:
     """Take one optimizer step; return the loss as a scalar on the device, without waiting for it.
 
-    With one micro-batch it is the step of finetune_baseline.py's page.  With several the gradients
-    add up, and the loss is the mean over the targets of all: each micro-batch adds its sum of
-    losses, divided by the number of all targets.  With several processes the targets of all
-    processes count, and the loss is the mean of what the processes return.  The ranges give the
-    profiler its phases; outside a profile they cost nothing worth measuring.
+    With several micro-batches the gradients add up, and the loss is the mean over the targets of
+    all: each adds its sum of losses, divided by the number of all targets.  With several processes
+    the targets of all processes count, and the loss is the mean of what the processes return.  The
+    ranges give the profiler its phases.
 
     Args:
-        model: a Hugging Face model, or what is called as one.
-        optimizer: an optimizer that steps during the backward has a context `accumulating()`, in
-            which it does not step.  The context is around all micro-batches but the last.
-        batches: the micro-batches of the step.
+        optimizer: one that steps during the backward has a context `accumulating()`, in which it
+            does not step.  The context is around all micro-batches but the last.
         n_targets: the result of `count_targets`, if it is already on the device.
     """
     *earlier, last = batches
@@ -103,11 +93,7 @@ def timed_step(
     batches: list[Batch],
     take_step: Callable = training_step,
 ) -> tuple[torch.Tensor, float]:
-    """Take one step; return the loss and the seconds from an idle device to an idle device.
-
-    Args:
-        take_step: `training_step`, or the replay that `captured_step` makes of it.
-    """
+    """Take one step; return the loss and the seconds from an idle device to an idle device."""
     synchronize()
     start = time.perf_counter()
     loss = take_step(model, optimizer, batches)
@@ -126,19 +112,12 @@ def captured_step(
     batches: list[Batch],
     stream: torch.cuda.Stream,
 ) -> Callable:
-    """Record `training_step` as one CUDA graph: thousands of launches become one.
+    """Record `training_step` as one CUDA graph; return a function that replays it, called like it.
 
     A graph repeats kernels with the recorded addresses and numbers.  So each micro-batch is copied
     to where the recorded one was, all steps must have the recorded shapes, and the number of
-    targets and the optimizer's count of steps lie on the GPU.  Take steps before, on the same
+    targets and the optimizer's count of steps lie on the GPU. Take steps before, on the same
     stream: kernels are compiled and optimizer states are made outside of a graph.
-
-    Returns:
-        A function that replays the step; call it as `training_step`.
-
-    Raises:
-        RunError: the step cannot be recorded, because something in it waits for the GPU.
-        UserError: a batch has another shape than the recorded one.
     """
     clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
     # later batches may have more targets: each token may be one

@@ -22,6 +22,8 @@ DATASHEET_BF16_TFLOPS = {
     "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
 }  # fmt: skip
 
+COPIED_BYTES = 2 << 30  # whose copy gives the copy rate of a GPU
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -35,8 +37,7 @@ class Timing:
 def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
     """Return the wall time of fn(), launches included.
 
-    On a GPU: triton's do_bench.  It warms up first, so compilation stays out, and flushes the L2
-    cache before every call, so inputs come from memory.
+    triton's do_bench warms up and flushes the L2 cache before every call.
     """
     if HAS_GPU:
         quantiles = [0.2, 0.5, 0.8]
@@ -53,8 +54,7 @@ def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
 def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
     """Return the wall time of one fn() among `calls` that are queued back to back.
 
-    A training loop pays this time: the host's or the GPU's, whichever is longer.  The result is the
-    median of several batches of calls.
+    This is the host's time or the GPU's, whichever is longer; the median of several batches.
     """
     calls, batches = (calls, 5) if HAS_GPU else (1, 3)
     fn()
@@ -69,42 +69,38 @@ def queued_time_us(fn: Callable[[], object], calls: int = 20) -> float:
     return statistics.median(samples)
 
 
-def graph_time_us(fn: Callable[[], object], rep_ms: int = 50) -> float | None:
+def graph_time_us(fn: Callable[[], object]) -> float | None:
     """Return the kernel time of fn() alone: the median us of its replays from one CUDA graph.
 
-    None without a GPU, or if fn synchronizes with the host and so cannot be captured.  Replays run
-    back to back, so data that fits in L2 stays there.
+    None without a GPU, or if fn waits for it.  Data that fits in L2 stays there.
     """
     if not HAS_GPU:
         return None
     try:
-        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
+        return 1e3 * triton.testing.do_bench_cudagraph(fn, rep=50, return_mode="median")
     except RuntimeError:  # "operation not permitted when stream is capturing"
         torch.cuda.synchronize()
         return None
 
 
-# ---------------------------------------------------------------- ceilings
-
-
-def copy_bandwidth(n_bytes: int = 2 << 30) -> float:
+def copy_bandwidth() -> float:
     """Measure the device's copy rate in GB/s, reads plus writes."""
-    if not HAS_GPU:
-        n_bytes = 64 << 20
+    n_bytes = COPIED_BYTES if HAS_GPU else 64 << 20
     source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * n_bytes / time_us(lambda: target.copy_(source), rep_ms=200).p50 / 1e3
 
 
-def matmul_rate(n: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+def matmul_rate(dtype: torch.dtype = torch.bfloat16) -> float:
     """Measure the matrix rate in TFLOP/s, on random data (n x n x n; 512 on the CPU)."""
-    n = n if HAS_GPU else 512
+    n = 8192 if HAS_GPU else 512
     a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
     return 2 * n**3 / time_us(lambda: a @ b, rep_ms=400).p50 / 1e6
 
 
-def fp8_rate(n: int = 8192) -> float:
+def fp8_rate() -> float:
     """Measure the same for e4m3 with a scale for each row and fast accumulation; needs a GPU."""
+    n = 8192
     a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     scales = torch.ones(n, 1, device=DEVICE)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -120,9 +116,6 @@ def datasheet_tflops(gpu: str | None) -> float | None:
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
 
 
-# ---------------------------------------------------------------- memory
-
-
 class _Result(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, values):
@@ -134,10 +127,7 @@ class _Result(torch.autograd.Function):
 
 
 def as_a_result(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy that requires a gradient and is an operation's result, as logits are.
-
-    The operation keeps nothing for its backward, and its own gradient is one number.
-    """
+    """Return a copy that requires a gradient, as logits do; the operation keeps nothing."""
     anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
     return _Result.apply(anchor, values)
 

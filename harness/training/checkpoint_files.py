@@ -66,13 +66,7 @@ def in_the_way(folder: str | Path) -> list[Path]:
 
 @contextlib.contextmanager
 def alone_in(folder: str | None) -> Iterator[None]:
-    """Hold a folder for this run's checkpoints, at most until the process ends, whatever ends it.
-
-    The first of several processes takes the lock, and all of them learn whether it has.
-
-    Raises:
-        UserError: another run holds the folder, or nothing can be written there.
-    """
+    """Hold a folder for this run's checkpoints, at most until the process ends."""
     from harness.steps.parallel import gather  # with PyTorch, which flags are read without
 
     with contextlib.ExitStack() as stack:
@@ -84,10 +78,7 @@ def alone_in(folder: str | None) -> Iterator[None]:
 
 
 def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
-    """Lock a folder until the stack ends; return False if another process holds the lock.
-
-    What an interrupted run left there is removed, so that it takes no room from this run.
-    """
+    """Lock a folder until the stack ends, and clean it; return False if another process has it."""
     try:
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
@@ -126,11 +117,7 @@ def digest(file: Path) -> str:
 
 
 def check(path: Path) -> None:
-    """Compare all files of a checkpoint with its checksums; several processes share the files.
-
-    Raises:
-        UserError: a file is not the one that was written; the sentence names it.
-    """
+    """Compare all files of a checkpoint with its checksums; several processes share the files."""
     from harness.steps.parallel import gather
 
     resume_another = "expected what --checkpoint wrote: resume another"
@@ -171,8 +158,7 @@ def listed_files(path: Path) -> dict[str, list]:
 def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
     """Make a folder with a checkpoint's tensors the checkpoint `path`; remove all but the newest.
 
-    All files, their checksums and their names are on the disk before the folder is renamed.  An
-    older checkpoint that cannot be removed stays, and a line says so.
+    All files, their checksums and their names are on the disk before the folder is renamed.
     """
     (unfinished / FACTS).write_text(facts)
     sums = {file.name: [file.stat().st_size, digest(file)] for file in unfinished.iterdir()}

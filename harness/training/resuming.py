@@ -34,21 +34,13 @@ class Checkpoints:
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "Checkpoints":
-        """Return what the flags say.
-
-        Raises:
-            UserError: `refuse_another_runs` refuses the folder to write to.
-        """
+        """Return what the flags say."""
         asked = cls(args.checkpoint, args.checkpoint_every, args.resume, args.keep or 1)
         asked.refuse_another_runs()
         return asked
 
     def refuse_another_runs(self) -> None:
-        """Refuse to write beside a checkpoint that this run does not go on from.
-
-        Raises:
-            UserError: there is such a checkpoint, or something else that has a checkpoint's name.
-        """
+        """Refuse to write beside a checkpoint that this run does not go on from."""
         if self.folder and (others := checkpoint_files.in_the_way(self.folder)):
             given = f"--checkpoint {self.folder} holds {others[0].name}, which is no checkpoint"
             raise UserError(f"{given}, expected none of this name: move it, or name another folder")
@@ -61,11 +53,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the folder, so that no other run writes there meanwhile.
-
-        Raises:
-            UserError: another run writes there, or has written since the flags were read.
-        """
+        """Hold the folder, so that no other run writes there meanwhile, nor has since."""
         with checkpoint_files.alone_in(self.folder):
             self.refuse_another_runs()
             yield
@@ -80,10 +68,6 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
     """Return the newest checkpoint in a folder and its facts, if the workload may go on from it.
 
     Prints where the run goes on, and what it does in another way than before.
-
-    Raises:
-        UserError: there is no checkpoint; it is damaged, of another training, or has no step left;
-            or `load_config` refuses the model.
     """
     from harness.model.architecture import computing_differences
     from harness.model.config_file import load_config
@@ -99,7 +83,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         if {len(facts[column]) for column in COLUMNS} != {step}:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
-        facts["data_digest"]
+        facts["data_digest"], facts["day"]
     except checkpoint_files.UNREADABLE as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
@@ -140,11 +124,7 @@ def refused_differences(saved: Workload, workload: Workload) -> list[str]:
 
 
 def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
-    """Return a line for all that is done in another way but gives the same bits, and for the rest.
-
-    Args:
-        machine: the facts of MACHINE where the checkpoint was written.
-    """
+    """Return a line for all that changed but gives the same bits, and one for the rest."""
     from harness.records.run_records import environment
 
     here = environment()

@@ -40,12 +40,7 @@ def saves_adapters(workload: Workload) -> bool:
 def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload) -> None:
     """Refuse a folder with another model than an older state of the one to be saved.
 
-    Models of one configuration differ in their weights alone, and those are one file.  Adapters
-    are never saved beside a model: `adapter_config.refuse_mixing`.
-
-    Raises:
-        UserError: the model there computes otherwise, cannot be read, or has several files of
-            weights.
+    Models of one configuration differ in their weights alone, and those are one file.
     """
     config = Path(folder) / CONFIG
     if saves_adapters(workload) or not config.exists():
@@ -68,15 +63,10 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
 def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
     """Write weights, configuration and tokenizer as an ordinary transformers directory.
 
-    With LoRA the adapters alone are written, as peft's own directory, or with `merge` the model of
-    which they have become part.
-
-    All files are written into a folder in `folder` and then renamed, one by one.  The user's other
-    files stay.  Of a run's processes the first writes; all must call this function, because the
-    first needs all of them to get the weights together.
-
-    Raises:
-        RunError: the files cannot be written, or the folder holds another model by now.
+    With LoRA the adapters alone are written, as peft's own directory, or with `merge` the whole
+    model.  All files are written into a folder in `folder` and then renamed, one by one.  All
+    processes must call this function, because the first, which writes, needs all of them to get the
+    weights together.
     """
     adapters_alone = saves_adapters(workload)
     weights = whole_weights(model, trained_alone=adapters_alone)
@@ -105,8 +95,7 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
 def unfinished_folder(folder: str) -> Iterator[tuple[Path, Path]]:
     """Yield a new folder and the given one, in which the new one lies until it is removed.
 
-    Runs that save to one folder wait for each other; the last one's model stays.  The end of a
-    process, whatever ends it, ends its claim.
+    Runs that save to one folder wait for each other; the last one's model stays.
     """
     target = Path(os.path.realpath(folder))
     target.mkdir(parents=True, exist_ok=True)
@@ -137,11 +126,7 @@ def write_model(
 def write_adapters(
     folder: Path, workload: Workload, weights: dict[str, torch.Tensor], base: dict[str, str]
 ) -> None:
-    """Write adapters in peft's format, for `PeftModel.from_pretrained`.
-
-    Args:
-        base: from `facts_of_base`.
-    """
+    """Write adapters in peft's format; `base` is from `facts_of_base`."""
     peft_config(workload).save_pretrained(folder)
     file = folder / adapter_config.CONFIG
     said = json.loads(file.read_text())
@@ -153,8 +138,7 @@ def write_adapters(
 def put_adapters_in_place(folder: Path, target: Path) -> None:
     """Make the adapters in `folder`, which lies in `target`, those of `target`.
 
-    With the same settings the rename of the weights is all.  Two files cannot be renamed at once:
-    other settings go before the weights, and until the new ones are there nothing loads.
+    Other settings go before the weights: until the new ones are there nothing loads.
     """
     old, new = (place / adapter_config.CONFIG for place in (target, folder))
     if not (old.exists() and old.read_bytes() == new.read_bytes()):
@@ -166,9 +150,8 @@ def put_adapters_in_place(folder: Path, target: Path) -> None:
 def put_model_in_place(folder: Path, target: Path) -> None:
     """Make the model in `folder`, which lies in `target`, the model of `target`.
 
-    The weights come first.  A model that is there has the same configuration, so their rename makes
-    it the new model.  config.json comes last: without it a folder holds no model.  The tokenizer's
-    files are replaced, and then removed, one by one.
+    The weights come first: the model that is there has the same configuration. config.json comes
+    last: without it a folder holds no model.
     """
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     for name in sorted(names, key=lambda name: (name == CONFIG) - (name == WEIGHTS)):

@@ -52,15 +52,8 @@ class Run:
 
     Args:
         name: heads the result block, as in "Baseline Results".
-        workload: with steps and lr.
-        model: from `load_model`, patched or not.
-        record_to: the file for the record, if there is to be one.
-        save_to: the folder for the trained model, if there is to be one.
         more: what else the record says, such as the size of a teacher.
         resumed: what `progress` said after the steps that the model has already taken, if any.
-
-    Raises:
-        UserError: the data or the tokenizer cannot be read, or `save_to` holds another model.
     """
 
     def __init__(
@@ -76,9 +69,8 @@ class Run:
         self.name, self.workload, self.model = name, workload, model
         self.record_to, self.save_to = record_to, save_to
         self.environment = environment()
-        # the day on which the run first began; older checkpoints do not say it
-        started = {"environment": self.environment} | (resumed or {})
-        self.day = started.get("day", started["environment"]["date"])
+        # the day on which the run first began
+        self.day = resumed["day"] if resumed else self.environment["date"]
         self.data = load_data(workload, model.config, workload.steps, self.day)
         self.described = workload.as_record() | counts(model, workload) | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data
@@ -160,9 +152,6 @@ class Run:
 
         Several processes give the mean of their losses, all their tokens and the largest memory.
         While the device is busy, the next step's batches are fetched.
-
-        Raises:
-            RunError: the loss is not finite.
         """
         self.data_seconds.append(self.loader.fetch())
         synchronize()
@@ -184,12 +173,7 @@ class Run:
         return columns | {"validation_loss_before": self.validation_before, "day": self.day}
 
     def finish(self) -> dict:
-        """Validate, print the result block, save the model, write the record and return it.
-
-        Raises:
-            RunError: the validation loss is not finite (then nothing is saved), or a file cannot be
-                written.
-        """
+        """Validate, print the result block, save the model, write the record and return it."""
         workload = self.workload
         validation_after = validation_loss(self.model, self.data.validation)
         if not math.isfinite(validation_after):  # the last step's loss was from before its update
@@ -260,9 +244,8 @@ class Run:
 def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     """Return the mean loss per trained token over the held-out batches, dropout off.
 
-    Several processes share the batches.  They gather sharded weights together, so each calls the
-    model equally often: a process without a batch in the last round computes another one again,
-    which does not count.
+    Several processes share the batches.  Each calls the model equally often, as they gather weights
+    together: what a process without a batch computes does not count.
     """
     model.eval()
     total, count = 0.0, 0
@@ -277,9 +260,6 @@ def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     model.train()
     totals, counts = zip(*parallel.gather(total, count))
     return sum(totals) / sum(counts)
-
-
-# ---------------------------------------------------------------- output
 
 
 def step_line(

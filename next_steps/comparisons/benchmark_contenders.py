@@ -248,10 +248,7 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
 
 
 def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> list[Implementation]:
-    """Return the implementations in the order of the table's rows.
-
-    They are made anew for each size, so that torch.compile specializes to it.
-    """
+    """Return the implementations in the order of the table's rows, anew for each size."""
     own = CONTENDERS[kernel](dtype)
     compiled, ours = [], own.ours
     if HAS_GPU and own.compile_pytorch:

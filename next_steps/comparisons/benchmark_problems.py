@@ -57,8 +57,7 @@ def loss_problem(
 ) -> Problem:
     """A loss of logits (B*T, V), whose gradient is judged at some columns and elsewhere.
 
-    Apart, because the entries of these columns carry nearly all of the norm. They would hide the
-    errors of the others.
+    Apart, because the entries of these columns carry nearly all of the norm.
 
     Args:
         inputs: the logits first.

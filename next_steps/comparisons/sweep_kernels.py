@@ -1,15 +1,9 @@
 """Why do the kernel files carry these settings?  This checks and times each launch with others.
 
-    python benchmark_kernels.py --sweep                                   # both files' launches
-    python benchmark_kernels.py --kernel rmsnorm --hidden 8192 --sweep    # another size or GPU
-
-A kernel runs with some number of warps, on tiles of some shape, in some number of programs.  These
-settings change how fast a kernel is, but not its result.  The kernel files carry what was fastest
-where they were measured.
-
-The kernel files do not know of this file.  For each setting a stand-in takes the kernel's place in
-its module.  The stand-in launches the kernel as the launcher asks, except for the setting.  So the
-setting that a file carries is observed, not copied.
+The kernel files carry the number of warps, the tiles and the number of programs that were fastest
+where they were measured (docs/sweeps.md).  They do not know of this file.  For each setting a
+stand-in takes the kernel's place in its module, and launches the kernel as the launcher asks,
+except for the setting.  So the setting that a file carries is observed, not copied.
 """
 
 import contextlib
@@ -107,11 +101,7 @@ def difference(found: torch.Tensor, shipped: torch.Tensor) -> float:
 
 
 def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tensor]) -> dict:
-    """Return the setting's row: its time, or the reason why it has none.
-
-    Raises:
-        RunError: The launcher ignored the setting. So its time would be that of another setting.
-    """
+    """Return the setting's row: its time, or the reason why it has none."""
     row = {"setting": setting, "us": None, "registers": None, "spills": None, "fault": None}
     with carrying(launch, setting) as kernel:
         try:

@@ -1,30 +1,18 @@
-"""Checkpoints: a run that was ended goes on as if it had not been, to the bit.
+"""Checkpoints: a run that was ended goes on as if it had not been, to the bit (docs/resume.md).
 
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100
     python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100 --resume DIR
 
-What a step depends on, and where a resumed run gets it from:
-
-    parameters, AdamW's moments, its count of steps    saved: tensors, here
-    learning rate, betas, kernels                      the flags, which must be the same
-    heads, epsilon, rotary frequencies                 --model's config.json, likewise
-    frozen weights, of LoRA                            --model; their digest must be the same
-    which samples are in which step                    (seed, epoch); the steps done are skipped
-    the bits that round at random                      (seed, step, parameter, element)
-
-No state of a random generator is saved: nothing in a step draws from one.  A model with dropout
-would draw, and is refused.
+What is saved: parameters, AdamW's moments and its count of steps.  All else that a step depends on
+comes from the flags and from --model, which must be the same.  No state of a random generator is
+saved: nothing in a step draws from one.  A model with dropout would draw, and is refused.
 
 torch.distributed.checkpoint writes and reads the tensors: each process writes the parts that it
-holds.  A reader need not hold the same parts: one GPU loads what two have saved, and the other way.
+holds.  Training waits until the tensors are copied into the host's memory, and goes on while a
+thread writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step:
+AdamW's kernel and CUDA graphs write into the same tensors.
 
-Training waits until the tensors are copied into the host's memory, and goes on while a thread
-writes the copy to the disk (`Keeper`).  The copy has to be whole before the next step: AdamW's
-kernel and CUDA graphs write into the same tensors.  The copy has as many bytes as the checkpoint:
-three numbers per parameter, 48 GB for LLaMA 3.1 8B in bf16, shared among the processes.
-
-A checkpoint is complete or absent, and its files have checksums:
-harness/training/checkpoint_files.py.
+A checkpoint is complete or absent: harness/training/checkpoint_files.py.
 """
 
 import contextlib
@@ -45,6 +33,7 @@ from torch.distributed import checkpoint as dcp
 # not staging.DefaultStager around it, which in PyTorch 2.11 forgets its memory after each copy
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
@@ -68,10 +57,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Return what training changes, by the parameters' names: the tensors themselves, no copies.
-
-    With LoRA these are the adapters; of frozen weights a checkpoint has the digest.
-    """
+    """Return what training changes, by the parameters' names: the tensors, no copies."""
     states = {
         name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
@@ -84,10 +70,7 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give an AdamW that has taken no step the states of a first step, to be filled.
-
-    Moments have their parameters' dtype, and are spread over GPUs as the parameters are.
-    """
+    """Give an AdamW that has taken no step the states of a first step, to be filled."""
     for group in optimizer.param_groups:
         on_gpu = isinstance(optimizer, TritonAdamW) or group["capturable"] or group["fused"]
         for p in group["params"]:
@@ -99,11 +82,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:
-    """Fill the model and its AdamW, which has taken no step, from a checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged, or belongs to other frozen weights.
-    """
+    """Fill the model and its AdamW, which has taken no step, from a checkpoint."""
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"
         advice = "give the --model that it was started with"
@@ -127,17 +106,10 @@ def share_of(tensors: dict) -> dict:
         part: {
             name: given
             for i, (name, given) in enumerate(named.items())
-            if i % n == rank or any(isinstance(t, DTensor) for t in tensors_in(given))
+            if i % n == rank or any(isinstance(t, DTensor) for t in tree_leaves(given))
         }
         for part, named in tensors.items()
     }
-
-
-def tensors_in(given: torch.Tensor | dict) -> list[torch.Tensor]:
-    """Return all tensors in a dict of dicts, or the one that is given."""
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [t for each in given.values() for t in tensors_in(each)]
 
 
 def write(
@@ -146,13 +118,8 @@ def write(
     """Write tensors and facts as the checkpoint of a step, and remove older ones.
 
     Whenever this is interrupted, the checkpoint before is still there, or the new one is whole.
-    All processes call this function, each with its `share_of` the tensors.
-
-    Args:
-        group: by which the processes talk; a thread needs one that nothing else uses.
-
-    Raises:
-        RunError: the checkpoint cannot be written; the one before is still there.
+    All processes call this function, each with its `share_of` the tensors.  The processes talk by
+    `group`; a thread needs one that nothing else uses.
     """
     path = Path(folder) / f"{NAMED}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
@@ -177,10 +144,7 @@ def write(
 
 
 class Writer(dcp.FileSystemWriter):
-    """Raises what the system says if a file cannot be written.
-
-    PyTorch itself raises a consequence, "[enforce fail at inline_container.cc]".
-    """
+    """Raises what the system says if a file cannot be written; PyTorch raises a consequence."""
 
     def __init__(self, path: Path):
         # Nothing is copied ahead.  So, with tensors in the host's memory, the thread makes no call
@@ -218,11 +182,7 @@ def cause(error: dcp.CheckpointException) -> str:
 
 
 def refuse_random_numbers(model: torch.nn.Module) -> None:
-    """Refuse a model whose steps draw random numbers, which no checkpoint could repeat.
-
-    Raises:
-        UserError: it has dropout.
-    """
+    """Refuse a model whose steps draw random numbers, which no checkpoint could repeat."""
     if p := model.config.attention_dropout:
         given = f"the model's attention_dropout is {p}, which draws random numbers"
         advice = "set it to 0 in its config.json, or leave --checkpoint and --resume out"
@@ -230,11 +190,7 @@ def refuse_random_numbers(model: torch.nn.Module) -> None:
 
 
 def check_data(run: Run, facts: dict) -> None:
-    """Refuse a run whose samples are not those of the checkpoint.
-
-    Raises:
-        UserError: a file, the tokenizer or Python's standard library has changed.
-    """
+    """Refuse a run whose samples are not those of the checkpoint."""
     if facts["data_digest"] != run.data.digest():
         given = f"the samples of --data {run.workload.data} are not those of the checkpoint"
         raise UserError(f"{given}, expected the same texts and tokenizer: bring them back")
@@ -255,11 +211,9 @@ def available_memory() -> int:
 class Keeper(contextlib.AbstractContextManager):
     """Writes a run's checkpoints; in its context, SIGINT and SIGTERM end the run after its step.
 
-    Every N steps a thread writes a checkpoint from a copy, while training goes on.  The next
-    checkpoint waits for the one under way, and the end of the run waits for the last one.  When a
-    signal ends the run, its checkpoint is written at once.  A second signal ends the process.
-
-    Without a folder the keeper does nothing.
+    A thread writes from a copy, while training goes on.  The next checkpoint, and the end of the
+    run, wait for the one under way.  When a signal ends the run, its checkpoint is written at once.
+    A second signal ends the process.  Without a folder the keeper does nothing.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints):
@@ -281,11 +235,7 @@ class Keeper(contextlib.AbstractContextManager):
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def require_room(self) -> None:
-        """Refuse a disk without room for the checkpoints that will be there at one time.
-
-        Raises:
-            UserError: the disk has too little room left.
-        """
+        """Refuse a disk without room for the checkpoints that will be there at one time."""
         folder, every, keep = (getattr(self.checkpoints, n) for n in ("folder", "every", "keep"))
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
         n_bytes = 3 * sum(p.numel() * p.element_size() for p in trained)  # with two moments
@@ -321,10 +271,7 @@ class Keeper(contextlib.AbstractContextManager):
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
     def agreed_signal(self) -> int:
-        """Return the signal that has come to any process, so that all save one step; 0: none.
-
-        A signal that comes while the processes agree stays noted for the next step.
-        """
+        """Return the signal that has come to any process, so that all save one step; 0: none."""
         if not dist.is_initialized():
             return self.signal
         signals = torch.tensor(self.signal, device=DEVICE)
@@ -335,9 +282,6 @@ class Keeper(contextlib.AbstractContextManager):
         """Save if a checkpoint is due; then end the run if a signal asked for that.
 
         After the last step there is nothing to go on with: --save writes the model.
-
-        Raises:
-            RunError: this checkpoint cannot be written, or the one before could not be.
         """
         step, every = len(self.run.losses), self.checkpoints.every
         if not self.checkpoints.folder:
@@ -368,22 +312,15 @@ class Keeper(contextlib.AbstractContextManager):
         return copied is not None
 
     def finish_writing(self) -> None:
-        """Wait for the checkpoint that is being written, if one is, and print where it is.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Wait for the checkpoint that is being written, if one is, and print where it is."""
         if self.under_way:
             future, self.under_way = self.under_way, None
             print(f"Checkpoint written to {future.result()}", flush=True)
 
     def copied(self, tensors: dict) -> dict | None:
-        """Copy the tensors to the host's memory, pinned if there is a GPU; None: it has no room.
-
-        All later copies use the first copy's memory again.
-        """
+        """Copy the tensors to the host's memory, the same each time; None: it has no room."""
         if self.copies and self.stager is None:
-            held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_in(tensors))
+            held = (t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(tensors))
             n_bytes, room = sum(t.nbytes for t in held), available_memory()
             if n_bytes > OF_THE_HOST * room:
                 needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"

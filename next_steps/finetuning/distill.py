@@ -1,19 +1,13 @@
-"""Distillation: a smaller model learns a larger one's answers.
+"""Distillation: a smaller model learns a larger one's answers (docs/distillation.md).
 
     python finetune_optimized.py --teacher MODEL
 
-A label says which token came next.  A teacher says how probable every token of the vocabulary was.
-The student learns to agree.  With its own probabilities p and the teacher's q, at the positions
-whose label counts,
+With the student's probabilities p and the teacher's q, at the positions whose label counts,
 
     loss = KL(student || teacher) = sum p * (log p - log q)
 
-This is the mean reverse KL of reverse_kl_kernel.py.  It is 0 where both agree.  Labels only mark
-positions, as in any fine-tuning: token t predicts token t + 1, and prompts and padding do not
-count.  The validation loss stays the usual loss on labels.
-
-The teacher computes no gradient and keeps no activations, so the memory holds its weights and once
-its logits (B, T, V).  The kernels go into both models.
+This is the mean reverse KL of reverse_kl_kernel.py.  Labels only mark positions.  The validation
+loss stays the usual loss on labels.  The teacher computes no gradient and keeps no activations.
 """
 
 import types
@@ -42,20 +36,13 @@ REVERSE_KL = "reverse_kl"
 
 
 def replace_loss(kernels: Sequence[str]) -> list[str]:
-    """Return `kernels` with reverse_kl in place of those for a loss on labels, if there is one.
-
-    Without such a kernel the loss is PyTorch's.
-    """
+    """Return `kernels` with reverse_kl in place of those for a loss on labels, if there is one."""
     others = [name for name in kernels if name not in LOSS_KERNELS]
     return others + [REVERSE_KL] * (len(others) < len(kernels))
 
 
 def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
-    """Return how many layers of the model with `config` the student has.
-
-    Raises:
-        UserError: the vocabularies differ, or the student would have all of the model's layers.
-    """
+    """Return how many layers of the model with `config` the student has."""
     model, teacher, asked = workload.model, workload.teacher, workload.student_layers
     if config.vocab_size != teacher_config.vocab_size:
         raise UserError(
@@ -76,11 +63,7 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
 
 
 def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
-    """Refuse a teacher whose tokenizer differs from the student's.
-
-    Raises:
-        UserError: both have a tokenizer, and the tokenizers differ.
-    """
+    """Refuse a teacher whose tokenizer differs from the student's."""
     tokenizers = [load_tokenizer(each) for each in (workload, taught)]
     if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
         raise UserError(
@@ -102,11 +85,9 @@ def learn_from(
 ) -> torch.nn.Module:
     """Make the reverse KL to the teacher the student's loss in training; return the student.
 
-    Only the student's `forward` changes.  The teacher is no part of the student, of its parameters
-    or its state_dict.
+    Only the student's `forward` changes.  The teacher is no part of the student's state_dict.
 
     Args:
-        student: a LlamaForCausalLM, with or without kernels.
         teacher: another one in evaluation mode, with the same vocabulary.
         temperature: divides the logits of both.
         fused: take the loss from the kernel, not from PyTorch's operations in fp32.
@@ -142,12 +123,8 @@ def learn_from(
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     """Load the model to train, with its teacher behind its loss.
 
-    Args:
-        workload: with a teacher; its kernels for a model go into both models.
-
-    Returns:
-        The student; the workload with the student's layers, the temperature and the loss's kernel
-        filled in; what else a record says about the teacher.
+    Returns the student; the workload with the student's layers, the temperature and the loss's
+    kernel filled in; what else a record says about the teacher.
     """
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))

@@ -39,11 +39,7 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
 
 
 def with_liger(workload: Workload) -> torch.nn.Module:
-    """Return the model with Liger-Kernel's patch for LLaMA.
-
-    Raises:
-        UserError: Liger-Kernel is not installed.
-    """
+    """Return the model with Liger-Kernel's patch for LLaMA."""
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
@@ -55,11 +51,7 @@ def with_liger(workload: Workload) -> torch.nn.Module:
 def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
     """Return the model with torchao's float8 in the layers' projections, each layer compiled alone.
 
-    Embedding and head stay in bf16, as ours do.  Without torch.compile torchao's casts are separate
-    operations, and the model would be slower than without FP8.
-
-    Raises:
-        UserError: torchao is not installed, or this GPU has no FP8.
+    Without torch.compile the model would be slower than without FP8.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -78,8 +70,7 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
 def compiled(model: torch.nn.Module, mode: str) -> Callable:
     """Return the model's call under torch.compile; the first call compiles for a minute.
 
-    Attention is told that no row of a batch holds several sequences.  Otherwise transformers makes
-    a mask in the compiled code, and the compiled model is slower than it can be.
+    Without `unpacked_sequences` transformers makes a mask in the compiled code, which is slower.
     """
     call = torch.compile(model, mode=mode)
 
@@ -107,11 +98,7 @@ COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhe
 
 
 def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
-    """Return (model, what is called in its place, optimizer) of the workload's opponent.
-
-    Raises:
-        UserError: the opponent is not installed.
-    """
+    """Return (model, what is called in its place, optimizer) of the workload's opponent."""
     name, graph = workload.opponent, workload.cuda_graph
     model = RECIPES[name](workload)
     called = parallel.wrap(model, workload)

@@ -28,10 +28,6 @@ def load(workload: Workload) -> torch.nn.Module:
 
     With LoRA it has Unsloth's own adapters, in fp32 as Unsloth makes them, and with `quantize`
     bitsandbytes' 4-bit weights.  Without LoRA all weights are trained.
-
-    Raises:
-        UserError: Unsloth is not installed, or there is no GPU; Unsloth cannot load the model; the
-            saved adapters do not fit; what `load_model` refuses.
     """
     if not HAS_GPU:
         raise UserError("--opponent unsloth needs a CUDA GPU and none was found")
@@ -74,10 +70,7 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
-    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here.
-
-    The model's own folder may lack one of the two.
-    """
+    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here."""
     tokenizer = load_tokenizer(workload)
     if tokenizer is not None and not draws_weights(workload.model, workload):
         return workload.model

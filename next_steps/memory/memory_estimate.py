@@ -1,26 +1,16 @@
-"""How much memory will a training step need, and when?  Told from config.json, on any machine.
+"""How much memory will a training step need, and when?  Told from config.json (docs/memory.md).
 
-    python profile_baseline.py --estimate --random-init --batch-size 4 --seq-len 2048 --kernels all
-
-No formula could forget a tensor here: the training step itself runs, on tensors without memory
-(meta_step.py), and a ledger sees every storage from its birth to its death.
-
-The sum of all living storages, each rounded up to the allocator's 512 bytes, is what
-torch.cuda.memory_allocated() would say.  The largest sum is the peak.  On a GPU, cuBLAS also takes
+The training step itself runs, on tensors without memory (meta_step.py), and a ledger sees every
+storage from its birth to its death.  The sum of all living storages, each rounded up to the
+allocator's 512 bytes, is what torch.cuda.memory_allocated() would say.  On a GPU, cuBLAS also takes
 a workspace for the forward's thread and one for the backward's (CUBLAS_WORKSPACE).
 
 Not seen, and so not counted:
-- what an operation allocates and frees inside (attention's backward, the sort in the embedding's
-  backward, the norm's partial sums, up to 8 MiB): it matters only if the peak falls into just that
-  operation
+- what an operation allocates and frees inside
 - blocks that are up to 1 MiB larger than what was asked for, where the allocator found no better
-- batches that wait on the GPU, as all of profile_baseline.py's do; a CUDA graph's own stream, with
-  a third workspace
-- what PyTorch's allocator does not hold, and no recorded peak counts: the CUDA context, compiled
-  kernels
-The estimate meets the recorded runs of LLaMA 3.1 8B to 0.1 % (memory_estimate_test.py).  All of
-them are in bf16 on one H200.  No run in fp32 or on another GPU has been compared; an older GPU's
-cuBLAS takes less.
+- batches that wait on the GPU; a CUDA graph's own stream, with a third workspace
+- what PyTorch's allocator does not hold: the CUDA context, compiled kernels
+All recorded runs that were compared are in bf16 on one H200.
 """
 
 import functools
@@ -49,11 +39,7 @@ def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
 
 
 def try_kernels(workload: Workload) -> None:
-    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded.
-
-    Raises:
-        UserError: what `load_config` refuses, or what the kernels refuse.
-    """
+    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded."""
     config_file.load_config(workload, step_tryer(workload.kernels))
 
 
@@ -83,9 +69,6 @@ def report(workload: Workload, record_to: str | None = None) -> None:
     }
     print(render(record))
     run_records.write_record(record_to, record)
-
-
-# ---------------------------------------------------------------- output
 
 
 def moment_line(name: str, estimated: dict, n_layers: int) -> str:

@@ -133,10 +133,7 @@ class Ledger(TorchDispatchMode):
         return results
 
     def record(self, tensor: torch.Tensor, name: str) -> Block:
-        """Return the block of the tensor's storage, a new one unless the storage is known.
-
-        The storage of a view, and of a result that was written in place, is known.
-        """
+        """Return the block of the tensor's storage; views and results in place are known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.living:
@@ -183,25 +180,16 @@ class Ledger(TorchDispatchMode):
         self.note_height(self.time - 1)  # some stages allocate nothing
 
     def begins_step(self, phase: str | None, layer: int | None) -> bool:
-        """Return True for a step's first stage.
-
-        A forward that follows a backward is another micro-batch's.
-        """
+        """Return True for a step's first stage; a forward after a backward is a micro-batch's."""
         return (phase, layer) in ((None, None), ("forward", None)) and self.stage[0] != "backward"
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
-        """Claim the parameters' gradients.
-
-        Call it before the optimizer is made: the optimizer's own hooks may free the gradients.
-        """
+        """Claim the gradients; before the optimizer is made, whose hooks may free them."""
         for p in trained(model):
             p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Enter the step's stages by hooks, and claim parameters and optimizer state.
-
-        The hooks are on whole layers, so a fused layer stays fused.
-        """
+        """Enter the stages by hooks on whole layers; claim parameters and optimizer state."""
         layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
         for number, layer in enumerate(layers, start=1):
@@ -223,10 +211,7 @@ class Ledger(TorchDispatchMode):
         layer.register_forward_hook(lambda _, inputs, output: self.on_gradient(output, number))
 
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
-        """Enter the backward of a layer when the gradient of the layer's output is complete.
-
-        The output of a frozen embedding has no gradient.
-        """
+        """Enter the backward of a layer when its output's gradient, if it has one, is complete."""
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.enter("backward", layer))
 

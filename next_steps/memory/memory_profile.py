@@ -1,23 +1,15 @@
 """What fills the memory during a training step, and at its peak?  Measured on the real step.
 
-    python profile_baseline.py --memory --plot memory.png
-    python profile_baseline.py --memory --memory-snapshot step.pickle
-
-The first command shows the parts, in numbers and over the step.  The second writes every
-allocation, for pytorch.org/memory_viz.
-
 The allocator knows how many bytes it has given away, but not what for.  The ledger
-(memory_ledger.py) knows.  The step really runs, and after each operation `Observer` asks the
-allocator for the most bytes it had given away meanwhile.  The parts come from the ledger, the
-height from the allocator, and what lies between has a row of its own: what operations allocate and
-free inside, and blocks larger than what was asked for.  So the rows add up to the measured peak.
+(memory_ledger.py) knows.  After each operation `Observer` asks the allocator for the most bytes it
+had given away meanwhile.  The parts come from the ledger, the height from the allocator, and what
+lies between has a row of its own.  So the rows add up to the measured peak.
 
-The allocator's own history, of which the snapshot is made, holds Python stacks and no tensors.  The
-backward has no stack: whether a block is a gradient, kept or a temporary would be a guess.  The
-history also needs a GPU.  Without one the ledger counts the living tensors' own bytes.
+The allocator's own history, of which the snapshot is made, would not do: it holds Python stacks and
+no tensors, and the backward has no stack.
 
-Observing costs time but no memory: the step before runs without the ledger, and the record has both
-peaks.  Fragmentation is what the allocator has reserved and not given away.
+The step before runs without the ledger, and the record has both peaks.  Fragmentation is what the
+allocator has reserved and not given away.
 """
 
 import gc

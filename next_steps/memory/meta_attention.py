@@ -32,11 +32,8 @@ def meta_attention(
 ) -> tuple[torch.Tensor, None]:
     """Run causal attention as transformers' sdpa_attention_forward does.
 
-    Args:
-        query: (B, heads, T, D); key and value are (B, KV heads, T, D).
-
-    Returns:
-        (B, T, heads, D), and None for the weights.
+    query is (B, heads, T, D); key and value are (B, KV heads, T, D).  Returns (B, T, heads, D),
+    None.
     """
     groups = module.num_key_value_groups
     grouped = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)

@@ -36,9 +36,8 @@ MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
 def counted_launches(launches: Counter) -> Iterator[None]:
     """Count Triton's launches instead of making them, by the names of the kernels.
 
-    Kernels write where their launchers allocated, so no tensor is missing.  Triton has no hook that
-    leaves a launch out.  A launcher takes meta tensors if they seem to be on a CPU and kernels to
-    be interpreted.
+    Kernels write where their launchers allocated, so no tensor is missing.  A launcher takes meta
+    tensors if they seem to be on a CPU and kernels to be interpreted.
     """
 
     def subscript(kernel, grid):
@@ -74,10 +73,7 @@ def run_step(
     """Return the ledger of two training steps.  It keeps the stages of the second.
 
     The first step makes the optimizer's state.  Of a step's micro-batches MICRO_BATCHES are run:
-    all others are like the last but one.
-
-    Args:
-        launches: where Triton's launches in both steps are counted, by kernel.
+    all others are like the last but one.  `launches` counts Triton's in both steps, by kernel.
     """
     ledger, launches = ledger or Ledger(), Counter() if launches is None else launches
     # transformers looks at positions; here they have no values

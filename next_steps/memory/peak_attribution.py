@@ -60,8 +60,7 @@ def kept_blocks(ledger: Ledger) -> list[Block]:
 def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
     """Return the peak in bytes, its stage, and what it is made of.
 
-    `kept_in_layers` and `kept_outside` are of one micro-batch.  What waits in the host's memory is
-    not counted.
+    What is kept is of one micro-batch.  What waits in the host's memory is not counted.
     """
     (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
     parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
@@ -100,10 +99,7 @@ def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
 
 @dataclass(frozen=True)
 class Window:
-    """The time of one sample.
-
-    Moment 0 is before the step.  Every birth and every death is the next moment.
-    """
+    """The time of one sample; each birth and death is the next moment, from 0 on."""
 
     sample: Sample
     first: int
@@ -141,8 +137,7 @@ def windows(ledger: Observer, seen: list[int]) -> list[Window]:
 def largest(ledger: Ledger, moment: int) -> list[dict]:
     """Return the largest groups of tensors at a moment, by part and maker.
 
-    Parameters, optimizer state and batches are left out.  The maker of an activation is the part of
-    the model that asked for it; the maker of any other tensor is the operation.
+    The maker of an activation is the part of the model that asked for it, of others the operation.
     """
     groups = defaultdict(list)
     for block in ledger.blocks:

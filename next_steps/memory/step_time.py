@@ -110,9 +110,6 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
     return work
 
 
-# ---------------------------------------------------------------- rates
-
-
 @functools.cache
 def link_rate() -> float:
     """Return GB/s from pinned memory to the GPU."""
@@ -152,11 +149,9 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
 
 
 def predict_ms(work: Work, rates: dict, micro_batches: int = 1) -> float:
-    """Return the milliseconds of a step.
+    """Return the milliseconds of a step, from one micro-batch's work.
 
-    Args:
-        work: of one micro-batch.
-        rates: matmul_tflops, copy_gbs, link_gbs, and attention_tflops, forward and backward.
+    The rates are matmul_tflops, copy_gbs, link_gbs, and attention_tflops, forward and backward.
     """
     ours, copy = work.bytes_of_kernels(), TARGET * rates["copy_gbs"] * 1e6  # bytes per ms
     ms = work.product_flops / rates["matmul_tflops"] / 1e9

@@ -130,8 +130,7 @@ def triton_adamw(
 ) -> TritonAdamW:
     """Return AdamW in one kernel per parameter, which steps during the backward.
 
-    So gradients never all exist at once, unless every process holds the whole model (DDP).  They
-    cannot be clipped.  `TritonAdamW(model.parameters(), lr)` steps in step(), after clipping.
+    So gradients never all exist at once (but with DDP), and they cannot be clipped.
     """
     options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
     return TritonAdamW(stepping.trained(model), lr=lr, **options)
@@ -179,8 +178,7 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
     """Give every module that is exactly of `cls`'s base class the class `cls`.
 
     Nothing happens if somebody replaced the base class's forward.  A forward among the module's
-    attributes would stay bound to that module in the copies that torch.nn.DataParallel makes, and
-    transformers.Trainer with it where it sees several GPUs.
+    attributes would stay bound to that module in the copies of torch.nn.DataParallel.
     """
     (base,) = cls.__bases__
     if not is_as_written(base):
@@ -212,8 +210,7 @@ def is_plain_head(head: torch.nn.Module) -> bool:
 def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_values, **kwargs):
     """Do what LlamaAttention.forward does between its projections, with the rotary kernel.
 
-    q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), and the
-    weights or None.
+    q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), weights.
     """
     heads = *q.shape[:-1], -1, attention.head_dim
     q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
@@ -265,8 +262,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         """Return True if `compute` does all that this call wants.
 
         It does not with unknown parts, with a projection that is no `is_product`, in float64, where
-        attention weights are asked for, under autocast, and with gradient checkpointing, which is
-        part of the layer's own forward.
+        attention weights are asked for, under autocast, and with gradient checkpointing.
         """
         if not self.has_known_parts():
             return False
@@ -342,15 +338,11 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
     ):  # fmt: skip
         """Return the loss of all tokens from a kernel; in training without logits.
 
-        The logits stay untouched and are handed out if lm_head has hooks or is more than a matrix
-        product: somebody else may hold them, or their own gradient may need them.
+        The logits are handed out if lm_head has hooks or is more than a matrix product: somebody
+        else may hold them, or their own gradient may need them.
 
         Args:
-            max_targets: how many tokens are predicted at most, for linear_cross_entropy; None:
-                nobody has counted them.
-
-        Raises:
-            ValueError: return_dict is False, and there would be no logits.
+            max_targets: how many tokens are predicted at most; None: nobody has counted them.
         """
         inputs = {
             "input_ids": input_ids,

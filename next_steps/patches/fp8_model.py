@@ -20,10 +20,7 @@ from next_steps.patches import apply_kernels
 
 
 class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
-    """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16.
-
-    Evaluation and generation compute the same products, without a backward.
-    """
+    """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16."""
 
     fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
 
@@ -65,14 +62,6 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
     does not stand for it.  A warning counts those layers.  Call this after `apply_kernels` and
     before `fully_shard`.
-
-    Args:
-        model: a LlamaForCausalLM.
-        mode: of flags.FP8_MODES.
-
-    Raises:
-        UserError: this GPU has no FP8, or FP8 takes none of the layers.
-        ValueError: there is no such mode.
     """
     if mode not in FP8_MODES:
         raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")

@@ -13,9 +13,7 @@ def cross_entropy_loss(
 ) -> torch.Tensor:
     """Compute ForCausalLMLoss by the kernel, of logits (B, T, V) and labels (B, T) int64.
 
-    Args:
-        inplace: leave the gradient in the logits' memory.
-        kwargs: those of `causal_lm_loss`.
+    `inplace` leaves the gradient in the logits' memory.
     """
 
     def cross_entropy(logits, targets, ignore_index):
@@ -27,8 +25,7 @@ def cross_entropy_loss(
 class Linear(torch.nn.Linear):
     """A head that returns logits or, given the targets, their loss by a kernel, without logits.
 
-    The head is called in both cases, and so its hooks run: fully_shard's hooks gather the weight in
-    a call and reduce its gradient.
+    Its hooks run in both cases: fully_shard's gather the weight and reduce its gradient.
     """
 
     def forward(self, input, targets=None, ignore_index=IGNORE_INDEX, max_targets=None):
@@ -45,10 +42,7 @@ def linear_cross_entropy_loss(
     max_targets: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Compute the same loss from hidden states (B, T, H) and a head without a bias.
-
-    max_targets: the most tokens that are predicted, if somebody has counted them.
-    """
+    """Compute the same loss from hidden states (B, T, H) and a head without a bias."""
 
     def cross_entropy(hidden_states, targets, ignore_index):
         return head(hidden_states, targets, ignore_index, max_targets)

@@ -1,22 +1,13 @@
-"""What a layer keeps for the backward waits in the host's memory: `--offload`.
+"""What a layer keeps for the backward waits in the host's memory: `--offload` (docs/recompute.md).
 
-    python finetune_optimized.py --kernels all --recompute layer --offload
-
-The first layer's tensors are needed last.  Until then they can be somewhere else, if the way there
-and back takes no time of the GPU: the GPU makes two copies beside its computing, on a stream of
-their own.
+The GPU makes both copies beside its computing, on a stream of their own:
 
     forward    layer 1   layer 2   layer 3           backward   layer 3   layer 2   layer 1
     stream        out 1     out 2     out 3          stream  in 3    in 2      in 1
 
 autograd asks for each tensor that it wants to keep (torch.autograd.graph.saved_tensors_hooks), and
-gets a function that brings it back from a copy of its storage.  Each storage is copied once, as a
-whole.  The first tensor of a layer that the backward asks for brings all of its layer, and starts
-the copies of the layer before.
-
-The layer's forward must last as long as its copies, or the GPU waits: at the end of each layer it
-waits for the copies of the layer before, so that never more than two layers' tensors are on the
-GPU.  docs/recompute.md has the numbers.
+gets a function that brings it back from a copy of its storage.  The first tensor of a layer that
+the backward asks for brings all of its layer, and starts the copies of the layer before.
 
 The host's memory is pinned, or a copy would need the processor.  PyTorch rounds such blocks up to
 powers of two and keeps them for the next step.  Parameters, what all layers share (the rotary

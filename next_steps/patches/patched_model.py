@@ -1,9 +1,4 @@
-"""A workload's model, ready to be trained.
-
-    model = load_patched(workload)
-
-    load      weights, drawn or pretrained, quantized if wanted; then adapters
-    patch     kernels, FP8, and what the layers keep for the backward
+"""A workload's model, ready to be trained: loaded, quantized if wanted, with adapters and kernels.
 
 A card that holds the quantized model need not hold the other one.  So `load_quantized` lets the GPU
 have one layer at a time in the model's own dtype, and quantizes it before the next one comes:
@@ -37,11 +32,7 @@ def load_patched(workload: Workload) -> torch.nn.Module:
 
 
 def load(workload: Workload) -> torch.nn.Module:
-    """Return `load_model`'s model; with LoRA frozen, with adapters, quantized if wanted.
-
-    Raises:
-        UserError: what `load_model`, `quantize_layer` and `add_adapters` refuse.
-    """
+    """Return `load_model`'s model; with LoRA frozen, with adapters, quantized if wanted."""
     if workload.adapter is not None:
         # a wrong one is refused here, not after minutes of loading
         read_adapters(workload, load_config(workload))
@@ -50,26 +41,15 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Put the workload's kernels and FP8 into a LlamaForCausalLM from `load`; return the model.
-
-    Raises:
-        UserError: FP8 is wanted, and this GPU has none.
-    """
+    """Put the workload's kernels and FP8 into a LlamaForCausalLM from `load`; return the model."""
     apply_kernels(model, model_kernels(workload.kernels))
     if workload.fp8:
         fp8_layers(model, workload.fp8)
     return set_recompute(model, workload.recompute, workload.offload)
 
 
-# ---------------------------------------------------------------- quantized
-
-
 def load_quantized(workload: Workload) -> torch.nn.Module:
-    """Return `load_model`'s model, quantized; the GPU has at most one layer that is not.
-
-    Raises:
-        UserError: what `load_model` refuses, or a projection that cannot be quantized.
-    """
+    """Return `load_model`'s model, quantized; the GPU has at most one layer that is not."""
     config = loading.begin(workload)
     if draws_weights(workload.model, workload):
         model = draw_quantized(config, TORCH_DTYPES[workload.dtype])
@@ -86,9 +66,8 @@ def load_quantized(workload: Workload) -> torch.nn.Module:
 def draw_quantized(config: LlamaConfig, dtype: torch.dtype) -> torch.nn.Module:
     """Draw the weights that `build_model` draws, each part on the device and in the same order.
 
-    In `build_model` a module draws when it is made.  When all modules are made, transformers draws
-    again.  The first numbers are lost, but they come before the others.  The model without its head
-    comes first, then the head.
+    In `build_model` a module draws when it is made, and transformers draws again when all are made.
+    The model without its head comes first, then the head.
     """
     model = build_model(config, dtype, "meta")
     base = model.model

@@ -24,12 +24,9 @@ PROJECTIONS = TARGETS["all"]
 class NF4Linear(torch.nn.Linear):
     """x (..., in_features) times the transposed weight, which is kept in NF4 and gets no gradient.
 
-    `NF4Linear(linear)` replaces a nn.Linear without a bias, and peft treats it as one.  It has no
-    parameter, and `weight` is None.  Codes and scales are buffers of the state_dict with the names
-    of NF4's fields.  fp32 buffers are kept as the int32 numbers of the same bits, which `half()`
-    and `to(dtype)` leave alone.
-
-    Raises TypeError or ValueError for a weight that `nf4_quantize` cannot take.
+    It replaces a nn.Linear without a bias, and peft treats it as one.  It has no parameter, and
+    `weight` is None.  Codes and scales are buffers with the names of NF4's fields. fp32 buffers are
+    kept as int32 numbers of the same bits, which `half()` and `to(dtype)` leave alone.
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -69,13 +66,7 @@ class NF4Linear(torch.nn.Linear):
 
 
 def quantize_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Put NF4Linear in the place of the layers' projections; return the model, a LlamaForCausalLM.
-
-    Call this before adapters and kernels are added.
-
-    Raises:
-        UserError: a projection cannot be quantized, or is none any more.
-    """
+    """Put NF4Linear in the place of a LLaMA's projections, before adapters and kernels."""
     for layer in model.model.layers:
         quantize_layer(layer)
     return model

@@ -1,17 +1,13 @@
 """What to keep for the backward, and what to compute again: four levels, for a whole model.
 
-    python finetune_baseline.py --recompute mlp
-    python finetune_optimized.py --kernels all --recompute layer
-
     none    keep everything that autograd wants
     norm    keep a norm's input, not its output: the norm runs twice
     mlp     norm, and silu(gate) * up is computed again.  No matrix product runs twice
     layer   keep the layer's input alone: everything in the layer runs twice
 
-Without the flag the model stays as it was: mlp with the fused layer, none without.  In the fused
-layer the first three levels are arguments of its Functions.  Hugging Face's modules, and kernels
-that keep to the modules' borders, have no such argument: the Linear after the norm asks autograd to
-keep its input, whoever made it.  So autograd is asked to keep something else:
+docs/recompute.md counts what each level keeps and computes.  In the fused layer the first three
+levels are arguments of its Functions.  Other modules have no such argument: the Linear after the
+norm asks autograd to keep its input, whoever made it.  So autograd is asked to keep something else:
 
     y = norm(x)                 made by `Recomputed`, which keeps x and forgets y
     linear(y)                   autograd keeps y: the hook `pack` recognizes y and returns a
@@ -20,14 +16,8 @@ keep its input, whoever made it.  So autograd is asked to keep something else:
                                 k and v
     backward of `Recomputed`    uses the graph that was made with y, and forgets both
 
-These hooks are torch.autograd.graph.saved_tensors_hooks, and need no copy of Hugging Face's layer.
 A tensor is recognized by a weak reference to its storage: another tensor may soon have the same
-address.
-
-`layer` is torch.utils.checkpoint around the whole layer.  It keeps the layer's input and, where
-`attention_pays`, attention's output.  Dropout in a layer draws the same masks both times, and with
-it `layer` cannot be recorded as a CUDA graph.  docs/recompute.md counts what each level keeps and
-computes.
+address.  `layer` is torch.utils.checkpoint around the whole layer.
 
 Limits: no torch.compile, no second derivative of what is computed again.
 """
@@ -64,13 +54,7 @@ def set_recompute(
 ) -> torch.nn.Module:
     """Let the layers of a LlamaForCausalLM keep what this level says; return the model.
 
-    Args:
-        model: after `apply_kernels`, if that is called.
-        level: of RECOMPUTE; None: as the model was before any such call.
-        offload: what the layers keep waits in the host's memory.
-
-    Raises:
-        ValueError: there is no such level.
+    Call it after `apply_kernels`.  None: as the model was before any such call.
     """
     if level not in (None, *RECOMPUTE):
         raise ValueError(f"level is {level!r}, expected None or one of {', '.join(RECOMPUTE)}.")
@@ -102,10 +86,7 @@ def set_recompute(
 
 
 class Recomputed(torch.autograd.Function):
-    """`Recomputed.apply(function, n, *tensors)`: function of the first n, which alone are kept.
-
-    The others are the parameters that the function uses by itself.
-    """
+    """`Recomputed.apply(function, n, *tensors)`: function of the first n, which alone are kept."""
 
     @staticmethod
     def forward(ctx, function, n, *tensors):

@@ -112,10 +112,7 @@ def weight_casts() -> Iterator[Cast]:
 
 
 def product_rows(tokens: int) -> list[dict]:
-    """Time the forward's four products, and gate and up's two of the backward.
-
-    Up to 32,768 tokens: the gradient of w sums over them.
-    """
+    """Time the forward's four products, and gate and up's two of the backward."""
     H, I, KV = WIDTHS
     rows = []
     for name, (M, N, K) in {
@@ -145,11 +142,7 @@ def measured(fn: Callable | None) -> float | None:
 
 
 def check(cast: Cast) -> None:
-    """Refuse to time a kernel that is wrong.
-
-    Raises:
-        RunError: The fused kernel and the separate ones give different numbers.
-    """
+    """Refuse to time a kernel that is wrong."""
     for ours, apart in zip(cast.fused(), cast.separate()):
         found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
         error = relative_error(found, expected.double())
@@ -168,11 +161,7 @@ def cast_row(cast: Cast, tokens: int | None) -> dict:
 
 
 def measure(tokens: Sequence[int]) -> dict:
-    """Return the record.
-
-    Raises:
-        RunError: The GPU cannot multiply FP8, or a kernel is wrong.
-    """
+    """Return the record."""
     if (reason := fp8_kernel.fp8_support()) is not None:
         raise RunError(reason)
     record = {"kind": "fp8_costs", "environment": environment()}

@@ -109,11 +109,7 @@ def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[di
 
 
 def measure_accuracy(args: argparse.Namespace) -> dict:
-    """Train every seed in every mode; return the record.
-
-    Raises:
-        RunError: The GPU cannot multiply FP8.
-    """
+    """Train every seed in every mode; return the record."""
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 
@@ -145,8 +141,7 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
 def reached(curve: list[float], loss: float, every: int) -> tuple[float, str]:
     """Return the step at which a falling curve is first at this loss, and how that is known.
 
-    The word is "" where it was seen, "<=" where the loss is above the first point, ">=" where the
-    curve ends above the loss.
+    "": it was seen; "<=": the first point is below the loss; ">=": the curve ends above it.
     """
     if loss >= curve[0]:
         return 0.0, "<=" if loss > curve[0] else ""
@@ -164,11 +159,7 @@ def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[
 
 
 def row_of(mode: str | None, runs: dict, every: int, dtype: str) -> list[str]:
-    """Return a row of the table.
-
-    Args:
-        runs: for each mode its runs, in the order of the seeds: curve and median_seconds.
-    """
+    """Return a row of the table, from each mode's runs in the order of the seeds."""
     found, references = runs[mode], runs[None]
     seconds = [run["median_seconds"] for run in found]
     ms = number(None if None in seconds else 1e3 * statistics.median(seconds))

@@ -73,9 +73,6 @@ def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
     ]
 
 
-# ---------------------------------------------------------------- one row
-
-
 def predict(way: Way, config, rates: dict) -> dict:
     """Return estimated peak bytes and milliseconds."""
     from next_steps.memory import memory_estimate, step_time
@@ -166,9 +163,6 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
     run_records.write_record(record_to, record)
     if plot_to:
         plot(record, plot_to)
-
-
-# ---------------------------------------------------------------- what came out
 
 
 def better_in_both(row: dict, rows: list[dict]) -> str:

@@ -35,11 +35,7 @@ OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
-    """Run a script on a workload in a process of its own, and return the script's record.
-
-    Raises:
-        RunError: the script failed; its own message is in the sentence.
-    """
+    """Run a script on a workload in a process of its own, and return the script's record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]
@@ -63,11 +59,7 @@ def without_kernels(workload: Workload) -> Workload:
 
 
 def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """Return (name, script, workload) of the runs after the rungs, and why others are left out.
-
-    Args:
-        graphs: True if a step can be a CUDA graph here.
-    """
+    """Return (name, script, workload) of the runs after the rungs, and why others are left out."""
     runs, absent = [], []
 
     def add(name: str, *, script: str = OPTIMIZED, **how) -> None:
@@ -168,9 +160,6 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     run_records.write_record(record_to, record)
 
 
-# ---------------------------------------------------------------- what is printed
-
-
 def blocks(record: dict) -> tuple[list[dict], list[dict]]:
     """Return the rungs, which are the baseline and what was predicted, and all other runs."""
     first, *rest = record["rungs"]
@@ -184,23 +173,15 @@ def is_ours(rung: dict) -> bool:
 
 
 def strongest(record: dict, of: str = "step_ms") -> dict:
-    """Return the run without our kernels that takes the least time, or the least of another key.
-
-    Runs in FP8 are left out, as our rungs are not in FP8.
-    """
+    """Return the run without our kernels that takes the least time, or the least of another key."""
     others = (rung for rung in record["rungs"] if not is_ours(rung) and rung["name"] not in FLOAT8)
     return min(others, key=lambda rung: rung[of])
 
 
-def step_in_words(rung: dict) -> str:
-    """Return a step's median, with its spread if the record has one; older records do not."""
-    spread = f" ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})" if "p20_ms" in rung else ""
-    return f"{rung['step_ms']:,.1f}{spread}"
-
-
 def measured(rung: dict, baseline: dict) -> list[str]:
     """Return the columns of both tables: step time, busy GPU, tokens/s, peak, loss difference."""
-    cells = [step_in_words(rung), tables.number(rung.get("busy_ms"))]
+    step = f"{rung['step_ms']:,.1f} ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})"
+    cells = [step, tables.number(rung["busy_ms"])]
     for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
         cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
     return [*cells, f"{max(run_records.relative_differences(baseline, rung)):.1e}"]

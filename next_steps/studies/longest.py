@@ -27,10 +27,7 @@ CPU_LENGTHS = 3  # no more on a CPU: a machine whose memory is full does not ans
 
 
 def find(workload: Workload, record_to: str | None = None) -> None:
-    """Find the longest sequence that fits, from the workload's length on; print and record it.
-
-    The longest sequence takes one more step, and the time of that step is printed.
-    """
+    """Find the longest sequence that fits and time a step of it; print and record both."""
     kernels, micro_batches = workload.kernels, workload.micro_batches
     try_kernels(workload)
     model = load_patched(workload)

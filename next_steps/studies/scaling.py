@@ -35,20 +35,11 @@ def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
     yield "Liger", replace(workload, opponent="liger")
 
 
-# ---------------------------------------------------------------- one row
-
-
 def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
     """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
-    Args:
-        called: the model, or what `parallel.wrap` made of it.
-        shape: (B, T) of a batch, in each process.
-
-    Returns:
-        step_ms: of each step, the time of the slowest process; also their median and spread.
-        tokens_per_second_per_gpu, and the largest peak_memory_bytes.
-        communication_us and exposed_us with several GPUs: of the process that waits least.
+    `shape` is (B, T) of a batch in each process. step_ms has the time of the slowest process for
+    each step. communication_us and exposed_us are of the process that waits least.
     """
     import torch
 
@@ -92,11 +83,7 @@ def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int
 
 
 def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
-    """Yield the rows of one way, from the smallest size to the first that does not fit.
-
-    Raises:
-        UserError: a library that the way needs is not installed.
-    """
+    """Yield the rows of one way, from the smallest size to the first that does not fit."""
     import torch
 
     from harness.cli.device import HAS_GPU, free_memory
@@ -156,9 +143,6 @@ def walk(workload: Workload, record_to: str | None) -> None:
             print(record["absent"][-1], flush=True)
         free_memory()
     run_records.write_record(record_to, record)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def parse_args() -> argparse.Namespace:

@@ -49,11 +49,7 @@ KEYS = {
 
 
 def read(paths: list[str]) -> list[dict]:
-    """Read a record of one process and then records of several, of one model on one kind of GPU.
-
-    Raises:
-        UserError: the records are something else, or a part of one is missing or damaged.
-    """
+    """Read a record of one process and then records of several, of one model on one kind of GPU."""
     records = [read_record(path, "scaling") for path in paths]
     for path, record in zip(paths, records):
         require_keys(path, record, KEYS)
@@ -73,9 +69,6 @@ def read(paths: list[str]) -> list[dict]:
                 given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
                 raise UserError(f"{given}: compare records that differ in their processes alone")
     return records
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def size_of(row: dict) -> tuple[int, int]:
@@ -126,9 +119,6 @@ def processes_of(record: dict) -> str:
     return f"{record['world_size']} processes, {record['parallel']}"
 
 
-# ---------------------------------------------------------------- the tables
-
-
 def row_in_words(row: dict) -> str:
     """Return the line that is printed as soon as the row has been measured."""
     name = f"{row['way']}, {row['batch_size']} x {row['seq_len']:,}"
@@ -139,12 +129,7 @@ def row_in_words(row: dict) -> str:
 
 
 def cells(row: dict, alone: dict, several: dict) -> list[str]:
-    """Return a row of the table.
-
-    Args:
-        alone: the `measured` rows of one process.
-        several: the `measured` rows of several.
-    """
+    """Return a row of the table, from the `measured` rows of one process and of several."""
     way, size = key = row["way"], size_of(row)
     name = f"{way} {size[0]} × {size[1]:,}"
     one, liger = alone.get(key), several.get(("Liger", size))
@@ -202,11 +187,7 @@ def render(one: dict, *others: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """Draw the exposed share of a step against its tokens, a line for each way of each record.
-
-    Raises:
-        UserError: no record has exposed times; records of CPUs have none.
-    """
+    """Draw the exposed share of a step against its tokens, a line for each way of each record."""
     if not any("exposed_us" in row for record in records for row in record["rows"]):
         raise UserError("no record says what is exposed: measure them on several GPUs")
     from harness.cli.tables import pyplot, save_plot

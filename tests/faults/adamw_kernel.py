@@ -3,19 +3,30 @@
 SOURCE = "next_steps.lessons.adamw_kernel"
 TESTS = "tests.adamw_test"  # where a test is looked for whose file is not named
 
+# Mistakes that show in the weights: the comparison has to reject each in fp32 and in bf16.
+WRONG_WEIGHTS = [
+    ("no weight decay", "p = p * decay -", "p = p -"),
+    ("weight decay without lr", "1.0 - lr * _scalar(weight_decay)", "1.0 - _scalar(weight_decay)"),
+    ("weight decay in the gradient", "    m = m + (g - m)", "    g, decay = g + _scalar(weight_decay) * p, 1.0\n    m = m + (g - m)"),
+    ("uphill", "p * decay - step_size", "p * decay + step_size"),
+    ("g for m", "step_size * m /", "step_size * g /"),
+    ("m not corrected", "lr / _one_minus_power(log_beta1, step)", "lr"),
+    ("v not corrected", "1.0 / tl.sqrt(_one_minus_power(log_beta2, step))", "1.0"),
+    ("correction outside the root", "1.0 / tl.sqrt(_one_minus_power(log_beta2, step))", "1.0 / _one_minus_power(log_beta2, step)"),
+    ("no square root", "tl.sqrt(v) * sqrt_scale", "v * sqrt_scale"),
+    ("beta1 for 1 - beta1", "(g - m) * rate1", "(g - m) * (1.0 - rate1)"),
+    ("g not squared", "g * g * rate2", "tl.abs(g) * rate2"),
+    ("counts from 0", "tl.load(steps_done_ptr) + 1.0", "tl.load(steps_done_ptr) + 0.1"),
+    ("counts from 2", "tl.load(steps_done_ptr) + 1.0", "tl.load(steps_done_ptr) + 2.0"),
+]  # fmt: skip
+
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
+    "test_steps_match_float64[BF16]": WRONG_WEIGHTS,
     "test_steps_match_float64[FP32]": [
-        ("no weight decay", "p = p * decay -", "p = p -"),
-        ("weight decay without lr", "1.0 - lr * _scalar(weight_decay)", "1.0 - _scalar(weight_decay)"),
-        ("uphill", "p * decay - step_size", "p * decay + step_size"),
-        ("g for m", "step_size * m /", "step_size * g /"),
-        ("m not corrected", "lr / _one_minus_power(log_beta1, step)", "lr"),
-        ("v not corrected", "1.0 / tl.sqrt(_one_minus_power(log_beta2, step))", "1.0"),
+        *WRONG_WEIGHTS,
+        ("eps squared", "lr, eps = _scalar(lr), _scalar(eps)", "lr, eps = _scalar(lr), _scalar(eps) * _scalar(eps)"),
         ("m corrected with beta2", "lr / _one_minus_power(log_beta1", "lr / _one_minus_power(log_beta2"),
-        ("beta1 for 1 - beta1", "(g - m) * rate1", "(g - m) * (1.0 - rate1)"),
-        ("g not squared", "g * g * rate2", "tl.abs(g) * rate2"),
-        ("no square root", "tl.sqrt(v) * sqrt_scale", "v * sqrt_scale"),
         ("no eps", " * sqrt_scale + eps)", " * sqrt_scale)"),
         ("m not written", "    _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)\n", ""),
         ("v not written", "    _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)\n", ""),

@@ -29,12 +29,12 @@ FAULTS = {
         ),
         (
             "mode inputs makes all in FP8",
-            "return mode == ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
             "return takes_fp8(n_rows)",
         ),
         (
             "mode all makes weights' gradients exact",
-            "return mode == ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
             "return False",
         ),
         (
@@ -54,7 +54,11 @@ FAULTS = {
         ),
     ],
     "test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact": [
-        ("any number of tokens", "return mode == ALL and takes_fp8(n_rows)", "return mode == ALL"),
+        (
+            "any number of tokens",
+            "return mode == FP8_ALL and takes_fp8(n_rows)",
+            "return mode == FP8_ALL",
+        ),
     ],
     "test_only_what_needs_a_gradient_is_multiplied": [
         (

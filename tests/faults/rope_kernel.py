@@ -5,7 +5,7 @@ TESTS = "tests.rope_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_small_shape_matches_float64": [
+    "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[rope-fp32]": [
         ("y1 not rotated", " - x2 * s1[None, :]", ""),
         ("sign of sin in y1", " - x2 * s1[None, :]", " + x2 * s1[None, :]"),
         ("sign of sin in y2", " + x1 * s2[None, :]", " - x1 * s2[None, :]"),
@@ -60,10 +60,14 @@ FAULTS = {
     "test_outputs_have_the_layout_of_the_inputs": [
         ("outputs contiguous", "torch.empty_like(x)", "x.new_empty(x.shape)"),
     ],
-    "test_heads_beyond_int32": [
+    "tests.contracts_numbers_test::test_rows_beyond_int32[rope-q-0]": [
         ("32-bit samples", "(tl.program_id(0) // T).to(tl.int64)", "(tl.program_id(0) // T).to(tl.int32)"),
-        ("32-bit tokens", "(tl.program_id(0) % T).to(tl.int64)", "(tl.program_id(0) % T).to(tl.int32)"),
+    ],
+    "tests.contracts_numbers_test::test_rows_beyond_int32[rope-k-1]": [
         ("32-bit heads", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)"),
+    ],
+    "tests.contracts_numbers_test::test_rows_beyond_int32[rope-q-2]": [
+        ("32-bit tokens", "(tl.program_id(0) % T).to(tl.int64)", "(tl.program_id(0) % T).to(tl.int32)"),
     ],
     "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[rope]": [
         ("overwrites unasked", "    out = _output_like(x)\n", "    out = x.detach()\n"),

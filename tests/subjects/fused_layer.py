@@ -14,7 +14,7 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import PADDED_WIDTHS, Subject, bad_call
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I
@@ -178,50 +178,28 @@ def wrong_layer_gradients(inputs, douts, right):
     }
 
 
-def bad_norm_input():
-    x, norm_weight, w_gate, w_up = make_norm((4,), SIZE, torch.float32)[0].values()
-    return {
-        "x of another H": BadInput(
-            (x[:, :-1], norm_weight, w_gate, w_up),
-            ValueError,
-            r"weight has shape \(24,\), expected \(23,\)",
-        ),
-        "x is float64": BadInput(
-            (x.double(), norm_weight, w_gate, w_up), TypeError, r"x is torch\.float64, expected"
-        ),
-    }
+def refused(make, name, change, sentence):
+    """Return what makes the call that is refused for one tensor of another shape."""
+
+    def calls():
+        inputs, _ = make((4,), SIZE, torch.float32)
+        changed = {name: change(inputs[name])}
+        return {f"another {name}": bad_call(inputs, ValueError, sentence, **changed)}
+
+    return calls
 
 
-def bad_swiglu_input():
-    gate, up, w_down = make_swiglu((4,), SIZE, torch.float32)[0].values()
-    return {
-        "two shapes": BadInput(
-            (gate, up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
-        )
-    }
+def without_its_last_column(x):
+    return x[:, :-1]
 
 
-def bad_mlp_input():
-    x, w_gate, w_up, w_down = make_mlp((4,), SIZE, torch.float32)[0].values()
-    return {
-        "two widths": BadInput(
-            (x, w_gate, w_up[:-1], w_down), ValueError, r"up has shape .*, expected \(4, "
-        ),
-        "float64": BadInput(
-            [t.double() for t in (x, w_gate, w_up, w_down)], TypeError, "gate is torch.float64"
-        ),
-    }
+def without_its_last_row(t):
+    return t[:-1]
 
 
-def bad_layer_input():
-    x, norm_weight, *weights = make_layer((4,), SIZE, torch.float32)[0].values()
-    return {
-        "x of another H": BadInput(
-            (x[:, :-1], norm_weight, *weights),
-            ValueError,
-            r"weight has shape \(24,\), expected \(23,\)",
-        )
-    }
+ANOTHER_H = "x", without_its_last_column, r"weight has shape \(24,\), expected \(23,\)"
+ANOTHER_UP = "up", without_its_last_row, r"up has shape .*, expected \(4, "
+ANOTHER_W_UP = "w_up", *ANOTHER_UP[1:]
 
 
 def bytes_of_rstd(inputs):
@@ -258,7 +236,16 @@ COMMON = {
     "compiled_next": (((4,), (1289, 40)), ((16,), (48, 64))),
     "gpu_size": (256, 512),
 }
+ON_CPU = "is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1"
 EXEMPT = {"rows_beyond_int32_in_memory": OWN_KERNELS, "memory_is_bounded": MEMORY}
+OF_X = {"far": (("x", 0),), "activations": ("x",)}
+OF_A_NORM = OF_X | {"bad_when_compiled": "another x", "refused_on_cpu": f"x {ON_CPU}"}
+OF_GATE_AND_UP = {
+    "far": (("gate", 0), ("up", 0)),
+    "activations": ("gate", "up"),
+    "bad_when_compiled": "another up",
+    "refused_on_cpu": f"gate {ON_CPU}",
+}
 
 SUBJECTS = (
     Subject(
@@ -270,14 +257,11 @@ SUBJECTS = (
         differentiable=("x", "norm_weight", "w_gate", "w_up"),
         wrong_answers=wrong_norm_gradients,
         made_by_pytorch=("residual",),
-        far=(("x", 0),),
         saved=("x", "norm_weight", "w_gate", "w_up"),
         saved_bytes=bytes_of_rstd,
         fixed_outputs={"residual": "being modified inplace"},
-        activations=("x",),
-        bad_input=bad_norm_input,
-        bad_when_compiled="x of another H",
-        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_norm, *ANOTHER_H),
+        **OF_A_NORM,
         multiplied=("w_gate", "w_up"),
         **COMMON,
         exempt=EXEMPT | COMPILER,
@@ -291,12 +275,9 @@ SUBJECTS = (
         make=make_swiglu,
         differentiable=("gate", "up", "w_down"),
         wrong_answers=wrong_swiglu_gradients,
-        far=(("gate", 0), ("up", 0)),
         saved=("w_down",),
-        activations=("gate", "up"),
-        bad_input=bad_swiglu_input,
-        bad_when_compiled="two shapes",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_swiglu, *ANOTHER_UP),
+        **OF_GATE_AND_UP,
         multiplied=("w_down",),
         **COMMON,
         exempt=EXEMPT | OVERWRITES,
@@ -309,14 +290,13 @@ SUBJECTS = (
         make=make_mlp,
         differentiable=("x", "w_gate", "w_up", "w_down"),
         wrong_answers=wrong_mlp_gradients,
-        far=(("x", 0),),
         saved=("x", "w_gate", "w_up", "w_down"),
         saved_bytes=bytes_of_gate_and_up,
         fixed_outputs={"out": "is a view and is being modified inplace"},
-        activations=("x",),
-        bad_input=bad_mlp_input,
-        bad_when_compiled="two widths",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        **OF_X,
+        bad_input=refused(make_mlp, *ANOTHER_W_UP),
+        bad_when_compiled="another w_up",
+        refused_on_cpu=f"gate {ON_CPU}",
         multiplied=("x", "w_gate", "w_up", "w_down"),
         workspace=bytes_of_three_inner_results,
         **COMMON,
@@ -330,13 +310,10 @@ SUBJECTS = (
         make=make_layer,
         differentiable=("x", "norm_weight", "w_gate", "w_up", "w_down"),
         wrong_answers=wrong_layer_gradients,
-        far=(("x", 0),),
         saved=("x", "norm_weight", "w_gate", "w_up", "w_down"),
         saved_bytes=lambda inputs: bytes_of_rstd(inputs) + bytes_of_gate_and_up(inputs),
-        activations=("x",),
-        bad_input=bad_layer_input,
-        bad_when_compiled="x of another H",
-        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_layer, *ANOTHER_H),
+        **OF_A_NORM,
         multiplied=("w_gate", "w_up", "w_down"),
         **COMMON,
         exempt=EXEMPT | COMPILER,

@@ -17,8 +17,21 @@ from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.lora_swiglu import lora_swiglu_reference
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
-from tests.subject import BadInput, Subject
-from tests.subjects.fused_layer import COMMON, COMPILER, EPS, EXEMPT, OVERWRITES, SIZE
+from tests.subject import Subject, bad_call
+from tests.subjects.fused_layer import (
+    ANOTHER_H,
+    ANOTHER_UP,
+    COMMON,
+    COMPILER,
+    EPS,
+    EXEMPT,
+    OF_A_NORM,
+    OF_GATE_AND_UP,
+    OF_X,
+    OVERWRITES,
+    SIZE,
+    refused,
+)
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75
@@ -212,52 +225,19 @@ def wrong_gradients_of_both(inputs, douts, right):
     }
 
 
-def bad_input_of_both():
-    inputs = make_both((4,), SIZE, torch.float32)[0]
-    gate, up, h, *others = inputs.values()
-    return {
-        "two shapes": BadInput(
-            (gate, up[:-1], h, *others), ValueError, "up has shape .*, expected"
-        ),
-        "h of another rank": BadInput(
-            (gate, up, h[:, 1:], *others), ValueError, r"h has shape \(4, 6\), expected \(4, 7\)"
-        ),
-        "h of other tokens": BadInput(
-            (gate, up, h[1:], *others), ValueError, r"h has shape \(3, 7\), expected \(4, 7\)"
-        ),
-        "h of another dtype": BadInput(
-            (gate, up, h.double(), *others), TypeError, "h is torch.float64, expected torch.float32"
-        ),
-    }
-
-
 def bad_lora_input():
-    x, w_gate, a_gate, b_gate, *up = make_lora((4,), SIZE, torch.float32)[0].values()
+    inputs, _ = make_lora((4,), SIZE, torch.float32)
+    x, b = inputs["x"], inputs["b_gate"]
+    width = "shapes cannot be multiplied|same reduction dim"  # the compiler's words
     return {
-        "x of another width": BadInput(
-            (x[:, :-1], w_gate, a_gate, b_gate, *up),
-            RuntimeError,
-            "shapes cannot be multiplied|same reduction dim",  # the compiler's words
+        "x of another width": bad_call(inputs, RuntimeError, width, x=x[:, :-1]),
+        "an adapter of another width": bad_call(
+            inputs, RuntimeError, "tensor size .* should match", b_gate=b[:-1]
         ),
-        "an adapter of another width": BadInput(
-            (x, w_gate, a_gate, b_gate[:-1], *up), RuntimeError, "tensor size .* should match"
-        ),
-        "an adapter of another dtype": BadInput(
-            (x, w_gate, a_gate, b_gate.double(), *up), RuntimeError, "same dtype"
+        "an adapter of another dtype": bad_call(
+            inputs, RuntimeError, "same dtype", b_gate=b.double()
         ),
     }
-
-
-def bad_norm_input():
-    x, *others = make_norm((4,), SIZE, torch.float32)[0].values()
-    sentence = r"weight has shape \(24,\), expected \(23,\)"
-    return {"x of another H": BadInput((x[:, :-1], *others), ValueError, sentence)}
-
-
-def bad_swiglu_input():
-    gate, up, *others = make_swiglu((4,), SIZE, torch.float32)[0].values()
-    sentence = r"up has shape \(3, .*, expected \(4, "
-    return {"two shapes": BadInput((gate, up[:-1], *others), ValueError, sentence)}
 
 
 def bytes_of_h_and_a(inputs):
@@ -283,10 +263,9 @@ SUBJECTS = (
         make=make_lora,
         differentiable=LORA_INPUTS,
         wrong_answers=wrong_lora_gradients,
-        far=(("x", 0),),
         saved=("x", "w_gate", "b_gate", "w_up", "b_up"),
         saved_bytes=bytes_of_h_and_a,
-        activations=("x",),
+        **OF_X,
         bad_input=bad_lora_input,
         bad_when_compiled="x of another width",
         multiplied=LORA_INPUTS,
@@ -309,14 +288,11 @@ SUBJECTS = (
         differentiable=NORM_INPUTS,
         wrong_answers=wrong_norm_gradients,
         made_by_pytorch=("residual",),
-        far=(("x", 0),),
         saved=NORM_INPUTS,
         saved_bytes=bytes_of_h_and_rstd,
         fixed_outputs={"residual": "being modified inplace"},
-        activations=("x",),
-        bad_input=bad_norm_input,
-        bad_when_compiled="x of another H",
-        refused_on_cpu="x is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_norm, *ANOTHER_H),
+        **OF_A_NORM,
         multiplied=("w_gate", "a_gate", "b_gate", "w_up"),
         **COMMON,
         **EXACT,
@@ -331,12 +307,9 @@ SUBJECTS = (
         make=make_swiglu,
         differentiable=SWIGLU_INPUTS,
         wrong_answers=wrong_swiglu_gradients,
-        far=(("gate", 0), ("up", 0)),
         saved=("w_down", "a_down", "b_down"),
-        activations=("gate", "up"),
-        bad_input=bad_swiglu_input,
-        bad_when_compiled="two shapes",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_swiglu, *ANOTHER_UP),
+        **OF_GATE_AND_UP,
         multiplied=("w_down", "a_down", "b_down"),
         **COMMON,
         **EXACT,
@@ -351,12 +324,9 @@ SUBJECTS = (
         make=make_both,
         differentiable=BOTH_INPUTS,
         wrong_answers=wrong_gradients_of_both,
-        far=(("gate", 0), ("up", 0)),
         saved=("h", "b_gate", "b_up", "w_down", "a_down", "b_down"),
-        activations=("gate", "up"),
-        bad_input=bad_input_of_both,
-        bad_when_compiled="two shapes",
-        refused_on_cpu="gate is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        bad_input=refused(make_both, *ANOTHER_UP),
+        **OF_GATE_AND_UP,
         multiplied=("w_down", "a_down", "b_down"),
         **COMMON,
         **EXACT,

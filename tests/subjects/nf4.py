@@ -11,7 +11,7 @@ from next_steps.lessons.nf4_kernel import (
     nf4_linear_reference,
     nf4_quantize,
 )
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import PADDED_WIDTHS, Subject, bad_call
 
 
 def make(rows, size, dtype, seed=0):
@@ -72,60 +72,47 @@ def bad_input():
     inputs, _ = make((2,), (4, 64), torch.float32)
     x, *nf4 = inputs.values()
     nf4 = NF4(*nf4)
-
-    def with_parts(**changed):
-        return x, *nf4._replace(**changed)
-
-    return {
-        "x is float64": BadInput(
-            (x.double(), *nf4), TypeError, "the weight is wanted in torch.float64, expected"
-        ),
-        "the mean is a number": BadInput(
-            with_parts(absmax_mean=0.5), TypeError, "absmax_mean is a float, expected a tensor"
-        ),
-        "codes are int32": BadInput(
-            with_parts(codes=nf4.codes.int()),
+    rows = {
+        "x is float64": ({"x": x.double()}, TypeError, "the weight is wanted in torch.float64"),
+        "codes are int32": (
+            {"codes": nf4.codes.int()},
             TypeError,
             "codes is torch.int32, expected torch.uint8",
         ),
-        "too few absmax codes": BadInput(
-            with_parts(absmax_codes=nf4.absmax_codes[1:]),
+        "too few absmax codes": (
+            {"absmax_codes": nf4.absmax_codes[1:]},
             ValueError,
             r"absmax_codes has shape \(3,\), expected \(4,\)",
         ),
-        "scales in bf16": BadInput(
-            with_parts(absmax_scales=nf4.absmax_scales.bfloat16()),
+        "scales in bf16": (
+            {"absmax_scales": nf4.absmax_scales.bfloat16()},
             TypeError,
             "absmax_scales is torch.bfloat16, expected torch.float32",
         ),
-        "one table": BadInput(
-            with_parts(tables=nf4.tables[:16]),
+        "one table": (
+            {"tables": nf4.tables[:16]},
             ValueError,
             r"tables has shape \(16,\), expected \(272,\)",
         ),
-        "a mean of no dimension": BadInput(
-            with_parts(absmax_mean=nf4.absmax_mean[0]),
+        "a mean of no dimension": (
+            {"absmax_mean": nf4.absmax_mean[0]},
             ValueError,
             r"absmax_mean has shape \(\), expected \(1,\)",
         ),
-        "two devices": BadInput(
-            with_parts(tables=nf4.tables.to("meta")),
-            ValueError,
-            "tables is on meta, expected codes's",
-        ),
-        "another shape": BadInput(
-            (x[:, :60], *nf4),
+        "another shape": (
+            {"x": x[:, :60]},
             ValueError,
             r"shape is \(4, 60\) and codes holds 256 numbers, expected as many",
         ),
-        "sparse codes": BadInput(
-            with_parts(codes=nf4.codes.to_sparse()),
-            TypeError,
-            "codes is torch.sparse_coo, expected torch.strided",
+        "without memory": (
+            {name: t.to("meta") for name, t in inputs.items()},
+            ValueError,
+            "codes is on meta, expected a GPU",
         ),
-        "without memory": BadInput(
-            tuple(t.to("meta") for t in (x, *nf4)), ValueError, "codes is on meta, expected a GPU"
-        ),
+    }
+    return {
+        name: bad_call(inputs, error, sentence, **changed)
+        for name, (changed, error, sentence) in rows.items()
     }
 
 

@@ -1,6 +1,7 @@
 """RMSNorm, with a weight and without."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from tests.subject import PADDED_WIDTHS, BadInput, Subject, refused_tensors
 EPS = 1e-5
 
 
-def make(rows, H, dtype, seed=0):
+def make(rows, H, dtype, seed=0, weight_dtype=None):
     """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
     constant.
     """
@@ -20,8 +21,9 @@ def make(rows, H, dtype, seed=0):
     x = 0.5 + 1.5 * torch.randn((*rows, H), generator=generator)
     weight = 0.5 + torch.randn(H, generator=generator)
     dy = 0.25 + torch.randn((*rows, H), generator=generator)
-    x, weight, dy = (t.to(DEVICE, dtype) for t in (x, weight, dy))
-    return {"x": x, "weight": weight}, {"y": dy}
+    weight_dtype = weight_dtype or dtype
+    inputs = {"x": x.to(DEVICE, dtype), "weight": weight.to(DEVICE, weight_dtype)}
+    return inputs, {"y": dy.to(DEVICE, torch.promote_types(dtype, weight_dtype))}
 
 
 def make_without_weight(*arguments, **options):
@@ -35,6 +37,11 @@ def norm(x, weight=None, eps=EPS):
 
 def reference(x, weight=None, eps=EPS):
     return rmsnorm_reference(x, weight, eps)
+
+
+def with_eps(eps: float) -> Subject:
+    """Return RMSNorm with a weight and this eps."""
+    return replace(NORM, function=partial(norm, eps=eps), reference=partial(reference, eps=eps))
 
 
 def wrong_answers(inputs, douts, right):
@@ -73,8 +80,7 @@ def bad_input():
         "x is 0-D": (ones.sum(), w, r"x has shape \(\), expected \(..., H\)"),
     }
     calls = {mistake: BadInput((x, w), ValueError, said) for mistake, (x, w, said) in rows.items()}
-    no_x = BadInput((None, w), TypeError, "x is a NoneType, expected a tensor")
-    return calls | refused_tensors({"x": ones, "weight": w}) | {"x is None": no_x}
+    return calls | refused_tensors({"x": ones, "weight": w})
 
 
 def bad_input_without_weight():

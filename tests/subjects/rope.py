@@ -177,8 +177,7 @@ def bad_input():
         ),
     }
     calls = {name: BadInput(tensors, ValueError, said) for name, (*tensors, said) in rows.items()}
-    no_k = BadInput((x, None, a, a), TypeError, "k is a NoneType, expected a tensor")
-    return calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a}) | {"k is None": no_k}
+    return calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a})
 
 
 def rotation(B, T, D, theta=10_000.0):
@@ -188,9 +187,24 @@ def rotation(B, T, D, theta=10_000.0):
     return angles.cos(), angles.sin()
 
 
-def of_packed_heads(subject: Subject) -> Subject:
+def of_tokens_before_heads(function):
+    """Return the function of q and k (B, T, heads, D)."""
+
+    def turned(q, k, cos, sin):
+        outputs = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(t.transpose(1, 2) for t in as_tuple(outputs))
+
+    return turned
+
+
+def of_packed_heads(
+    subject: Subject, angles=lambda t: t[:1], tokens_before_heads: bool = False
+) -> Subject:
     """Attention's projections: q, k and v are views of one product, and each is multiplied
     again.
+
+    angles: makes what is passed of cos and sin (B, T, D).
+    tokens_before_heads: the subject takes and returns (B, T, heads, D).
     """
 
     def make(rows, size, dtype, seed=0):
@@ -200,7 +214,7 @@ def of_packed_heads(subject: Subject) -> Subject:
         def normal(*shape):
             return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-        cos, sin = (t[:1].to(dtype) for t in rotation(B, T, D))
+        cos, sin = (angles(t).to(dtype) for t in rotation(B, T, D))
         inputs = {
             "x": normal(B, T, 24),
             "w_qkv": normal(24, (n_q_heads + 2 * n_k_heads) * D) / 5,
@@ -214,17 +228,24 @@ def of_packed_heads(subject: Subject) -> Subject:
         }
 
     def graph(function):
+        turned = function if tokens_before_heads else of_tokens_before_heads(function)
+
         def call(x, w_qkv, w_out, cos, sin, heads):
             n_q_heads, n_k_heads, _ = heads.shape
             qkv = (x @ w_qkv).view(*x.shape[:2], -1, cos.shape[-1])
             q, k, v = qkv.split([n_q_heads, n_k_heads, n_k_heads], dim=2)
-            q, k = as_tuple(function(q.transpose(1, 2), k.transpose(1, 2), cos, sin))
-            return tuple(t @ w_out for t in (q.transpose(1, 2), k.transpose(1, 2), v))
+            return tuple(t @ w_out for t in (*turned(q, k, cos, sin), v))
 
         return call
 
     return replace(subject.called_as(graph), make=make, differentiable=("x", "w_qkv", "w_out"))
 
+
+# Query and key heads: more of the one, of the other, as many, none.
+HEADS_OF_ANY_NUMBER = (
+    *((1, 1), (4, 1), (3, 1), (5, 3), (9, 3), (2, 7), (12, 12)),
+    *((3, 0), (0, 3), (0, 0)),
+)
 
 SUBJECTS = (
     Subject(
@@ -237,7 +258,8 @@ SUBJECTS = (
         differentiable=("q", "k"),
         wrong_answers=wrong_answers,
         size=SIZE,
-        ragged_sizes=tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
+        ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
+        + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
         large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
         more_layouts={
             "q": HEADS,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
-from tests.subject import PADDED_WIDTHS, BadInput, Subject
+from tests.subject import PADDED_WIDTHS, Subject, bad_call, refused_tensors
 
 
 def make(rows, width, dtype, seed=0):
@@ -54,26 +54,12 @@ def wrong_answers(inputs, douts, right):
 
 def bad_input():
     ones = torch.ones(4, 64, device=DEVICE)
-    up_shape = r"up has shape \(1, 64\), expected \(4, 64\)"
-    dtype = "expected torch.float32"
-    dense = "is torch.sparse_coo, expected torch.strided"
-    return {
-        "gate is a list": BadInput(([1.0], ones), TypeError, "gate is a list, expected a tensor"),
-        "up is a number": BadInput((ones, 1.0), TypeError, "up is a float, expected a tensor"),
-        "gate is float64": BadInput(
-            (ones.double(), ones), TypeError, "gate is torch.float64, expected torch.float16 or"
-        ),
-        "up is int64": BadInput((ones, ones.long()), TypeError, f"up is torch.int64, {dtype}"),
-        "two dtypes": BadInput((ones, ones.half()), TypeError, f"up is torch.float16, {dtype}"),
-        "two shapes": BadInput((ones, ones[:1]), ValueError, up_shape),
-        "two devices": BadInput(
-            (ones, ones.to("meta")), ValueError, f"up is on meta, expected gate's {DEVICE}"
-        ),
-        "gate is sparse": BadInput((ones.to_sparse(), ones), TypeError, f"gate {dense}"),
-        "up is sparse": BadInput((ones, ones.to_sparse()), TypeError, f"up {dense}"),
-        "without memory": BadInput(
-            (ones.to("meta"), ones.to("meta")), ValueError, "gate is on meta, expected a GPU"
-        ),
+    inputs = {"gate": ones, "up": ones}
+    dtype = "up is torch.float16, expected torch.float32"
+    shape = r"up has shape \(1, 64\), expected \(4, 64\)"
+    return refused_tensors(inputs) | {
+        "two dtypes": bad_call(inputs, TypeError, dtype, up=ones.half()),
+        "two shapes": bad_call(inputs, ValueError, shape, up=ones[:1]),
     }
 
 
