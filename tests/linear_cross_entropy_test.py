@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,12 +30,12 @@ from harness.benchmark.checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
-    compare,
-    print_checks,
+    print_tests,
     print_title,
     print_verdict,
     relative_error,
 )
+from harness.steps import timing
 from next_steps.lessons import linear_cross_entropy_kernel
 from next_steps.lessons.linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,
@@ -43,20 +44,20 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     scale_gradient,
 )
 from tests import tiles
-from tests.cross_entropy_more_test import MAGNITUDES, check_every_row, rows_of_magnitude
-from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows, waiting_forbidden
-from tests.subjects.linear_cross_entropy import eager_loss, make
+from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
+    MAGNITUDES,
+    check_every_row,
+    pytestmark,
+    rows_of_magnitude,
+)
+from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows
+from tests.subject import Subject, checks, compare_parts, references, run
+from tests.subjects.linear_cross_entropy import FORWARD, eager_loss, make
 
 N_ROWS, H, V = (512, 4096, 128_256) if HAS_GPU else (16, 64, 300)  # the table's shape
 SMALL_ROWS, SMALL_H, SMALL_V = 11, 16, 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
-
-# 0 / 0 is the right answer in some tests; the interpreter's NumPy comments on it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poison_new_tensors"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -74,52 +75,30 @@ def make_inputs(
     return tuple(inputs.values())
 
 
-def loss_and_gradients(loss_fn, hidden, weight, targets, grad_output=None, frozen=()):
-    """The loss, dhidden and dweight; the tensors are used as they are, strides included."""
-    hidden, weight = hidden.detach(), weight.detach()
-    leaves = [
-        t.requires_grad_(name not in frozen) for name, t in (("hidden", hidden), ("weight", weight))
-    ]
-    loss = loss_fn(*leaves, targets)
-    loss.backward(None if grad_output is None else grad_output.to(loss.dtype))
-    return loss.detach(), hidden.grad, weight.grad
-
-
-def reference_and_eager(hidden, weight, targets, grad_output=None, **options):
-    """(loss, dhidden, dweight) in float64, and in eager PyTorch as Hugging Face writes it."""
-    ref64 = loss_and_gradients(
-        lambda *inputs: linear_cross_entropy_reference(*inputs, **options),
-        *(hidden.double(), weight.double(), targets, grad_output),
-    )
-    return ref64, loss_and_gradients(
-        lambda *inputs: eager_loss(*inputs, **options), hidden, weight, targets, grad_output
+def subject_of(loss_fn=None, kernel_options=None, **options) -> Subject:
+    """The loss with these options, or `loss_fn` in its place."""
+    return replace(
+        FORWARD,
+        function=loss_fn or TritonLinearCrossEntropyLoss(**options, **(kernel_options or {})),
+        reference=lambda *inputs: linear_cross_entropy_reference(*inputs, **options),
+        eager=lambda *inputs: eager_loss(*inputs, **options),
     )
 
 
-def compare_all(name, ours, ref64, eager, targets) -> list[Check]:
-    """Four checks of (loss, dhidden, dweight)."""
-    checks = [compare(f"{name} Loss", ours[0], ref64[0], eager[0])]
-    checks.append(compare(f"{name} dhidden", ours[1], ref64[1], eager[1]))
-    words = torch.arange(ref64[2].shape[0], device=targets.device)
-    is_target = torch.isin(words, targets.flatten())
-    for part, elsewhere in (("targets' rows", ~is_target), ("other rows", is_target)):
-        gradients = (
-            None if t[2] is None else t[2].masked_fill(elsewhere[:, None], 0)
-            for t in (ours, ref64, eager)
-        )
-        checks.append(compare(f"{name} dweight ({part})", *gradients))
-    return checks
+def named(hidden, weight, targets, grad_output=None):
+    """Return the inputs and the upstream gradient, 1 unless given, as a subject has them."""
+    inputs = {"hidden": hidden, "weight": weight, "targets": targets}
+    return inputs, {"Loss": torch.ones((), device=DEVICE) if grad_output is None else grad_output}
 
 
-def run_checks(
-    hidden, weight, targets, grad_output=None, loss_fn=None, kernel_options=None, **options
-) -> list[Check]:
-    """The four checks of the kernels, or of `loss_fn` in their place."""
-    if loss_fn is None:
-        loss_fn = TritonLinearCrossEntropyLoss(**options, **(kernel_options or {}))
-    ours = loss_and_gradients(loss_fn, hidden, weight, targets, grad_output)
-    references = reference_and_eager(hidden, weight, targets, grad_output, **options)
-    return compare_all(DTYPE_NAME[hidden.dtype], ours, *references, targets)
+def loss_and_gradients(loss_fn, *tensors, needed=("hidden", "weight")):
+    """Return the loss, and dhidden and dweight if needed; the tensors keep their strides."""
+    return tuple(run(FORWARD, loss_fn, *named(*tensors), needed).values())
+
+
+def run_checks(*tensors, **options) -> list[Check]:
+    """The checks of the kernels, or of `loss_fn` in their place."""
+    return checks(subject_of(**options), *named(*tensors))
 
 
 def told(max_targets, **options):
@@ -132,18 +111,11 @@ def told(max_targets, **options):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_size", [1, 4, 11, None])
-def test_one_chunk_and_many_give_the_reference(chunk_size, dtype):
-    assert_all_passed(
-        run_checks(*make_inputs(dtype=dtype), kernel_options={"chunk_size": chunk_size})
-    )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fp32_dweight", [False, True])
-def test_both_kinds_of_sum_give_the_reference(fp32_dweight, dtype):
-    kernel_options = {"chunk_size": 4, "fp32_dweight": fp32_dweight}
+@pytest.mark.parametrize(
+    "chunk_size, fp32_dweight", [*((n, None) for n in (1, 4, 11, None)), (4, False), (4, True)]
+)
+def test_one_chunk_and_many_give_the_reference(chunk_size, fp32_dweight, dtype):
+    kernel_options = {"chunk_size": chunk_size, "fp32_dweight": fp32_dweight}
     assert_all_passed(run_checks(*make_inputs(dtype=dtype), kernel_options=kernel_options))
 
 
@@ -194,13 +166,14 @@ def dweight_errors(dtype, fp32_dweight):
     hidden, weight, targets = make_inputs((n_rows,), hidden_size, vocab)
     # Close hidden states and few words: every chunk adds as much to the same rows of dweight.
     hidden, weight, targets = (1 + hidden).to(dtype), (0.1 * weight).to(dtype), targets % 4
-    ref64, eager = reference_and_eager(hidden, weight, targets)
+    found, (eager,) = references(subject_of(), *named(hidden, weight, targets))
+    exact = found["dweight"]
     errors = []
     for n_chunks in N_CHUNKS:
         options = {"chunk_size": n_rows // n_chunks, "fp32_dweight": fp32_dweight}
         _, _, dweight = linear_cross_entropy_forward(hidden, weight, targets, **options)
-        errors.append(relative_error(dweight, ref64[2]))
-    return errors, relative_error(eager[2], ref64[2])
+        errors.append(relative_error(dweight, exact))
+    return errors, relative_error(eager["dweight"], exact)
 
 
 @pytest.mark.exhaustive
@@ -223,18 +196,7 @@ def test_error_of_dweight_would_grow_if_every_chunk_rounded_it():
     assert sixteen > 1.3 * one
 
 
-# ---- reductions, targets, upstream gradients -----------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_arbitrary_grad_output(reduction, dtype):
-    inputs = make_inputs((2, 5), dtype=dtype)
-    grad_output = torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
-    assert_all_passed(
-        run_checks(*inputs, grad_output, reduction=reduction, kernel_options={"chunk_size": 4})
-    )
+# ---- scaling and targets -------------------------------------------------------------------------
 
 
 def count_stores(monkeypatch):
@@ -296,10 +258,8 @@ def test_fp16_gradient_waits_for_the_loss_scale():
 def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     inputs = make_inputs(ignore_index=ignore_index)
     assert (inputs[2] == ignore_index).any()
-    assert_all_passed(
-        run_checks(*inputs, ignore_index=ignore_index, kernel_options={"chunk_size": 4})
-    )
     loss_fn = TritonLinearCrossEntropyLoss(ignore_index=ignore_index, chunk_size=4)
+    assert_all_passed(run_checks(*inputs, ignore_index=ignore_index, loss_fn=loss_fn))
     assert (loss_and_gradients(loss_fn, *inputs)[1][inputs[2] == ignore_index] == 0).all()
 
 
@@ -344,9 +304,8 @@ def test_target_outside_the_vocabulary_gives_nan(target):
     others = torch.arange(SMALL_ROWS, device=DEVICE) != 3
     for a, b in zip(before[:2], after[:2]):
         assert torch.equal(a[others], b[others]) and b[3].isnan().all()
-    assert (
-        after[2].isnan().all() and TritonLinearCrossEntropyLoss()(hidden, weight, targets).isnan()
-    )
+    assert after[2].isnan().all()
+    assert TritonLinearCrossEntropyLoss()(hidden, weight, targets).isnan()
 
 
 def test_int32_targets():
@@ -422,16 +381,6 @@ def test_where_nearly_all_rows_have_a_target_the_bits_are_those_without_a_number
     assert ("argsort" in log.names or "sort" in log.names) == (max_targets < SMALL_ROWS)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_inputs_get_no_gradient_where_rows_are_left_out(frozen):
-    hidden, weight, targets, n_targets = half_ignored()
-    loss_fn = told(n_targets, chunk_size=4)
-    _, *both = loss_and_gradients(loss_fn, hidden, weight, targets)
-    _, *found = loss_and_gradients(loss_fn, hidden, weight, targets, frozen=(frozen,))
-    kept, gone = (1, 0) if frozen == "hidden" else (0, 1)
-    assert found[gone] is None and torch.equal(found[kept], both[kept])
-
-
 @pytest.mark.parametrize("max_targets", [-1, 21, True, 2.0, "2"])
 def test_number_of_targets_that_cannot_be_is_refused(max_targets):
     hidden, weight, targets, _ = half_ignored()
@@ -463,18 +412,14 @@ class Log(TorchDispatchMode):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_frozen_head_or_hidden_states_get_no_gradient_and_no_buffer(frozen, reduction):
-    inputs = make_inputs()
+@pytest.mark.parametrize("needed", ["hidden", "weight"])
+def test_frozen_head_or_hidden_states_take_no_product_and_no_buffer(needed, reduction):
     loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
     grad_output = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    _, *both = loss_and_gradients(loss_fn, *inputs, grad_output)
     with Log() as log:
-        _, *found = loss_and_gradients(loss_fn, *inputs, grad_output, frozen=(frozen,))
-    kept, gone = (0, 1) if frozen == "weight" else (1, 0)
-    assert found[gone] is None and torch.equal(found[kept], both[kept])
+        loss_and_gradients(loss_fn, *make_inputs(), grad_output, needed=[needed])
     assert log.products() == (2 if reduction == "mean" else 3) * 3
-    if frozen == "weight":
+    if needed == "hidden":
         assert "addmm_" not in log.names and (SMALL_V, SMALL_H) not in log.new
 
 
@@ -482,10 +427,9 @@ def test_no_grad_and_frozen_inputs_compute_the_loss_only():
     hidden, weight, targets = make_inputs()
     loss_fn = TritonLinearCrossEntropyLoss(chunk_size=4)
     with Log() as log:
-        frozen = loss_fn(hidden, weight, targets)
+        loss_fn(hidden, weight, targets)
         with torch.no_grad():
-            unrecorded = loss_fn(hidden.requires_grad_(), weight.requires_grad_(), targets)
-    assert frozen.grad_fn is None and unrecorded.grad_fn is None and torch.equal(frozen, unrecorded)
+            loss_fn(hidden.requires_grad_(), weight.requires_grad_(), targets)
     assert log.products() == 2 * 3, "one product for each of the three chunks"
 
 
@@ -496,14 +440,6 @@ def test_logits_never_exist_as_a_whole():
     assert not any(shape[-1] >= SMALL_V for shape in log.new - {(4, 72)} if shape)
 
 
-def test_loss_is_fp32_and_gradients_have_their_tensors_dtype():
-    loss, dhidden, dweight = loss_and_gradients(
-        TritonLinearCrossEntropyLoss(chunk_size=2), *make_inputs(dtype=torch.bfloat16)
-    )
-    assert loss.dtype == torch.float32
-    assert dhidden.dtype == dweight.dtype == torch.bfloat16
-
-
 def test_gradients_become_the_leaves_grad_without_a_copy(monkeypatch):
     scaled = []
     original = linear_cross_entropy_kernel.scale_gradient
@@ -512,23 +448,10 @@ def test_gradients_become_the_leaves_grad_without_a_copy(monkeypatch):
         "scale_gradient",
         lambda t, factor: (scaled.append(t.data_ptr()), original(t, factor)),
     )
-    gradients = loss_and_gradients(TritonLinearCrossEntropyLoss(), *make_inputs())[1:]
-    assert [gradient.data_ptr() for gradient in gradients] == scaled
-
-
-def test_gradients_accumulate_over_micro_batches():
-    hidden, weight, targets = make_inputs((8,))
-    loss_fn = TritonLinearCrossEntropyLoss(reduction="sum")
+    hidden, weight, targets = make_inputs()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    total = 0
-    for rows in (slice(0, 2), slice(2, 8)):
-        loss = loss_fn(leaves[0][rows], leaves[1], targets[rows])
-        loss.backward()
-        total += loss.detach()
-    references = reference_and_eager(hidden, weight, targets, reduction="sum")
-    assert_all_passed(
-        compare_all("micro-batches", (total, *(leaf.grad for leaf in leaves)), *references, targets)
-    )
+    TritonLinearCrossEntropyLoss()(*leaves, targets).backward()
+    assert [leaf.grad.data_ptr() for leaf in leaves] == scaled
 
 
 @pytest.mark.exhaustive
@@ -547,14 +470,15 @@ def test_autocast_multiplies_in_its_dtype_and_returns_the_leaves_dtype():
 def test_launcher_works_without_autograd(reduction):
     inputs = make_inputs()
     grad_output = torch.randn((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
-    expected = loss_and_gradients(loss_fn, *inputs, grad_output)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
     options = {"reduction": reduction, "chunk_size": 4}
+
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
     results = linear_cross_entropy_forward(*leaves, **options, grad_output=grad_output)
-    assert torch.equal(results[0], expected[0])
-    pairs = zip(results[1:], expected[1:])  # rounded elsewhere
-    assert_all_passed([compare("launcher", a, b.double(), b) for a, b in pairs])
+    subject = subject_of(reduction=reduction)
+    named_inputs, douts = named(*inputs, grad_output)
+    found = dict(zip(("Loss", "dhidden", "dweight"), results))
+    right = references(subject, named_inputs, douts)
+    assert_all_passed(compare_parts(subject, found, named_inputs, *right))
     for number, name in ((1, "need_dhidden"), (2, "need_dweight")):
         results = linear_cross_entropy_forward(*leaves, **options, **{name: False})
         assert [result is None for result in results] == [i == number for i in range(3)]
@@ -589,19 +513,6 @@ def test_unknown_reduction_and_empty_chunks_are_refused():
 
 
 @pads_rows
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_torch_compile_of_leaves(reduction):
-    torch.use_deterministic_algorithms(False)
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
-    compiled = torch.compile(loss_fn, fullgraph=True)
-    inputs = make_inputs((2, 5), dtype=COMPILED_DTYPE)
-    grad_output = torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
-    assert_all_passed(run_checks(*inputs, grad_output, loss_fn=compiled, reduction=reduction))
-    with torch.no_grad():
-        assert torch.equal(compiled(*inputs), loss_fn(*inputs))
-
-
-@pads_rows
 def test_torch_compile_takes_any_number_of_targets():
     torch.use_deterministic_algorithms(False)
     counter = CompileCounterWithBackend("aot_eager")
@@ -628,36 +539,6 @@ def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits(gpu_memory):
     assert gradient.amin() == 2 and gradient.amax() == 2
 
 
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_host_never_waits_for_the_gpu(reduction, dtype):
-    # six chunks: summed in fp32
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=2)
-    hidden, weight, targets = make_inputs(dtype=dtype)
-    targets[0] = SMALL_V  # nor does it look for bad targets
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    for max_targets in (None, SMALL_ROWS - 3):
-        loss_fn(*leaves, targets, max_targets).sum().backward()  # compiles
-        with waiting_forbidden():
-            loss_fn(*leaves, targets, max_targets).sum().backward()
-
-
-@needs_gpu
-def test_new_number_of_rows_compiles_nothing(compiled_kernels):
-    grad_output = torch.tensor(0.5, device=DEVICE)
-
-    def step(n_rows):
-        loss_fn = TritonLinearCrossEntropyLoss(chunk_size=128)
-        loss_and_gradients(loss_fn, *make_inputs((n_rows,), 64, 128, torch.bfloat16), grad_output)
-
-    step(16)
-    compiled_kernels.clear()
-    for n_rows in (17, 1, 33, 1024, 1025):
-        step(n_rows)
-    assert not compiled_kernels
-
-
 MEMORY_ROWS = 8192
 WAYS = {
     "PyTorch as Hugging Face writes it (logits.float())": eager_loss,
@@ -668,28 +549,24 @@ WAYS = {
 
 
 def measure_extra_memory() -> dict[str, int]:
-    """For each way, the peak beyond hidden, weight and targets in forward and backward, both
-    gradients included.
-    """
+    """Return each way's peak beyond hidden, weight and targets, both gradients included."""
     torch.use_deterministic_algorithms(False)
     hidden = torch.randn((MEMORY_ROWS, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.randn((V, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     targets = torch.randint(V, (MEMORY_ROWS,), device=DEVICE)
-    extra = {}
-    for way, loss_fn in WAYS.items():
-        for _ in range(2):  # the first allocates cuBLAS's workspace
-            hidden.grad = weight.grad = None
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            loss_fn(hidden, weight, targets).backward()
-            extra[way] = torch.cuda.max_memory_allocated() - before
-    return extra
+
+    def forward_and_backward(loss_fn):
+        loss_fn(hidden, weight, targets).backward()
+        hidden.grad = weight.grad = None  # the next run allocates them again
+
+    return {
+        way: timing.peak_extra_bytes(functools.partial(forward_and_backward, loss_fn))
+        for way, loss_fn in WAYS.items()
+    }
 
 
 def memory_is_as_promised(extra: dict[str, int]) -> bool:
-    """The two gradients and a chunk of 2,048 rows of logits; for the sum in fp32, twice dweight
-    more.
-    """
+    """Two gradients and a chunk of 2,048 rows of logits; summed in fp32, an fp32 dweight too."""
     gradients = 2 * H * (V + MEMORY_ROWS) + 4 * 2**20  # and some slack
     in_bf16, in_fp32 = extra["ours"], extra["ours, fp32_dweight=True"]
     return in_bf16 <= gradients + 2 * 2048 * V and in_fp32 <= gradients + 4 * H * V
@@ -737,12 +614,14 @@ def main() -> int:
     print_title("Linear + Cross-Entropy")
     print(f"{N_ROWS} rows, H = {H:,}, V = {V:,}.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
-    passed = True
-    titles = ["Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"]
-    for number, (dtype, title) in enumerate(zip(DTYPES, titles), start=1):
-        print(f"\nTest {number}: {title}")
+
+    def checks_of(dtype):
+        subject = subject_of(kernel_options={"chunk_size": -(-N_ROWS // 3)})
         inputs = make_inputs((N_ROWS,), H, V, dtype)
-        passed &= print_checks(run_checks(*inputs, kernel_options={"chunk_size": -(-N_ROWS // 3)}))
+        return checks(replace(subject, name=DTYPE_NAME[dtype]), *named(*inputs))
+
+    titles = "Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"
+    passed = print_tests(dict(zip(titles, DTYPES)), checks_of)
     passed &= print_errors_of_dweight()
     passed &= print_memory()
     return print_verdict("linear + cross-entropy", passed)

@@ -1,13 +1,14 @@
-"""Cross-entropy of a vocabulary that is split is that of the whole one; what is true of every
-function is asked of it in contracts_*_test.py.
-"""
+"""Cross-entropy of a split vocabulary is that of the whole one, besides contracts_*_test.py."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, assert_all_passed, compare
+from harness.benchmark.checking import DEVICE, assert_all_passed
 from next_steps.lessons.split_cross_entropy import TritonSplitCrossEntropyLoss
-from tests.subjects.cross_entropy import eager, make_of_rows, reference, target_and_other_entries
+from tests.subject import compare_parts, references, run
+from tests.subjects.cross_entropy import MEAN, eager, make_of_rows, reference
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 INF = float("inf")
@@ -27,11 +28,9 @@ def upstream(row_grads, reduction):
     return row_grads if reduction == "none" else row_grads[0].abs()
 
 
-def run(loss_function, logits, targets, dout):
-    """The loss and the gradient of the logits."""
-    leaf = logits.detach().requires_grad_()
-    loss = loss_function(leaf, targets)
-    return loss.detach(), *torch.autograd.grad(loss, leaf, dout.to(loss.dtype))
+def loss_and_gradient(loss_function, logits, targets, dout):
+    inputs = {"logits": logits, "targets": targets}
+    return list(run(MEAN, loss_function, inputs, {"loss": dout}).values())
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def split(monkeypatch):
                 options = first, rank, ignore_index, reduction
                 loss_function = TritonSplitCrossEntropyLoss(*options)
                 columns = logits[:, first : first + size]
-                found.append(run(loss_function, columns, targets, dout))
+                found.append(loss_and_gradient(loss_function, columns, targets, dout))
                 first += size
         return found
 
@@ -70,15 +69,11 @@ def assert_right(found, logits, targets, dout, reduction):
     """Every process has the same bits of the loss; loss and gradients are those of the whole."""
     losses, gradients = zip(*found)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
-    whole = losses[0], torch.cat(gradients, -1)
-    wide = run(reference(reduction), logits.double(), targets, dout.double())
-    narrow = run(eager(reduction), logits, targets, dout)
-    masks = target_and_other_entries({"logits": logits, "targets": targets})["dlogits"]
-    checks = [compare("loss", whole[0], wide[0], narrow[0], torch.float32)]
-    for label, mask in masks.items():
-        parts = (part[1].masked_fill(~mask, 0) for part in (whole, wide, narrow))
-        checks.append(compare(label, *parts))
-    assert_all_passed(checks)
+    subject = replace(MEAN, reference=reference(reduction), eager=eager(reduction))
+    inputs, douts = {"logits": logits, "targets": targets}, {"loss": dout}
+    whole = {"loss": losses[0], "dlogits": torch.cat(gradients, -1)}
+    right = references(subject, inputs, douts)
+    assert_all_passed(compare_parts(subject, whole, inputs, *right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -124,7 +119,7 @@ def test_slices_at_an_end_of_the_range(value, where, split):
     logits, targets, row_grads = make()
     logits[:, where] = value
     found = split((37, 113), logits, targets, row_grads, "none")
-    expected = run(reference("none"), logits.double(), targets, row_grads.double())
+    expected = loss_and_gradient(reference("none"), logits.double(), targets, row_grads.double())
     (loss, left), (_, right) = found
     torch.testing.assert_close(loss, expected[0].float(), rtol=1e-5, atol=1e-5)
     gradient = torch.cat([left, right], -1)
@@ -165,7 +160,7 @@ def run_slice(rank, device, cut, cases) -> list:
         group = torch.distributed.group.WORLD
         loss_function = TritonSplitCrossEntropyLoss(rank * cut, group, reduction=reduction)
         columns = (logits[:, :cut], logits[:, cut:])[rank].to(device)
-        found.append(run(loss_function, columns, targets.to(device), dout.to(device)))
+        found.append(loss_and_gradient(loss_function, columns, targets.to(device), dout.to(device)))
     return found
 
 

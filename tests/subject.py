@@ -37,7 +37,7 @@ def bad_call(inputs: dict, error: type[Exception], sentence: str, **changed) -> 
 
 
 def refused_tensors(inputs: dict[str, torch.Tensor]) -> dict[str, BadInput]:
-    """Return calls that `kernel_support.check_tensors` refuses, of each of these float tensors."""
+    """Return calls that `kernel_support.check_tensors` refuses, of each of these tensors."""
     first, *_ = inputs
     nowhere = {name: t.to("meta") for name, t in inputs.items()}
     sentence = f"{first} is on meta, expected a GPU: move it"
@@ -45,7 +45,7 @@ def refused_tensors(inputs: dict[str, torch.Tensor]) -> dict[str, BadInput]:
     for name, t in inputs.items():
         for kind, bad, expected in (
             ("a list", [1.0], "expected a tensor"),
-            ("torch.float64", t.double(), "expected torch.float"),  # some, or the first one's
+            ("torch.float64", t.double(), f"expected {expected_dtypes(t)}"),
             ("torch.sparse_coo", t.to_sparse(), "expected torch.strided"),
         ):
             said = f"{name} is {kind}"
@@ -55,6 +55,22 @@ def refused_tensors(inputs: dict[str, torch.Tensor]) -> dict[str, BadInput]:
             sentence = f"{said}, expected {first}'s {DEVICE}"
             calls[said] = bad_call(inputs, ValueError, sentence, **{name: nowhere[name]})
     return calls
+
+
+def bad_inputs(types: dict[str, tuple], shapes: dict[str, tuple]) -> dict[str, BadInput]:
+    """Return calls from rows (*inputs, sentence): wrong types, and wrong shapes or values."""
+    return {
+        name: BadInput(tuple(inputs), error, sentence)
+        for error, rows in ((TypeError, types), (ValueError, shapes))
+        for name, (*inputs, sentence) in rows.items()
+    }
+
+
+def expected_dtypes(t: torch.Tensor) -> str:
+    """Return the words of a refusal for the dtypes of floats, of a mask, or of targets."""
+    if t.is_floating_point():
+        return "torch.float"  # some, or the first one's
+    return "torch.bool" if t.dtype == torch.bool else "torch.int64 or torch.int32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +179,17 @@ def generator_of(seed: int, numbers: int) -> torch.Generator:
     """A source of so many random numbers: the GPU where a CPU core would draw them for seconds."""
     device = DEVICE if numbers > 2**24 else "cpu"
     return torch.Generator(device).manual_seed(seed)
+
+
+def of_rows(make: Callable) -> Callable:
+    """Return `make` of a loss, with an upstream gradient for each row instead of one for all."""
+
+    def make_of_rows(rows, size, dtype, seed=0, **options):
+        inputs, _ = make(rows, size, dtype, seed, **options)
+        generator = torch.Generator().manual_seed(seed + 1)
+        return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
+
+    return make_of_rows
 
 
 def as_tuple(outputs) -> tuple[torch.Tensor, ...]:

@@ -8,24 +8,24 @@ FAULTS = {
     "test_inplace_writes_the_gradient_over_the_logits": [
         ("in place not divided by n_valid", "in_row, stats, scale, tile", "in_row, stats, 1.0, tile"),
         ("loss not divided by n_valid", "loss_of_row(target_logit, stats) * scale", "loss_of_row(target_logit, stats)"),
-        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
         ("only -100 is ignored", "if target == ignore_index:", "if target == 0:", 2),
-    ],
-    "test_inplace_gradient_is_multiplied_by_any_grad_output": [
         ("grad_output ignored in place", "elif scale != 1.0:", "elif scale < -1e30:"),
         ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr"),
         ("edge of the row not multiplied", "edge_dlogits * scale", "edge_dlogits"),
     ],
-    "test_inplace_use_saved_before_raises_even_if_the_loss_is_never_trained_on": [
+    "tests.contracts_numbers_test::test_no_row_is_lost_between_programs[cross_entropy_inplace-17]": [
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_inplace_any_other_use_of_the_logits_raises[penalty_alone]": [
         ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(logits)", "pass"),
     ],
-    "test_inplace_second_backward_raises": [
+    "test_inplace_any_other_use_of_the_logits_raises[backward_twice]": [
         ("second backward scales again", "torch.autograd.graph.increment_version(dlogits)", "pass"),
     ],
-    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory": [
+    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[leaf]": [
         ("a leaf is overwritten", "\n    refuse_to_overwrite(logits=logits)\n", "\n"),
     ],
-    "test_torch_compile_refuses_to_overwrite_a_leaf_with_the_same_sentence": [
+    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[compiled]": [
         ("compiled, a leaf is overwritten", "refuse_to_overwrite(logits=logits)  # inside", "pass  # inside"),
     ],
     "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [

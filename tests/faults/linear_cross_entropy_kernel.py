@@ -5,7 +5,7 @@ TESTS = "tests.linear_cross_entropy_test"  # where a test is looked for whose fi
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_one_chunk_and_many_give_the_reference[4-dtype0]": [
+    "test_one_chunk_and_many_give_the_reference[4-None-dtype0]": [
         ("dweight of the last chunk only", "beta=0 if first_row == 0 else 1", "beta=0"),
         ("dweight begins with what the memory held", "beta=0 if first_row == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
@@ -44,10 +44,10 @@ FAULTS = {
     "test_error_of_dweight_is_bounded_by_default": [
         ("rounded after any number of chunks", "chunk_rows) > MAX_ROUNDINGS", "chunk_rows) > 1000"),
     ],
-    "test_arbitrary_grad_output[sum-dtype0]": [
+    "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[linear_cross_entropy-fp32]": [
         ("grad_output ignored", "scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)", "pass"),
     ],
-    "test_arbitrary_grad_output[none-dtype0]": [
+    "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[linear_cross_entropy_rows-fp32]": [
         ("one grad_output for all rows", "if overwrite else grad_output\n", "if overwrite else grad_output.flatten()[0]\n"),
         ("dweight without the rows' factors", 'now = grad_enabled and reduction != "none"', "now = grad_enabled"),
     ],
@@ -70,7 +70,7 @@ FAULTS = {
     "test_no_valid_row_is_as_in_pytorch": [
         ("mean of no row is 0", "return reduced(row_loss.view(targets.shape), reduction),", "return reduced(row_loss.view(targets.shape), reduction).nan_to_num(),"),
     ],
-    "test_frozen_head_or_hidden_states_get_no_gradient_and_no_buffer": [
+    "test_frozen_head_or_hidden_states_take_no_product_and_no_buffer": [
         ("dweight of a frozen head", "for need in ctx.needs_input_grad[:2]]", "for need in (True, True)]"),
     ],
     "test_no_grad_and_frozen_inputs_compute_the_loss_only": [

@@ -1,6 +1,4 @@
-"""Linear + cross-entropy: gradients in the forward (mean), and in the backward (every row's
-loss).
-"""
+"""Linear + cross-entropy: gradients in the forward (mean), or in the backward (rows' losses)."""
 
 from dataclasses import replace
 
@@ -17,7 +15,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
-from tests.subject import BadInput, Subject, generator_of
+from tests.subject import Subject, bad_inputs, generator_of, of_rows, refused_tensors
 
 CHUNK = 4  # rows: most tests have several chunks
 
@@ -45,20 +43,12 @@ def make(rows, size, dtype, seed=0, ignore_index=-100):
     return inputs, {"loss": upstream.to(DEVICE)}
 
 
-def make_of_rows(rows, size, dtype, seed=0, **options):
-    inputs, _ = make(rows, size, dtype, seed, **options)
-    generator = torch.Generator().manual_seed(seed + 1)
-    return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
-
-
 def reference(reduction):
     return lambda *inputs: linear_cross_entropy_reference(*inputs, reduction=reduction)
 
 
 def eager_loss(hidden, weight, targets, **options):
-    """As Hugging Face writes it, logits.float() before the loss: the most exact form, the hardest
-    to match.
-    """
+    """As Hugging Face writes it, logits.float() first: the most exact form of eager PyTorch."""
     return cross_entropy_reference(F.linear(hidden, weight).float(), targets, **options)
 
 
@@ -80,9 +70,7 @@ def of_rows_with_target(reduction):
 
 
 def rows_of_targets_and_others(inputs):
-    """Of dweight: in a norm over both, the targets' rows drown the others, and 0 at the others
-    would look fine.
-    """
+    """In a norm over all of dweight, the targets' rows would hide errors of the others."""
     words = torch.arange(len(inputs["weight"]), device=DEVICE)
     is_target = torch.isin(words, inputs["targets"].flatten())[:, None]
     return {"dweight": {"targets' rows": is_target, "other rows": ~is_target}}
@@ -124,29 +112,20 @@ def wrong_answers(inputs, douts, right):
 def bad_input():
     x, w = torch.zeros(2, 4, device=DEVICE), torch.zeros(5, 4, device=DEVICE)
     t = torch.zeros(2, dtype=torch.long, device=DEVICE)
-    meta = tuple(tensor.to("meta") for tensor in (x, w, t))
-    of_types = {
-        "hidden no tensor": (([[0.0]], w, t), "hidden is a list, expected a tensor: wrap it"),
-        "no weight": ((x, None, t), "weight is a NoneType, expected a tensor"),
-        "targets no tensor": ((x, w, [0]), "targets is a list, expected a tensor"),
-        "float64 weight": ((x, w.double(), t), "weight is torch.float64, expected torch.float16"),
-        "float targets": ((x, w, x[:, 0]), "targets is torch.float32, expected torch.int64 or"),
-        "two dtypes": ((x, w.half(), t), "weight is torch.float16, expected torch.float32"),
-        "sparse weight": ((x, w.to_sparse(), t), "weight is torch.sparse_coo, .*: pass its to_den"),
+    types = {
+        "no weight": (x, None, t, "weight is a NoneType, expected a tensor"),
+        "float targets": (x, w, x[:, 0], "targets is torch.float32, expected torch.int64 or"),
+        "two dtypes": (x, w.half(), t, "weight is torch.float16, expected torch.float32"),
     }
-    of_values = {
-        "weight transposed": ((x, w.t(), t), r"weight has shape \(4, 5\), expected \(4, 4\)"),
-        "weight 1-D": ((x, w[0], t), r"weight has shape \(4,\), expected \(V, 4\): reshape it"),
-        "no vocabulary": ((x, w[:0], t), r"weight has shape \(0, 4\), expected \(V, H\) with V"),
-        "0-D hidden": ((x[0, 0], w, t[0]), r"hidden has shape \(\), expected \(..., H\)"),
-        "too few targets": ((x, w, t[:1]), r"targets has shape \(1,\), expected \(2,\)"),
-        "two devices": ((x, w.to("meta"), t), "weight is on meta, expected hidden's .*: move it"),
-        "without memory": (meta, "hidden is on meta, expected a GPU: move it"),
+    shapes = {
+        "weight transposed": (x, w.t(), t, r"weight has shape \(4, 5\), expected \(4, 4\)"),
+        "weight 1-D": (x, w[0], t, r"weight has shape \(4,\), expected \(V, 4\): reshape it"),
+        "no vocabulary": (x, w[:0], t, r"weight has shape \(0, 4\), expected \(V, H\) with V"),
+        "0-D hidden": (x[0, 0], w, t[0], r"hidden has shape \(\), expected \(..., H\)"),
+        "too few targets": (x, w, t[:1], r"targets has shape \(1,\), expected \(2,\)"),
     }
-    mistakes = {name: BadInput(row[0], TypeError, row[1]) for name, row in of_types.items()}
-    return mistakes | {
-        name: BadInput(row[0], ValueError, row[1]) for name, row in of_values.items()
-    }
+    tensors = {"hidden": x, "weight": w, "targets": t}
+    return refused_tensors(tensors) | bad_inputs(types, shapes)
 
 
 FORWARD = Subject(
@@ -185,31 +164,28 @@ FORWARD = Subject(
     },
 )
 
+ROWS = replace(
+    FORWARD,
+    name="linear_cross_entropy_rows",
+    function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
+    reference=reference("none"),
+    eager=eager("none"),
+    make=of_rows(make),
+    fixed_outputs={"loss": "is a view and is being modified inplace"},
+    exact_again=True,
+)
+
 SUBJECTS = (
     FORWARD,
-    replace(
-        FORWARD,
-        name="linear_cross_entropy_rows",
-        function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
-        reference=reference("none"),
-        eager=eager("none"),
-        make=make_of_rows,
-        fixed_outputs={"loss": "is a view and is being modified inplace"},
-        exact_again=True,
-    ),
+    ROWS,
     replace(
         FORWARD,
         name="linear_cross_entropy_targets",
         function=of_rows_with_target("mean"),
     ),
     replace(
-        FORWARD,
+        ROWS,
         name="linear_cross_entropy_targets_rows",
         function=of_rows_with_target("none"),
-        reference=reference("none"),
-        eager=eager("none"),
-        make=make_of_rows,
-        fixed_outputs={"loss": "is a view and is being modified inplace"},
-        exact_again=True,
     ),
 )
