@@ -416,8 +416,9 @@ class Log(TorchDispatchMode):
 def test_frozen_head_or_hidden_states_take_no_product_and_no_buffer(needed, reduction):
     loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=4)
     grad_output = torch.ones((SMALL_ROWS,) if reduction == "none" else (), device=DEVICE)
+    inputs = make_inputs()
     with Log() as log:
-        loss_and_gradients(loss_fn, *make_inputs(), grad_output, needed=[needed])
+        loss_and_gradients(loss_fn, *inputs, grad_output, needed=[needed])
     assert log.products() == (2 if reduction == "mean" else 3) * 3
     if needed == "hidden":
         assert "addmm_" not in log.names and (SMALL_V, SMALL_H) not in log.new

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 import finetune_baseline
@@ -538,7 +539,7 @@ def small_training(steps: int = 0, optimizer_class=torch.optim.AdamW) -> tuple:
 
 
 def tensors_of(model, optimizer) -> list[torch.Tensor]:
-    return checkpoint.tensors_in(checkpoint.tensors_of(model, optimizer))
+    return tree_leaves(checkpoint.tensors_of(model, optimizer))
 
 
 def loaded(path: Path) -> list[torch.Tensor]:

@@ -620,8 +620,8 @@ class TritonReverseKLFunction(torch.autograd.Function):
             # the compiler writes this over dstudent
             dstudent = (dstudent.float() * grad_output).to(dstudent.dtype)
         else:
-            saved = *ctx.saved_tensors, *ctx.options
-            dstudent = reverse_kl_backward(grad_output, *saved, dstudent)
+            made = () if dstudent is None else (dstudent,)
+            dstudent = reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options, *made)
         return dstudent, *[None] * 6
 
 
