@@ -8,6 +8,7 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import DEFAULT_MODEL, TINY
@@ -16,10 +17,6 @@ from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
 from harness.model.architecture import IGNORE_INDEX
 from harness.model.config_file import reading
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import AutoTokenizer, LlamaConfig
 
 VALIDATION_BATCHES = 4  # each of the sequences of a whole step
 

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import read_file
 from harness.data import chat
 from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
-
-# isort: split
-# after the harness, which decides how triton (imported by transformers) will run
-from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

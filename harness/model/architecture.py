@@ -5,12 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-import harness.cli.device  # noqa: F401  decides how Triton, imported by transformers, will run
-from harness.cli.adapter_config import ATTENTION, MLP
-
-# isort: split
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
+
+from harness.cli.adapter_config import ATTENTION, MLP
 
 IGNORE_INDEX = -100  # the label of a token that is not to be learned
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token

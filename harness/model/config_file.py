@@ -9,6 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import hf_hub_download
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from harness.cli.command_line import UserError, ran_out_of_memory
 from harness.cli.device import HAS_GPU
@@ -22,13 +26,6 @@ from harness.model.architecture import (
     unpacked_sequences,
     with_one_layer,
 )
-
-# isort: split
-# after `device`, which decides how triton (imported by transformers) will run
-from huggingface_hub import errors as hub_errors
-from huggingface_hub import hf_hub_download
-from transformers import LlamaConfig
-from transformers.models.llama import modeling_llama
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000

@@ -45,12 +45,11 @@ def commit() -> str:
 
 def environment() -> dict:
     """Return what a record must say about where it was made."""
-    from harness.cli.device import HAS_GPU  # decides how Triton will run
-
-    # isort: split
     import torch
     import transformers
     import triton
+
+    from harness.cli.device import HAS_GPU
 
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None
     return {
