@@ -155,7 +155,6 @@ def captured(
 @pytest.fixture
 def compiled_kernels(monkeypatch) -> list[str]:
     """The kernels that Triton compiles from now on; clear it where those do not count."""
-    # whoever uses this has imported a kernel file, which decides how Triton runs
     from triton import knobs
 
     compiled = []

@@ -14,7 +14,6 @@ import torch
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-# after the kernels, which decide how Triton will run
 import benchmark_kernels as bench
 import cross_entropy_kernel
 import rmsnorm_kernel

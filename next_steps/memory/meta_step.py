@@ -9,7 +9,6 @@ are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors
 """
 
 import contextlib
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,7 +22,6 @@ from harness.data import dataset
 from harness.model import architecture
 from harness.model.adapters import add_adapters
 from harness.model.architecture import TORCH_DTYPES
-from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping
 from next_steps.memory.memory_ledger import BATCH, Ledger
 from next_steps.memory.meta_attention import use_meta_attention
@@ -43,9 +41,11 @@ def counted_launches(launches: Counter) -> Iterator[None]:
     def subscript(kernel, grid):
         return lambda *args, **options: launches.update([kernel.fn.__name__])
 
-    modules = [kernel_support, *(importlib.import_module(row.lesson) for row in ROWS)]
-    replaced = [(KernelInterface, "__getitem__", subscript), (torch.Tensor, "is_cpu", True)]
-    replaced += [(m, "INTERPRETED", True) for m in modules if hasattr(m, "INTERPRETED")]
+    replaced = [
+        (KernelInterface, "__getitem__", subscript),
+        (torch.Tensor, "is_cpu", True),
+        (kernel_support, "INTERPRETED", True),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, value in replaced:
