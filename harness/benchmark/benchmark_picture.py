@@ -41,13 +41,6 @@ COLOURS = {
 }
 
 
-def digits():
-    """Return a formatter of an axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    return FuncFormatter(lambda value, _: f"{value:,.10g}")
-
-
 def line_style(name: str) -> dict:
     """Return the style: a library's colour, and a marker for the variant (in place, ...)."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
@@ -129,7 +122,7 @@ def draw_bars_at_each_size(
     places = sorted({x for x, _ in points})
     for panel, x in zip(panels, places):
         draw_bars(panel, rate, [row for place, row in points if place == x], ceiling)
-        panel.xaxis.set_major_formatter(digits())
+        panel.xaxis.set_major_formatter("{x:,.10g}")
         panel.set_title(f"{name}{x:,} {along}", fontsize="medium")
     for panel in panels[len(places) :]:
         panel.remove()
@@ -176,8 +169,8 @@ def draw_over_sizes(
         panel.set_xscale("log", base=2)
         panel.set_xticks(sorted({x for x, _ in points}))
         panel.xaxis.set_minor_locator(NullLocator())
-        panel.xaxis.set_major_formatter(digits())
-        panel.yaxis.set_major_formatter(digits())
+        panel.xaxis.set_major_formatter("{x:,.10g}")
+        panel.yaxis.set_major_formatter("{x:,.10g}")
         panel.set_xlabel(along)
         panel.grid(alpha=0.3)
     names = dict.fromkeys(row["implementation"] for _, row in points)

@@ -1,11 +1,7 @@
 """Which operation, category and phase does a kernel's time belong to?
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
-that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
-the loss or AdamW.  To tell these apart, profiler.py opens named ranges around parts of the model,
+profile_baseline.py explains the method.  profiler.py opens named ranges around parts of the model,
 and `category_of` finds the range that a kernel was launched for.
-
-Without a GPU the CPU time of each operation takes the kernels' place.
 """
 
 import itertools
@@ -144,6 +140,22 @@ def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], Fun
     return {(e.thread, e.sequence_nr): e for e in forward}
 
 
+def lineage(
+    event: FunctionEvent | None, forward: dict[tuple[int, int], FunctionEvent]
+) -> Iterator[FunctionEvent]:
+    """Yield the event and its callers; from a backward node on, those of the forward operation.
+
+    The backward runs on a thread of its own, outside of all ranges.  But a backward node carries
+    the number of the forward operation that created it.
+    """
+    while event is not None:
+        yield event
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            event = forward.get((event.fwd_thread, event.sequence_nr))
+        else:
+            event = event.cpu_parent
+
+
 def category_of(
     launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None = None
 ) -> str:
@@ -151,32 +163,26 @@ def category_of(
 
     1. Where two paths of the network meet (a residual; q, k and v of one input), autograd adds
        their gradients outside of any backward node.  No layer owns that addition.
-    2. If the launcher or one of its callers is fused attention or a matrix product, that decides.
-       A product with an adapter's matrix belongs to the adapter.
-    3. Else walk outwards to the first thing that tells: a range, one of our autograd.Functions by
-       its name, or a backward node.  The backward runs on a thread of its own, outside of all
-       ranges.  But a backward node carries the number of the forward operation that created it,
-       and has that operation's category.
+    2. Else walk outwards to the first thing that tells: fused attention, a matrix product, a range,
+       or one of our autograd.Functions by its name.  A product with an adapter's matrix belongs to
+       the adapter.
 
     Args:
         rank: of the adapters, if there are any.
     """
     if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
         return OTHER
-    callers = list(ancestors(launcher))
-    if any(ATTENTION_OPERATION.search(event.name) for event in callers):
-        return "attention"
-    if any(MATMUL_OPERATION.match(event.name) for event in callers):
-        return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
-    for event in callers:
+    for event in lineage(launcher, forward):
+        # attention that is written out consists of matrix products
+        if any(ATTENTION_OPERATION.search(each.name) for each in ancestors(event)):
+            return "attention"
+        if MATMUL_OPERATION.match(event.name):
+            return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
         for name, category in CATEGORY_OF_FUNCTION.items():
             if name in event.name:
                 return category
-        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
-            origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return category_of(origin, forward, rank) if origin is not None else OTHER
     return OTHER
 
 
@@ -188,15 +194,12 @@ def in_adapter(
     peft's modules have ranges around them.  Our Functions have none: there a product belongs to an
     adapter if its smallest side is the rank, or two or three ranks that share an input.
     """
-    for event in ancestors(product):
+    for event in lineage(product, forward):
         if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
             return event.name == WITH_ADAPTER
         if rank is not None and any(name in event.name for name in CATEGORY_OF_FUNCTION):
             sides = [side for shape in product.input_shapes for side in shape]
             return bool(sides) and min(sides) in (rank, 2 * rank, 3 * rank)
-        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
-            origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return origin is not None and in_adapter(origin, forward, rank)
     return False
 
 
@@ -289,14 +292,13 @@ def attribute(
         if work.launcher is not None:
             category = category_of(work.launcher, forward, rank)
             phase = phase_of(work.launcher)
-        category = category_by_name(work.name) or category
-        for part in (row, categories[category], phases[phase]):
+        of_category = categories[category_by_name(work.name) or category]
+        for part in (row, of_category, phases[phase]):
             part["us"] += work.us
             part["launches"] += 1
-        for part in (row, categories[category]):
-            part["bytes"] += cost.n_bytes
-            part["flops"] += cost.flops
-            part["fp8_flops"] += cost.fp8_flops
+        for part in (row, of_category):
+            for key, amount in zip(work_done, cost):
+                part[key] += amount
     rows = [
         {"name": name, "calls": len(row.pop("launchers")), **row}
         for name, row in operations.items()

@@ -116,12 +116,8 @@ def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
 def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
     """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
     unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
-    headers = [
-        "Recoverable",
-        "Now, ms",
-        f"Necessary, {unit}",
-        f"At {100 * diagnose.TARGET:.0f} %, ms",
-    ]
+    at_target = f"At {100 * diagnose.TARGET:.0f} %, ms"
+    headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", at_target]
     headers += ["Gain, ms", "Step", "What to do"]
     rows = []
     for f in findings:
@@ -235,7 +231,7 @@ def synchronization_verdict(record: dict) -> str:
         return "No: no operation does."
     if record["timeline"] is None:
         return f"It would, on a GPU: host-synchronization at {operations}."
-    if diagnose.waits(record) and diagnose.SYNCHRONIZATION in diagnose.judge_idle(record):
+    if diagnose.waits(record) and record["timeline"]["synchronization_us"]:
         return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
     return f"Yes, while the GPU had enough to do: {operations}."
 

@@ -87,8 +87,6 @@ def plot(records: list[dict], path: str) -> None:
 
     With two records, rings show the first one, and arrows lead to the points of the second.
     """
-    from matplotlib.ticker import FuncFormatter
-
     plt = pyplot()
     first = records[0]
     matmul = first["ceilings"]["matmul_tflops"]
@@ -115,7 +113,7 @@ def plot(records: list[dict], path: str) -> None:
         height = 0.5 - distance * place
         label_category(axis, name, colour, findings, height, edge, gone if ends else "")
     for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        scale.set_major_formatter("{x:,.10g}")
     axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
     axis.grid(alpha=0.3)
     time = "time of its kernels, without the host" if first["environment"]["gpu"] else "time"
