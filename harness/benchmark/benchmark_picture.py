@@ -2,21 +2,8 @@
 
 from collections.abc import Iterator
 
-from harness.benchmark.benchmark_specs import (
-    BANDWIDTH,
-    COMPILED,
-    EAGER,
-    FORMULA,
-    HOST_FLOOR,
-    ONE_TILE,
-    OURS,
-    PLAIN,
-    SEPARATE,
-    SPECS,
-    TWO_KERNELS,
-    Rate,
-    numbers,
-)
+from harness.benchmark import benchmark_specs as specs
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
 from harness.benchmark.benchmark_tables import gpu_line, sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 
@@ -25,28 +12,33 @@ HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7
 # One colour per library; apart for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = {
     OURS: "#D55E00",
-    EAGER: "#999999",
-    FORMULA: "#999999",
+    specs.EAGER: "#999999",
+    specs.FORMULA: "#999999",
     "F.linear_": "#F0E442",
     "F.kl_div in fp32": "#999999",
     "F.": "#56B4E9",
-    ONE_TILE: "#E69F00",
+    specs.ONE_TILE: "#E69F00",
     COMPILED: "#0072B2",
     "torch.optim.AdamW,": "#56B4E9",
     "torch.optim": "#999999",
     "Liger": "#CC79A7",
     "QuACK": "#009E73",
     "bitsandbytes": "#009E73",
-    HOST_FLOOR: "#000000",
+    specs.HOST_FLOOR: "#000000",
 }
 
 
 def line_style(name: str) -> dict:
     """Return the style: a library's colour, and a marker for the variant (in place, ...)."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, SEPARATE
-    marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
-    marker = "v" if name == PLAIN else marker
+    markers = {
+        f"{OURS} under {COMPILED}": "^",
+        f"{OURS}, stochastic rounding": "^",
+        specs.TWO_KERNELS: "^",
+        specs.SEPARATE: "^",
+        specs.PLAIN: "v",
+    }
+    marker = markers.get(name, "s" if name.endswith("in place") else "o")
     width = 2.5 if name.startswith(OURS) else 1.5
     return {"color": colour, "marker": marker, "markersize": 6, "linewidth": width}
 
@@ -65,7 +57,7 @@ def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]
             yield kernel, title, spec.dimensions[0].name, points
             continue
         for section in sections:
-            sizes = numbers(section["size"])
+            sizes = specs.numbers(section["size"])
             title = "".join(f", {each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))
             title += ":\n" if len(sizes) > 1 else ": "
             points = [(row["tokens"], row) for row in section["rows"]]
@@ -141,7 +133,7 @@ def draw_lines(
             places, _, times = zip(*measured) if measured else ((), (), ())
             drawn = style | (HOST_STYLE if clock == "host included" else {})
             latency.plot(places, times, **drawn)
-            if implementation != HOST_FLOOR:
+            if implementation != specs.HOST_FLOOR:
                 rates = [rate_at(rate, row, us) for _, row, us in measured]
                 bandwidth.plot(places, rates, **drawn)
                 highest = max(highest, *rates, 0)
@@ -157,7 +149,7 @@ def draw_over_sizes(
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     latency, bandwidth = pair
-    work, speed = ("traffic", "bandwidth") if rate is BANDWIDTH else ("work", "rate")
+    work, speed = ("traffic", "bandwidth") if rate is specs.BANDWIDTH else ("work", "rate")
     draw_lines(latency, bandwidth, rate, points, ceiling)
     latency.set(yscale="log", ylabel="forward + backward, median (us)")
     latency.set_title(f"{name}time, lower is better")

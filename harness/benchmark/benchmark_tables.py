@@ -1,15 +1,7 @@
 """What the benchmark prints: the playbook's tables, every implementation, all sizes of a kernel."""
 
-from harness.benchmark.benchmark_specs import (
-    BANDWIDTH,
-    COMPILED,
-    EAGER,
-    IN_PLACE,
-    LLAMA_VOCAB,
-    OURS,
-    SPECS,
-    numbers,
-)
+from harness.benchmark import benchmark_specs as specs
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
 from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
 from harness.records.run_records import ceilings_card
 
@@ -80,14 +72,14 @@ def playbook_table(record: dict, section: dict) -> str:
     lines = [heading(record, name), gpu_line(record["environment"])]
     size = f"{section['size']:,}"
     if section["kernel"] == "cross_entropy":
-        llama = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
+        llama = " (LLaMA 3.1)" if section["size"] == specs.LLAMA_VOCAB else ""
         lines.append(f"Vocabulary size: {size}{llama}")
     elif len(sections_of(record, section["kernel"])) > 1:
         lines.append(f"Hidden size: {size}")
     missing = {"total_us": [None] * 3, "gbs": None, "extra_bytes": None}
     body = []
     for tokens, rows in rows_by_tokens(section).items():
-        shown = {"Custom": rows[OURS], "PyTorch": rows.get(EAGER, missing)}
+        shown = {"Custom": rows[OURS], "PyTorch": rows.get(specs.EAGER, missing)}
         cells = {"Tokens": f"{tokens:,}"}
         for who, row in shown.items():
             cells[f"{who} (us)"] = number(row["total_us"][1])
@@ -102,12 +94,12 @@ def playbook_table(record: dict, section: dict) -> str:
 
 def full_table(record: dict, section: dict) -> str:
     """Every implementation at every size."""
-    spec, sizes = SPECS[section["kernel"]], numbers(section["size"])
+    spec, sizes = SPECS[section["kernel"]], specs.numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
     if spec.beside:
         work = [*work, f"{section['bytes_per_element']:.3f} bytes"]
-    elif spec.rate is BANDWIDTH:
+    elif spec.rate is specs.BANDWIDTH:
         work = [str(spec.work), *work, f"{section['bytes_per_element'] // spec.work} bytes"]
     else:
         work = [f"{spec.work} FLOP", *work]
@@ -148,7 +140,7 @@ def summary_table(record: dict, kernel: str) -> str:
     """All sizes of one kernel: ours beside the ceiling and torch.compile."""
     spec, sections = SPECS[kernel], sections_of(record, kernel)
     measured = {row["implementation"] for section in sections for row in section["rows"]}
-    shown = [name for name in (OURS, IN_PLACE) if name in measured]
+    shown = [name for name in (OURS, specs.IN_PLACE) if name in measured]
     headers = [*(dimension.name.capitalize() for dimension in spec.dimensions), spec.rows]
     for name in shown:
         headers += [f"{name} (us)", f"% of {spec.rate.ceiling}"]
@@ -158,7 +150,7 @@ def summary_table(record: dict, kernel: str) -> str:
         body += [[""] * len(headers)] if body else []
         for tokens, rows in rows_by_tokens(section).items():
             total = {name: row["total_us"][1] for name, row in rows.items()}
-            cells = [f"{n:,}" for n in (*numbers(section["size"]), tokens)]
+            cells = [f"{n:,}" for n in (*specs.numbers(section["size"]), tokens)]
             for name in shown:
                 cells += [microseconds(total.get(name)), share(record, section, rows.get(name))]
             alone = [rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS)]

@@ -14,17 +14,9 @@ from dataclasses import dataclass
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
+from harness.profiling import kernel_facts
 from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
-from harness.profiling.kernel_facts import (
-    ADAPTERS,
-    CATEGORIES,
-    COMMUNICATION,
-    OTHER,
-    ROWS,
-    UNATTRIBUTED,
-    Sizes,
-    launch_of,
-)
+from harness.profiling.kernel_facts import OTHER, ROWS, Sizes
 
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 # ranges: around a projection with its adapter, and inside it around the projection alone
@@ -34,7 +26,7 @@ CATEGORY_OF_RANGE = {
     "loss": "loss",
     "rotary": "rotary",
     "optimizer": "optimizer",
-    WITH_ADAPTER: ADAPTERS,
+    WITH_ADAPTER: kernel_facts.ADAPTERS,
     # in these three, what is no matmul and no attention
     "mlp": "activation",
     "attention": OTHER,
@@ -49,6 +41,7 @@ CATEGORY_OF_KERNEL = {
     "matmul": re.compile("gemm|cutlass|nvjet"),
     "attention": re.compile("flash|fmha|sdpa"),
 }
+NCCL = "nccl"  # how the names of its kernels begin
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx and others
 LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
 WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits for the GPU
@@ -177,7 +170,7 @@ def category_of(
         if any(ATTENTION_OPERATION.search(each.name) for each in ancestors(event)):
             return "attention"
         if MATMUL_OPERATION.match(event.name):
-            return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
+            return kernel_facts.ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
         for name, category in CATEGORY_OF_FUNCTION.items():
@@ -215,16 +208,16 @@ def phase_of(launcher: FunctionEvent) -> str:
 
 def category_by_name(name: str) -> str | None:
     """Return the category of a kernel of NCCL or ours; AdamW's may run in the backward."""
-    if name.startswith("nccl"):
-        return COMMUNICATION
-    row, _ = launch_of(name) or (None, None)
+    if name.startswith(NCCL):
+        return kernel_facts.COMMUNICATION
+    row, _ = kernel_facts.launch_of(name) or (None, None)
     return None if row is None else row.category
 
 
 def category_of_kernel(name: str) -> str:
     """Return the category that a kernel's name tells if the kernel's launch was not recorded."""
     known = (c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name))
-    return next(known, UNATTRIBUTED)
+    return next(known, kernel_facts.UNATTRIBUTED)
 
 
 def busy_us(events: list[FunctionEvent]) -> float:
@@ -275,7 +268,7 @@ def attribute(
     forward = forward_operations(events)
     time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0, "fp8_flops": 0.0}
     operations = defaultdict(lambda: {"launchers": set(), **time, **work_done})
-    categories = {name: {**time, **work_done} for name in CATEGORIES}
+    categories = {name: {**time, **work_done} for name in kernel_facts.CATEGORIES}
     phases = {name: {**time} for name in PHASES}
     pieces = work_of(events)
     launches = Counter(work.name for work in pieces)
@@ -369,8 +362,8 @@ def communication_times(events: list[FunctionEvent]) -> dict:
     Both include the waiting for processes that come later.
     """
     kernels = gpu_events(events)
-    nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]
-    others = [kernel for kernel in kernels if category_by_name(kernel.name) != COMMUNICATION]
+    nccl = [kernel for kernel in kernels if kernel.name.startswith(NCCL)]
+    others = [kernel for kernel in kernels if not kernel.name.startswith(NCCL)]
     return {
         "communication_us": covered_us(nccl),
         "exposed_us": covered_us(kernels) - covered_us(others),

@@ -15,16 +15,8 @@ and the step gains no more than its part does (Amdahl's law).
 
 from dataclasses import dataclass
 
-from harness.profiling.kernel_facts import (
-    ADAPTERS,
-    COMMUNICATION,
-    DEQUANTIZATION,
-    FACTS,
-    FP8_CASTS,
-    ROWS,
-    RUNGS,
-    Sizes,
-)
+from harness.profiling import kernel_facts
+from harness.profiling.kernel_facts import ADAPTERS, DEQUANTIZATION, FP8_CASTS, ROWS, RUNGS, Sizes
 
 TARGET = 0.9  # of a ceiling
 # share of the step: with less idle time short kernels wait in the GPU's queue, not for the host
@@ -169,7 +161,7 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
 
 def replaced_by(kernels: list[str]) -> set[str]:
     """Return the categories that these kernels take over."""
-    return set().union(*(FACTS[name].replaces for name in kernels))
+    return set().union(*(kernel_facts.FACTS[name].replaces for name in kernels))
 
 
 def counted(record: dict) -> dict[str, dict]:
@@ -178,7 +170,7 @@ def counted(record: dict) -> dict[str, dict]:
     The bytes of kernels that Triton's interpreter ran are not.  Communication has another ceiling.
     """
     interpreted = replaced_by(record["kernels"]) | {FP8_CASTS}
-    unknown = {COMMUNICATION} | (interpreted if record["device"] == "CPU" else set())
+    unknown = {kernel_facts.COMMUNICATION} | (interpreted if record["device"] == "CPU" else set())
     parts = record["categories"].items()
     return {name: part for name, part in parts if part["bytes"] and name not in unknown}
 
