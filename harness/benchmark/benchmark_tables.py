@@ -112,26 +112,25 @@ def full_table(record: dict, section: dict) -> str:
         *CLOCKS,
         f"First call (compilation): {'n/a' if compilation is None else f'{compilation:.1f} s'}",
     ]
-    headers = [spec.rows, "Implementation", "Forward", "Backward", "Total p20 / p50 / p80"]
-    headers += ["Queued", "Alone", spec.rate.name, f"% of {spec.rate.ceiling}", "Extra MB"]
-    headers += [f"Error {part}" for part in spec.errors]
+    columns = {
+        spec.rows: lambda row: f"{row['tokens']:,}",
+        "Implementation": lambda row: row["implementation"],
+        "Forward": lambda row: microseconds(row["forward_us"]),
+        "Backward": lambda row: microseconds(row["backward_us"]),
+        "Total p20 / p50 / p80": lambda row: " / ".join(map(microseconds, row["total_us"])),
+        "Queued": lambda row: microseconds(row.get("host_us")),
+        "Alone": lambda row: microseconds(row["kernels_us"]),
+        spec.rate.name: lambda row: number(row[spec.rate.key], spec.rate.format),
+        f"% of {spec.rate.ceiling}": lambda row: share(record, section, row),
+        "Extra MB": lambda row: megabytes(row["extra_bytes"]),
+    }
+    headers = [*columns, *(f"Error {part}" for part in spec.errors)]
     body = []
-    for tokens, rows in rows_by_tokens(section).items():
+    for rows in rows_by_tokens(section).values():
         body += [[""] * len(headers)] if body else []
         for row in rows.values():
-            body.append([
-                f"{tokens:,}",
-                row["implementation"],
-                microseconds(row["forward_us"]),
-                microseconds(row["backward_us"]),
-                " / ".join(microseconds(us) for us in row["total_us"]),
-                microseconds(row.get("host_us")),
-                microseconds(row["kernels_us"]),
-                number(row[spec.rate.key], spec.rate.format),
-                share(record, section, row),
-                megabytes(row["extra_bytes"]),
-                *(number(row["errors"].get(part), ".1e") for part in spec.errors),
-            ])  # fmt: skip
+            errors = (number(row["errors"].get(part), ".1e") for part in spec.errors)
+            body.append([*(cell(row) for cell in columns.values()), *errors])
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
     return "\n".join([*lines, "", table(headers, body, align)])
 
