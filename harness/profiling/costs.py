@@ -119,8 +119,9 @@ def least_ms(
     # --fp8 takes over 2 FLOPs for each weight, in each of up to 3 products
     n_products = {None: 0, flags.FP8_INPUTS: 2, flags.FP8_ALL: 3}[workload.fp8]
     n_weights = config.num_hidden_layers * architecture.projection_weights(config)
-    in_fp8 = n_tokens * 2.0 * n_products * n_weights
-    flops_us = flops_at_ceilings_us(n_tokens * flops_per_token, in_fp8, ceilings)
+    in_fp8 = 2.0 * n_products * n_weights  # per token
+    flops = n_tokens * flops_per_token, n_tokens * in_fp8
+    flops_us = flops_at_ceilings_us(*flops, ceilings)
     return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
 
 
