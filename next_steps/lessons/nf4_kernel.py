@@ -47,17 +47,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, pad
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    check_memory,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, FP32, tl, triton
 
 BYTES = (torch.uint8,)
 BLOCK, GROUP = 64, 256  # numbers that share an absmax, absmaxes that share a scale
@@ -108,7 +99,7 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
         TypeError: it is no tensor of fp16, bf16 or fp32.
         ValueError: not a multiple of 64 numbers, or one of them is infinite or NaN.
     """
-    check_memory("weight", weight)
+    support.check_memory("weight", weight)
     if weight.dtype not in FLOATS:
         expected = f"{' or '.join(map(str, FLOATS))}: convert it."
         raise TypeError(f"weight is {weight.dtype}, expected {expected}")
@@ -239,10 +230,10 @@ def _result(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     if dtype not in FLOATS:
         expected = f"{' or '.join(map(str, FLOATS))}: convert x."
         raise TypeError(f"the weight is wanted in {dtype}, expected {expected}")
-    check_memory("codes", codes)
+    support.check_memory("codes", codes)
     n_numbers = 2 * codes.numel()
     n_blocks = n_numbers // BLOCK
-    check_tensors(
+    support.check_tensors(
         ("codes", codes, BYTES, (n_blocks * BLOCK // 2,)),
         ("absmax_codes", absmax_codes, BYTES, (n_blocks,)),
         ("absmax_scales", absmax_scales, FP32, (-(-n_blocks // GROUP),)),
@@ -255,7 +246,7 @@ def _result(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     return codes.new_empty(shape, dtype=dtype)
 
 
-@operator(
+@support.operator(
     "tutorial::nf4_dequantize",
     "(Tensor codes, Tensor absmax_codes, Tensor absmax_scales, Tensor absmax_mean, "
     "Tensor tables, SymInt[] shape, ScalarType dtype) -> Tensor",
@@ -267,7 +258,7 @@ def _launch(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     n_blocks = len(absmax_codes)
     n_programs = -(-n_blocks // TILE_BLOCKS)  # rounded up
     if n_programs > 0:
-        with on_device_of(codes):
+        with support.on_device_of(codes):
             _nf4_dequantize_kernel[(n_programs,)](
                 *(t.contiguous() for t in nf4),
                 w,
@@ -311,6 +302,6 @@ class NF4LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative("NF4's product")
+        support.refuse_second_derivative("NF4's product")
         weight = nf4_dequantize(NF4(*ctx.saved_tensors), ctx.shape, dy.dtype)  # again
         return dy @ weight, None, *(None for _ in NF4._fields)
