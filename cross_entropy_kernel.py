@@ -136,7 +136,7 @@ def _plain_bwd_kernel(
 
 
 class PlainCrossEntropyFunction(torch.autograd.Function):
-    """`PlainCrossEntropyFunction.apply(logits, targets)`: the mean loss by the plain kernels.
+    """`.apply(logits, targets)`: the mean loss by the plain kernels.
 
     logits (n_rows, V) are contiguous and without -inf, targets (n_rows,) lie in [0, V).  Nothing is
     checked.  The kernels that are used have the same blocks and warps.
@@ -514,8 +514,8 @@ def check_logits(logits, targets, reduction="mean", *others) -> int:
 
 def check_reduction(reduction):
     if reduction not in ("mean", "sum", "none"):
-        given = f"reduction is {reduction!r}"
-        raise ValueError(f"{given}, expected 'mean', 'sum' or 'none': choose one.")
+        expected = "expected 'mean', 'sum' or 'none': choose one."
+        raise ValueError(f"reduction is {reduction!r}, {expected}")
 
 
 def count_valid(targets, ignore_index, reduction):
@@ -525,11 +525,9 @@ def count_valid(targets, ignore_index, reduction):
 
 def reduced(row_loss, reduction):
     """Return the loss from the rows' losses (...), which the kernels have divided for a mean."""
-    if reduction == "none":
-        return row_loss
     if reduction == "mean" and row_loss.numel() == 0:
         return row_loss.mean()  # NaN, as in PyTorch
-    return row_loss.sum()
+    return row_loss if reduction == "none" else row_loss.sum()
 
 
 def row_gradients(grad_output):
@@ -538,24 +536,22 @@ def row_gradients(grad_output):
     return row_grads, row_grads.stride(0) if row_grads.ndim else 0
 
 
-def _row_results(logits, targets, ignore_index, reduction):
-    """Return the rows' losses (...) and statistics, not yet written, and n_valid."""
+def _forward(logits, targets, ignore_index=-100, reduction="mean", launch=None):
+    """Return the forward's results; not yet written without a `launch`."""
     n_rows = check_logits(logits, targets, reduction)
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)  # (...) fp32
     stats = logits.new_empty((n_rows, 3), dtype=torch.float32)  # (n_rows, 3) fp32
-    return row_loss, stats, count_valid(targets, ignore_index, reduction)
-
-
-def _forward_results(logits, targets, ignore_index=-100, reduction="mean"):
-    """Return the forward's results, not yet written."""
-    row_loss, *others = _row_results(logits, targets, ignore_index, reduction)
-    return reduced(row_loss, reduction), *others
+    n_valid = count_valid(targets, ignore_index, reduction)
+    if launch is not None:
+        rows = support.as_rows(logits)
+        launch(rows, targets.contiguous(), row_loss, stats, n_valid, ignore_index)
+    return reduced(row_loss, reduction), stats, n_valid
 
 
 @support.operator(
     "tutorial::cross_entropy_forward",
     "(Tensor logits, Tensor targets, int ignore_index=-100, str reduction='mean') -> Tensor[]",
-    _forward_results,
+    _forward,
     present=lambda x, t, ignored=-100, reduction="mean": (True, True, reduction == "mean"),
 )
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
@@ -565,10 +561,7 @@ def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
     of each row for the backward.  n_valid () int64 is the number of rows that count in a mean; None
     unless the loss is a mean.
     """
-    row_loss, stats, n_valid = _row_results(logits, targets, ignore_index, reduction)
-    rows = support.as_rows(logits)
-    launch_forward(rows, targets.contiguous(), row_loss, stats, n_valid, ignore_index)
-    return reduced(row_loss, reduction), stats, n_valid
+    return _forward(logits, targets, ignore_index, reduction, launch_forward)
 
 
 def _new_dlogits(logits, logits_row_stride):

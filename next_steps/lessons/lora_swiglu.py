@@ -34,8 +34,8 @@ New ideas of Triton, after those of swiglu_kernel.py:
    two on their way from memory while the program works on one.
 3. A *tuple* as a kernel's argument: the pointer and the scale of one adapter are one argument.
 
-Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.  The launchers refuse other
-tensors with a TypeError or a ValueError.
+Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.  The launchers refuse
+tensors that a kernel cannot take, or cannot overwrite, with a TypeError or a ValueError.
 """
 
 import torch
@@ -299,9 +299,6 @@ def lora_swiglu_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, inplace=F
         gate, up, h, scales, b_gate, b_up: the forward's arguments.
         inplace: write dgate over dy, dup over gate, and y over up.  Under torch.compile it changes
             nothing.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
     """
     tensors = dy, gate, up, h, scales, b_gate, b_up, dh, a
     if not inplace or torch.compiler.is_compiling():

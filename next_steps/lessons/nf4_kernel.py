@@ -107,10 +107,8 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
         given = f"weight has shape {tuple(weight.shape)}, {weight.numel():,} numbers"
         raise ValueError(f"{given}, expected a multiple of {BLOCK}")
     if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError(
-            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax "
-            "and with it every number"
-        )
+        reason = "one would spoil the mean of absmax and with it every number"
+        raise ValueError(f"weight has infinite or NaN numbers, expected none: {reason}")
     tables = nf4_tables(weight.device)
     table, absmax_map = tables.split([N_VALUES, GROUP])
     blocks = weight.detach().reshape(-1, BLOCK).float()  # (n / 64, 64)
@@ -149,9 +147,7 @@ def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(numbers, between, out_int32=True).to(torch.uint8)
 
 
-def _quantize_absmax(
-    deviations: torch.Tensor, absmax_map: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_absmax(deviations, absmax_map):
     """Return codes (N,) uint8 and scales (N / 256, rounded up) of deviations (N,) from the mean."""
     n_blocks = len(deviations)
     groups = pad(deviations, (0, -n_blocks % GROUP)).view(-1, GROUP)
@@ -219,8 +215,7 @@ def nf4_dequantize(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     """Return the weight of this shape in this dtype, with the bits of `nf4_dequantize_reference`.
 
     Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or the shape has another number of
-            elements.
+        TypeError, ValueError: the kernel cannot take an argument, or they do not fit together.
     """
     return _launch(*nf4, shape, dtype)
 
@@ -288,10 +283,9 @@ def nf4_linear_reference(x: torch.Tensor, shape: tuple[int, int], *nf4: torch.Te
 
 
 class NF4LinearFunction(torch.autograd.Function):
-    """`NF4LinearFunction.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I).
+    """`.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I), gives (..., O).
 
-    The result is (..., O).  W is written out in x's dtype.  The backward keeps only nf4, which is
-    there anyhow.
+    W is written out in x's dtype.  The backward keeps only nf4, which is there anyhow.
     """
 
     @staticmethod

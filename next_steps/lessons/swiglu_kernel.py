@@ -36,7 +36,8 @@ New ideas of Triton and PyTorch, after those of rmsnorm_kernel.py and cross_entr
 
 Limits: fp16, bf16, fp32; gate and up of one dtype and shape, no broadcasting; no second derivative;
 fastest where 16 divides I.  inplace=True leaves gate and up alone under retain_graph=True, and
-under torch.compile, where the compiler decides which memory is used again.
+under torch.compile, where the compiler decides which memory is used again.  The launchers refuse
+tensors that a kernel cannot take, or cannot overwrite, with a TypeError or a ValueError.
 """
 
 import itertools
@@ -246,11 +247,7 @@ def _backward_into_new_memory(dy, gate, up, need_y):
 def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 
-    Args:
-        inplace: write dgate over gate, dup over up, and y over dy.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
+    inplace=True writes dgate over gate, dup over up, and y over dy.
     """
     if not inplace:
         return _backward_into_new_memory(dy, gate, up, need_y)
