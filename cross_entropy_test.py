@@ -80,11 +80,10 @@ def reference_and_eager(logits, targets, grad_output=None, **options):
 def compare_both(name, ours, ref64, eager, targets) -> list[checking.Check]:
     """Three checks of a (loss, gradient): the loss, the target entries and the other entries."""
     is_target = targets.unsqueeze(-1) == torch.arange(ref64[1].shape[-1], device=targets.device)
-    checks = [checking.compare(f"{name} Loss", ours[0], ref64[0], eager[0])]
+    results = ours, ref64, eager
+    checks = [checking.compare(f"{name} Loss", *(loss for loss, _ in results))]
     for part, elsewhere in (("target", ~is_target), ("other", is_target)):
-        gradients = (
-            g if g is None else g.masked_fill(elsewhere, 0) for _, g in (ours, ref64, eager)
-        )
+        gradients = (g if g is None else g.masked_fill(elsewhere, 0) for _, g in results)
         checks.append(checking.compare(f"{name} Gradient ({part} entries)", *gradients))
     return checks
 
@@ -128,21 +127,19 @@ def test_ignored_rows_are_neither_counted_nor_trained(ignore_index):
     ignored = targets == -100
     targets[ignored] = ignore_index
     checking.assert_all_passed(run_checks(logits, targets, ignore_index=ignore_index))
-    _, gradient = loss_and_gradient(
-        TritonCrossEntropyLoss(ignore_index=ignore_index), logits, targets
-    )
+    loss_fn = TritonCrossEntropyLoss(ignore_index=ignore_index)
+    _, gradient = loss_and_gradient(loss_fn, logits, targets)
     assert ignored.any() and (gradient[ignored] == 0).all()
 
 
 def wrong_gradients(gradient, targets):
     """name -> the right gradient but for one mistake."""
     is_target = F.one_hot(targets.clamp(min=0), gradient.shape[-1]) == 1
+    n_counted = (targets != -100).sum()
     return {
         "sign flipped": -gradient,
         "0 at the other entries": gradient.where(is_target, 0),
-        "mean over all rows, not the counted ones": gradient
-        * (targets != -100).sum()
-        / len(targets),
+        "mean over all rows, not the counted ones": gradient * n_counted / len(targets),
     }
 
 

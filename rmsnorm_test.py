@@ -6,8 +6,7 @@
 A kernel is judged against float64 and allowed twice the error of eager PyTorch.  Why:
 harness/benchmark/checking.py.  Without a GPU the kernels run on the CPU, in Triton's interpreter.
 The tests that every function of this project has to pass are in tests/contracts_*_test.py, those
-of this kernel alone in
-tests/rmsnorm_more_test.py.
+of this kernel alone in tests/rmsnorm_more_test.py.
 """
 
 from harness.cli import command_line
@@ -33,11 +32,9 @@ def norm(x, weight, eps=EPS):
 
 
 def make_inputs(shape, dtype):
-    """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
-    constant.
+    """Return x with a mean, weights of both signs and far from 1, and a gradient that varies.
 
-    With weights of 1 and a constant gradient, half of the mistakes that a kernel can make would not
-    show.
+    Weights of 1 and a constant gradient would hide half of the mistakes that a kernel can make.
     """
     generator = torch.Generator().manual_seed(0)
     x = 0.5 + 1.5 * torch.randn(shape, generator=generator)
@@ -97,9 +94,7 @@ def test_sum_backward_sends_a_gradient_of_stride_zero():
 
 
 def wrong_answers(x, weight, dy):
-    """name -> (which of y, dx, dw it poses as, the answer): each the right one but for one
-    mistake.
-    """
+    """Return by name: which of y, dx, dw it poses as, and the right answer but for one mistake."""
     x_hat = rmsnorm_reference(x, torch.ones_like(weight), EPS)
     _, dx, dw = run(rmsnorm_reference, x, weight, dy)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)

@@ -126,8 +126,8 @@ def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
         ("targets", targets, INTEGERS, ("...",)),
     )
     if lengths["V"] == 0 or lengths["H"] == 0:
-        given = f"weight has shape {tuple(weight.shape)}"
-        raise ValueError(f"{given}, expected (V, H) with V and H >= 1: reshape it.")
+        expected = "(V, H) with V and H >= 1: reshape it."
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {expected}")
     cross_entropy_kernel.check_reduction(reduction)
     if chunk_size is not None and chunk_size < 1:
         expected = "a number of rows, at least 1, or None"

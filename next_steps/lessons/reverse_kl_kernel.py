@@ -542,8 +542,7 @@ def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
 class ObviousReverseKLFunction(torch.autograd.Function):
     """`.apply(student, teacher)`: the mean loss by the obvious kernel, for the benchmark.
 
-    Both are contiguous (n_rows, V) without -inf.  The gradient is for a grad_output of 1.  Nothing
-    is checked.
+    Both are contiguous (n_rows, V) without -inf.  The gradient is for a grad_output of 1.
     """
 
     @staticmethod
