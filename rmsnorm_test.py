@@ -121,7 +121,7 @@ def test_wrong_answers_are_rejected(dtype):
 
 def main() -> int:
     printing.title("RMSNorm")
-    passed = checking.print_tests(DTYPES, dtype_checks)
+    passed = printing.cases(DTYPES, dtype_checks)
     return printing.verdict("RMSNorm correctness", passed)
 
 
