@@ -50,7 +50,6 @@ from next_steps.layers.lora_linear import (
     arguments,
     as_rows,
     input_gradient,
-    lora_linear,
     needs_input,
     parameter_gradients,
     products,
@@ -58,7 +57,6 @@ from next_steps.layers.lora_linear import (
 )
 from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons.swiglu_kernel import (
-    TritonSwiGLUFunction,
     may_overwrite_saved,
     swiglu_backward,
     swiglu_forward,
@@ -134,53 +132,25 @@ class NormLinearFunction(torch.autograd.Function):
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`.apply(gate, up, scales, bases, *tensors)`: one projection (..., O) of silu(gate) * up.
+    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and one projection.
 
-    gate, up (..., I).  The backward overwrites gate and up: use them nowhere else.  With
-    retain_graph=True, or where one of them needs no gradient, gradients get memory of their own.
-    """
-
-    @staticmethod
-    def forward(ctx, gate, up, scales, bases, *tensors):
-        (out,), h, stacked = products(swiglu_forward(gate, up), scales, bases, tensors)
-        ctx.scales, ctx.bases = scales, bases
-        weight, _, b = tensors
-        ctx.save_for_backward(gate, up, h, stacked, weight, b)
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        refuse_second_derivative("The fused layer")
-        gate, up, h, stacked, weight, b = ctx.saved_tensors
-        need_gate, need_up, _, _, *needed = ctx.needs_input_grad
-        inplace = may_overwrite_saved() and need_gate and need_up
-        douts = [as_rows(dout)]  # (N, O)
-        dh = thin_gradient(douts, h, ctx.scales, [b])
-        dy = input_gradient(douts, dh, stacked, ctx.bases, [weight])  # (N, I)
-        need_y = needs_input(douts, needed)
-        dgate, dup, y = swiglu_backward(
-            dy.view(gate.shape), gate, up, inplace=inplace, need_y=need_y
-        )
-        y = as_rows(y) if need_y else None
-        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, [b], needed)
-        return dgate, dup, None, None, *gradients
-
-
-class LoRASwiGLUFunction(torch.autograd.Function):
-    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and down_proj.
-
-    gate and up (..., I) lack their adapters: h (N, both R), b_gate and b_up (I, R).  down_proj has
-    base or w (O, I), a (R, I) and b (O, R).  scales: of gate, up and down.  Returns (..., O).
+    Returns (..., O) of gate and up (..., I).  The projection has base or w (O, I), and a (R, I) and
+    b (O, R) or None.  If gate and up lack their adapters, h is (N, both R), and b_gate and b_up are
+    (I, R); these three are None otherwise.  scales: of gate, up and the projection.
     keep: keep SwiGLU's result for the backward, instead of computing it again.  The backward
-    overwrites gate and up, except with retain_graph=True: use them nowhere else.
+    overwrites gate and up: use them nowhere else.  With retain_graph=True, or where one of them
+    needs no gradient, gradients get memory of their own.
     """
 
     @staticmethod
     def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b):
-        y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
+        if h is None:
+            y = swiglu_forward(gate, up)
+        else:
+            y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
         (out,), h_down, _ = products(y, scales[2:], (base,), (w, a, b))
         ctx.scales, ctx.base = scales, base
-        y = y if keep else None
+        y = y if keep and needs_input([out], ctx.needs_input_grad[8:]) else None
         ctx.save_for_backward(gate, up, y, h, b_gate, b_up, h_down, w, a, b)
         return out
 
@@ -192,13 +162,19 @@ class LoRASwiGLUFunction(torch.autograd.Function):
         scales, last_scale = ctx.scales[:2], ctx.scales[2:]
         dout = [as_rows(dout)]  # (N, O)
         dh_down = thin_gradient(dout, h_down, last_scale, [b])
-        dy = input_gradient(dout, None, None, [ctx.base], [w])  # (N, I), without the adapter
         need_y = needs_input(dout, needed)
-        dgate, dup, again = lora_swiglu_backward(
-            dy.view(gate.shape), gate, up, h, scales, b_gate, b_up, dh_down, a,
-            inplace=may_overwrite_saved() and need_gate and need_up,
-            need_y=need_y and y is None,
-        )  # fmt: skip
+        options = {
+            "inplace": may_overwrite_saved() and need_gate and need_up,
+            "need_y": need_y and y is None,
+        }
+        if h is None:
+            dy = input_gradient(dout, dh_down, a, [ctx.base], [w])  # (N, I)
+            dgate, dup, again = swiglu_backward(dy.view(gate.shape), gate, up, **options)
+        else:  # the kernel adds the adapter to dy
+            dy = input_gradient(dout, None, None, [ctx.base], [w]).view(gate.shape)
+            dgate, dup, again = lora_swiglu_backward(
+                dy, gate, up, h, scales, b_gate, b_up, dh_down, a, **options
+            )
         y = as_rows(again if y is None else y) if need_y else None
         gradients = parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
 
@@ -224,14 +200,13 @@ def norm_linear(x, norm, *projections, keep_norm=False):
 def swiglu_linear(gate, up, projection, keep_product=False):
     """Return projection(silu(gate) * up) of gate, up (..., I); the projection is as in norm_linear.
 
-    keep_product: autograd keeps silu(gate) * up for the gradient of the projection's weight.  The
-    backward still overwrites gate and up.
+    keep_product: keep silu(gate) * up for the backward, instead of computing it again.
     """
-    if keep_product:
-        (out,) = lora_linear(TritonSwiGLUFunction.apply(gate, up, True), projection)
-        return out
-    scales, bases, tensors = arguments([projection])
-    return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)
+    (scale,), (base,), tensors = arguments([projection])
+    scales = None, None, scale
+    return SwiGLULinearFunction.apply(
+        gate, up, None, keep_product, scales, base, None, None, *tensors
+    )
 
 
 def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_product=False):
@@ -250,7 +225,7 @@ def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_produ
         x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:6]
     )
     b_gate, b_up, *of_down = tensors[2], tensors[5], *tensors[6:]
-    out = LoRASwiGLUFunction.apply(
+    out = SwiGLULinearFunction.apply(
         gate, up, h, keep_product, scales, bases[2], b_gate, b_up, *of_down
     )
     return residual, out

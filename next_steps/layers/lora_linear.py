@@ -95,7 +95,7 @@ def products(x, scales, bases, tensors, add=True):
         h = as_rows(x) @ stacked.t()
     outs = []
     for weight, base, h_one, b_one, scale in zip(weights, bases, parts(h, b), b, scales):
-        out = linear(x, weight if base is None else weight_of(base))
+        out = linear(x, weight if base is None else base.dequantized())
         if add and b_one is not None:
             as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
         outs.append(out)
@@ -144,7 +144,7 @@ def input_gradient(douts, dh, stacked, bases, weights):
     dx = None
     for dout, base, weight in zip(douts, bases, weights):
         if dout is not None:
-            weight = weight if base is None else weight_of(base)
+            weight = weight if base is None else base.dequantized()
             dx = dout @ weight if dx is None else dx.addmm_(dout, weight)
     return dx if dh is None else dx.addmm_(dh, stacked)
 
@@ -213,11 +213,11 @@ class LoRALinearFunction(torch.autograd.Function):
 def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Return projection(x) (..., O) of x (..., I), for each of the projections.
 
-    All modules are called as they are if one of them is no adapted projection of x's dtype
-    (`is_adapted`), under autocast, and if hooks watch all modules.
+    All modules are called as they are if one of them is not `is_adapted`, under autocast, and if
+    hooks watch all modules.
     """
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
+    fits = all(is_adapted(projection, x.dtype) for projection in projections)
     if has_global_hooks() or autocast or not fits:
         return tuple(projection(x) for projection in projections)
     scales, bases, tensors = arguments(projections)
@@ -242,17 +242,12 @@ def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, lis
 # ---- Which modules the products stand for
 
 
-def weight_of(base: torch.nn.Module) -> torch.Tensor:
-    """Return the weight (O, I) of a base layer.  A quantized layer makes its weight anew."""
-    return base.dequantized() if is_quantized(base) else base.weight
-
-
 def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if `products` can stand for a linear layer whose input has this dtype.
 
     The layer may be quantized.  It may have an adapter, which must have the input's dtype.
     """
-    return is_base(module) or (is_adapted(module) and has_dtype(module, dtype))
+    return is_base(module) or is_adapted(module, dtype)
 
 
 def is_base(layer: torch.nn.Module) -> bool:
@@ -266,12 +261,12 @@ def is_quantized(layer: torch.nn.Module) -> bool:
     return hasattr(type(layer), "dequantized")
 
 
-def is_adapted(module: torch.nn.Module) -> bool:
+def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if peft's LoRA computes x @ w.t() + s * (x @ a.t()) @ b.t() and nothing else.
 
     Each call asks anew, because adapters may have been merged, disabled or exchanged.  The answer
-    is False with dropout, a bias, a variant such as DoRA, several active adapters, hooks, or an
-    adapter of another dtype.
+    is False with dropout, a bias, a variant such as DoRA, several active adapters, hooks, or a
+    tensor whose dtype is not x's.
     """
     if not is_peft(module) or module.disable_adapters or module.merged:
         return False
@@ -286,18 +281,11 @@ def is_adapted(module: torch.nn.Module) -> bool:
     if not (without_dropout and linears and is_base(base)):
         return False
     layers = module, a, b, module.lora_dropout[name]
-    dtypes = {a.weight.dtype, b.weight.dtype}
-    if not is_quantized(base):
-        dtypes.add(base.weight.dtype)
-    return len(dtypes) == 1 and all(map(is_unchanged, layers))
+    weights = [a.weight, b.weight, *([] if is_quantized(base) else [base.weight])]
+    of_dtype = all(weight.dtype == dtype for weight in weights)
+    return of_dtype and all(map(is_unchanged, layers))
 
 
 def is_peft(module: torch.nn.Module) -> bool:
     """Return True for peft's module around a linear layer, in whatever state."""
     return (type(module).__module__, type(module).__name__) == PEFT
-
-
-def has_dtype(projection: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if the adapter of an adapted projection has this dtype."""
-    (name,) = projection.active_adapters
-    return projection.lora_A[name].weight.dtype == dtype

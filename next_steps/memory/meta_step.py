@@ -46,14 +46,11 @@ def counted_launches(launches: Counter) -> Iterator[None]:
         (torch.Tensor, "is_cpu", True),
         (kernel_support, "INTERPRETED", True),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Optimizer:
@@ -94,4 +91,5 @@ def run_step(
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
         ledger.claim_state(optimizer)  # which the first step made
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
+    ledger.sample()
     return ledger
