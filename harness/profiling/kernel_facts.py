@@ -215,6 +215,7 @@ ROWS = [
         advice={OTHER: "--kernels all: its fused layer needs fewer of them"},
         allocates={
             "next_steps.layers.fused_layer:norm_linear": "v, gate, up (norm_linear)",
+            "next_steps.layers.fused_layer:swiglu_linear": "MLP",
             "next_steps.layers.fused_layer:norm_mlp": "v, gate, up (norm_linear)",
             "next_steps.layers.fused_layer:SwiGLULinearFunction.forward": "MLP",
         },

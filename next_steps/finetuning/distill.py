@@ -50,12 +50,10 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
             f"of {teacher_config.vocab_size}; name two models with the same"
         )
     n_layers = config.num_hidden_layers
-    if asked is None:
-        n_kept = n_layers // 2 if same_place(model, teacher) else n_layers
-    elif asked < n_layers:
-        n_kept = asked
-    else:
+    if asked is not None and asked >= n_layers:
         raise UserError(f"--student-layers {asked} is not fewer than the {n_layers} of {model}")
+    n_taught = n_layers // 2 if same_place(model, teacher) else n_layers
+    n_kept = n_taught if asked is None else asked
     if n_kept == 0:
         alone = f"{teacher} has a single layer, which cannot be halved"
         raise UserError(f"{alone}; name a smaller --model")

@@ -25,21 +25,9 @@ q, k and v share x, as do gate and up.  So their a, one below the other, are one
 once for all of their h, and dh @ a is one addition for all of them.  The matrix costs a copy of
 3 x 16 x 4,096 numbers, 0.4 MB.  Reading x once more, at 8,192 tokens, costs 67 MB.
 
-Counted in numbers that are moved per token in one layer of LLaMA 3.1 8B, adapters on all seven
-projections, beyond those of the products with w.  The results are together 43,008 wide, the inputs
-38,912 if each projection reads its own, 26,624 if those that share one read it once:
-
-                                       peft               one Function
-    forward   h                      1 x 38,912            1 x 26,624
-              out                    6 x 43,008            2 x 43,008
-    backward  dout                   4 x 43,008            2 x 43,008
-              da                     1 x 38,912            1 x 26,624
-              dx                     4 x 38,912            2 x 26,624
-              dx, shared             9 x  4,096            3 x  4,096
-                                       700,416               290,816         2.4 times fewer
-
-The prediction for 32 layers and 8,192 tokens in bf16: 367 GB and 152 GB, which is 92 and 38 ms at
-4.0 TB/s.  lora_swiglu.py saves 86,016 of ours.
+Beyond the products with w, with adapters on all seven projections of LLaMA 3.1 8B, peft moves
+700,416 numbers per token and layer, and these products 290,816, of which lora_swiglu.py saves
+86,016.  docs/lora_linear.md counts them, and predicts times.
 
 A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
 and the sum.

@@ -204,8 +204,9 @@ class Ledger(TorchDispatchMode):
         """Enter the stages by hooks on whole layers; claim parameters and optimizer state."""
         layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
-        for number, layer in enumerate(layers, start=1):
-            self.follow_layer(layer, number)
+        for n, layer in enumerate(layers, start=1):
+            layer.register_forward_pre_hook(lambda *_, n=n: self.enter("forward", n))
+            layer.register_forward_hook(lambda *io, n=n: self.on_gradient(io[-1], n))
         layers[0].register_forward_pre_hook(
             lambda _, inputs: self.on_gradient(inputs[0], EMBEDDING)
         )
@@ -217,10 +218,6 @@ class Ledger(TorchDispatchMode):
 
     def claim_state(self, optimizer: torch.optim.Optimizer) -> None:
         self.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
-
-    def follow_layer(self, layer: torch.nn.Module, number: int) -> None:
-        layer.register_forward_pre_hook(lambda *_: self.enter("forward", number))
-        layer.register_forward_hook(lambda _, inputs, output: self.on_gradient(output, number))
 
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
         """Enter the backward of a layer when its output's gradient, if it has one, is complete."""

@@ -7,9 +7,6 @@ lies between has a row of its own.  So the rows add up to the measured peak.
 
 The allocator's own history, of which the snapshot is made, would not do: it holds Python stacks and
 no tensors, and the backward has no stack.
-
-The step before runs without the ledger, and the record has both peaks.  Fragmentation is what the
-allocator has reserved and not given away.
 """
 
 import gc

@@ -5,7 +5,7 @@ them computes nothing but the shapes of its results, so 8 billion parameters tak
 ledger (memory_ledger.py) looks on.
 
 Where a GPU is not like meta tensors: attention is one fused operation (meta_attention.py), kernels
-are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors (`make_optimizer`).
+are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors.
 """
 
 import contextlib
@@ -53,14 +53,6 @@ def counted_launches(launches: Counter) -> Iterator[None]:
         yield
 
 
-def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Optimizer:
-    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
-    if isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            group["foreach"] = True  # PyTorch's own choice for tensors on a GPU
-    return optimizer
-
-
 def run_step(
     config: LlamaConfig,
     workload: Workload,
@@ -84,7 +76,8 @@ def run_step(
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
         patched_model.patch(model, workload)
         ledger.follow_gradients(model)
-        optimizer = make_optimizer(model, workload.kernels)
+        # foreach: what PyTorch's AdamW chooses for tensors on a GPU
+        optimizer = apply_kernels.make_optimizer(model, 1e-5, workload.kernels, foreach=True)
         ledger.follow(model, optimizer)
         for batch in batches:
             ledger.claim(BATCH, *stepping.tensors_of(batch).values())
