@@ -43,10 +43,9 @@ from harness.training import checkpoint_files
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
 from next_steps.lessons.adamw_optimizer import TritonAdamW
-from next_steps.patches.offload import host_memory
+from next_steps.patches.offload import OF_THE_HOST, host_memory
 
 ONE_PROCESS = "torch.distributed is disabled"  # PyTorch's warning: without torchrun that is so
-OF_THE_HOST = 0.9  # the share of the host's free memory that a copy may take
 
 
 # ---------------------------------------------------------------- the tensors
@@ -285,22 +284,23 @@ class Keeper(contextlib.AbstractContextManager):
         if due or (self.under_way and (last or self.under_way.done())):
             start = time.perf_counter()
             self.finish_writing()
-            if due and not self.begin_writing(may_copy=not number):
-                self.finish_writing()
+            if due:
+                self.begin_writing(may_copy=not number)
             self.seconds[-1] += time.perf_counter() - start  # of the checkpoint begun last
         if number:
             print(f"Ended after step {step}: --resume {self.checkpoints.folder} goes on from there")
             self.end(number)
 
-    def begin_writing(self, may_copy: bool) -> bool:
-        """Have a thread write this step's checkpoint; return True if it writes from a copy."""
+    def begin_writing(self, may_copy: bool) -> None:
+        """Have a thread write this step's checkpoint; without a copy, wait until it is written."""
         tensors = share_of(tensors_of(self.run.model, self.optimizer))
         copied = self.copied(tensors) if may_copy else None
         facts = copy.deepcopy(self.facts())  # the run adds to its lists
         folder, keep = self.checkpoints.folder, self.checkpoints.keep
         written = tensors if copied is None else copied
         self.under_way = self.thread.submit(write, folder, written, facts, keep, self.group)
-        return copied is not None
+        if copied is None:
+            self.finish_writing()
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written, if one is, and print where it is."""

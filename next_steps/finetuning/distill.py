@@ -121,8 +121,7 @@ def learn_from(
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     """Load the model to train, with its teacher behind its loss.
 
-    Returns the student; the workload with the student's layers, the temperature and the loss's
-    kernel filled in; what else a record says about the teacher.
+    Returns the student; the workload with what was left to choose; what else a record says.
     """
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))

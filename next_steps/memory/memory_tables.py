@@ -150,8 +150,7 @@ def plot(record: dict, path: str) -> None:
     )
     axis.set(xlim=(0, end), ylim=(0, 1.25 * top), xticks=[], ylabel=f"memory, {unit_name}")
     axis.set_xlabel("the step, in order and not to scale: every layer is as wide as any other")
-    labels = [each[::-1] for each in axis.get_legend_handles_labels()]
-    axis.legend(*labels, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
     axis.spines[["top", "right"]].set_visible(False)
     env, kernels = record["environment"], ", ".join(record["kernels"]) or "none"
     axis.set_title(

@@ -51,8 +51,7 @@ def apply_kernels(
             kernels in its layers, linear_cross_entropy the loss in training.
 
     A kernel stands for one class of transformers and the forward that this class was written with.
-    The following parts keep their own code, whether they were there before this call or come later
-    (exceptions are named):
+    Other parts keep their own code, also if they come after this call (exceptions are named):
 
     - a part of another class: a subclass, or a norm or attention that a library wrapped or wrote;
     - a part with a `forward` of its own; and a class whose forward is not transformers', or an
@@ -79,14 +78,12 @@ def apply_kernels(
             advice = "the kernels stand for LLaMA's code alone"
         raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
     names = tuple(names)
-    unknown = [name for name in names if name not in MODEL_KERNELS]
-    if unknown:
+    if unknown := [name for name in names if name not in MODEL_KERNELS]:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
         raise ValueError(f"{given}, expected some of {', '.join(MODEL_KERNELS)}.")
     if {"swiglu", "fused_layer"} & set(names) and model.config.hidden_act not in ("silu", "swish"):
-        given = f"hidden_act is {model.config.hidden_act!r}"
-        kernels = "the kernels without swiglu and fused_layer"
-        raise ValueError(f"{given}, expected 'silu': name {kernels}.")
+        given = f"hidden_act is {model.config.hidden_act!r}, expected 'silu'"
+        raise ValueError(f"{given}: name the kernels without swiglu and fused_layer.")
     # accelerate's work is in the modules' forward, which would be replaced
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         given = "accelerate has spread the model over devices"
@@ -98,7 +95,9 @@ def apply_kernels(
         replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
         replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
-    if is_rotary_as_written():
+    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
+    own = exact_modules.is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
+    if unchanged and own:  # the rotary function is transformers'
         if "rope" in names:
             change_class(model, LlamaAttention)
         if "fused_layer" in names:
@@ -178,13 +177,6 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
     for module in model.modules():
         if type(module) is base:
             module.__class__ = cls
-
-
-def is_rotary_as_written() -> bool:
-    """Return True if modeling_llama's rotary function is transformers' own."""
-    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
-    own = exact_modules.is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
-    return unchanged and own
 
 
 # ---------------------------------------------------------------- the classes

@@ -63,8 +63,8 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
                 layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
-    expected = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
-    expected += ", without hooks or gradient checkpointing"
+    plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
+    expected = f"{plain}, without hooks or gradient checkpointing"
     if not n_fp8:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):

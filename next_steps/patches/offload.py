@@ -28,7 +28,7 @@ from harness.cli.command_line import RunError, ran_out_of_memory
 from harness.cli.device import DEVICE, HAS_GPU
 
 SMALL = 2**20 if HAS_GPU else 256  # a tensor of fewer bytes is not worth a copy
-OF_THE_HOST = 0.9  # the share of the host's memory that may be taken
+OF_THE_HOST = 0.9  # the share of the host's memory that may be taken, also by checkpoints' copies
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # a container's
 
 
@@ -108,11 +108,10 @@ class Offloader:
 
     def begin(self, number: int, shared: object) -> None:
         """Begin a layer's forward; `shared` are the tensors that it got beside its input."""
-        before = self.layer if number else None
         stay = {
             t.untyped_storage()._cdata for t in tree_leaves(shared) if isinstance(t, torch.Tensor)
         }
-        self.layer = Layer(self, before, stay | self.resident)
+        self.layer = Layer(self, self.layer if number else None, stay | self.resident)
 
     def end(self, number: int) -> None:
         """End a layer's forward: wait for the layer before's copies; the last for its own too."""
@@ -133,7 +132,6 @@ class Layer:
         self.offloader, self.before, self.stay = offloader, before, stay
         self.copies = weakref.WeakValueDictionary()  # by storage and version
         self.leaving: list[torch.Tensor] = []
-        self.is_fetched = False
 
     def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         storage = t.untyped_storage()
@@ -148,11 +146,10 @@ class Layer:
         return functools.partial(copy.tensor, t.dtype, *geometry)
 
     def fetch(self) -> None:
-        """Start the way back of all that somebody may still ask for, the last copy first."""
-        if not self.is_fetched:
-            self.is_fetched = True
-            for copy in reversed(list(self.copies.values())):
-                copy.fetch()
+        """Start, once, the way back of all that somebody may still ask for, the last copy first."""
+        for copy in reversed(list(self.copies.values())):
+            copy.fetch()
+        self.copies.clear()
 
 
 class Copy:

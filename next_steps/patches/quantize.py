@@ -17,8 +17,6 @@ from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
 from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
 
-PROJECTIONS = TARGETS["all"]
-
 
 class NF4Linear(torch.nn.Linear):
     """x (..., in_features) times the transposed weight, which is kept in NF4 and gets no gradient.
@@ -75,9 +73,9 @@ def quantize_layer(layer: torch.nn.Module) -> None:
     """Do the same in one decoder layer."""
     found = [path for path, module in layer.named_modules() if type(module) is torch.nn.Linear]
     names = {path.rpartition(".")[2] for path in found}
-    if names != set(PROJECTIONS):
+    if names != set(TARGETS["all"]):
         given = f"a layer's plain matrices are {', '.join(sorted(names)) or 'none'}"
-        expected = f"expected {', '.join(PROJECTIONS)}"
+        expected = f"expected {', '.join(TARGETS['all'])}"
         raise UserError(f"{given}, {expected}: quantize once, before adapters")
     for path in found:
         try:

@@ -36,10 +36,10 @@ FAULTS = {
         ("a layer that never fits", "        return any(layer.has_known_parts() for layer in found)\n", "        pass\n"),
     ],
     "test_rotary_function_that_was_replaced_before_is_called[False]": [
-        ("patched rotary function bypassed", "return unchanged and own", "return own"),
+        ("patched rotary function bypassed", "if unchanged and own:", "if own:"),
     ],
     "test_rotary_function_that_was_replaced_before_is_called[True]": [
-        ("rotary function patched before the import bypassed", "return unchanged and own", "return unchanged"),
+        ("rotary function patched before the import bypassed", "if unchanged and own:", "if unchanged:"),
     ],
     "test_rotary_function_in_a_module_of_kernels[True]": [
         ("another library's forward bypassed", "called_function(ROTARY)", "modeling_llama.LlamaAttention.forward"),
