@@ -53,8 +53,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload beside the baseline's, and write the record."""
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
     baseline = replace(workload, kernels=(), fp8=None, recompute=None, offload=False)
-    differs = workload.kernels or workload.recompute or workload.offload
-    workloads = [baseline, workload] if differs else [baseline]
+    workloads = [baseline] if workload == baseline else [baseline, workload]
     record = {
         "kind": "estimate",
         "environment": run_records.environment(),
