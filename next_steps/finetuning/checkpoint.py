@@ -48,9 +48,6 @@ from next_steps.patches.offload import OF_THE_HOST, host_memory
 ONE_PROCESS = "torch.distributed is disabled"  # PyTorch's warning: without torchrun that is so
 
 
-# ---------------------------------------------------------------- the tensors
-
-
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Return what training changes, by the parameters' names: the tensors, no copies."""
     states = {
@@ -165,9 +162,6 @@ def cause(error: dcp.CheckpointException) -> str:
     first, _ = next(iter(error.failures.values()))
     said = first.strerror if isinstance(first, OSError) else str(first)
     return " ".join(str(said).split()) or type(first).__name__
-
-
-# ---------------------------------------------------------------- around a run's steps
 
 
 def refuse_random_numbers(model: torch.nn.Module) -> None:

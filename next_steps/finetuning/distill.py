@@ -52,8 +52,8 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
     n_layers = config.num_hidden_layers
     if asked is not None and asked >= n_layers:
         raise UserError(f"--student-layers {asked} is not fewer than the {n_layers} of {model}")
-    n_taught = n_layers // 2 if same_place(model, teacher) else n_layers
-    n_kept = n_taught if asked is None else asked
+    by_default = n_layers // 2 if same_place(model, teacher) else n_layers
+    n_kept = by_default if asked is None else asked
     if n_kept == 0:
         alone = f"{teacher} has a single layer, which cannot be halved"
         raise UserError(f"{alone}; name a smaller --model")

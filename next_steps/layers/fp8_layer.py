@@ -124,9 +124,6 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
     return [dx, dnorm_weight, *gradients]
 
 
-# ---- For autograd
-
-
 class NormFP8LinearFunction(torch.autograd.Function):
     """`.apply(x, norm_weight, eps, mode, *weights)`: x, and RMSNorm(x) @ w.t() for each weight.
 

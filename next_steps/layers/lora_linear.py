@@ -158,9 +158,6 @@ def needs_input(douts, needed) -> bool:
     return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
 
 
-# ---- For autograd
-
-
 class LoRALinearFunction(torch.autograd.Function):
     """`LoRALinearFunction.apply(x, scales, bases, *tensors)`: `products`, connected to autograd.
 
@@ -252,9 +249,8 @@ def is_quantized(layer: torch.nn.Module) -> bool:
 def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if peft's LoRA computes x @ w.t() + s * (x @ a.t()) @ b.t() and nothing else.
 
-    Each call asks anew, because adapters may have been merged, disabled or exchanged.  The answer
-    is False with dropout, a bias, a variant such as DoRA, several active adapters, hooks, or a
-    tensor whose dtype is not x's.
+    Each call asks anew, because adapters may have been merged, disabled or exchanged.  `dtype` is
+    x's.  lora_variant: DoRA and the like.
     """
     if not is_peft(module) or module.disable_adapters or module.merged:
         return False

@@ -141,9 +141,6 @@ def make_optimizer(
     return stepping.make_optimizer(model, lr, **options)
 
 
-# ---------------------------------------------------------------- putting them in
-
-
 def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
     """Return the kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
     return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
@@ -241,11 +238,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Return True if `compute` does all that this call wants.
-
-        It does not with unknown parts, with a projection that is no `is_product`, in float64, where
-        attention weights are asked for, under autocast, and with gradient checkpointing.
-        """
+        """Return True if `compute` does all that this call wants."""
         if not self.has_known_parts():
             return False
         if output_attentions is None:

@@ -77,9 +77,6 @@ def set_recompute(
     return model
 
 
-# ---------------------------------------------------------------- norm and mlp
-
-
 class Recomputed(torch.autograd.Function):
     """`Recomputed.apply(function, n, *tensors)`: function of the first n, which alone are kept."""
 
@@ -162,9 +159,6 @@ def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.
         return mlp.act_fn(gate) * up
 
     return mlp.down_proj(notes.recomputed(mlp, product, mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-# ---------------------------------------------------------------- layer
 
 
 def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
