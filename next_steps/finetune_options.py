@@ -1,12 +1,4 @@
-"""What finetune_optimized.py can do beyond step 11: which module does what a flag asks for.
-
-    --kernels all               kernel_training.py: the kernels that the profile asks for next
-    --kernels all --cuda-graph  kernel_training.py: the whole step as one launch
-    --kernels all --fp8         fp8_layer.py: the layers' matrix products in FP8
-    --opponent liger            opponents.py: Liger-Kernel or another library in place of ours
-    --ladder                    ladder.py: baseline and every rung, each in a process of its own
-    --kernels all --longest     longest.py: the longest sequence that fits
-    --teacher MODEL             distill.py: a model into the first half of its layers
+"""What finetune_optimized.py can do beyond step 11: `takes_over` finds the module that does it.
 
 The flags themselves: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for
 it.

@@ -346,9 +346,7 @@ def test_swiglu_linear_with_an_adapter_keeps_h_beside_its_inputs():
 
 @needs_gpu
 def test_memory_after_the_forward_is_the_results_and_rstd():
-    """The table in fused_layer.py: neither y nor silu(gate) * up is kept, nor is there a copy of
-    the residual.
-    """
+    """Neither y nor silu(gate) * up is kept, nor is there a copy of the residual."""
     N, H, I = LARGE_SIZES
     inputs, _ = make_mlp_inputs(torch.bfloat16, LARGE_SIZES)
     leaves = [t.requires_grad_() for t in inputs]

@@ -11,11 +11,12 @@ from harness.benchmark.checking import DEVICE
 from harness.cli.command_line import UserError
 from harness.model import architecture, loading
 from harness.model.adapters import merged_weights
+from harness.model.patching import replace_modules
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels
 from next_steps.patches.patched_model import draw_quantized, load_quantized
-from next_steps.patches.quantize import NF4Linear, children_of, quantize_model
+from next_steps.patches.quantize import NF4Linear, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
@@ -247,10 +248,14 @@ def test_peft_takes_it_for_a_linear_layer():
 def test_adapters_train_as_around_the_dense_weight():
     model = with_adapters(make_model())
     expected = loss_and_gradients(model)
-    for parent, name, linear in children_of(model, NF4Linear):
+
+    def dense(linear: NF4Linear) -> torch.nn.Linear:
         weight = linear.dequantized()
-        setattr(parent, name, torch.nn.Linear(*weight.T.shape, bias=False, device="meta"))
-        getattr(parent, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+        made = torch.nn.Linear(*weight.T.shape, bias=False, device="meta")
+        made.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return made
+
+    assert replace_modules(model, NF4Linear, dense) == 2 * len(PROJECTIONS)
     assert_same_step(model, expected, 1e-6)
 
 

@@ -25,7 +25,7 @@ from harness.benchmark.checking import DEVICE
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, loading
-from next_steps.finetuning import unsloth_model
+from next_steps.finetuning import opponents
 from next_steps.patches import patched_model
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
@@ -63,7 +63,7 @@ class FastLanguageModel:
 @pytest.fixture
 def stand_in(monkeypatch, own_cache):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    monkeypatch.setattr(unsloth_model, "HAS_GPU", True)
+    monkeypatch.setattr(opponents, "HAS_GPU", True)
     monkeypatch.setattr(FastLanguageModel, "calls", [])
     module = SimpleNamespace(FastLanguageModel=FastLanguageModel)
     monkeypatch.setitem(sys.modules, "unsloth", module)
@@ -95,7 +95,10 @@ def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stan
 @pytest.mark.parametrize("flags", [[], ["--lora-rank", "4", "--lora-alpha", "6"]], ids=str)
 def test_it_starts_from_the_weights_that_every_run_draws(stand_in, flags):
     workload = small_workload(*flags, "--seed", "3")
-    model, plain = unsloth_model.load(workload), loading.load_model(small_workload("--seed", "3"))
+    model, plain = (
+        opponents.with_unsloth(workload),
+        loading.load_model(small_workload("--seed", "3")),
+    )
     found = {name.replace(".base_layer", ""): w for name, w in model.state_dict().items()}
     assert all(torch.equal(found[name], w) for name, w in plain.state_dict().items())
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
@@ -118,9 +121,9 @@ def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path)
     config, folder = smaller_config(), tmp_path / "model"
     loading.load_model(small_workload()).save_pretrained(folder)
     workload = small_workload("--model", str(folder))
-    unsloth_model.load(workload)
-    unsloth_model.placeholder(config).save_pretrained(folder)
-    unsloth_model.load(workload)
+    opponents.with_unsloth(workload)
+    opponents.placeholder(config).save_pretrained(folder)
+    opponents.with_unsloth(workload)
     without, with_tokenizer = stand_in.calls
     assert without["source"] != str(folder) == with_tokenizer["source"]
     assert "tokenizer.json" in without["files"]
@@ -165,7 +168,7 @@ def test_its_adapters_are_saved_and_trained_further(recorded, tmp_path, stand_in
     before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
     assert not torch.allclose(before, after, atol=1e-3)
     ours = patched_model.load(small_workload("--adapter", first))
-    theirs = unsloth_model.load(small_workload("--adapter", first))
+    theirs = opponents.with_unsloth(small_workload("--adapter", first))
     torch.testing.assert_close(logits(ours), after)
     torch.testing.assert_close(logits(theirs), after)
     trained = PeftModel.from_pretrained(loading.load_model(small_workload()), then)

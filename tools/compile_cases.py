@@ -11,7 +11,7 @@ import torch
 
 from cross_entropy_inplace_kernel import InplaceCrossEntropyFunction
 from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
-from next_steps.layers.fused_layer import LoRASwiGLUFunction
+from next_steps.layers.fused_layer import SwiGLULinearFunction
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
@@ -179,7 +179,7 @@ def swiglu_cases() -> Iterator[Case]:
     yield Case("SwiGLU, halves of one tensor", TritonSwiGLUFunction, halves)
     for rank in (16, 64):
         name, arguments = f"SwiGLU with adapters, R = {rank}", lora_swiglu_arguments(rank)
-        yield Case(name, LoRASwiGLUFunction, arguments, **BF16)
+        yield Case(name, SwiGLULinearFunction, arguments, **BF16)
     shapes = (B, T, H), (INTERMEDIATE, H), (INTERMEDIATE, H), (H, INTERMEDIATE)
     yield Case("SwiGLU MLP", SwiGLUMLPFunction, lambda t: tuple(t(*shape) for shape in shapes))
 

@@ -209,7 +209,7 @@ ROWS = [
             "next_steps.layers.fused_layer:norm_linear": "v, gate, up (norm_linear)",
             "next_steps.layers.fused_layer:swiglu_linear": "MLP",
             "next_steps.layers.fused_layer:norm_mlp": "v, gate, up (norm_linear)",
-            "next_steps.layers.fused_layer:LoRASwiGLUFunction.forward": "MLP",
+            "next_steps.layers.fused_layer:SwiGLULinearFunction.forward": "MLP",
         },
         memory={
             "activations": "computes the outputs of norms and SwiGLU again in the backward",

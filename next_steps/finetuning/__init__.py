@@ -1,4 +1,1 @@
-"""Training in other ways: any kernels, checkpoints, distillation, other libraries.
-
-May import the rooms up to memory.
-"""
+"""Training in other ways: checkpoints, distillation, opponents.  May import rooms up to memory."""

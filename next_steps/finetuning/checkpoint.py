@@ -1,11 +1,8 @@
 """Checkpoints: a run that was ended goes on as if it had not been, to the bit (docs/resume.md).
 
-    python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100
-    python finetune_optimized.py --kernels all --checkpoint DIR --checkpoint-every 100 --resume DIR
-
 What is saved: parameters, AdamW's moments and its count of steps.  All else that a step depends on
 comes from the flags and from --model, which must be the same.  No state of a random generator is
-saved: nothing in a step draws from one.  A model with dropout would draw, and is refused.
+saved: nothing in a step draws from one.
 
 torch.distributed.checkpoint writes and reads the tensors: each process writes the parts that it
 holds.  Training waits until the tensors are copied into the host's memory, and goes on while a
@@ -43,17 +40,12 @@ from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
 from harness.steps.parallel import TIMEOUT
 from harness.training import checkpoint_files
-from harness.training.checkpoint_files import NAMED, all_in
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
 from next_steps.lessons.adamw_optimizer import TritonAdamW
-from next_steps.patches.offload import host_memory
+from next_steps.patches.offload import OF_THE_HOST, host_memory
 
-OF_THE_HOST = 0.9  # the share of the host's free memory that a copy may take
-SIGNALS = signal.SIGINT, signal.SIGTERM
-
-
-# ---------------------------------------------------------------- the tensors
+ONE_PROCESS = "torch.distributed is disabled"  # PyTorch's warning: without torchrun that is so
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -90,7 +82,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, f
     make_states(optimizer)
     with reading(f"the checkpoint {path}"):
         try:
-            expect_one_process()
+            warnings.filterwarnings("ignore", ONE_PROCESS)
             dcp.load(tensors_of(model, optimizer), checkpoint_id=path)
         except dcp.CheckpointException as error:  # not an Exception
             raise ValueError(cause(error)) from error
@@ -117,11 +109,10 @@ def write(
 ) -> Path:
     """Write tensors and facts as the checkpoint of a step, and remove older ones.
 
-    Whenever this is interrupted, the checkpoint before is still there, or the new one is whole.
     All processes call this function, each with its `share_of` the tensors.  The processes talk by
     `group`; a thread needs one that nothing else uses.
     """
-    path = Path(folder) / f"{NAMED}{facts['step']}"
+    path = Path(folder) / f"{checkpoint_files.NAMED}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -129,7 +120,7 @@ def write(
             checkpoint_files.remove_unfinished(folder)
             unfinished.mkdir(parents=True)
         wait_for_all(group)
-        expect_one_process()
+        warnings.filterwarnings("ignore", ONE_PROCESS)
         dcp.save(tensors, storage_writer=Writer(unfinished), process_group=group)
         if first:
             checkpoint_files.complete(unfinished, path, json.dumps(facts), keep)
@@ -138,7 +129,7 @@ def write(
         if first:  # a full disk has room for other files again
             shutil.rmtree(unfinished, ignore_errors=True)
         why = cause(error) if isinstance(error, dcp.CheckpointException) else error.strerror
-        kept = f"; {there[-1]} is still there" if (there := all_in(folder)) else ""
+        kept = f"; {there[-1]} is still there" if (there := checkpoint_files.all_in(folder)) else ""
         raise RunError(f"no checkpoint could be written to {folder}: {why}{kept}") from error
     return path
 
@@ -160,11 +151,6 @@ class Writer(dcp.FileSystemWriter):
             raise
 
 
-def expect_one_process() -> None:
-    """Silence PyTorch's warning that there is one process: without torchrun that is so."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-
-
 def wait_for_all(group: dist.ProcessGroup | None) -> None:
     """Wait until every process is here; a process alone does not wait."""
     if dist.is_initialized():
@@ -176,9 +162,6 @@ def cause(error: dcp.CheckpointException) -> str:
     first, _ = next(iter(error.failures.values()))
     said = first.strerror if isinstance(first, OSError) else str(first)
     return " ".join(str(said).split()) or type(first).__name__
-
-
-# ---------------------------------------------------------------- around a run's steps
 
 
 def refuse_random_numbers(model: torch.nn.Module) -> None:
@@ -211,9 +194,9 @@ def available_memory() -> int:
 class Keeper(contextlib.AbstractContextManager):
     """Writes a run's checkpoints; in its context, SIGINT and SIGTERM end the run after its step.
 
-    A thread writes from a copy, while training goes on.  The next checkpoint, and the end of the
-    run, wait for the one under way.  When a signal ends the run, its checkpoint is written at once.
-    A second signal ends the process.  Without a folder the keeper does nothing.
+    The next checkpoint, and the end of the run, wait for the one under way.  When a signal ends the
+    run, its checkpoint is written at once.  A second signal ends the process.  Without a folder the
+    keeper does nothing.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, checkpoints: Checkpoints):
@@ -241,7 +224,7 @@ class Keeper(contextlib.AbstractContextManager):
         n_bytes = 3 * sum(p.numel() * p.element_size() for p in trained)  # with two moments
         last, taken = self.run.workload.steps - 1, len(self.run.losses)
         to_come = last // every - taken // every if every else 1
-        n = min(to_come, keep + 1 - min(keep, len(all_in(folder))))
+        n = min(to_come, keep + 1 - min(keep, len(checkpoint_files.all_in(folder))))
         free = shutil.disk_usage(folder).free
         if n * n_bytes > free:
             given = f"--checkpoint {folder} has {free / 1e9:,.3g} GB of room"
@@ -250,7 +233,8 @@ class Keeper(contextlib.AbstractContextManager):
 
     def __enter__(self) -> "Keeper":
         if self.checkpoints.folder:
-            self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.note)
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -294,22 +278,23 @@ class Keeper(contextlib.AbstractContextManager):
         if due or (self.under_way and (last or self.under_way.done())):
             start = time.perf_counter()
             self.finish_writing()
-            if due and not self.begin_writing(may_copy=not number):
-                self.finish_writing()
+            if due:
+                self.begin_writing(may_copy=not number)
             self.seconds[-1] += time.perf_counter() - start  # of the checkpoint begun last
         if number:
             print(f"Ended after step {step}: --resume {self.checkpoints.folder} goes on from there")
             self.end(number)
 
-    def begin_writing(self, may_copy: bool) -> bool:
-        """Have a thread write this step's checkpoint; return True if it writes from a copy."""
+    def begin_writing(self, may_copy: bool) -> None:
+        """Have a thread write this step's checkpoint; without a copy, wait until it is written."""
         tensors = share_of(tensors_of(self.run.model, self.optimizer))
         copied = self.copied(tensors) if may_copy else None
         facts = copy.deepcopy(self.facts())  # the run adds to its lists
         folder, keep = self.checkpoints.folder, self.checkpoints.keep
         written = tensors if copied is None else copied
         self.under_way = self.thread.submit(write, folder, written, facts, keep, self.group)
-        return copied is not None
+        if copied is None:
+            self.finish_writing()
 
     def finish_writing(self) -> None:
         """Wait for the checkpoint that is being written, if one is, and print where it is."""
@@ -318,25 +303,26 @@ class Keeper(contextlib.AbstractContextManager):
             print(f"Checkpoint written to {future.result()}", flush=True)
 
     def copied(self, tensors: dict) -> dict | None:
-        """Copy the tensors to the host's memory, the same each time; None: it has no room."""
-        if self.copies and self.stager is None:
-            held = (t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(tensors))
-            n_bytes, room = sum(t.nbytes for t in held), available_memory()
-            if n_bytes > OF_THE_HOST * room:
-                needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
-                self.do_without_copies(f"{needed} and the host has {room / 1e9:,.3g}")
-            self.stager = StateDictStager(pin_memory=HAS_GPU)
-        if self.copies:
-            try:
-                return self.stager.stage(tensors)
-            except RuntimeError as error:  # the host cannot allocate or pin so much
-                self.do_without_copies(str(error).partition("\n")[0])
-        return None
+        """Copy the tensors to the host's memory, the same each time.
 
-    def do_without_copies(self, why: str) -> None:
-        """Let training wait for the disk from now on."""
-        self.copies, self.stager = False, None
-        print(f"Training waits until each checkpoint is written: {why}", flush=True)
+        If the host has no room, return None.  Then training waits for the disk from now on.
+        """
+        if not self.copies:
+            return None
+        try:
+            if self.stager is None:
+                held = (t.to_local() if isinstance(t, DTensor) else t for t in tree_leaves(tensors))
+                n_bytes, room = sum(t.nbytes for t in held), available_memory()
+                if n_bytes > OF_THE_HOST * room:
+                    needed = f"a copy of what is saved takes {n_bytes / 1e9:,.3g} GB"
+                    raise RuntimeError(f"{needed} and the host has {room / 1e9:,.3g}")
+                self.stager = StateDictStager(pin_memory=HAS_GPU)
+            return self.stager.stage(tensors)
+        except RuntimeError as error:  # or the host cannot allocate or pin so much
+            why = str(error).partition("\n")[0]
+            print(f"Training waits until each checkpoint is written: {why}", flush=True)
+            self.copies, self.stager = False, None
+            return None
 
     def facts(self) -> dict:
         """Return what is written beside the tensors; see harness/training/resuming.py."""

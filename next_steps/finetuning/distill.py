@@ -50,12 +50,10 @@ def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: Llam
             f"of {teacher_config.vocab_size}; name two models with the same"
         )
     n_layers = config.num_hidden_layers
-    if asked is None:
-        n_kept = n_layers // 2 if same_place(model, teacher) else n_layers
-    elif asked < n_layers:
-        n_kept = asked
-    else:
+    if asked is not None and asked >= n_layers:
         raise UserError(f"--student-layers {asked} is not fewer than the {n_layers} of {model}")
+    by_default = n_layers // 2 if same_place(model, teacher) else n_layers
+    n_kept = by_default if asked is None else asked
     if n_kept == 0:
         alone = f"{teacher} has a single layer, which cannot be halved"
         raise UserError(f"{alone}; name a smaller --model")
@@ -123,8 +121,7 @@ def learn_from(
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     """Load the model to train, with its teacher behind its loss.
 
-    Returns the student; the workload with the student's layers, the temperature and the loss's
-    kernel filled in; what else a record says about the teacher.
+    Returns the student; the workload with what was left to choose; what else a record says.
     """
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))

@@ -37,9 +37,8 @@ def train(
     """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
     parallel.start(workload)
     with checkpoints.claimed():
-        path = before = None
-        if checkpoints.resume is not None:
-            path, before = resuming.read(checkpoints.resume, workload)
+        resumes = checkpoints.resume is not None
+        path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
         model, called, optimizer = prepare(workload)
         if checkpoints.is_asked:
             checkpoint.refuse_random_numbers(model)

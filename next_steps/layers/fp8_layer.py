@@ -22,22 +22,17 @@ question of fused_layer.py returns: where does one autograd Function end and the
        dx  = dout @ w        dout (N, O) as it is rounded, w turned into (I, O)
        dw  = dout.t() @ x    both turned: (O, N), (I, N)
 
-   `transpose_rows` turns codes, a byte in and a byte out.  The weights' codes no longer exist in
-   the backward, but their largest scale is known from the forward.  So `quantize_transposed` rounds
-   and turns the weights in one pass.
-
-Only that scale is kept in FP8 from forward to backward.  Weights are rounded where they are used,
-in the forward and again in the backward.  Each norm's and o's x is kept in bf16, and so are gate
-and up: what fused_layer.py keeps at the level mlp of recompute.py.
+Only the weights' largest scale is kept in FP8 from forward to backward.  With it
+`quantize_transposed` rounds and turns the weights in one pass.  Each norm's and o's x is kept in
+bf16, and so are gate and up: what fused_layer.py keeps at the level mlp of recompute.py.
 
 `mode` says how the weights' gradients are made:
 
     all      by products of FP8, too
-    inputs   by products of the bf16 tensors, as without FP8; outputs and the inputs' gradients are
-             products of FP8.  A step whose tokens are no multiple of 16 makes them so, too
+    inputs   by products of the bf16 tensors, as without FP8.  A step whose tokens are no multiple
+             of 16 makes them so, too
 
-The embedding, attention, residuals, the norms' statistics and gradients, the head and the loss, the
-weights, their gradients and the optimizer stay in bf16.
+All other parts of the model, its weights, their gradients and the optimizer stay in bf16.
 
 Limits: no bias, no adapter, no quantized weight, O and I multiples of 16; no second derivative.
 """
@@ -79,7 +74,12 @@ def input_gradient(dout, weights, scale):
 
 
 def weight_gradients(dout, x, weights, needed):
-    """Return dw (O, I), or None, of each weight; of Rows dout (N, sum of O) and x (N, I)."""
+    """Return dw (O, I), or None, of each weight; of Rows dout (N, sum of O) and x (N, I).
+
+    If x was not rounded, it is a tensor, and dout is a list of tensors (N, O).
+    """
+    if not isinstance(x, Rows):
+        return [part.t() @ x if need else None for part, need in zip(dout, needed)]
     dout, x = transpose_rows(dout), transpose_rows(x)  # (sum of O, N), (I, N)
     dtype, sizes = weights[0].dtype, [len(weight) for weight in weights]
     if all(needed):
@@ -89,11 +89,6 @@ def weight_gradients(dout, x, weights, needed):
         fp8_product(Rows(codes, scales), x, dtype, fast=True) if need else None
         for codes, scales, need in of_each
     ]
-
-
-def exact_weight_gradients(douts, x, needed):
-    """Return the same of tensors that were not rounded: each dout (N, O), and x (N, I)."""
-    return [dout.t() @ x if need else None for dout, need in zip(douts, needed)]
 
 
 def takes_weight_gradients(mode: str, n_rows: int) -> bool:
@@ -115,12 +110,10 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
     need_x, need_norm_weight, *need_weights = needed
     rows = as_rows(x)  # (N, H)
     gradients = [None] * len(weights)
-    if any(need_weights) and douts is None:
-        y, _ = rmsnorm_fp8(rows, norm_weight, ctx.eps)  # again
-        gradients = weight_gradients(dout, y, weights, need_weights)
-    elif any(need_weights):
-        y, _ = rmsnorm_forward(rows, norm_weight, ctx.eps)  # again
-        gradients = exact_weight_gradients(douts, y, need_weights)
+    if any(need_weights):
+        norm, of_results = (rmsnorm_fp8, dout) if douts is None else (rmsnorm_forward, douts)
+        y, _ = norm(rows, norm_weight, ctx.eps)  # again
+        gradients = weight_gradients(of_results, y, weights, need_weights)
     if not (need_x or need_norm_weight):
         return [None, None, *gradients]
 
@@ -129,9 +122,6 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
     if dresidual is not None:
         dx.add_(dresidual)
     return [dx, dnorm_weight, *gradients]
-
-
-# ---- For autograd
 
 
 class NormFP8LinearFunction(torch.autograd.Function):
@@ -196,11 +186,9 @@ class FP8LinearFunction(torch.autograd.Function):
         in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
         rounded = quantize_rows(*douts) if in_fp8 or need_x else None
         dx = dw = None
-        if need_weight and in_fp8:
-            x = quantize_rows(as_rows(x))  # again
-            (dw,) = weight_gradients(rounded, x, [weight], [True])
-        elif need_weight:
-            (dw,) = exact_weight_gradients(douts, as_rows(x), [True])
+        if need_weight:
+            x = quantize_rows(as_rows(x)) if in_fp8 else as_rows(x)  # again
+            (dw,) = weight_gradients(rounded if in_fp8 else douts, x, [weight], [True])
         if need_x:
             dx = input_gradient(rounded, [weight], scale).view(ctx.shape)
         return dx, None, dw
@@ -239,13 +227,12 @@ class FP8MLPFunction(torch.autograd.Function):
         dw_down = douts = None
         if in_fp8:
             dboth, inner = swiglu_fp8_backward(dinner, gate, up)  # (N, 2 I), (N, I)
-            if need_down:
-                (dw_down,) = weight_gradients(rounded, inner, [w_down], [True])
         else:
             dgate, dup, inner = swiglu_backward(dinner, gate, up, need_y=need_down)
             douts, dboth = [dgate, dup], quantize_rows(dgate, dup)
-            if need_down:
-                (dw_down,) = exact_weight_gradients([dout], inner, [True])
+        if need_down:
+            of_results = rounded if in_fp8 else [dout]
+            (dw_down,) = weight_gradients(of_results, inner, [w_down], [True])
         del dinner, inner, rounded  # memory for what follows
         saved = ctx, x, norm_weight, rstd, scale, weights
         needed = need_x, need_norm_weight, *need_weights

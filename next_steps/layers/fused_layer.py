@@ -11,27 +11,16 @@ Function ends and the next begins.
 
 A matrix product y @ w.t() needs y again in its backward, for dw = dout.t() @ y, so autograd keeps
 y.  But computing y = RMSNorm(x) again costs one pass over x, and x is kept anyway as the residual.
-The same holds for silu(gate) * up.  A Function around norm and products keeps x alone.  Kept per
-token and layer, bf16, in LLaMA 3.1 8B (H = 4,096), KiB:
-
-    residual before attention and before the MLP                2 x 8    kept
-    norm output, twice                                          2 x 8    computed again
-    q, k, v after the rotary embedding;
-        attention output                           8 + 2 + 2 + 8 = 20    kept
-    gate and up                                                2 x 28    kept (a product each)
-    silu(gate) * up                                                28    computed again
-                                                            136 -> 92
-
-The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0 passes more: the backward
-of SwiGLU has gate and up in registers when it computes their gradients, and writes silu(gate) * up
-on the way.  Where there is memory to spare, keep_norm and keep_product keep the two instead: the
-levels of recompute.py.
+The same holds for silu(gate) * up, which the backward of SwiGLU writes on the way.  A Function
+around norm and products keeps x alone: per token and layer of LLaMA 3.1 8B 92 KiB in bf16, where
+autograd keeps 136.  The prediction for 32 layers and 8,192 tokens: 11.8 GB less, for 2 x 2 + 0
+passes more.  docs/fused_layer.md has the count.  Where there is memory to spare, keep_norm and
+keep_product keep the two instead: the levels of recompute.py.
 
 Two more things that autograd does, and a Function does better:
 
-1. Several products share one input, so its gradient is a sum.  Autograd lets each product write its
-   part and adds them up afterwards, at three passes per addition.  `addmm_` adds as the product
-   stores its result: no pass of its own.
+1. Several products share one input, so its gradient is a sum.  Autograd adds their parts up
+   afterwards, at three passes per addition.  `addmm_` adds as the product stores its result.
 2. The residual has two users, the norm and the addition after it, so its gradient is a sum too.
    norm_linear returns x as its first result.  So the gradient of the branch around the norm arrives
    in the same backward.
@@ -46,24 +35,10 @@ import torch
 from torch.nn.functional import linear
 
 from kernel_support import refuse_second_derivative
-from next_steps.layers.lora_linear import (
-    arguments,
-    as_rows,
-    input_gradient,
-    lora_linear,
-    needs_input,
-    parameter_gradients,
-    products,
-    thin_gradient,
-)
+from next_steps.layers import lora_linear as lora
+from next_steps.layers.lora_linear import as_rows
+from next_steps.lessons import swiglu_kernel as swiglu
 from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
-from next_steps.lessons.swiglu_kernel import (
-    TritonSwiGLUFunction,
-    may_overwrite_saved,
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_reference,
-)
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 
 
@@ -75,7 +50,7 @@ def norm_linear_reference(x, norm_weight, eps, *weights):
 
 def swiglu_linear_reference(gate, up, weight):
     """Return eager (silu(gate) * up) @ weight.t() of gate, up (..., I) and weight (O, I)."""
-    return linear(swiglu_reference(gate, up), weight)
+    return linear(swiglu.swiglu_reference(gate, up), weight)
 
 
 class NormLinearFunction(torch.autograd.Function):
@@ -90,7 +65,7 @@ class NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, keep, add, scales, bases, *tensors):
         y, rstd = rmsnorm_forward(x, norm_weight, eps)  # (..., H), (N,) fp32
-        outs, h, stacked = products(y, scales, bases, tensors, add)
+        outs, h, stacked = lora.products(y, scales, bases, tensors, add)
         ctx.eps, ctx.add, ctx.scales, ctx.bases = eps, add, scales, bases
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
         weights, b = tensors[::3], tensors[2::3]
@@ -115,17 +90,17 @@ class NormLinearFunction(torch.autograd.Function):
         douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
         need_dy = need_x or need_norm_weight
         if ctx.add and (need_dy or any(needed[1::3])):
-            dh = thin_gradient(douts, h, ctx.scales, b)
-        if needs_input(douts, needed):
+            dh = lora.thin_gradient(douts, h, ctx.scales, b)
+        if lora.needs_input(douts, needed):
             if y is None:
                 y = rmsnorm_forward(x, norm_weight, ctx.eps)[0]  # again
             y = as_rows(y)  # (N, H)
-        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
+        gradients = lora.parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
         del y
         if not need_dy:
             return *[None] * 7, *gradients
 
-        dy = input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
+        dy = lora.input_gradient(douts, dh, stacked, ctx.bases, weights)  # (N, H)
         dy = dy.view(x.shape)
         dx, dnorm_weight = rmsnorm_backward(dy, x, norm_weight, rstd, need_norm_weight)
         if dresidual is not None:
@@ -134,51 +109,23 @@ class NormLinearFunction(torch.autograd.Function):
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`.apply(gate, up, scales, bases, *tensors)`: one projection (..., O) of silu(gate) * up.
+    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and one projection.
 
-    gate, up (..., I).  The backward overwrites gate and up: use them nowhere else.  With
-    retain_graph=True, or where one of them needs no gradient, gradients get memory of their own.
-    """
-
-    @staticmethod
-    def forward(ctx, gate, up, scales, bases, *tensors):
-        (out,), h, stacked = products(swiglu_forward(gate, up), scales, bases, tensors)
-        ctx.scales, ctx.bases = scales, bases
-        weight, _, b = tensors
-        ctx.save_for_backward(gate, up, h, stacked, weight, b)
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        refuse_second_derivative("The fused layer")
-        gate, up, h, stacked, weight, b = ctx.saved_tensors
-        need_gate, need_up, _, _, *needed = ctx.needs_input_grad
-        inplace = may_overwrite_saved() and need_gate and need_up
-        douts = [as_rows(dout)]  # (N, O)
-        dh = thin_gradient(douts, h, ctx.scales, [b])
-        dy = input_gradient(douts, dh, stacked, ctx.bases, [weight])  # (N, I)
-        need_y = needs_input(douts, needed)
-        dgate, dup, y = swiglu_backward(
-            dy.view(gate.shape), gate, up, inplace=inplace, need_y=need_y
-        )
-        y = as_rows(y) if need_y else None
-        gradients = parameter_gradients(y, douts, h, dh, ctx.scales, [b], needed)
-        return dgate, dup, None, None, *gradients
-
-
-class LoRASwiGLUFunction(torch.autograd.Function):
-    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and down_proj.
-
-    gate and up (..., I) lack their adapters: h (N, both R), b_gate and b_up (I, R).  down_proj has
-    base or w (O, I), a (R, I) and b (O, R).  scales: of gate, up and down.  Returns (..., O).
+    Returns (..., O) of gate and up (..., I).  The projection has base or w (O, I), and a (R, I) and
+    b (O, R) or None.  If gate and up lack their adapters, h is (N, both R), and b_gate and b_up are
+    (I, R); these three are None otherwise.  scales: of gate, up and the projection.
     keep: keep SwiGLU's result for the backward, instead of computing it again.  The backward
-    overwrites gate and up, except with retain_graph=True: use them nowhere else.
+    overwrites gate and up: use them nowhere else.  With retain_graph=True, or where one of them
+    needs no gradient, gradients get memory of their own.
     """
 
     @staticmethod
     def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b):
-        y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
-        (out,), h_down, _ = products(y, scales[2:], (base,), (w, a, b))
+        if h is None:
+            y = swiglu.swiglu_forward(gate, up)
+        else:
+            y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
+        (out,), h_down, _ = lora.products(y, scales[2:], (base,), (w, a, b))
         ctx.scales, ctx.base = scales, base
         y = y if keep else None
         ctx.save_for_backward(gate, up, y, h, b_gate, b_up, h_down, w, a, b)
@@ -191,21 +138,27 @@ class LoRASwiGLUFunction(torch.autograd.Function):
         need_gate, need_up, need_h, _, _, _, need_b_gate, need_b_up, *needed = ctx.needs_input_grad
         scales, last_scale = ctx.scales[:2], ctx.scales[2:]
         dout = [as_rows(dout)]  # (N, O)
-        dh_down = thin_gradient(dout, h_down, last_scale, [b])
-        dy = input_gradient(dout, None, None, [ctx.base], [w])  # (N, I), without the adapter
-        need_y = needs_input(dout, needed)
-        dgate, dup, again = lora_swiglu_backward(
-            dy.view(gate.shape), gate, up, h, scales, b_gate, b_up, dh_down, a,
-            inplace=may_overwrite_saved() and need_gate and need_up,
-            need_y=need_y and y is None,
-        )  # fmt: skip
+        dh_down = lora.thin_gradient(dout, h_down, last_scale, [b])
+        need_y = lora.needs_input(dout, needed)
+        options = {
+            "inplace": swiglu.may_overwrite_saved() and need_gate and need_up,
+            "need_y": need_y and y is None,
+        }
+        if h is None:
+            dy = lora.input_gradient(dout, dh_down, a, [ctx.base], [w])  # (N, I)
+            dgate, dup, again = swiglu.swiglu_backward(dy.view(gate.shape), gate, up, **options)
+        else:  # the kernel adds the adapter to dy
+            dy = lora.input_gradient(dout, None, None, [ctx.base], [w]).view(gate.shape)
+            dgate, dup, again = lora_swiglu_backward(
+                dy, gate, up, h, scales, b_gate, b_up, dh_down, a, **options
+            )
         y = as_rows(again if y is None else y) if need_y else None
-        gradients = parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
+        gradients = lora.parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
 
         douts, bs = [as_rows(dgate), as_rows(dup)], (b_gate, b_up)
         needed_b = (False, False, need_b_gate, False, False, need_b_up)
-        of_b = parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
-        dh = thin_gradient(douts, h, scales, bs) if need_h else None
+        of_b = lora.parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
+        dh = lora.thin_gradient(douts, h, scales, bs) if need_h else None
         return dgate, dup, dh, None, None, None, *of_b, *gradients
 
 
@@ -215,7 +168,7 @@ def norm_linear(x, norm, *projections, keep_norm=False):
     norm is a TritonRMSNorm or a LlamaRMSNorm.  `is_product` of lora_linear.py says what the
     projections may be.  keep_norm: keep norm(x) for the backward, instead of computing it again.
     """
-    scales, bases, tensors = arguments(projections)
+    scales, bases, tensors = lora.arguments(projections)
     return NormLinearFunction.apply(
         x, norm.weight, norm.variance_epsilon, keep_norm, True, scales, bases, *tensors
     )
@@ -227,11 +180,12 @@ def swiglu_linear(gate, up, projection, keep_product=False):
     keep_product: autograd keeps silu(gate) * up for the gradient of the projection's weight.  The
     backward still overwrites gate and up.
     """
-    if keep_product:
-        (out,) = lora_linear(TritonSwiGLUFunction.apply(gate, up, True), projection)
+    if keep_product:  # a layer that runs twice stops before the projection
+        (out,) = lora.lora_linear(swiglu.TritonSwiGLUFunction.apply(gate, up, True), projection)
         return out
-    scales, bases, tensors = arguments([projection])
-    return SwiGLULinearFunction.apply(gate, up, scales, bases, *tensors)
+    (scale,), (base,), tensors = lora.arguments([projection])
+    scales = None, None, scale
+    return SwiGLULinearFunction.apply(gate, up, None, False, scales, base, None, None, *tensors)
 
 
 def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_product=False):
@@ -241,7 +195,7 @@ def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_produ
     adapters, the kernels of lora_swiglu.py add them.  In fp32 these kernels are not used, because
     the GPU multiplies fp32 on no matrix unit.
     """
-    scales, bases, tensors = arguments([gate_proj, up_proj, down_proj])
+    scales, bases, tensors = lora.arguments([gate_proj, up_proj, down_proj])
     ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::3]]
     if x.dtype == torch.float32 or max(ranks) > LARGEST_RANK:
         residual, gate, up = norm_linear(x, norm, gate_proj, up_proj, keep_norm=keep_norm)
@@ -250,7 +204,7 @@ def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_produ
         x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:6]
     )
     b_gate, b_up, *of_down = tensors[2], tensors[5], *tensors[6:]
-    out = LoRASwiGLUFunction.apply(
+    out = SwiGLULinearFunction.apply(
         gate, up, h, keep_product, scales, bases[2], b_gate, b_up, *of_down
     )
     return residual, out

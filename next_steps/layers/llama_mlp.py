@@ -13,13 +13,9 @@ gate, up = x @ w_gate.t(), x @ w_up.t() and y = silu(gate) * up of N rows:
     dx      = dgate @ w_gate + dup @ w_up
 
 Autograd would keep silu and y, because products follow that need them.  But the kernel has gate
-and up in registers anyway when it computes their gradients, and writes y on the way.  Bytes saved
-for the backward, per bf16 element of gate:
-
-                eager                       one Function            ratio
-    saved       gate, up, silu, y    8      gate, up         4      2.0
-
-In one of LLaMA 3.1 8B's 32 layers (I = 14,336), 8,192 tokens save 470 MB and not 940 MB.
+and up in registers anyway when it computes their gradients, and writes y on the way.  Per bf16
+element of gate, eager saves 8 bytes for the backward (gate, up, silu, y), and one Function 4 (gate,
+up).  In one of LLaMA 3.1 8B's 32 layers (I = 14,336), 8,192 tokens save 470 MB and not 940 MB.
 
 Limits: those of the kernel; no second derivative.
 """
@@ -28,13 +24,7 @@ import torch
 
 from harness.model.exact_modules import has_global_hooks, is_matrix
 from kernel_support import refuse_second_derivative
-from next_steps.lessons.swiglu_kernel import (
-    TritonSwiGLU,
-    may_overwrite_saved,
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_reference,
-)
+from next_steps.lessons import swiglu_kernel as swiglu
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
@@ -48,19 +38,19 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])  # (N, H)
         gate, up = rows @ w_gate.t(), rows @ w_up.t()  # (N, I)
         ctx.save_for_backward(x, gate, up, w_gate, w_up, w_down)
-        out = swiglu_forward(gate, up) @ w_down.t()  # (N, H)
+        out = swiglu.swiglu_forward(gate, up) @ w_down.t()  # (N, H)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx, dout):
         refuse_second_derivative("SwiGLU in Triton")
-        inplace = may_overwrite_saved()  # only this Function holds gate, up and dy
+        inplace = swiglu.may_overwrite_saved()  # only this Function holds gate, up and dy
         x, gate, up, w_gate, w_up, w_down = ctx.saved_tensors
         need_x, need_w_gate, need_w_up, need_w_down = ctx.needs_input_grad
         dout = dout.reshape(-1, dout.shape[-1])  # (N, H)
         rows = x.reshape(-1, x.shape[-1])  # (N, H)
         dy = dout @ w_down  # (N, I)
-        dgate, dup, y = swiglu_backward(dy, gate, up, inplace=inplace, need_y=need_w_down)
+        dgate, dup, y = swiglu.swiglu_backward(dy, gate, up, inplace=inplace, need_y=need_w_down)
         dw_down = dout.t() @ y if need_w_down else None
         del dy, y  # the same memory, which the products below may use
         dw_gate = dgate.t() @ rows if need_w_gate else None
@@ -86,7 +76,7 @@ class TritonLlamaMLP(torch.nn.Module):
         self.gate_proj = gate_proj
         self.up_proj = up_proj
         self.down_proj = down_proj
-        self.act_fn = TritonSwiGLU()
+        self.act_fn = swiglu.TritonSwiGLU()
 
     @classmethod
     def from_llama_mlp(cls, module: torch.nn.Module) -> "TritonLlamaMLP":
@@ -108,5 +98,5 @@ class TritonLlamaMLP(torch.nn.Module):
             return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
         gate, up = self.gate_proj(x), self.up_proj(x)
         # the kernel refuses float64: a model that was cast to float64 runs without the kernel
-        act = swiglu_reference if gate.dtype == torch.float64 else self.act_fn
+        act = swiglu.swiglu_reference if gate.dtype == torch.float64 else self.act_fn
         return self.down_proj(act(gate, up))

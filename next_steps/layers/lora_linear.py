@@ -25,21 +25,9 @@ q, k and v share x, as do gate and up.  So their a, one below the other, are one
 once for all of their h, and dh @ a is one addition for all of them.  The matrix costs a copy of
 3 x 16 x 4,096 numbers, 0.4 MB.  Reading x once more, at 8,192 tokens, costs 67 MB.
 
-Counted in numbers that are moved per token in one layer of LLaMA 3.1 8B, adapters on all seven
-projections, beyond those of the products with w.  The results are together 43,008 wide, the inputs
-38,912 if each projection reads its own, 26,624 if those that share one read it once:
-
-                                       peft               one Function
-    forward   h                      1 x 38,912            1 x 26,624
-              out                    6 x 43,008            2 x 43,008
-    backward  dout                   4 x 43,008            2 x 43,008
-              da                     1 x 38,912            1 x 26,624
-              dx                     4 x 38,912            2 x 26,624
-              dx, shared             9 x  4,096            3 x  4,096
-                                       700,416               290,816         2.4 times fewer
-
-The prediction for 32 layers and 8,192 tokens in bf16: 367 GB and 152 GB, which is 92 and 38 ms at
-4.0 TB/s.  lora_swiglu.py saves 86,016 of ours.
+Beyond the products with w, with adapters on all seven projections of LLaMA 3.1 8B, peft moves
+700,416 numbers per token and layer, and these products 290,816, of which lora_swiglu.py saves
+86,016.  docs/lora_linear.md counts them, and predicts times.
 
 A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
 and the sum.
@@ -95,7 +83,7 @@ def products(x, scales, bases, tensors, add=True):
         h = as_rows(x) @ stacked.t()
     outs = []
     for weight, base, h_one, b_one, scale in zip(weights, bases, parts(h, b), b, scales):
-        out = linear(x, weight if base is None else weight_of(base))
+        out = linear(x, weight if base is None else base.dequantized())
         if add and b_one is not None:
             as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
         outs.append(out)
@@ -144,7 +132,7 @@ def input_gradient(douts, dh, stacked, bases, weights):
     dx = None
     for dout, base, weight in zip(douts, bases, weights):
         if dout is not None:
-            weight = weight if base is None else weight_of(base)
+            weight = weight if base is None else base.dequantized()
             dx = dout @ weight if dx is None else dx.addmm_(dout, weight)
     return dx if dh is None else dx.addmm_(dh, stacked)
 
@@ -168,9 +156,6 @@ def needs_input(douts, needed) -> bool:
     """Return True if a gradient of the parameters takes the projections' input."""
     both = zip(douts, needed[::3], needed[1::3])
     return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
-
-
-# ---- For autograd
 
 
 class LoRALinearFunction(torch.autograd.Function):
@@ -213,11 +198,11 @@ class LoRALinearFunction(torch.autograd.Function):
 def lora_linear(x: torch.Tensor, *projections: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Return projection(x) (..., O) of x (..., I), for each of the projections.
 
-    All modules are called as they are if one of them is no adapted projection of x's dtype
-    (`is_adapted`), under autocast, and if hooks watch all modules.
+    All modules are called as they are if one of them is not `is_adapted`, under autocast, and if
+    hooks watch all modules.
     """
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    fits = all(is_adapted(p) and has_dtype(p, x.dtype) for p in projections)
+    fits = all(is_adapted(projection, x.dtype) for projection in projections)
     if has_global_hooks() or autocast or not fits:
         return tuple(projection(x) for projection in projections)
     scales, bases, tensors = arguments(projections)
@@ -242,17 +227,12 @@ def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, lis
 # ---- Which modules the products stand for
 
 
-def weight_of(base: torch.nn.Module) -> torch.Tensor:
-    """Return the weight (O, I) of a base layer.  A quantized layer makes its weight anew."""
-    return base.dequantized() if is_quantized(base) else base.weight
-
-
 def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if `products` can stand for a linear layer whose input has this dtype.
 
     The layer may be quantized.  It may have an adapter, which must have the input's dtype.
     """
-    return is_base(module) or (is_adapted(module) and has_dtype(module, dtype))
+    return is_base(module) or is_adapted(module, dtype)
 
 
 def is_base(layer: torch.nn.Module) -> bool:
@@ -266,12 +246,11 @@ def is_quantized(layer: torch.nn.Module) -> bool:
     return hasattr(type(layer), "dequantized")
 
 
-def is_adapted(module: torch.nn.Module) -> bool:
+def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if peft's LoRA computes x @ w.t() + s * (x @ a.t()) @ b.t() and nothing else.
 
-    Each call asks anew, because adapters may have been merged, disabled or exchanged.  The answer
-    is False with dropout, a bias, a variant such as DoRA, several active adapters, hooks, or an
-    adapter of another dtype.
+    Each call asks anew, because adapters may have been merged, disabled or exchanged.  `dtype` is
+    x's.  lora_variant: DoRA and the like.
     """
     if not is_peft(module) or module.disable_adapters or module.merged:
         return False
@@ -286,18 +265,11 @@ def is_adapted(module: torch.nn.Module) -> bool:
     if not (without_dropout and linears and is_base(base)):
         return False
     layers = module, a, b, module.lora_dropout[name]
-    dtypes = {a.weight.dtype, b.weight.dtype}
-    if not is_quantized(base):
-        dtypes.add(base.weight.dtype)
-    return len(dtypes) == 1 and all(map(is_unchanged, layers))
+    weights = [a.weight, b.weight, *([] if is_quantized(base) else [base.weight])]
+    of_dtype = all(weight.dtype == dtype for weight in weights)
+    return of_dtype and all(map(is_unchanged, layers))
 
 
 def is_peft(module: torch.nn.Module) -> bool:
     """Return True for peft's module around a linear layer, in whatever state."""
     return (type(module).__module__, type(module).__name__) == PEFT
-
-
-def has_dtype(projection: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if the adapter of an adapted projection has this dtype."""
-    (name,) = projection.active_adapters
-    return projection.lora_A[name].weight.dtype == dtype

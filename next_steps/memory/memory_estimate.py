@@ -45,19 +45,15 @@ def try_kernels(workload: Workload) -> None:
 
 def estimate(config: LlamaConfig, workload: Workload) -> dict:
     """Return the peak of a training step in bytes, its stage, and what it is made of."""
-    ledger = run_step(config, workload)
-    return {
-        "kernels": list(workload.kernels),
-        **account_of_estimate(ledger, workspaces=2 * CUBLAS_WORKSPACE),
-    }
+    account = account_of_estimate(run_step(config, workload), workspaces=2 * CUBLAS_WORKSPACE)
+    return {"kernels": list(workload.kernels), **account}
 
 
 def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload beside the baseline's, and write the record."""
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
     baseline = replace(workload, kernels=(), fp8=None, recompute=None, offload=False)
-    differs = workload.kernels or workload.recompute or workload.offload
-    workloads = [baseline, workload] if differs else [baseline]
+    workloads = [baseline] if workload == baseline else [baseline, workload]
     record = {
         "kind": "estimate",
         "environment": run_records.environment(),
@@ -95,15 +91,14 @@ def render(record: dict) -> str:
     kept = [e["kept_in_layers"] for e in estimates]
     in_layers = [sum(table.values()) for table in kept]
     kept_rows = [
-        row(kind, [table.get(kind, 0) / n_layers for table in kept], 1e6)
-        for kind in KINDS
-        if any(kind in table for table in kept)
-    ]
-    outside = [e["kept_outside"] for e in estimates]
-    kept_rows += [
+        *(
+            row(kind, [table.get(kind, 0) / n_layers for table in kept], 1e6)
+            for kind in KINDS
+            if any(kind in table for table in kept)
+        ),
         row("one layer", [total / n_layers for total in in_layers], 1e6),
         row(f"{n_layers} layers", in_layers, 1e6),
-        row("embedding, angles, last norm", outside, 1e6),
+        row("embedding, angles, last norm", [e["kept_outside"] for e in estimates], 1e6),
     ]
     part_rows = [row(part, [e["parts"][part] for e in estimates]) for part in PARTS]
     phase_rows = [row(phase, [e["phases"][phase] for e in estimates]) for phase in PHASES]

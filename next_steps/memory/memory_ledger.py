@@ -113,6 +113,17 @@ class Block:
     part: str | None = None  # where its owner is known
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The time since the sample before, and what the allocator says about it."""
+
+    time: int  # the ledger's, at the sample's end
+    stage: tuple[str, int | None]
+    operation: str
+    allocated: int | None  # the most bytes; None without a GPU
+    reserved: int | None  # bytes at the sample's end
+
+
 class Ledger(TorchDispatchMode):
     """Every storage on the device that operations return while the mode is on."""
 
@@ -121,7 +132,8 @@ class Ledger(TorchDispatchMode):
         self.device = device
         self.blocks: list[Block] = []
         self.living: dict[int, Block] = {}  # by the storage's address
-        self.n_bytes, self.time, self.stage = 0, 0, (None, None)
+        self.samples: list[Sample] = []  # of the step: at least one of each stage
+        self.time, self.stage = 0, (None, None)
         self.enter(None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -143,23 +155,14 @@ class Ledger(TorchDispatchMode):
             size, name, tuple(tensor.shape), tensor.dtype, kind_of_caller(), self.stage, self.time
         )
         self.time += 1
-        self.n_bytes += size
         self.living[key] = block
         self.blocks.append(block)
         weakref.finalize(storage, self.bury, key).atexit = False
-        self.note_height(block.born)
         return block
 
-    def note_height(self, moment: int) -> None:
-        """Update the stage's highest sum and its moment."""
-        if self.n_bytes > self.peaks.get(self.stage, (-1, None))[0]:
-            self.peaks[self.stage] = self.n_bytes, moment
-
     def bury(self, key: int) -> None:
-        block = self.living.pop(key)
-        block.died = self.time
+        self.living.pop(key).died = self.time
         self.time += 1
-        self.n_bytes -= block.n_bytes
 
     def claim(self, part: str, *tensors: torch.Tensor) -> None:
         """Say what these tensors are for.  Storages older than the ledger begin to count here."""
@@ -167,21 +170,30 @@ class Ledger(TorchDispatchMode):
             if tensor.device.type == self.device:
                 self.record(tensor, part).part = part
 
+    def sample(self, operation: str = "none") -> None:
+        """End a stretch of time, and ask a GPU's allocator about it."""
+        allocated = reserved = None
+        if self.device == "cuda":
+            statistics = torch.cuda.memory_stats()
+            allocated = statistics["allocated_bytes.all.peak"]
+            reserved = statistics["reserved_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
+        self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
+
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         """Begin a stage of the step.  Blocks that are born from now on belong to it."""
-        if self.begins_step(phase, layer):
-            self.began, self.peaks = self.time, {}  # of each stage: its highest sum and the moment
+        self.sample()  # a sample is of one stage
+        is_first = (phase, layer) in ((None, None), ("forward", None))
+        if is_first and self.stage[0] != "backward":  # after it: the next micro-batch's forward
+            self.began, self.samples = self.time, []
             self.forwards = []  # of each micro-batch: the moments of its beginning and end
-        if (phase, layer) == ("forward", None):
+        if is_first:
             self.forward_began = self.time
         if phase == "backward" and self.stage[0] == "loss":
             self.forwards.append((self.forward_began, self.time))
         self.stage = phase, layer
-        self.note_height(self.time - 1)  # some stages allocate nothing
-
-    def begins_step(self, phase: str | None, layer: int | None) -> bool:
-        """Return True for a step's first stage; a forward after a backward is a micro-batch's."""
-        return (phase, layer) in ((None, None), ("forward", None)) and self.stage[0] != "backward"
+        if not self.samples:  # with nothing but what was there before
+            self.sample()
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Claim the gradients; before the optimizer is made, whose hooks may free them."""
@@ -192,8 +204,9 @@ class Ledger(TorchDispatchMode):
         """Enter the stages by hooks on whole layers; claim parameters and optimizer state."""
         layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
-        for number, layer in enumerate(layers, start=1):
-            self.follow_layer(layer, number)
+        for n, layer in enumerate(layers, start=1):
+            layer.register_forward_pre_hook(lambda *_, n=n: self.enter("forward", n))
+            layer.register_forward_hook(lambda *io, n=n: self.on_gradient(io[-1], n))
         layers[0].register_forward_pre_hook(
             lambda _, inputs: self.on_gradient(inputs[0], EMBEDDING)
         )
@@ -206,33 +219,14 @@ class Ledger(TorchDispatchMode):
     def claim_state(self, optimizer: torch.optim.Optimizer) -> None:
         self.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
 
-    def follow_layer(self, layer: torch.nn.Module, number: int) -> None:
-        layer.register_forward_pre_hook(lambda *_: self.enter("forward", number))
-        layer.register_forward_hook(lambda _, inputs, output: self.on_gradient(output, number))
-
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
         """Enter the backward of a layer when its output's gradient, if it has one, is complete."""
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.enter("backward", layer))
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What the allocator says about the time since the sample before."""
-
-    time: int  # the ledger's, at the sample's end
-    stage: tuple[str, int | None]
-    operation: str
-    allocated: int | None  # the most bytes; None without a GPU
-    reserved: int | None  # bytes at the sample's end
-
-
 class Observer(Ledger):
     """A ledger of a real step that takes a sample after every operation."""
-
-    def __init__(self, device: str):
-        self.samples: list[Sample] = []
-        super().__init__(device)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
@@ -240,24 +234,6 @@ class Observer(Ledger):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
         self.sample(name_of(operation))
         return results
-
-    def enter(self, phase: str | None, layer: int | None = None) -> None:
-        begins = self.begins_step(phase, layer)
-        if phase is not None:
-            self.sample()  # a sample is of one stage
-        super().enter(phase, layer)
-        if begins:  # with nothing but what was there before
-            self.samples.clear()
-            self.sample()
-
-    def sample(self, operation: str = "none") -> None:
-        allocated = reserved = None
-        if self.device == "cuda":
-            statistics = torch.cuda.memory_stats()
-            allocated = statistics["allocated_bytes.all.peak"]
-            reserved = statistics["reserved_bytes.all.current"]
-            torch.cuda.reset_peak_memory_stats()
-        self.samples.append(Sample(self.time, self.stage, operation, allocated, reserved))
 
 
 def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:

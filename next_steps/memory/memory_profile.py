@@ -7,9 +7,6 @@ lies between has a row of its own.  So the rows add up to the measured peak.
 
 The allocator's own history, of which the snapshot is made, would not do: it holds Python stacks and
 no tensors, and the backward has no stack.
-
-The step before runs without the ledger, and the record has both peaks.  Fragmentation is what the
-allocator has reserved and not given away.
 """
 
 import gc
@@ -71,13 +68,13 @@ def cublas_workspaces() -> int:
 
 def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     """Train a few steps, observe the memory of the last one, return the record."""
-    kernels, warmup = workload.kernels, workload.warmup
+    warmup = workload.warmup
     try_kernels(workload)
     model = load_patched(workload)
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, kernels)
+    optimizer = make_optimizer(model, 1e-5, workload.kernels)
     batches = [batch.to(DEVICE) for batch in data.train]
     steps = stepping.in_steps(batches, workload.micro_batches)
     for batches in steps[:warmup]:

@@ -6,15 +6,8 @@ from harness.cli import tables
 from harness.cli.workload import size_in_words, workload_line
 from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
-from next_steps.memory.memory_ledger import (
-    EMBEDDING,
-    GRADIENTS,
-    LOSS,
-    PARAMETERS,
-    PHASES,
-    STATE,
-    stage_in_words,
-)
+from next_steps.memory import memory_ledger as books
+from next_steps.memory.memory_ledger import EMBEDDING, PHASES
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY
 
 FRAGMENTATION = "reserved, not allocated"
@@ -25,17 +18,19 @@ LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 
 # What makes a part, or a part in one phase, smaller: a kernel, and how.
 ADVICE = {
-    PARAMETERS: (None, "every weight once, in --dtype"),
-    STATE: (None, "AdamW's two moments of every weight, in --dtype"),
+    books.PARAMETERS: (None, "every weight once, in --dtype"),
+    books.STATE: (None, "AdamW's two moments of every weight, in --dtype"),
     **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
 }
-OF_SUMS = {GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")}
+OF_SUMS = {
+    books.GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")
+}
 COLORS = {
-    PARAMETERS: "#4c6a92",
-    STATE: "#8fa9c9",
-    GRADIENTS: "#e8923a",
+    books.PARAMETERS: "#4c6a92",
+    books.STATE: "#8fa9c9",
+    books.GRADIENTS: "#e8923a",
     KEPT: "#5aa469",
-    LOSS: "#c8443c",
+    books.LOSS: "#c8443c",
     TEMPORARY: "#9467bd",
     "other": "#b5b5b5",
 }
@@ -74,8 +69,9 @@ def render(record: dict) -> str:
         numbers = f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}"
         group_rows.append([group["part"], group["maker"], *numbers, example])
     where_counted = "" if on_gpu else " (CPU: the tensors' own bytes)"
-    where = stage_in_words(record["phase"], record["layer"], record["layers"])
+    where = books.stage_in_words(record["phase"], record["layer"], record["layers"])
     largest = ["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"]
+    phase_rows = [row(label, *of[1:]) for label, of in rows]
     lines = [
         run_records.environment_line(record["environment"]),
         workload_line(record),
@@ -85,19 +81,15 @@ def render(record: dict) -> str:
         "",
         tables.table([f"At the peak, {unit_name}", "", "Share"], peak_rows),
         "",
-        tables.table(
-            [f"Highest in each phase, {unit_name}", *PHASES],
-            [row(label, *of[1:]) for label, of in rows],
-        ),
+        tables.table([f"Highest in each phase, {unit_name}", *PHASES], phase_rows),
         "",
         tables.table(largest, group_rows, ["left", "left", "right", "right", "left"]),
     ]
     if advised := advice(record):
         lines += ["", tables.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
     if on_gpu:
-        (unobserved,) = row("", record["unobserved_peak_bytes"])[1:]
-        without = f"Peak of the step before, without the ledger: {unobserved} {unit_name}"
-        lines += ["", without]
+        label = "Peak of the step before, without the ledger:"
+        lines += ["", " ".join([*row(label, record["unobserved_peak_bytes"]), unit_name])]
     if record["snapshot"]:
         lines.append(
             f"Snapshot: {record['snapshot']} ({record['snapshot_bytes'] / 1e6:.1f} MB); "
@@ -146,25 +138,23 @@ def plot(record: dict, path: str) -> None:
         named.add(phase)
     peak_at = at[heights.index(top)]
     axis.plot(peak_at, top, "v", color="black")
-    left = peak_at < end / 2
+    beside, side = (6, "left") if peak_at < end / 2 else (-6, "right")
     axis.annotate(
         f"peak {top:,.1f} {unit_name}",
         (peak_at, top),
-        (6, 4) if left else (-6, 4),
+        (beside, 4),
         textcoords="offset points",
-        ha="left" if left else "right",
+        ha=side,
         weight="bold",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     axis.set(xlim=(0, end), ylim=(0, 1.25 * top), xticks=[], ylabel=f"memory, {unit_name}")
     axis.set_xlabel("the step, in order and not to scale: every layer is as wide as any other")
-    labels = [each[::-1] for each in axis.get_legend_handles_labels()]
-    axis.legend(*labels, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
     axis.spines[["top", "right"]].set_visible(False)
     env, kernels = record["environment"], ", ".join(record["kernels"]) or "none"
     axis.set_title(
-        f"{record['model']}, {size_in_words(record)}, "
-        f"{record['dtype']}, "
+        f"{record['model']}, {size_in_words(record)}, {record['dtype']}, "
         f"custom kernels: {'all' if record['kernels'] == KERNELS else kernels}\n"
         f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
     )

@@ -19,28 +19,18 @@ def use_meta_attention(model: torch.nn.Module) -> None:
         model.config._attn_implementation = NAME
 
 
-def meta_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+def meta_attention(module, query, key, value, mask, *, scaling, dropout=0.0, **kwargs):
     """Run causal attention as transformers' sdpa_attention_forward does.
 
-    query is (B, heads, T, D); key and value are (B, KV heads, T, D).  Returns (B, T, heads, D),
-    None.
+    query is (B, heads, T, D); key and value are (B, KV heads, T, D); mask is None.  Returns
+    (B, T, heads, D), None.
     """
     groups = module.num_key_value_groups
-    grouped = groups > 1 and use_gqa_in_sdpa(attention_mask, key, value)
+    grouped = groups > 1 and use_gqa_in_sdpa(mask, key, value)
     if groups > 1 and not grouped:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     causal = query.shape[2] > 1
-    aten, inputs = torch.ops.aten, (query, key, value, attention_mask)
+    aten, inputs = torch.ops.aten, (query, key, value, mask)
     if query.dtype != torch.float32:
         attended = aten._scaled_dot_product_cudnn_attention(
             *inputs, True, dropout, causal, False, scale=scaling

@@ -5,7 +5,7 @@ them computes nothing but the shapes of its results, so 8 billion parameters tak
 ledger (memory_ledger.py) looks on.
 
 Where a GPU is not like meta tensors: attention is one fused operation (meta_attention.py), kernels
-are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors (`make_optimizer`).
+are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors.
 """
 
 import contextlib
@@ -46,22 +46,11 @@ def counted_launches(launches: Counter) -> Iterator[None]:
         (torch.Tensor, "is_cpu", True),
         (kernel_support, "INTERPRETED", True),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
+    with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-def make_optimizer(model: torch.nn.Module, kernels: list[str]) -> torch.optim.Optimizer:
-    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels)
-    if isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            group["foreach"] = True  # PyTorch's own choice for tensors on a GPU
-    return optimizer
 
 
 def run_step(
@@ -87,11 +76,13 @@ def run_step(
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
         patched_model.patch(model, workload)
         ledger.follow_gradients(model)
-        optimizer = make_optimizer(model, workload.kernels)
+        # foreach: what PyTorch's AdamW chooses for tensors on a GPU
+        optimizer = apply_kernels.make_optimizer(model, 1e-5, workload.kernels, foreach=True)
         ledger.follow(model, optimizer)
         for batch in batches:
             ledger.claim(BATCH, *stepping.tensors_of(batch).values())
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
         ledger.claim_state(optimizer)  # which the first step made
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
+    ledger.sample()
     return ledger

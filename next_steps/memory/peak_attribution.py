@@ -1,35 +1,26 @@
 """What is the peak of a step's memory made of?  Each block of a ledger belongs to one part.
 
-    parameters, optimizer state,     known by their owner, from their birth on
-    gradients, batch
-    activations                      made in the forward and alive at its end: kept for the backward
-    logits and loss                  made for the loss or by the backward of the loss
-    temporaries                      every other tensor
-    cuBLAS workspaces                scratch memory of matrix products; no tensor
-    inside operations, rounding      measured steps: what the allocator gave away beyond the above
-
-`account_of_estimate` is for a ledger of meta tensors, `account` for an `Observer` of a real step.
+parameters, optimizer state,     known by their owner, from their birth on
+gradients, batch
+activations                      made in the forward and alive at its end: kept for the backward
+logits and loss                  made for the loss or by the backward of the loss
+temporaries                      every other tensor
+cuBLAS workspaces                scratch memory of matrix products; no tensor
+inside operations, rounding      measured steps: what the allocator gave away beyond the above
 """
 
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from next_steps.memory.memory_ledger import (
-    BATCH,
-    GRADIENTS,
-    LOSS,
-    PARAMETERS,
-    PHASES,
-    STATE,
-    Block,
-    Ledger,
-    Observer,
-    Sample,
-)
+from next_steps.memory import memory_ledger as books
+from next_steps.memory.memory_ledger import LOSS, PHASES, Block, Ledger
 
 KEPT, TEMPORARY, WORKSPACES = "activations", "temporaries", "cuBLAS workspaces"
-PARTS = [PARAMETERS, STATE, GRADIENTS, KEPT, LOSS, TEMPORARY, BATCH, WORKSPACES]
+PARTS = [
+    *(books.PARAMETERS, books.STATE, books.GRADIENTS, KEPT, LOSS, TEMPORARY, books.BATCH),
+    WORKSPACES,
+]
 UNSEEN = "inside operations, rounding"
 MEASURED_PARTS = [*PARTS, UNSEEN]
 TOP = 6  # groups of tensors
@@ -54,54 +45,16 @@ def kept_blocks(ledger: Ledger) -> list[Block]:
     return [b for b in ledger.blocks if began <= b.born < ended and part_of(ledger, b) == KEPT]
 
 
-# ---------------------------------------------------------------- a step on meta tensors
-
-
-def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
-    """Return the peak in bytes, its stage, and what it is made of.
-
-    What is kept is of one micro-batch.  What waits in the host's memory is not counted.
-    """
-    (phase, layer), (peak, moment) = max(ledger.peaks.items(), key=lambda item: item[1][0])
-    parts = dict.fromkeys(PARTS, 0) | {WORKSPACES: workspaces}
-    # by operation: what is neither the model's nor kept
-    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})
-    for block in ledger.blocks:
-        if block.born <= moment < block.died:
-            part = part_of(ledger, block)
-            parts[part] += block.n_bytes
-            if part in (LOSS, TEMPORARY):
-                made_by[block.operation]["tensors"] += 1
-                made_by[block.operation]["bytes"] += block.n_bytes
-    in_layers, outside = defaultdict(int), 0
-    for block in kept_blocks(ledger):
-        if block.stage[1] is None:
-            outside += block.n_bytes
-        else:
-            in_layers[block.kind] += block.n_bytes
-    phases = dict.fromkeys(PHASES, 0)
-    for (name, _), (n_bytes, _) in ledger.peaks.items():
-        phases[name] = max(phases[name], n_bytes + workspaces)
-    return {
-        "peak_memory_bytes": peak + workspaces,
-        "phase": phase,
-        "layer": layer,
-        "parts": parts,
-        "made_by": dict(sorted(made_by.items(), key=lambda item: -item[1]["bytes"])),
-        "kept_in_layers": dict(in_layers),
-        "kept_outside": outside,
-        "phases": phases,
-    }
-
-
-# ---------------------------------------------------------------- a measured step
+def blocks_at(ledger: Ledger, moment: int) -> list[Block]:
+    """Return the blocks that exist at a moment of the ledger's last step."""
+    return [b for b in ledger.blocks if b.born < ledger.began + moment <= b.died]
 
 
 @dataclass(frozen=True)
 class Window:
     """The time of one sample; each birth and death is the next moment, from 0 on."""
 
-    sample: Sample
+    sample: books.Sample
     first: int
     last: int
     highest: int  # the moment at which the ledger's sum is highest
@@ -109,10 +62,11 @@ class Window:
     height: int  # bytes by the allocator; without a GPU that sum
 
 
-def history(ledger: Ledger) -> dict[str, list[int]]:
+def history(ledger: Ledger, workspaces: int) -> dict[str, list[int]]:
     """Return the bytes of each part at each moment of the ledger's last step."""
     moments = ledger.time - ledger.began + 1
     changes = {part: [0] * moments for part in PARTS}
+    changes[WORKSPACES][0] = workspaces
     for block in ledger.blocks:
         if block.died >= ledger.began:
             change = changes[part_of(ledger, block)]
@@ -122,8 +76,9 @@ def history(ledger: Ledger) -> dict[str, list[int]]:
     return {part: list(itertools.accumulate(change)) for part, change in changes.items()}
 
 
-def windows(ledger: Observer, seen: list[int]) -> list[Window]:
-    """Return a window for each sample.  `seen` is the sum of the parts at each moment."""
+def windows(ledger: Ledger, parts: dict[str, list[int]]) -> list[Window]:
+    """Return a window for each sample.  `parts` is the ledger's `history`."""
+    seen = [sum(values) for values in zip(*parts.values())]
     found, first = [], 0
     for sample in ledger.samples:
         last = sample.time - ledger.began
@@ -134,16 +89,53 @@ def windows(ledger: Observer, seen: list[int]) -> list[Window]:
     return found
 
 
+def highest_of(found: list[Window], *phases: str) -> Window:
+    """Return the first of the highest windows in these phases."""
+    return max((w for w in found if w.sample.stage[0] in phases), key=lambda w: w.height)
+
+
+def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
+    """Return the peak of a step on meta tensors in bytes, its stage, and what it is made of.
+
+    What is kept is of one micro-batch.  What waits in the host's memory is not counted.
+    """
+    parts = history(ledger, workspaces)
+    found = windows(ledger, parts)
+    peak = highest_of(found, *PHASES)
+    # by operation: what is neither the model's nor kept
+    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for block in blocks_at(ledger, peak.highest):
+        if part_of(ledger, block) in (LOSS, TEMPORARY):
+            made_by[block.operation]["tensors"] += 1
+            made_by[block.operation]["bytes"] += block.n_bytes
+    in_layers, outside = defaultdict(int), 0
+    for block in kept_blocks(ledger):
+        if block.stage[1] is None:
+            outside += block.n_bytes
+        else:
+            in_layers[block.kind] += block.n_bytes
+    phase, layer = peak.sample.stage
+    return {
+        "peak_memory_bytes": peak.height,
+        "phase": phase,
+        "layer": layer,
+        "parts": {part: values[peak.highest] for part, values in parts.items()},
+        "made_by": dict(sorted(made_by.items(), key=lambda item: -item[1]["bytes"])),
+        "kept_in_layers": dict(in_layers),
+        "kept_outside": outside,
+        "phases": {phase: highest_of(found, phase).height for phase in PHASES},
+    }
+
+
 def largest(ledger: Ledger, moment: int) -> list[dict]:
     """Return the largest groups of tensors at a moment, by part and maker.
 
     The maker of an activation is the part of the model that asked for it, of others the operation.
     """
     groups = defaultdict(list)
-    for block in ledger.blocks:
+    for block in blocks_at(ledger, moment):
         part = part_of(ledger, block)
-        alive = block.born < ledger.began + moment <= block.died
-        if alive and part not in (PARAMETERS, STATE, BATCH):
+        if part not in (books.PARAMETERS, books.STATE, books.BATCH):
             maker = block.kind if part == KEPT and block.kind else block.operation
             groups[part, maker].append(block)
     rows = []
@@ -162,18 +154,14 @@ def largest(ledger: Ledger, moment: int) -> list[dict]:
     return sorted(rows, key=lambda row: -row["bytes"])[:TOP]
 
 
-def timeline(parts: dict[str, list[int]], found: list[Window], workspaces: int) -> dict:
+def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
     """Return the parts over the step: the highest moment of each stretch of each stage."""
     gaps = {}  # between the ledger's sum and the allocator's
     for window in found:
         gap = window.height - window.seen
         for moment in (window.highest, *range(window.first, window.last + 1)):
             gaps[moment] = max(gap, gaps.get(moment, gap))
-    moments = range(len(gaps))
-    parts = parts | {
-        WORKSPACES: [workspaces for _ in moments],
-        UNSEEN: [gaps[m] - workspaces for m in moments],
-    }
+    parts = parts | {UNSEEN: [gaps[moment] for moment in range(len(gaps))]}
     heights = [sum(values) for values in zip(*parts.values())]
     layer_points = max(1, LAYERS_POINTS // max(window.sample.stage[1] or 1 for window in found))
     chosen, stages = [], []
@@ -191,24 +179,24 @@ def timeline(parts: dict[str, list[int]], found: list[Window], workspaces: int) 
     }
 
 
-def account(ledger: Observer, workspaces: int) -> dict:
-    """Return the peak and the highest moment of each phase, in bytes and by parts."""
-    parts = history(ledger)
-    found = windows(ledger, [sum(values) for values in zip(*parts.values())])
+def account(ledger: Ledger, workspaces: int) -> dict:
+    """Return the peak of a real step and the highest moment of each phase, in bytes and by parts.
+
+    `ledger` is an Observer.
+    """
+    parts = history(ledger, workspaces)
+    found = windows(ledger, parts)
 
     def describe(window: Window) -> dict:
-        rest = {WORKSPACES: workspaces, UNSEEN: window.height - window.seen - workspaces}
         reserved = window.sample.reserved
         return {
             "bytes": window.height,
-            "parts": {part: parts[part][window.highest] for part in parts} | rest,
+            "parts": {part: values[window.highest] for part, values in parts.items()}
+            | {UNSEEN: window.height - window.seen},
             "fragmentation_bytes": None if reserved is None else reserved - window.height,
         }
 
-    def highest(windows: list[Window]) -> Window:
-        return max(windows, key=lambda window: window.height)
-
-    peak = highest(found)
+    peak = highest_of(found, *PHASES)
     described, (phase, layer) = describe(peak), peak.sample.stage
     return {
         "device": ledger.device,
@@ -218,9 +206,6 @@ def account(ledger: Observer, workspaces: int) -> dict:
         "layer": layer,
         "operation": peak.sample.operation,
         "largest": largest(ledger, peak.highest),
-        "phases": {
-            phase: describe(highest([w for w in found if w.sample.stage[0] == phase]))
-            for phase in PHASES
-        },
-        "timeline": timeline(parts, found, workspaces),
+        "phases": {phase: describe(highest_of(found, phase)) for phase in PHASES},
+        "timeline": timeline(parts, found),
     }

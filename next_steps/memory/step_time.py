@@ -121,26 +121,18 @@ def link_rate() -> float:
 def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]:
     """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    q, k, v = (
-        torch.randn(
-            (workload.batch_size, n, workload.seq_len, config.head_dim),
-            dtype=TORCH_DTYPES[workload.dtype],
-            device=DEVICE,
-            requires_grad=True,
-        )
-        for n in heads
-    )
+    shapes = [(workload.batch_size, n, workload.seq_len, config.head_dim) for n in heads]
+    options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
+    q, k, v = (torch.randn(shape, **options) for shape in shapes)
 
     def forward():
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    out = forward()
-    gradient = torch.randn_like(out)
-
     def backward():
         return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
-    rates = {}
+    out = forward()
+    gradient, rates = torch.randn_like(out), {}
     for name, call in (("forward", forward), ("backward", backward)):
         flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6

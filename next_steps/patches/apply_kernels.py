@@ -12,9 +12,6 @@ The logits of an output are the untouched ones or None.  They are None in traini
 where a kernel computes the loss: linear_cross_entropy never has all of them, and cross_entropy
 writes their gradient over them.  Whoever needs them there calls the model without labels, or gives
 it a `loss_function`.  In evaluation they are always there, also with labels and with gradients.
-
-What is not exactly the code that a kernel stands for runs as it is: `apply_kernels` lists it.
-The optimizer is not part of the model: `triton_adamw(model, lr)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 
-from harness.model.exact_modules import (
-    class_of,
-    is_as_written,
-    is_from_package_of,
-    is_unchanged,
-    is_untouched,
-)
+from harness.model import exact_modules
+from harness.model.exact_modules import class_of, is_unchanged, is_untouched
 from harness.model.patching import called_function, replace_modules
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
@@ -59,8 +51,7 @@ def apply_kernels(
             kernels in its layers, linear_cross_entropy the loss in training.
 
     A kernel stands for one class of transformers and the forward that this class was written with.
-    The following parts keep their own code, whether they were there before this call or come later
-    (exceptions are named):
+    Other parts keep their own code, also if they come after this call (exceptions are named):
 
     - a part of another class: a subclass, or a norm or attention that a library wrapped or wrote;
     - a part with a `forward` of its own; and a class whose forward is not transformers', or an
@@ -87,14 +78,12 @@ def apply_kernels(
             advice = "the kernels stand for LLaMA's code alone"
         raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
     names = tuple(names)
-    unknown = [name for name in names if name not in MODEL_KERNELS]
-    if unknown:
+    if unknown := [name for name in names if name not in MODEL_KERNELS]:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
         raise ValueError(f"{given}, expected some of {', '.join(MODEL_KERNELS)}.")
     if {"swiglu", "fused_layer"} & set(names) and model.config.hidden_act not in ("silu", "swish"):
-        given = f"hidden_act is {model.config.hidden_act!r}"
-        kernels = "the kernels without swiglu and fused_layer"
-        raise ValueError(f"{given}, expected 'silu': name {kernels}.")
+        given = f"hidden_act is {model.config.hidden_act!r}, expected 'silu'"
+        raise ValueError(f"{given}: name the kernels without swiglu and fused_layer.")
     # accelerate's work is in the modules' forward, which would be replaced
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         given = "accelerate has spread the model over devices"
@@ -106,7 +95,9 @@ def apply_kernels(
         replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
     if "swiglu" in names:
         replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
-    if is_rotary_as_written():
+    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
+    own = exact_modules.is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
+    if unchanged and own:  # the rotary function is transformers'
         if "rope" in names:
             change_class(model, LlamaAttention)
         if "fused_layer" in names:
@@ -150,9 +141,6 @@ def make_optimizer(
     return stepping.make_optimizer(model, lr, **options)
 
 
-# ---------------------------------------------------------------- putting them in
-
-
 def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
     """Return the kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
     return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
@@ -181,23 +169,11 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
     attributes would stay bound to that module in the copies of torch.nn.DataParallel.
     """
     (base,) = cls.__bases__
-    if not is_as_written(base):
+    if not exact_modules.is_as_written(base):
         return
     for module in model.modules():
         if type(module) is base:
             module.__class__ = cls
-
-
-def is_rotary_as_written() -> bool:
-    """Return True if modeling_llama's rotary function is transformers' own."""
-    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
-    own = is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
-    return unchanged and own
-
-
-def is_plain_head(head: torch.nn.Module) -> bool:
-    """Return True if a call of the head is x @ weight.t(), also as a unit of fully_shard."""
-    return class_of(head) in HEAD and head.bias is None and is_untouched(head)
 
 
 # ---------------------------------------------------------------- the classes
@@ -207,7 +183,9 @@ def is_plain_head(head: torch.nn.Module) -> bool:
 # them.
 
 
-def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_values, **kwargs):
+def attend(
+    attention, q, k, v, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
+):
     """Do what LlamaAttention.forward does between its projections, with the rotary kernel.
 
     q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), weights.
@@ -231,15 +209,10 @@ def attend(attention, q, k, v, position_embeddings, attention_mask, past_key_val
 class LlamaAttention(modeling_llama.LlamaAttention):
     """With the rotary kernel."""
 
-    def forward(
-        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None,
-        **kwargs,
-    ):  # fmt: skip
+    def forward(self, hidden_states, *args, **kwargs):
         """Return (output, weights or None); hidden_states and the output are (B, T, H)."""
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
-        attended, weights = attend(
-            self, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+        attended, weights = attend(self, *projected, *args, **kwargs)
         return self.o_proj(attended), weights
 
 
@@ -247,6 +220,12 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
     keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
+
+    def of_attention(self) -> tuple[torch.nn.Module, ...]:
+        return self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj
+
+    def of_mlp(self) -> tuple[torch.nn.Module, ...]:
+        return self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
 
     def has_known_parts(self) -> bool:
         """Return True if no part but a projection is of another class, changed, or has hooks."""
@@ -259,20 +238,12 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
-        """Return True if `compute` does all that this call wants.
-
-        It does not with unknown parts, with a projection that is no `is_product`, in float64, where
-        attention weights are asked for, under autocast, and with gradient checkpointing.
-        """
+        """Return True if `compute` does all that this call wants."""
         if not self.has_known_parts():
             return False
-        attention, mlp = self.self_attn, self.mlp
-        projections = (
-            attention.q_proj, attention.k_proj, attention.v_proj,
-            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-        )  # fmt: skip
         if output_attentions is None:
-            output_attentions = getattr(attention.config, "output_attentions", False)
+            output_attentions = getattr(self.self_attn.config, "output_attentions", False)
+        projections = *self.of_attention(), *self.of_mlp()
         return (
             hidden_states.dtype != torch.float64
             and all(is_product(projection, hidden_states.dtype) for projection in projections)
@@ -281,38 +252,23 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
             and not (self.gradient_checkpointing and self.training)
         )
 
-    def forward(
-        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
-        use_cache=False, position_embeddings=None, **kwargs,
-    ):  # fmt: skip
-        """hidden_states and the result are (B, T, H)."""
-        kwargs |= {
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "position_embeddings": position_embeddings,
-        }
-        if self.fits(hidden_states, kwargs.get("output_attentions")):
-            return self.compute(hidden_states, attention_mask, **kwargs)
-        return super().forward(hidden_states, attention_mask, **kwargs)
+    def forward(self, hidden_states, *args, **kwargs):
+        """hidden_states and the result are (B, T, H).  transformers gives all else by name."""
+        if not args and self.fits(hidden_states, kwargs.get("output_attentions")):
+            return self.compute(hidden_states, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
 
-    def compute(
-        self, hidden_states, attention_mask, *, position_embeddings, past_key_values, **kwargs
-    ):
+    def compute(self, hidden_states, **kwargs):
         """Do what the layer does, by its Functions; the caller has asked `fits`."""
-        attention, mlp = self.self_attn, self.mlp
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
         residual, *projected = norm_linear(
-            hidden_states, self.input_layernorm, *projections, keep_norm=self.keep_norm
+            hidden_states, self.input_layernorm, *self.of_attention(), keep_norm=self.keep_norm
         )
-        attended, _ = attend(
-            attention, *projected, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
-        (attended,) = lora_linear(attended, attention.o_proj)
+        attended, _ = attend(self.self_attn, *projected, **kwargs)
+        (attended,) = lora_linear(attended, self.self_attn.o_proj)
         residual, out = norm_mlp(
             residual + attended,
             self.post_attention_layernorm,
-            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            *self.of_mlp(),
             keep_norm=self.keep_norm,
             keep_product=self.keep_product,
         )
@@ -355,12 +311,15 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         replaceable = labels is not None and whole and self.loss_function is ForCausalLMLoss
         kernels = self.loss_kernels if replaceable and self.dtype != torch.float64 else ()
-        without_logits = self.training and is_plain_head(self.lm_head)
+        head = self.lm_head
+        # a call of it is x @ weight.t(), also as a unit of fully_shard
+        plain_head = class_of(head) in HEAD and head.bias is None and is_untouched(head)
+        without_logits = self.training and plain_head
         linear = (
             without_logits
             and "linear_cross_entropy" in kernels
-            and class_of(self.lm_head) is Linear
-            and self.lm_head.weight.shape[0] == self.config.vocab_size  # if not, others refuse it
+            and class_of(head) is Linear
+            and head.weight.shape[0] == self.config.vocab_size  # if not, others refuse it
         )
         if not linear and "cross_entropy" not in kernels:
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
@@ -374,11 +333,9 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:
             logits = None
-            loss = linear_cross_entropy_loss(
-                hidden_states, self.lm_head, labels, max_targets, **kwargs
-            )
+            loss = linear_cross_entropy_loss(hidden_states, head, labels, max_targets, **kwargs)
         else:
-            logits = self.lm_head(hidden_states)  # (B, T, V)
+            logits = head(hidden_states)  # (B, T, V)
             loss = self.cross_entropy_loss(
                 logits, labels, vocab_size=self.config.vocab_size, inplace=without_logits, **kwargs
             )

@@ -24,32 +24,21 @@ class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
 
     fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
 
-    def compute(
-        self, hidden_states, attention_mask, *, position_embeddings, past_key_values, **kwargs
-    ):
+    def compute(self, hidden_states, **kwargs):
         """Do what the layer does, in FP8 where all projections fit."""
-        kwargs |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
         if not takes_layer(self, hidden_states.dtype):
-            return super().compute(hidden_states, attention_mask, **kwargs)
+            return super().compute(hidden_states, **kwargs)
         attention = self.self_attn
-        residual, *projected = qkv_fp8(
-            hidden_states, self.input_layernorm, attention, mode=self.fp8
-        )
-        attended, _ = apply_kernels.attend(
-            attention, *projected, attention_mask=attention_mask, **kwargs
-        )
+        residual, *projected = qkv_fp8(hidden_states, self.input_layernorm, attention, self.fp8)
+        attended, _ = apply_kernels.attend(attention, *projected, **kwargs)
         residual = residual + FP8LinearFunction.apply(attended, self.fp8, attention.o_proj.weight)
-        residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, mode=self.fp8)
+        residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, self.fp8)
         return residual + out
 
 
 def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Return True if FP8 takes all of a layer's projections: plain weights of this dtype."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (
-        attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-    )  # fmt: skip
+    projections = *layer.of_attention(), layer.self_attn.o_proj, *layer.of_mlp()
     return all(
         is_matrix(each) and each.weight.dtype == dtype and takes_fp8(*each.weight.shape)
         for each in projections
@@ -74,8 +63,8 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
                 layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
-    expected = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
-    expected += ", without hooks or gradient checkpointing"
+    plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
+    expected = f"{plain}, without hooks or gradient checkpointing"
     if not n_fp8:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):

@@ -8,9 +8,7 @@ from harness.model.patching import causal_lm_loss
 from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 
 
-def cross_entropy_loss(
-    logits: torch.Tensor, labels: torch.Tensor, inplace: bool = False, **kwargs
-) -> torch.Tensor:
+def cross_entropy_loss(logits, labels, inplace=False, **kwargs):
     """Compute ForCausalLMLoss by the kernel, of logits (B, T, V) and labels (B, T) int64.
 
     `inplace` leaves the gradient in the logits' memory.
@@ -35,13 +33,7 @@ class Linear(torch.nn.Linear):
         return TritonLinearCrossEntropyLoss(ignore_index)(input, self.weight, targets, max_targets)
 
 
-def linear_cross_entropy_loss(
-    hidden_states: torch.Tensor,
-    head: Linear,
-    labels: torch.Tensor,
-    max_targets: int | None = None,
-    **kwargs,
-) -> torch.Tensor:
+def linear_cross_entropy_loss(hidden_states, head, labels, max_targets=None, **kwargs):
     """Compute the same loss from hidden states (B, T, H) and a head without a bias."""
 
     def cross_entropy(hidden_states, targets, ignore_index):

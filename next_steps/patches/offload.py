@@ -5,9 +5,9 @@ The GPU makes both copies beside its computing, on a stream of their own:
     forward    layer 1   layer 2   layer 3           backward   layer 3   layer 2   layer 1
     stream        out 1     out 2     out 3          stream  in 3    in 2      in 1
 
-autograd asks for each tensor that it wants to keep (torch.autograd.graph.saved_tensors_hooks), and
-gets a function that brings it back from a copy of its storage.  The first tensor of a layer that
-the backward asks for brings all of its layer, and starts the copies of the layer before.
+autograd gets, for each tensor that it wants to keep, a function that brings the tensor back from a
+copy of its storage.  The first tensor of a layer that the backward asks for brings all of its
+layer, and starts the copies of the layer before.
 
 The host's memory is pinned, or a copy would need the processor.  PyTorch rounds such blocks up to
 powers of two and keeps them for the next step.  Parameters, what all layers share (the rotary
@@ -28,7 +28,7 @@ from harness.cli.command_line import RunError, ran_out_of_memory
 from harness.cli.device import DEVICE, HAS_GPU
 
 SMALL = 2**20 if HAS_GPU else 256  # a tensor of fewer bytes is not worth a copy
-OF_THE_HOST = 0.9  # the share of the host's memory that may be taken
+OF_THE_HOST = 0.9  # the share of the host's memory that may be taken, also by checkpoints' copies
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # a container's
 
 
@@ -108,11 +108,10 @@ class Offloader:
 
     def begin(self, number: int, shared: object) -> None:
         """Begin a layer's forward; `shared` are the tensors that it got beside its input."""
-        before = self.layer if number else None
         stay = {
             t.untyped_storage()._cdata for t in tree_leaves(shared) if isinstance(t, torch.Tensor)
         }
-        self.layer = Layer(self, before, stay | self.resident)
+        self.layer = Layer(self, self.layer if number else None, stay | self.resident)
 
     def end(self, number: int) -> None:
         """End a layer's forward: wait for the layer before's copies; the last for its own too."""
@@ -131,32 +130,26 @@ class Layer:
 
     def __init__(self, offloader: Offloader, before: "Layer | None", stay: set[int]):
         self.offloader, self.before, self.stay = offloader, before, stay
-        self.copies: dict[tuple, weakref.ref[Copy]] = {}  # by storage and version
+        self.copies = weakref.WeakValueDictionary()  # by storage and version
         self.leaving: list[torch.Tensor] = []
-        self.is_fetched = False
 
     def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         storage = t.untyped_storage()
         if storage._cdata in self.stay or storage.nbytes() < SMALL:
             return t
         key = StorageWeakRef(storage), t._version
-        known = self.copies.get(key)
-        copy = known and known()
+        copy = self.copies.get(key)
         if copy is None:
-            copy = Copy(self, storage)
-            self.copies[key] = weakref.ref(copy)
+            copy = self.copies[key] = Copy(self, storage)
         copy.users += 1
         geometry = t.storage_offset(), t.size(), t.stride()
         return functools.partial(copy.tensor, t.dtype, *geometry)
 
     def fetch(self) -> None:
-        """Start the way back of all that somebody may still ask for, the last copy first."""
-        if not self.is_fetched:
-            self.is_fetched = True
-            for known in reversed(self.copies.values()):
-                copy = known()
-                if copy is not None:
-                    copy.fetch()
+        """Start, once, the way back of all that somebody may still ask for, the last copy first."""
+        for copy in reversed(list(self.copies.values())):
+            copy.fetch()
+        self.copies.clear()
 
 
 class Copy:
@@ -179,20 +172,18 @@ class Copy:
             transfer(self.there, self.host)
         self.arrived, self.waiting = offloader.stream.record_event(), self.users
 
-    def use(self) -> torch.Tensor:
-        """Return (bytes,) uint8 on the GPU; forget it when all users have it."""
+    def tensor(self, dtype: torch.dtype, *geometry) -> torch.Tensor:
+        """Return a tensor on the GPU that lies in the storage as the packed one did.
+
+        When all users have theirs, the copy on the GPU is forgotten.
+        """
         self.layer.fetch()
         if self.layer.before is not None:
             self.layer.before.fetch()
         if self.there is None:  # a second backward
             self.fetch()
         self.layer.offloader.wait(self.arrived)
-        there, self.waiting = self.there, self.waiting - 1
+        storage, self.waiting = self.there.untyped_storage(), self.waiting - 1
         if self.waiting == 0:
             self.there = None
-        return there
-
-    def tensor(self, dtype: torch.dtype, *geometry) -> torch.Tensor:
-        """Return a tensor on the GPU that lies in the storage as the packed one did."""
-        storage = self.use().untyped_storage()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)

@@ -5,8 +5,6 @@ have one layer at a time in the model's own dtype, and quantizes it before the n
 
     pretrained    the host's memory reads all weights
     drawn         each layer is drawn where it stays, with the numbers that `load_model` draws
-
-`memory_estimate.try_kernels` refuses a config.json that the kernels cannot take, before loading.
 """
 
 import torch

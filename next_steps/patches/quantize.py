@@ -2,23 +2,20 @@
 
     model = quantize_model(model)       then adapters, kernels, training
 
-The projections are what adapters stand beside: q, k, v, o, gate, up and down.  Norms, embedding and
-head stay as they are: norms are small, a step reads a few rows of the embedding, and an error of
-the head is an error of the logits.  patched_model.py quantizes a model while it loads.
+Norms, embedding and head stay as they are: norms are small, a step reads a few rows of the
+embedding, and an error of the head is an error of the logits.  patched_model.py quantizes a model
+while it loads.
 
-Under fully_shard each process has the whole quantized weight: fully_shard divides parameters only,
-and the quantized weight is no parameter.
+Under fully_shard each process has the whole quantized weight, which is no parameter.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
 from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
-
-PROJECTIONS = TARGETS["all"]
 
 
 class NF4Linear(torch.nn.Linear):
@@ -74,25 +71,15 @@ def quantize_model(model: torch.nn.Module) -> torch.nn.Module:
 
 def quantize_layer(layer: torch.nn.Module) -> None:
     """Do the same in one decoder layer."""
-    found = list(children_of(layer, torch.nn.Linear))
-    names = {name for _, name, _ in found}
-    if names != set(PROJECTIONS):
+    found = [path for path, module in layer.named_modules() if type(module) is torch.nn.Linear]
+    names = {path.rpartition(".")[2] for path in found}
+    if names != set(TARGETS["all"]):
         given = f"a layer's plain matrices are {', '.join(sorted(names)) or 'none'}"
-        expected = f"expected {', '.join(PROJECTIONS)}"
+        expected = f"expected {', '.join(TARGETS['all'])}"
         raise UserError(f"{given}, {expected}: quantize once, before adapters")
-    for parent, name, linear in found:
+    for path in found:
         try:
-            setattr(parent, name, NF4Linear(linear))
+            layer.set_submodule(path, NF4Linear(layer.get_submodule(path)))
         except ValueError as error:
-            given = f"a layer's {name} cannot be quantized to NF4, because its {error}"
-            raise UserError(f"{given}: leave --quantize out") from error
-
-
-def children_of(
-    module: torch.nn.Module, kind: type[torch.nn.Module]
-) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (parent, name, child) for each child that is exactly of this class."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is kind:
-                yield parent, name, child
+            given = f"a layer's {path.rpartition('.')[2]} cannot be quantized to NF4"
+            raise UserError(f"{given}, because its {error}: leave --quantize out") from error

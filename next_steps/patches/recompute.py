@@ -6,8 +6,7 @@
     layer   keep the layer's input alone: everything in the layer runs twice
 
 docs/recompute.md counts what each level keeps and computes.  In the fused layer the first three
-levels are arguments of its Functions.  Other modules have no such argument: the Linear after the
-norm asks autograd to keep its input, whoever made it.  So autograd is asked to keep something else:
+levels are arguments of its Functions.  In other layers autograd is asked to keep something else:
 
     y = norm(x)                 made by `Recomputed`, which keeps x and forgets y
     linear(y)                   autograd keeps y: the hook `pack` recognizes y and returns a
@@ -23,18 +22,14 @@ Limits: no torch.compile, no second derivative of what is computed again.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
@@ -72,7 +67,7 @@ def set_recompute(
         elif level in (NORM, MLP):
             noted = True
             for norm in norms:
-                norm.forward = Instead(forgetful_norm, norm, norm.forward, notes)
+                norm.forward = Instead(notes.recomputed, norm, norm.forward)
             if level == MLP and type(layer.mlp) is modeling_llama.LlamaMLP:  # no kernel forgets it
                 layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
         if level == LAYER:
@@ -80,9 +75,6 @@ def set_recompute(
         if noted:
             layer.forward = Instead(notes.around, layer.forward)
     return model
-
-
-# ---------------------------------------------------------------- norm and mlp
 
 
 class Recomputed(torch.autograd.Function):
@@ -119,10 +111,6 @@ def result_of(maker, *geometry) -> torch.Tensor:
     return again(maker)[1].detach().as_strided(*geometry)
 
 
-def unpack(packed: torch.Tensor | Callable) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed()
-
-
 class Notes:
     """A layer's hooks: in place of a `Recomputed`'s result autograd keeps who made it.
 
@@ -133,12 +121,9 @@ class Notes:
         self.number, self.offloader = number, offloader
         self.makers = {}  # by the storage of the result: its version, and its node in the graph
 
-    def recomputed(
-        self,
-        function: Callable,
-        parameters: Sequence[torch.nn.Parameter],
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
+    def recomputed(self, module, function, *inputs):
+        """Return function(*inputs); the module's own parameters are the ones that it takes."""
+        parameters = module.parameters(recurse=False)  # now: FSDP has gathered a sharded weight
         result = Recomputed.apply(function, len(inputs), *inputs, *parameters)
         if result.grad_fn is not None:
             storage = StorageWeakRef(result.untyped_storage())
@@ -151,10 +136,12 @@ class Notes:
             return functools.partial(result_of, maker, t.size(), t.stride(), t.storage_offset())
         return self.offloader.layer.pack(t) if self.offloader else t
 
-    def around(
-        self, forward: Callable, hidden_states: torch.Tensor, *args, **kwargs
-    ) -> torch.Tensor:
+    def around(self, forward, hidden_states, *args, **kwargs):
         """Run the layer's forward with these hooks."""
+
+        def unpack(packed):
+            return packed if isinstance(packed, torch.Tensor) else packed()
+
         if self.offloader:
             self.offloader.begin(self.number, [args, kwargs])
         with saved_tensors_hooks(self.pack, unpack):
@@ -165,23 +152,13 @@ class Notes:
         return result
 
 
-def forgetful_norm(
-    norm: torch.nn.Module, forward: Callable, notes: Notes, x: torch.Tensor
-) -> torch.Tensor:
-    """Run a norm's forward, to be computed again; a sharded weight is the one FSDP gathered."""
-    return notes.recomputed(forward, [norm.weight], x)
-
-
 def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
     """Do what LlamaMLP.forward does; the product is computed again; x and result (B, T, H)."""
 
     def product(gate, up):
         return mlp.act_fn(gate) * up
 
-    return mlp.down_proj(notes.recomputed(product, [], mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-# ---------------------------------------------------------------- layer
+    return mlp.down_proj(notes.recomputed(mlp, product, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
@@ -205,28 +182,19 @@ def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def has_dropout(layer: torch.nn.Module) -> bool:
-    """Return True if any module in the layer is a dropout, as peft's adapters may have."""
-    kind = torch.nn.modules.dropout._DropoutNd
-    return any(isinstance(module, kind) and module.p > 0 for module in layer.modules())
-
-
-def checkpointed(
-    config: LlamaConfig,
-    layer: torch.nn.Module,
-    forward: Callable,
-    hidden_states: torch.Tensor,
-    *args,
-    **kwargs,
-) -> torch.Tensor:
+def checkpointed(config, layer, forward, hidden_states, *args, **kwargs):
     """Run a layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
     in_attention = config.attention_dropout > 0
-    contexts = noop_context_fn
+    contexts = checkpoint.noop_context_fn
     # attention that is kept draws nothing again, and modules after it would draw other masks
     if not in_attention and attention_pays(config, hidden_states.shape[1]):
-        contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
+        contexts = functools.partial(
+            checkpoint.create_selective_checkpoint_contexts, keep_attention
+        )
     recorded = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-    return checkpoint(
+    kind = torch.nn.modules.dropout._DropoutNd  # as peft's adapters may have
+    has_dropout = any(isinstance(module, kind) and module.p > 0 for module in layer.modules())
+    return checkpoint.checkpoint(
         forward,
         hidden_states,
         *args,
@@ -234,6 +202,6 @@ def checkpointed(
         context_fn=contexts,
         # Both runs must draw the same, and modules may draw without a Dropout.  A CUDA graph does
         # not allow reading the random state: PyTorch raises where a Dropout needs it.
-        preserve_rng_state=not recorded or in_attention or has_dropout(layer),
+        preserve_rng_state=not recorded or in_attention or has_dropout,
         **kwargs,
     )

@@ -15,16 +15,16 @@ FAULTS = {
         ("overwritten logits handed out", "logits=None if without_logits else logits", "logits=logits"),
     ],
     "test_logits_that_somebody_else_holds_are_not_overwritten[cross_entropy]": [
-        ("held logits overwritten", "self.training and is_plain_head(self.lm_head)", "self.training"),
+        ("held logits overwritten", "self.training and plain_head", "self.training"),
     ],
     "test_a_step_tells_the_model_how_many_targets_its_batch_has": [
-        ("number of targets dropped", "self.lm_head, labels, max_targets, **kwargs", "self.lm_head, labels, **kwargs"),
+        ("number of targets dropped", "head, labels, max_targets, **kwargs", "head, labels, **kwargs"),
     ],
     "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
         ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),
     ],
     "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaAttention]": [
-        ("patched class bypassed", "if not is_as_written(base):", "if False:"),
+        ("patched class bypassed", "if not exact_modules.is_as_written(base):", "if False:"),
     ],
     "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
         ("patched module bypassed", "unchanged = is_unchanged(mlp) and", "unchanged ="),
@@ -36,10 +36,10 @@ FAULTS = {
         ("a layer that never fits", "        return any(layer.has_known_parts() for layer in found)\n", "        pass\n"),
     ],
     "test_rotary_function_that_was_replaced_before_is_called[False]": [
-        ("patched rotary function bypassed", "return unchanged and own", "return own"),
+        ("patched rotary function bypassed", "if unchanged and own:", "if own:"),
     ],
     "test_rotary_function_that_was_replaced_before_is_called[True]": [
-        ("rotary function patched before the import bypassed", "return unchanged and own", "return unchanged"),
+        ("rotary function patched before the import bypassed", "if unchanged and own:", "if unchanged:"),
     ],
     "test_rotary_function_in_a_module_of_kernels[True]": [
         ("another library's forward bypassed", "called_function(ROTARY)", "modeling_llama.LlamaAttention.forward"),

@@ -19,13 +19,13 @@ FAULTS = {
         ("residual's gradient dropped", "        dx.add_(dresidual)\n", "        pass\n"),
         (
             "the norm's input in place of its output",
-            "        y, _ = rmsnorm_fp8(rows, norm_weight, ctx.eps)  # again\n",
-            "        y = quantize_rows(rows)\n",
+            "        norm, of_results = (rmsnorm_fp8, dout) if",
+            "        norm, of_results = (lambda x, *_: (quantize_rows(x), None), dout) if",
         ),
         (
             "the norm without its weight in mode inputs",
-            "        y, _ = rmsnorm_forward(rows, norm_weight, ctx.eps)  # again\n",
-            "        y, _ = rmsnorm_forward(rows, torch.ones_like(norm_weight), ctx.eps)\n",
+            " else (rmsnorm_forward, douts)\n",
+            " else (lambda x, w, eps: rmsnorm_forward(x, torch.ones_like(w), eps), douts)\n",
         ),
         (
             "mode inputs makes all in FP8",
@@ -44,8 +44,8 @@ FAULTS = {
         ),
         (
             "x of o as it was rounded in another way",
-            "            x = quantize_rows(as_rows(x))  # again\n",
-            "            x = quantize_rows(0.75 * as_rows(x))\n",
+            "            x = quantize_rows(as_rows(x)) if in_fp8",
+            "            x = quantize_rows(0.75 * as_rows(x)) if in_fp8",
         ),
         (
             "dw of o of the wrong side",
@@ -71,7 +71,7 @@ FAULTS = {
             "    if all(needed):\n",
             "    if True:\n",
         ),
-        ("transposed for nothing", "if any(need_weights) and douts is None:", "if douts is None:"),
+        ("transposed for nothing", "    if any(need_weights):\n", "    if True:\n"),
     ],
     "test_unused_results_have_no_gradient": [
         (

@@ -11,9 +11,9 @@ FAULTS = {
         ("residual's gradient subtracted", "dx.add_(dresidual)", "dx.sub_(dresidual)"),
     ],
     "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[swiglu_linear-fp32]": [
-        ("gradients exchanged", "return dgate, dup, None", "return dup, dgate, None"),
-        ("dw_down of dgate", "y = as_rows(y) if need_y else None", "y = as_rows(dgate)"),
-        ("gate and up exchanged", "products(swiglu_forward(gate, up)", "products(swiglu_forward(up, gate)"),
+        ("gradients exchanged", "return dgate, dup, dh", "return dup, dgate, dh"),
+        ("dw_down of dgate", "y = as_rows(again if y is None else y) if need_y else None", "y = as_rows(dgate)"),
+        ("gate and up exchanged", "y = swiglu.swiglu_forward(gate, up)", "y = swiglu.swiglu_forward(up, gate)"),
     ],
     "test_eps_is_used_where_it_shows": [
         ("another eps in the forward", "rmsnorm_forward(x, norm_weight, eps)", "rmsnorm_forward(x, norm_weight, 1e-5)"),
@@ -26,13 +26,13 @@ FAULTS = {
         ("residual is copied", "return x.view_as(x), *", "return x.clone(), *"),
     ],
     "test_swiglu_linear_saves_gate_and_up_and_its_weight": [
-        ("silu(gate) * up is saved", "ctx.save_for_backward(gate, up, h, stacked, weight, b)", "ctx.save_for_backward(gate, up, h, swiglu_forward(gate, up), weight, b)"),
+        ("silu(gate) * up is saved", "        y = y if keep else None\n        ctx.save_for_backward(gate,", "        ctx.save_for_backward(gate,"),
     ],
     "test_norm_linear_with_frozen_inputs": [
         ("products for a frozen norm", "if not need_dy:", "if False:"),
     ],
     "test_frozen_products_need_no_second_norm": [
-        ("norm for frozen products", "if needs_input(douts, needed):", "if True:"),
+        ("norm for frozen products", "if lora.needs_input(douts, needed):", "if True:"),
     ],
     "test_gradient_of_the_residual_is_added": [
         ("gradient of the residual alone is dropped", "return dresidual, *[None] * (6 + len(needed))", "return None, *[None] * (6 + len(needed))"),
@@ -41,11 +41,11 @@ FAULTS = {
         ("zeros for what nobody used", "        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used\n", ""),
     ],
     "test_backward_writes_over_gate_and_up_unless_the_graph_is_kept": [
-        ("overwrites a graph that is kept", "may_overwrite_saved() and", "True and", 2),
-        ("does not overwrite", "inplace=inplace", "inplace=False"),
+        ("overwrites a graph that is kept", "swiglu.may_overwrite_saved() and", "True and"),
+        ("does not overwrite", "swiglu.may_overwrite_saved() and", "False and"),
     ],
     "test_constants_are_not_overwritten": [
-        ("overwrites constants", " and need_gate and need_up", "", 2),
+        ("overwrites constants", " and need_gate and need_up", ""),
     ],
     "test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again": [
         ("the norm runs again though it is kept", "if y is None:", "if True:"),

@@ -9,7 +9,7 @@ FAULTS = {
         ("dx of gate alone", ".addmm_(dup, w_up)", ""),
         ("dW_up of gate", "dw_up = dup.t()", "dw_up = dgate.t()"),
         ("dW_down of dy", "dw_down = dout.t() @ y if", "dw_down = dout.t() @ dy.sigmoid() if"),
-        ("gate and up swapped", "swiglu_forward(gate, up) @", "swiglu_forward(up, gate) @"),
+        ("gate and up swapped", "swiglu.swiglu_forward(gate, up) @", "swiglu.swiglu_forward(up, gate) @"),
     ],
     "tests.llama_mlp_test::test_frozen_weights_get_no_gradient_and_no_matmul": [
         ("matmul for a frozen weight", "dgate.t() @ rows if need_w_gate else None", "dgate.t() @ rows"),

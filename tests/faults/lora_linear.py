@@ -36,8 +36,8 @@ FAULTS = {
         ("x is kept anyway", "x if keep_x else None, h", "x, h"),
     ],
     "test_quantized_weight_is_made_in_the_forward_and_in_the_backward_and_not_kept": [
-        ("another weight in the backward", "            weight = weight if base is None else weight_of(base)\n", "            weight = weight if base is None else base.weight\n"),
-        ("the weight as it is kept", "    return base.dequantized() if is_quantized(base) else base.weight\n", "    return base.weight\n"),
+        ("another weight in the backward", "            weight = weight if base is None else base.dequantized()\n", "            weight = weight if base is None else base.weight\n"),
+        ("the weight as it is kept", "linear(x, weight if base is None else base.dequantized())", "linear(x, weight if base is None else base.weight)"),
     ],
     "test_what_peft_makes_otherwise_runs_pefts_code": [
         ("dropout bypassed", "without_dropout and linears", "linears"),
@@ -49,7 +49,7 @@ FAULTS = {
         ("merged adapters added again", "module.disable_adapters or module.merged", "module.disable_adapters"),
         ("disabled adapters added", "module.disable_adapters or module.merged", "module.merged"),
         ("first of two adapters alone", "    if len(module.active_adapters) != 1:\n        return False\n    (name,) =", "    name, *_ ="),
-        ("hooks bypassed", " and all(map(is_unchanged, layers))", ""),
+        ("hooks bypassed", "of_dtype and all(map(is_unchanged, layers))", "of_dtype"),
         ("hooks on the base layer bypassed", "layer.bias is None and is_unchanged(layer)", "layer.bias is None"),
         ("hooks on A and B bypassed", "layers = module, a, b, module.lora_dropout[name]", "layers = (module,)"),
     ],
@@ -57,7 +57,7 @@ FAULTS = {
         ("hooks on all modules bypassed", "has_global_hooks() or autocast or not fits", "autocast or not fits"),
     ],
     "test_adapters_of_one_dtype_and_an_input_of_another_are_pefts": [
-        ("another dtype", "(is_adapted(module) and has_dtype(module, dtype))", "is_adapted(module)"),
+        ("another dtype", "of_dtype and all", "all"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[lora_linear-True]": [
         ("second derivative is zero", 'refuse_second_derivative("A projection with LoRA")', 'pass'),

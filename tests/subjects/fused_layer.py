@@ -42,7 +42,8 @@ def swiglu_linear(gate, up, weight):
 
 
 def swiglu_linear_inplace(gate, up, weight):
-    return SwiGLULinearFunction.apply(gate, up, *without_adapters(weight))
+    none = (None,) * 3
+    return SwiGLULinearFunction.apply(gate, up, None, False, none, *none, weight, None, None)
 
 
 def mlp_reference(x, w_gate, w_up, w_down):

@@ -7,7 +7,6 @@ import torch
 import rmsnorm_kernel
 from harness.benchmark.checking import DEVICE, HAS_GPU
 from next_steps.layers.fused_layer import (
-    LoRASwiGLUFunction,
     NormLinearFunction,
     SwiGLULinearFunction,
 )
@@ -70,7 +69,10 @@ def swiglu_lora(gate, up, w_down, a_down, b_down):
 
 
 def swiglu_lora_inplace(gate, up, w_down, a_down, b_down):
-    return SwiGLULinearFunction.apply(gate, up, SCALES[:1], (None,), w_down, a_down, b_down)
+    scales, without = (None, None, SCALES[0]), (None,) * 3
+    return SwiGLULinearFunction.apply(
+        gate, up, None, False, scales, *without, w_down, a_down, b_down
+    )
 
 
 def swiglu_lora_reference(gate, up, w_down, a_down, b_down):
@@ -85,7 +87,9 @@ def lora_swiglu(gate, up, *others):
 
 
 def lora_swiglu_inplace(gate, up, h, b_gate, b_up, *of_down):
-    return LoRASwiGLUFunction.apply(gate, up, h, False, THREE_SCALES, None, b_gate, b_up, *of_down)
+    return SwiGLULinearFunction.apply(
+        gate, up, h, False, THREE_SCALES, None, b_gate, b_up, *of_down
+    )
 
 
 def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
