@@ -10,33 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cross_entropy_kernel import (
-    PlainCrossEntropyFunction,
-    TritonCrossEntropyLoss,
-    cross_entropy_reference,
-)
-from harness.benchmark.benchmark_specs import (
-    COMPILED,
-    EAGER,
-    FORMULA,
-    HOST_FLOOR,
-    IN_PLACE,
-    ONE_TILE,
-    OURS,
-    PLAIN,
-    SEPARATE,
-    TWO_KERNELS,
-)
+import cross_entropy_kernel
+from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
 from next_steps.comparisons.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
+from next_steps.lessons import fp8_casts
 from next_steps.lessons.adamw_optimizer import TritonAdamW
-from next_steps.lessons.fp8_casts import (
-    swiglu_fp8,
-    swiglu_fp8_backward,
-    swiglu_fp8_backward_reference,
-    swiglu_fp8_reference,
-)
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.lessons.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
@@ -102,7 +82,7 @@ class NothingRotated(torch.autograd.Function):
 
 def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Hugging Face's loss: the logits are converted to fp32 first."""
-    return cross_entropy_reference(logits.float(), targets)
+    return cross_entropy_kernel.cross_entropy_reference(logits.float(), targets)
 
 
 def eager_linear_cross_entropy(
@@ -113,46 +93,47 @@ def eager_linear_cross_entropy(
 
 def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
-    ours = Implementation(OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
-    eager = Implementation(EAGER, eager_rmsnorm)
+    ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
+    eager = Implementation(specs.EAGER, eager_rmsnorm)
     return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
+    loss = cross_entropy_kernel.TritonCrossEntropyLoss
     pytorch = [
-        Implementation(EAGER, eager_cross_entropy),
+        Implementation(specs.EAGER, eager_cross_entropy),
         Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
     ]
     ours = [
-        Implementation(OURS, TritonCrossEntropyLoss()),
-        Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
-        Implementation(PLAIN, PlainCrossEntropyFunction.apply),
+        Implementation(specs.OURS, loss()),
+        Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
+        Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
     return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
     ours = [
-        Implementation(OURS, TritonSwiGLU()),
-        Implementation(IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
+        Implementation(specs.OURS, TritonSwiGLU()),
+        Implementation(specs.IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
     ]
-    return Contenders([Implementation(EAGER, swiglu_reference)], ours, Nothing.apply)
+    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, Nothing.apply)
 
 
 def rope_contenders(dtype: str) -> Contenders:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    eager = Implementation(EAGER, apply_rotary_pos_emb)
-    ours = Implementation(OURS, triton_apply_rotary_pos_emb)
+    eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
+    ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
     return Contenders([eager], [ours], NothingRotated.apply)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
     torch_adamw = functools.partial(torch.optim.AdamW, **ADAMW)
-    ours = [Implementation(OURS, functools.partial(TritonAdamW, **ADAMW))]
+    ours = [Implementation(specs.OURS, functools.partial(TritonAdamW, **ADAMW))]
     if dtype == "bf16":
         rounded = functools.partial(TritonAdamW, **ADAMW, stochastic_rounding=True)
-        ours.append(Implementation(f"{OURS}, stochastic rounding", rounded))
+        ours.append(Implementation(f"{specs.OURS}, stochastic rounding", rounded))
     # On a GPU the default is foreach=True. waits: without capturable=True none of them can be
     # recorded as a CUDA graph, not even the fused one, which does not wait.
     fused = functools.partial(torch_adamw, fused=True)
@@ -165,7 +146,7 @@ def adamw_contenders(dtype: str) -> Contenders:
 
 def linear_cross_entropy_contenders(dtype: str) -> Contenders:
     pytorch = [
-        Implementation(EAGER, eager_linear_cross_entropy),
+        Implementation(specs.EAGER, eager_linear_cross_entropy),
         Implementation(
             f"F.linear + F.cross_entropy, {dtype} logits",
             lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets),
@@ -177,7 +158,7 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
         name = "F.linear_cross_entropy, chunked"
         pytorch.append(Implementation(name, chunked, backward_again=False))
     # A second backward of one forward would compute the logits again.
-    ours = Implementation(OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
+    ours = Implementation(specs.OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
     return Contenders(pytorch, [ours], donate=True)
 
 
@@ -193,12 +174,12 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
     if dtype != "fp32":
         in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
         eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
-    one_tile = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
+    one_tile = Implementation(specs.ONE_TILE, ObviousReverseKLFunction.apply)
     two_kernels = TritonReverseKLLoss(reduction="none")  # a grad_output for each row
     ours = [
         # A second backward would compute the gradient again.
-        Implementation(OURS, TritonReverseKLLoss(), backward_again=False),
-        Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
+        Implementation(specs.OURS, TritonReverseKLLoss(), backward_again=False),
+        Implementation(specs.TWO_KERNELS, lambda *logits: two_kernels(*logits).mean()),
     ]
     return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
 
@@ -208,13 +189,13 @@ def nf4_contenders(dtype: str) -> Contenders:
         """Take the problem's inputs: NF4's tensors, and the weight with its shape and dtype."""
         return lambda *inputs: dequantize(NF4(*inputs[:-1]), inputs[-1].shape, inputs[-1].dtype)
 
-    formula = Implementation(FORMULA, of_tensors(nf4_dequantize_reference))
-    return Contenders([formula], [Implementation(OURS, of_tensors(nf4_dequantize))])
+    formula = Implementation(specs.FORMULA, of_tensors(nf4_dequantize_reference))
+    return Contenders([formula], [Implementation(specs.OURS, of_tensors(nf4_dequantize))])
 
 
 def fp8_contenders(dtype: str) -> Contenders:
-    formula = Implementation(FORMULA, quantize_rows_reference)
-    return Contenders([formula], [Implementation(OURS, quantize_rows)])
+    formula = Implementation(specs.FORMULA, quantize_rows_reference)
+    return Contenders([formula], [Implementation(specs.OURS, quantize_rows)])
 
 
 def fp8_casts_contenders(dtype: str) -> Contenders:
@@ -227,9 +208,10 @@ def fp8_casts_contenders(dtype: str) -> Contenders:
 
         return Implementation(name, call)
 
-    formula = both(FORMULA, swiglu_fp8_reference, swiglu_fp8_backward_reference)
-    ours = both(OURS, swiglu_fp8, swiglu_fp8_backward)
-    separate = both(SEPARATE, separate_swiglu, separate_swiglu_backward)
+    references = fp8_casts.swiglu_fp8_reference, fp8_casts.swiglu_fp8_backward_reference
+    formula = both(specs.FORMULA, *references)
+    ours = both(specs.OURS, fp8_casts.swiglu_fp8, fp8_casts.swiglu_fp8_backward)
+    separate = both(specs.SEPARATE, separate_swiglu, separate_swiglu_backward)
     return Contenders([formula], [ours, separate])
 
 
@@ -254,11 +236,11 @@ def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> lis
     if HAS_GPU and own.compile_pytorch:
         torch.compiler.reset()  # it gives up after eight shapes, so it forgets the earlier ones
         function = compile_function(own.pytorch[0].function, own.donate)
-        compiled = [Implementation(COMPILED, function, backward_again=not own.donate)]
+        compiled = [Implementation(specs.COMPILED, function, backward_again=not own.donate)]
         if own.compile_ours:
             function = compile_function(ours[0].function)
-            ours = [*ours, Implementation(f"{OURS} under torch.compile", function)]
-    floor = [Implementation(HOST_FLOOR, own.nothing)] if own.nothing else []
+            ours = [*ours, Implementation(f"{specs.OURS} under torch.compile", function)]
+    floor = [Implementation(specs.HOST_FLOOR, own.nothing)] if own.nothing else []
     return [*own.pytorch, *compiled, *peers, *ours, *floor]
 
 

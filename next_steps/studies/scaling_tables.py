@@ -7,17 +7,7 @@ from harness.cli.command_line import UserError
 from harness.cli.workload import model_line
 from harness.profiling.diagnose import EXPOSED_SHARE
 from harness.profiling.profile_tables import communication_lines
-from harness.records.run_records import (
-    environment_line,
-    has_numbers,
-    is_count,
-    is_environment,
-    is_list_of,
-    is_positive,
-    is_text,
-    read_record,
-    require_keys,
-)
+from harness.records import run_records
 from harness.records.spread import unless_same
 
 HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
@@ -30,29 +20,30 @@ STYLES = "-", "--", ":", "-."  # of the lines of a record
 def is_row(value: object) -> bool:
     """Return True for a row of the record, measured or too large."""
     numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
-    named = has_numbers("batch_size", "seq_len")(value) and is_text(value.get("way"))
+    has_numbers = run_records.has_numbers
+    named = has_numbers("batch_size", "seq_len")(value) and run_records.is_text(value.get("way"))
     return named and ("failure" in value or has_numbers(*numbers)(value))
 
 
 # the keys that are read of a record, each with the check of its value
 KEYS = {
-    "environment": is_environment,
-    "model": is_text,
-    "parameters": is_positive,
-    "weights": is_text,
-    "dtype": is_text,
-    "world_size": is_count,
-    "parallel": lambda kind: kind is None or is_text(kind),
-    "absent": is_list_of(is_text),
-    "rows": is_list_of(is_row),
+    "environment": run_records.is_environment,
+    "model": run_records.is_text,
+    "parameters": run_records.is_positive,
+    "weights": run_records.is_text,
+    "dtype": run_records.is_text,
+    "world_size": run_records.is_count,
+    "parallel": lambda kind: kind is None or run_records.is_text(kind),
+    "absent": run_records.is_list_of(run_records.is_text),
+    "rows": run_records.is_list_of(is_row),
 }
 
 
 def read(paths: list[str]) -> list[dict]:
     """Read a record of one process and then records of several, of one model on one kind of GPU."""
-    records = [read_record(path, "scaling") for path in paths]
+    records = [run_records.read_record(path, "scaling") for path in paths]
     for path, record in zip(paths, records):
-        require_keys(path, record, KEYS)
+        run_records.require_keys(path, record, KEYS)
     if len(records) < 2:
         raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
     (first, *others), (first_path, *other_paths) = records, paths
@@ -167,7 +158,7 @@ def body(one: dict, record: dict) -> list[list[str]]:
 def render(one: dict, *others: dict) -> str:
     """Return everything that --compare prints."""
     on_gpu = one["environment"]["gpu"] is not None
-    lines = [environment_line(one["environment"]), model_line(one)]
+    lines = [run_records.environment_line(one["environment"]), model_line(one)]
     lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
     for record in others:
         title = f"Each GPU of {processes_of(record)}, and one alone"
