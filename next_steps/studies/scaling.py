@@ -10,17 +10,16 @@ random tokens.  The slowest process counts.  --compare prints a GPU's speed amon
 speed alone, and from how many tokens on the computation hides the communication.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from harness.cli import command_line, flags, processes
 from harness.cli.command_line import UserError
-from harness.cli.flags import DEFAULT_MODEL
-from harness.cli.processes import PARALLEL
+from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
+from next_steps.studies import scaling_tables
 
 GPU, CPU = True, False
 # (sequences in each process, tokens in each), from the smallest to the largest
@@ -114,7 +113,6 @@ def walk(workload: Workload, record_to: str | None) -> None:
     from harness.profiling import profiler
     from harness.records import run_records
     from harness.steps import parallel
-    from next_steps.studies import scaling_tables
 
     parallel.start(workload)
     if not HAS_GPU:
@@ -145,12 +143,10 @@ def walk(workload: Workload, record_to: str | None) -> None:
     run_records.write_record(record_to, record)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = flags.Parser(__doc__)
+def main() -> None:
+    shared = "--model", "--random-init", "--parallel"
+    parser = flags.Parser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
-    add("--random-init", action="store_true", help="random weights; nothing is downloaded")
-    add("--parallel", choices=PARALLEL, help="with several processes; fsdp unless told")
     add("--json", metavar="FILE", help="write the rows as a JSON record, after each of them")
     add(
         "--compare",
@@ -162,17 +158,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    from harness.cli.output_files import check_outputs
-
     check_outputs(args)
     if args.compare:
-        from next_steps.studies import scaling_tables
-
         records = scaling_tables.read(args.compare)
         print(scaling_tables.render(*records))
         if args.plot:
