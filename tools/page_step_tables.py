@@ -10,9 +10,8 @@ from harness.cli.tables import number
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
-from next_steps.studies import frontier, ladder, scaling_tables
+from next_steps.studies import frontier, ladder, scaling
 from tools.page_kernel_tables import by_size
-from tools.page_outputs import column_spans, position
 from tools.page_records import Step, gb, in_words, load, size_label, step_cells, table, times
 
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
@@ -206,14 +205,9 @@ def parts(*names: str) -> str:
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
     """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
-    text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
-    start = position(text, "Category", 0)
-    stop = position(text, "p20 to p80", start) + 1
-    spans = [column_spans(text[start + 1])[i] for i in (0, 1, 2, 3, 4, 7, 8)]
-    headers, *body = (
-        [line.ljust(200)[a:b].strip().replace(" to ", "–") for a, b in spans]
-        for line in [text[start], *text[start + 2 : stop]]
-    )
+    found = profile_comparison.categories(load(before_name), load(after_name))
+    headers, *body = ([*row[:5], *row[7:]] for row in found)
+    body = [tuple(cell.replace(" to ", "–") for cell in row) for row in body]
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
     return table(body, " | ".join(headers))
 
@@ -264,19 +258,19 @@ def longest() -> str:
     return table(body, " | longest sequence, tokens | peak, GB")
 
 
-def scaling(parallel: str) -> str:
+def scaling_table(parallel: str) -> str:
     """Each of two GPUs beside one alone."""
     records = load("scaling_1"), load(f"scaling_{parallel}_2")
-    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
+    return table(scaling.body(*records), " | ".join(scaling.HEADERS))
 
 
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
     for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
-        for way in scaling_tables.ways_in(record):
+        for way in scaling.ways_in(record):
             name = f"{way}, {record['parallel']}"
-            body.append((name, scaling_tables.crossover(record, way)))
+            body.append((name, scaling.crossover(record, way)))
     return table(body, " | tokens in a step of each GPU")
 
 
@@ -343,7 +337,7 @@ def distillation_8b() -> str:
     return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
-FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, scaling, crossovers
+FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, crossovers
 FUNCTIONS += durations, quality, distillation, distillation_8b
-TABLES = {"ladder": ladder_table, "frontier": frontier_table}
+TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}
