@@ -44,10 +44,9 @@ def stub_driver(target: str, loaded: list[tuple[str, bytes, int]]) -> SimpleName
         return 0, 0, 0, 0, 1024
 
     properties = {"max_shared_mem": TARGETS[target].max_shared}
+    utils = {"load_binary": load_binary, "get_device_properties": lambda device: properties}
     return SimpleNamespace(
-        utils=SimpleNamespace(
-            load_binary=load_binary, get_device_properties=lambda device: properties
-        ),
+        utils=SimpleNamespace(**utils),
         launcher_cls=lambda src, metadata: lambda *args: None,
         get_current_target=lambda: gpu_target(target),
         get_current_device=lambda: 0,

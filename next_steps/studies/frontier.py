@@ -15,10 +15,12 @@ import gc
 import statistics
 from dataclasses import replace
 
-from harness.cli import command_line, flags
+from harness.cli import command_line, flags, tables
 from harness.cli.flags import OF_TRAINING, RECOMPUTE
+from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line
 from harness.profiling.kernel_facts import KERNELS
+from harness.records import run_records
 
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
 GPU, CPU = True, False
@@ -93,12 +95,10 @@ def measure(w: Workload, model, optimizer) -> dict:
 
 def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Predict and measure every row, print the table, write record and picture."""
-    from harness.cli import tables
     from harness.cli.device import HAS_GPU
     from harness.model.architecture import TORCH_DTYPES
     from harness.model.loading import load_model
     from harness.profiling import profiler
-    from harness.records import run_records
     from next_steps.memory import memory_estimate, step_time
     from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
     from next_steps.patches.recompute import set_recompute
@@ -166,9 +166,6 @@ def cells(row: dict, rows: list[dict]) -> list[str]:
 
 def render(record: dict) -> str:
     """Return everything that is printed at the end."""
-    from harness.cli import tables
-    from harness.records import run_records
-
     rows = record["rows"]
     return "\n".join(
         [
@@ -183,11 +180,9 @@ def render(record: dict) -> str:
 
 def plot(record: dict, path: str) -> None:
     """Draw GB against ms per step, a panel for each size; estimates are hollow."""
-    from harness.cli.tables import pyplot, save_plot
-
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))
-    figure, axes = pyplot().subplots(
+    figure, axes = tables.pyplot().subplots(
         1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained", squeeze=False
     )
     for axis, size in zip(axes[0], sizes):
@@ -212,17 +207,16 @@ def plot(record: dict, path: str) -> None:
     axes[0, 0].legend(title="hollow: estimated")
     gpu = record["environment"]["gpu"] or "CPU, not meaningful"
     figure.suptitle(f"{record['model']}, {record['dtype']}, {gpu}")
-    save_plot(figure, path)
+    tables.save_plot(figure, path)
 
 
 def main() -> None:
     shared = {flag: OF_TRAINING[flag] for flag in ("--model", "--random-init", "--json")}
     plot = {"--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png")}
     args = flags.Parser(__doc__, shared, plot).parse_args()
-    from harness.cli.device import HAS_GPU
-    from harness.cli.output_files import check_outputs
-
     check_outputs(args)
+    from harness.cli.device import HAS_GPU
+
     workload = Workload.from_flags(args, HAS_GPU)
     largest = max(seq_len for _, seq_len, _ in SIZES[HAS_GPU])
     walk(replace(workload, seq_len=largest, data="synthetic"), args.json, args.plot)
