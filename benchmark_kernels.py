@@ -12,8 +12,7 @@ same run.  All are timed in the same way.  Every result is compared with float64
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
-    next_steps/comparisons/benchmark_contenders.py   PyTorch's implementations and ours
-    next_steps/comparisons/benchmark_peers.py        other libraries' implementations
+    next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's, ours, others'
 """
 
 import argparse
@@ -26,15 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.benchmark.benchmark_specs import (
-    BANDWIDTH,
-    DTYPES,
-    HOST_FLOOR,
-    OURS,
-    SPECS,
-    Size,
-    numbers,
-)
+from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError, positive_int
@@ -42,19 +33,19 @@ from harness.cli.flags import Parser, row, switch
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import environment, write_record
 
-SWEPT = [name for name, spec in SPECS.items() if spec.swept_tokens]
+SWEPT = [name for name, spec in specs.SPECS.items() if spec.swept_tokens]
 
 
-def first_call(kernel: str, size: Size, dtype_name: str) -> float:
+def first_call(kernel: str, size: specs.Size, dtype_name: str) -> float:
     """Return the seconds from our first forward + backward to its result, in a new process."""
     from harness.benchmark.benchmarking import prepare
     from harness.cli.device import HAS_GPU, synchronize
     from next_steps.comparisons.benchmark_contenders import implementations
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
-    tokens = SPECS[kernel].tokens(HAS_GPU)[0]
+    tokens = specs.SPECS[kernel].tokens(HAS_GPU)[0]
     problem = PROBLEMS[kernel](tokens, size, TORCH_DTYPES[dtype_name])
-    ours = next(each for each in implementations(kernel, dtype_name, []) if each.name == OURS)
+    ours = next(each for each in implementations(kernel, dtype_name, []) if each.name == specs.OURS)
     call = prepare(problem, ours)
     synchronize()  # the problem is made: PyTorch, autograd and the GPU are awake
     start = time.perf_counter()
@@ -63,12 +54,12 @@ def first_call(kernel: str, size: Size, dtype_name: str) -> float:
     return time.perf_counter() - start
 
 
-def first_call_seconds(kernel: str, size: Size, dtype_name: str, absent: list[str]) -> float | None:
+def first_call_seconds(kernel: str, size: specs.Size, dtype: str, absent: list) -> float | None:
     """Return the same, measured in a process of its own, where Triton has compiled nothing yet.
 
     If that process fails, return None and add a sentence to `absent`.
     """
-    arguments = f"{kernel!r}, {size}, {dtype_name!r}"
+    arguments = f"{kernel!r}, {size}, {dtype!r}"
     code = f"import benchmark_kernels; print(benchmark_kernels.first_call({arguments}))"
     command = [sys.executable, "-c", code]
     with tempfile.TemporaryDirectory() as empty:
@@ -83,40 +74,39 @@ def first_call_seconds(kernel: str, size: Size, dtype_name: str, absent: list[st
 
 
 def benchmark(
-    kernel: str, tokens: list[int], size: Size, dtype_name: str
+    kernel: str, tokens: list[int], size: specs.Size, dtype_name: str
 ) -> tuple[dict, list[str]]:
     """Return the kernel's section of the record, and sentences about what is absent from it."""
     from harness.benchmark import benchmarking
     from harness.cli.device import HAS_GPU
-    from next_steps.comparisons.benchmark_contenders import implementations
-    from next_steps.comparisons.benchmark_peers import find_peers
+    from next_steps.comparisons.benchmark_contenders import find_peers, implementations
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
-    spec, dtype = SPECS[kernel], TORCH_DTYPES[dtype_name]
-    per_element = spec.work * (dtype.itemsize if spec.rate is BANDWIDTH else 1) + spec.beside
+    spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]
+    per_element = spec.work * (dtype.itemsize if spec.rate is specs.BANDWIDTH else 1) + spec.beside
     peers, absent = find_peers(kernel)
     compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
     rows = []
     for n_tokens in tokens:
-        shape = " x ".join(f"{n:,}" for n in (n_tokens, *numbers(size)))
+        shape = " x ".join(f"{n:,}" for n in (n_tokens, *specs.numbers(size)))
         if HAS_GPU:
             print(f"measuring {kernel}, {shape}", file=sys.stderr)
         problem = PROBLEMS[kernel](n_tokens, size, dtype)
         contenders = implementations(kernel, dtype_name, peers)
-        errors: dict[str, dict[str, float]] = {HOST_FLOOR: {}}
+        errors: dict[str, dict[str, float]] = {specs.HOST_FLOOR: {}}
         for contender in contenders:
-            if contender.name != HOST_FLOOR:
+            if contender.name != specs.HOST_FLOOR:
                 with benchmarking.others_may_fail(contender, shape, absent):
                     errors[contender.name] = benchmarking.gradient_errors(problem, contender)
         benchmarking.check_ours(errors, dtype, n_tokens, judge=contenders[0].name)
-        work = per_element * n_tokens * math.prod(numbers(size))
+        work = per_element * n_tokens * math.prod(specs.numbers(size))
         for contender in (each for each in contenders if each.name in errors):
             with benchmarking.others_may_fail(contender, shape, absent):
                 row = {"tokens": n_tokens, "implementation": contender.name}
                 row |= benchmarking.measure_times(problem, contender)
                 row["errors"] = errors[contender.name]
                 rate = work / row["total_us"][1] / spec.rate.per_us
-                row[spec.rate.key] = rate if contender.name != HOST_FLOOR else None
+                row[spec.rate.key] = rate if contender.name != specs.HOST_FLOOR else None
                 rows.append(row)
     section = {
         "kernel": kernel,
@@ -139,18 +129,18 @@ def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
     return with_gpu if gpu == cpu else f"{with_gpu} ({without})"
 
 
-def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[Size]:
+def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[specs.Size]:
     """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
     choices = [
         (each.flag and getattr(args, each.flag)) or each.defaults(on_gpu)
-        for each in SPECS[kernel].dimensions
+        for each in specs.SPECS[kernel].dimensions
     ]
     return [size[0] if len(size) == 1 else size for size in itertools.product(*choices)]
 
 
 def refusal(kernel: str, args: argparse.Namespace) -> str | None:
     """Return why these flags are refused for this kernel; None if they are not."""
-    spec = SPECS[kernel]
+    spec = specs.SPECS[kernel]
     flags = {each.flag for each in spec.dimensions}
     flags |= {"tokens"} if spec.rows == "Tokens" else set()
     sizes = "tokens", "hidden", "vocab"
@@ -166,7 +156,7 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
 
 def parse_arguments() -> argparse.Namespace:
     defaults = {"tokens": [], "hidden": [], "vocab": []}
-    for name, spec in SPECS.items():
+    for name, spec in specs.SPECS.items():
         if spec.rows == "Tokens":
             defaults["tokens"].append(f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}")
         for each in spec.dimensions:
@@ -181,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
         )
         for flag, words in defaults.items()
     }
-    kernels = [*SPECS, "all"]
+    kernels = [*specs.SPECS, "all"]
     parser = Parser(
         __doc__,
         {"--kernel": row("what to measure (default: %(default)s)", choices=kernels, default="all")},
@@ -189,7 +179,7 @@ def parse_arguments() -> argparse.Namespace:
         {
             "--dtype": row(
                 "of inputs and gradients (default: %(default)s)",
-                choices=DTYPES,
+                choices=specs.DTYPES,
                 default="bf16",
             ),
             "--sweep": switch("time our kernels alone, with other settings than their files carry"),
@@ -234,13 +224,13 @@ def measure_all(args: argparse.Namespace) -> dict:
         "sections": [],
         "absent": [],
     }
-    every = SWEPT if args.sweep else SPECS
+    every = SWEPT if args.sweep else specs.SPECS
     kernels = [args.kernel] if args.kernel != "all" else every
     refused = {name: reason for name in kernels if (reason := refusal(name, args))}
     record["absent"] += refused.values()
     try:
         for kernel in (name for name in kernels if name not in refused):
-            spec = SPECS[kernel]
+            spec = specs.SPECS[kernel]
             for size in sizes_of(kernel, args, HAS_GPU):
                 if args.sweep:
                     tokens = args.tokens or [spec.tokens_to_sweep(HAS_GPU)]

@@ -44,7 +44,6 @@ from harness.cli import command_line, tables
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import timing
 from next_steps.comparisons import benchmark_contenders as contenders
-from next_steps.comparisons import benchmark_peers
 from next_steps.comparisons import benchmark_problems as problems
 from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
 from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -412,7 +411,7 @@ def test_plot_is_a_picture(finished, tmp_path):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module) in benchmark_peers.PACKAGES.items():
+    for name, (_, module) in contenders.PACKAGES.items():
         if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
 

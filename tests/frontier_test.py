@@ -41,6 +41,7 @@ def test_what_does_not_fit_has_its_estimate_alone(tmp_path):
 
 def test_all_rows_are_tried_those_of_a_kernel_set_in_a_row():
     ways = frontier.ways_of(Workload(), on_gpu=True)
-    assert len(ways) == 30 and len({(w.size, w.kernels, w.level) for w in ways}) == 30
-    assert [way.kernels for way in ways] == ["baseline"] * 15 + ["all kernels"] * 15
-    assert {way.size for way in ways} == {"1 x 8,192", "4 x 2,048", "8 x (1 x 8,192)"}
+    rows = [frontier.labels(way) for way in ways]
+    assert len(rows) == 30 and len({tuple(row.values()) for row in rows}) == 30
+    assert [row["kernels"] for row in rows] == ["baseline"] * 15 + ["all kernels"] * 15
+    assert {row["size"] for row in rows} == {"1 x 8,192", "4 x 2,048", "8 x (1 x 8,192)"}

@@ -13,7 +13,7 @@ from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
-from next_steps.studies import scaling, scaling_tables
+from next_steps.studies import scaling, scaling_steps
 from tests.parallel_test import torchrun
 from tests.small_workloads import MADE_UP, smaller_config
 from tests.two_processes import one_gpu_is_too_few
@@ -64,8 +64,8 @@ def written(folder, *records) -> list[str]:
 
 
 def test_a_row_beside_that_of_one_process_and_of_liger():
-    table = {cells[0]: cells[1:] for cells in scaling_tables.body(ONE, TWO)}
-    n_a = scaling_tables.NOT_MEASURED
+    table = {cells[0]: cells[1:] for cells in scaling.body(ONE, TWO)}
+    n_a = scaling.NOT_MEASURED
     # 95 / 131.25 and 105 / 118.75 are the ends of the spread
     first = ["4,096", "5,120", "80 % (72–88)", "60.0", "90.0", "50.0", "25.0, 20%", "1.20×"]
     assert table["baseline 1 × 512"] == first
@@ -79,11 +79,11 @@ def test_a_row_beside_that_of_one_process_and_of_liger():
 
 def test_the_crossover_is_where_the_exposed_part_stays_small():
     # 20 %, 5 %, which is not below it, and 4 %
-    assert scaling_tables.crossover(TWO, "baseline") == "2,048"
-    assert scaling_tables.crossover(TWO, "all kernels") == "more than 512"
+    assert scaling.crossover(TWO, "baseline") == "2,048"
+    assert scaling.crossover(TWO, "all kernels") == "more than 512"
     # 2 % and then 20 %: small at first is not small from there on
-    assert scaling_tables.crossover(TWO, "Liger") == "more than 1,024"
-    assert scaling_tables.crossover(ONE, "baseline") == scaling_tables.NOT_MEASURED
+    assert scaling.crossover(TWO, "Liger") == "more than 1,024"
+    assert scaling.crossover(ONE, "baseline") == scaling.NOT_MEASURED
 
 
 def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
@@ -97,7 +97,7 @@ def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
 
 
 def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
-    ways, sizes = ("baseline", "all kernels", "Liger"), scaling.SIZES[True]
+    ways, sizes = ("baseline", "all kernels", "Liger"), scaling_steps.SIZES[True]
     one = record([row(way, *size, 987.6, gb=123.4) for way in ways for size in sizes])
     two = record([row(way, *size, 1123, 250, gb=123.4) for way in ways for size in sizes], 2)
     for name, each in (("1", one), ("fsdp_2", two), ("ddp_2", two | {"parallel": "ddp"})):
@@ -166,7 +166,7 @@ def measured_as(monkeypatch, outcomes) -> list:
         seen.append(weakref.ref(called))
         return outcomes(len(seen))
 
-    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(scaling_steps, "measure", measure)
     monkeypatch.setattr("harness.profiling.profiler.measure_ceilings", lambda dtype: {})
     return seen
 
@@ -185,7 +185,7 @@ def test_a_record_is_kept_after_each_row(monkeypatch, small, tmp_path):
 
     measured_as(monkeypatch, stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        scaling.walk(tiny(), str(path))
+        scaling_steps.walk(tiny(), str(path))
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
@@ -201,9 +201,9 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
         return prepare(workload)
 
     monkeypatch.setattr(kernel_training, "prepare", count)
-    monkeypatch.setitem(scaling.SIZES, HAS_GPU, ((1, 4), (1, 8)))
+    monkeypatch.setitem(scaling_steps.SIZES, HAS_GPU, ((1, 4), (1, 8)))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    scaling.walk(tiny(), str(path))
+    scaling_steps.walk(tiny(), str(path))
     found = json.loads(path.read_text())
     assert [each["way"] for each in found["rows"]] == ["baseline", "all kernels"]
     assert alive == [0, 0]
@@ -221,14 +221,14 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, way
         outcome = torchrun(n, *command)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         assert outcome.stdout.count("Record written") == 1
-    records = scaling_tables.read([one, two])
+    records = scaling.read([one, two])
     assert [each["world_size"] for each in records] == [1, 2]
     assert records[1]["parallel"] == way
     for each in records:
         rows = [r for r in each["rows"] if r["way"] != "Liger"]
-        assert len(rows) == 2 * len(scaling.SIZES[HAS_GPU])
+        assert len(rows) == 2 * len(scaling_steps.SIZES[HAS_GPU])
         for r in rows:
-            assert len(r["step_ms"]) == scaling.STEPS[HAS_GPU][1]
+            assert len(r["step_ms"]) == scaling_steps.STEPS[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
     outcome = run_script(scaling, "--compare", one, two)
     assert outcome.code == 0 and f"2 processes, {way}" in outcome.out
@@ -238,7 +238,7 @@ def test_the_slowest_process_counts(monkeypatch, small):
     """Two processes by name; the other one's numbers are made up."""
     model, called, optimizer = kernel_training.prepare(tiny())
     monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
-    found = scaling.measure(called, optimizer, (1, 4), model.config.vocab_size)
+    found = scaling_steps.measure(called, optimizer, (1, 4), model.config.vocab_size)
     assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
 
 
@@ -250,8 +250,8 @@ def test_processes_take_different_sequences_of_one_model(monkeypatch, small):
         weights.append(called.model.embed_tokens.weight.sum().item())
         return {"failure": "the GPU's memory"}
 
-    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(scaling_steps, "measure", measure)
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        list(scaling.rows_of("baseline", tiny(), {}))
+        list(scaling_steps.rows_of("baseline", tiny(), {}))
     assert drawn[0] != drawn[1] and weights[0] == weights[1]

@@ -21,7 +21,7 @@ from harness.benchmark.checking import HAS_GPU
 from harness.cli import command_line, tables
 from harness.records import run_records
 from harness.steps import timing
-from next_steps.comparisons import sweep_kernels, sweep_launches, sweep_tables
+from next_steps.comparisons import sweep_kernels, sweep_tables
 from next_steps.comparisons.sweep_kernels import (
     StandIn,
     carried,
@@ -41,8 +41,8 @@ EVERY_LAUNCH = [(kernel, i) for kernel, names in NAMES.items() for i in range(le
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def make_launch(kernel: str, i: int, dtype: torch.dtype = torch.float32) -> sweep_launches.Launch:
-    return sweep_launches.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
+def make_launch(kernel: str, i: int, dtype: torch.dtype = torch.float32) -> sweep_kernels.Launch:
+    return sweep_kernels.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_backward_makes_room_for_as_many_programs_as_it_launches(stubbed_timer):
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
     monkeypatch.setattr(sweep_kernels, "HAS_GPU", has_gpu)
-    monkeypatch.setattr(sweep_launches, "processors", lambda: 2)
+    monkeypatch.setattr(sweep_kernels, "processors", lambda: 2)
     for kernel, i in EVERY_LAUNCH:
         launch = make_launch(kernel, i)
         shipped, _ = carried(launch)
@@ -120,7 +120,7 @@ def rmsnorm_forward_with(others: list[dict], knob: str = "BLOCK_SIZE"):
     """A maker of one launch that tries settings of BLOCK_SIZE. They can make a kernel wrong."""
 
     def launches(*arguments):
-        launch = sweep_launches.rmsnorm_launches(*arguments)[0]
+        launch = sweep_kernels.rmsnorm_launches(*arguments)[0]
         return [replace(launch, knobs=(knob,), others=lambda shipped: others)]
 
     return launches
@@ -129,7 +129,7 @@ def rmsnorm_forward_with(others: list[dict], knob: str = "BLOCK_SIZE"):
 def test_wrong_setting_does_not_win(monkeypatch):
     """It leaves out half of each row, and so would be the fastest."""
     launches = rmsnorm_forward_with([{"BLOCK_SIZE": 64}])
-    monkeypatch.setitem(sweep_launches.LAUNCHES, "rmsnorm", launches)
+    monkeypatch.setitem(sweep_kernels.LAUNCHES, "rmsnorm", launches)
     monkeypatch.setattr(timing, "time_us", lambda fn: timing.Timing(0.0, 50.0, 0.0))
     sections = sweep("rmsnorm", 5, 96, "fp32")
     shipped, wrong = sections[0]["tried"]

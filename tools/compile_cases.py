@@ -34,7 +34,7 @@ class Case:
     """One way to call a Function, or any other callable that launches kernels."""
 
     name: str
-    function: type[torch.autograd.Function] | Callable[..., None]
+    function: type[torch.autograd.Function] | Callable
     arguments: Arguments
     frozen: tuple[int, ...] = ()  # positions of arguments that need no gradient
     dtypes: tuple[str, ...] = ("bf16", "fp32")
@@ -135,10 +135,6 @@ def swiglu_in_fp8(dy: torch.Tensor, gate_up: torch.Tensor) -> None:
     swiglu_fp8_backward(dy, gate, up)
 
 
-def norm_in_fp8(x: torch.Tensor, weight: torch.Tensor) -> None:
-    rmsnorm_fp8(x, weight, 1e-5)
-
-
 # ---------------------------------------------------------------- cases
 
 
@@ -161,15 +157,6 @@ def cross_entropy_cases() -> Iterator[Case]:
         yield Case(name, InplaceCrossEntropyFunction, arguments)
     plain_arguments = lambda t: (t(B * T, V), targets().view(-1))  # noqa: E731
     yield Case("cross-entropy, the plain form", plain, plain_arguments)
-
-
-def linear_cross_entropy_cases() -> Iterator[Case]:
-    for name, *arguments in (
-        ("linear + cross-entropy, mean", "mean"),
-        ("linear + cross-entropy, none", "none"),
-        ("linear + CE, V = 50,257", "mean", 50_257),
-    ):
-        yield Case(name, LinearCrossEntropyFunction, linear_cross_entropy_arguments(*arguments))
 
 
 def swiglu_cases() -> Iterator[Case]:
@@ -218,22 +205,10 @@ def reverse_kl_cases() -> Iterator[Case]:
         yield Case(f"reverse KL, {name}", TritonReverseKLFunction, arguments, frozen=(1,))
 
 
-def fp8_cases() -> Iterator[Case]:
-    # e4m3 as NVIDIA has it: not gfx942
-    for name, *widths in (
-        ("H = 576", 576),
-        ("H = 4,096", H),
-        ("q, k, v", H, H // 4, H // 4),
-        ("I = 14,336", INTERMEDIATE),
-        ("I = 28,672", 2 * INTERMEDIATE),
-    ):
-        yield Case(f"FP8, {name}", quantize_and_transpose, fp8_arguments(*widths), **NVIDIA)
-
-
 def fp8_casts_cases() -> Iterator[Case]:
     for h in (576, H, 8192, 16_384):
-        arguments = lambda t, h=h: (t(B * T, h), t(h))  # noqa: E731
-        yield Case(f"RMSNorm in FP8, H = {h:,}", norm_in_fp8, arguments, **NVIDIA)
+        arguments = lambda t, h=h: (t(B * T, h), t(h), 1e-5)  # noqa: E731
+        yield Case(f"RMSNorm in FP8, H = {h:,}", rmsnorm_fp8, arguments, **NVIDIA)
     for i in (1536, INTERMEDIATE):
         yield Case(f"SwiGLU in FP8, I = {i:,}", swiglu_in_fp8, fp8_arguments(i, 2 * i), **NVIDIA)
 
@@ -241,12 +216,28 @@ def fp8_casts_cases() -> Iterator[Case]:
 CASES = {  # by the names of kernel_facts.py's rows
     "rmsnorm": [*rmsnorm_cases()],
     "cross_entropy": [*cross_entropy_cases()],
-    "linear_cross_entropy": [*linear_cross_entropy_cases()],
+    "linear_cross_entropy": [
+        Case(name, LinearCrossEntropyFunction, linear_cross_entropy_arguments(*arguments))
+        for name, *arguments in (
+            ("linear + cross-entropy, mean", "mean"),
+            ("linear + cross-entropy, none", "none"),
+            ("linear + CE, V = 50,257", "mean", 50_257),
+        )
+    ],
     "swiglu": [*swiglu_cases()],
     "adamw": [*adamw_cases()],
     "rope": [*rope_cases()],
     "reverse_kl": [*reverse_kl_cases()],
     "nf4": [Case("NF4", NF4LinearFunction, nf4_arguments, frozen=(4, 5, 6))],
-    "fp8": [*fp8_cases()],
+    "fp8": [  # e4m3 as NVIDIA has it: not gfx942
+        Case(f"FP8, {name}", quantize_and_transpose, fp8_arguments(*widths), **NVIDIA)
+        for name, *widths in (
+            ("H = 576", 576),
+            ("H = 4,096", H),
+            ("q, k, v", H, H // 4, H // 4),
+            ("I = 14,336", INTERMEDIATE),
+            ("I = 28,672", 2 * INTERMEDIATE),
+        )
+    ],
     "fp8_casts": [*fp8_casts_cases()],
 }

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
 
@@ -31,10 +32,6 @@ PROFILE, BASELINE, OPTIMIZED = (
 )
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
-KERNELS = (
-    *("rmsnorm", "cross_entropy", "swiglu", "rope", "linear_cross_entropy", "adamw"),
-    *("reverse_kl", "nf4", "fp8", "fp8_casts"),
-)
 AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
 import contextlib, json, runpy, sys
@@ -51,7 +48,7 @@ if command:
 
 # {group: {record: what writes it}}
 RUNS: dict[str, dict[str, str]] = {
-    "kernels": {f"benchmark_{name}": f"benchmark_kernels.py --kernel {name}" for name in KERNELS},
+    "kernels": {f"benchmark_{name}": f"benchmark_kernels.py --kernel {name}" for name in SPECS},
     "steps": {
         "profile_1x512": f"{PROFILE} {SMALL}",
         "profile_1x512_rmsnorm": f"{PROFILE} {SMALL} --kernels rmsnorm",

@@ -1,28 +1,83 @@
 """The pages' tables of the kernels, from records of benchmark_kernels.py."""
 
-from harness.benchmark.benchmark_specs import (
-    COMPILED,
-    EAGER,
-    HOST_FLOOR,
-    IN_PLACE,
-    ONE_TILE,
-    OURS,
-    SPECS,
-    TWO_KERNELS,
-)
+from typing import NamedTuple
+
+from harness.benchmark import benchmark_specs as specs
+from harness.benchmark.benchmark_picture import rate_at
+from harness.benchmark.benchmark_tables import megabytes, microseconds
 from harness.cli.tables import number
-from tools.page_records import by_size, load, measured, per_cent, table, times
+from tools.page_records import load, per_cent, table, times
 
 IN_BF16 = "F.cross_entropy, bf16 logits"
-PLAYBOOK = {EAGER, "F.rms_norm", IN_BF16, OURS, IN_PLACE}  # what a short table shows
+# what a short table shows
+PLAYBOOK = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
 CLOCKS = "total | queued | alone | total % | alone %"
+
+
+class Measured(NamedTuple):
+    """One row of a benchmark's record."""
+
+    record: dict
+    section: dict
+    row: dict
+
+    @property
+    def total(self) -> float:
+        """Median of one call at a time in us. The host's work is included."""
+        return self.row["total_us"][1]
+
+    @property
+    def alone(self) -> float | None:
+        """The kernels' time in us, without the host."""
+        return self.row["kernels_us"]
+
+    @property
+    def mb(self) -> float:
+        return (self.row["extra_bytes"] or 0) / 1e6
+
+    def share(self, us: float | None) -> str:
+        """The share of the ceiling that `us` microseconds reach."""
+        rate = specs.SPECS[self.section["kernel"]].rate
+        if us is None or self.row[rate.key] is None:
+            return "n/a"
+        return per_cent(rate_at(rate, self.row, us) / self.record[rate.ceiling_key])
+
+    def cells(self) -> dict[str, str]:
+        spec, row = specs.SPECS[self.section["kernel"]], self.row
+        us = {name: row[f"{name}_us"] for name in ("forward", "backward")}
+        us |= {"total": self.total, "queued": row["host_us"], "alone": self.alone}
+        cells = {name: microseconds(value) for name, value in us.items()}
+        cells |= {f"{name} %": self.share(us[name]) for name in ("total", "alone")}
+        cells["µs, forward + backward"] = cells["implementation"] = row["implementation"]
+        cells[spec.rows.lower()] = f"{row['tokens']:,}"
+        if len(spec.dimensions) == 1:
+            cells[spec.dimensions[0].name] = f"{self.section['size']:,}"
+        cells["MB"] = cells["extra MB"] = megabytes(row["extra_bytes"])
+        return cells
+
+
+def measured(name: str, tokens: str = "all") -> list[Measured]:
+    """The rows of a benchmark's record at some numbers of tokens, with commas between."""
+    record = load(f"benchmark_{name}")
+    sections = record["sections"]
+    rows = [Measured(record, section, row) for section in sections for row in section["rows"]]
+    wanted = tokens.split(",")
+    return [each for each in rows if tokens == "all" or str(each.row["tokens"]) in wanted]
+
+
+def by_size(name: str, tokens: int) -> list[dict[str, Measured]]:
+    """{implementation: row} at so many tokens, of each section of the record."""
+    found = {}
+    for each in measured(name, str(tokens)):
+        found.setdefault(id(each.section), {})[each.row["implementation"]] = each
+    return list(found.values())
 
 
 def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
     """Times by the three clocks, and the shares of the ceiling; `which`: "short" or "every"."""
     rows = measured(name, tokens)
     section = rows[0].section
-    spec = SPECS[section["kernel"]]
+    spec = specs.SPECS[section["kernel"]]
     several_sizes = len(rows[0].record["sections"]) > 1  # at one number of tokens
     size = spec.dimensions[0].name if several_sizes else spec.rows.lower()
     columns = f"forward | backward | {CLOCKS}"
@@ -35,9 +90,9 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
 def errors(name: str, tokens: str) -> str:
     """Memory beyond the inputs and the errors against float64."""
     rows = measured(name, tokens)
-    spec, body = SPECS[rows[0].section["kernel"]], []
+    spec, body = specs.SPECS[rows[0].section["kernel"]], []
     for each in rows:
-        if each.row["implementation"] != HOST_FLOOR:
+        if each.row["implementation"] != specs.HOST_FLOOR:
             found = each.row["errors"]
             parts = {f"error {part}": number(found.get(part), ".1e") for part in spec.errors}
             body.append(each.cells() | parts)
@@ -47,21 +102,21 @@ def errors(name: str, tokens: str) -> str:
 
 def sizes(kernel: str) -> str:
     """One of the playbook's kernels at other row lengths."""
-    body, others = [], ("QuACK", COMPILED, "Liger-Kernel")
+    body, others = [], ("QuACK", specs.COMPILED, "Liger-Kernel")
     for rows in by_size(f"{kernel}_sizes", 65_536 if kernel == "rmsnorm" else 8192):
-        ours = rows[OURS]
+        ours = rows[specs.OURS]
         size = f"{ours.section['size']:,}"
         if kernel == "rmsnorm":
-            shown = (rows[name] for name in (OURS, *others))
+            shown = (rows[name] for name in (specs.OURS, *others))
             body.append((size, *(each.share(each.total) for each in shown)))
             continue
         once = ours.section["bytes_per_element"] / 3 * ours.row["tokens"] * ours.section["size"]
         once_us = once / ours.record["copy_gbs"] / 1e3
-        in_place = times(rows[IN_PLACE].alone / (2 * once_us))
-        ratios = [times(rows[name].alone / ours.alone, 1) for name in (IN_BF16, COMPILED)]
+        in_place = times(rows[specs.IN_PLACE].alone / (2 * once_us))
+        ratios = [times(rows[name].alone / ours.alone, 1) for name in (IN_BF16, specs.COMPILED)]
         body.append((size, per_cent(3 * once_us / ours.alone), in_place, *ratios))
     if kernel == "rmsnorm":
-        return table(body, " | ".join(["H, % of the copy rate", OURS, *others]))
+        return table(body, " | ".join(["H, % of the copy rate", specs.OURS, *others]))
     floor = "ours, of the copy rate | in place, × its floor"
     return table(body, f"V | {floor} | F.cross_entropy | torch.compile")
 
@@ -70,18 +125,18 @@ def dtypes() -> str:
     """RMSNorm in each dtype, at 65,536 rows."""
     body = []
     for dtype, name in (("bf16", "rmsnorm"), ("fp16", "rmsnorm_fp16"), ("fp32", "rmsnorm_fp32")):
-        ours = by_size(name, 65_536)[0][OURS]
+        ours = by_size(name, 65_536)[0][specs.OURS]
         body.append((dtype, f"{ours.total:,.0f}", ours.share(ours.total)))
     return table(body, "dtype | µs | of the copy rate")
 
 
 LESSONS = (  # label, record, tokens, which of ours, which of PyTorch's
-    ("SwiGLU, in place", "swiglu", 16_384, IN_PLACE, EAGER),
-    ("RoPE", "rope", 32_768, OURS, EAGER),
-    ("AdamW, one MLP weight", "adamw", 58_720_256, OURS, "torch.optim.AdamW"),
-    ("linear + cross-entropy", "linear_cross_entropy", 8192, OURS, f"F.linear + {IN_BF16}"),
-    ("linear + cross-entropy", "linear_cross_entropy", 512, OURS, f"F.linear + {IN_BF16}"),
-    ("reverse KL, V = 131,072", "reverse_kl", 4096, OURS, "F.kl_div in fp32"),
+    ("SwiGLU, in place", "swiglu", 16_384, specs.IN_PLACE, specs.EAGER),
+    ("RoPE", "rope", 32_768, specs.OURS, specs.EAGER),
+    ("AdamW, one MLP weight", "adamw", 58_720_256, specs.OURS, "torch.optim.AdamW"),
+    ("linear + cross-entropy", "linear_cross_entropy", 8192, specs.OURS, f"F.linear + {IN_BF16}"),
+    ("linear + cross-entropy", "linear_cross_entropy", 512, specs.OURS, f"F.linear + {IN_BF16}"),
+    ("reverse KL, V = 131,072", "reverse_kl", 4096, specs.OURS, "F.kl_div in fp32"),
 )
 
 
@@ -92,8 +147,8 @@ def kernels() -> str:
         rows = by_size(kernel, tokens)[-1]
         # RoPE is so short that the host's time hides the kernels.
         us = {name: row.alone if kernel == "rope" else row.total for name, row in rows.items()}
-        no_rival = EAGER, HOST_FLOOR, ONE_TILE, pytorch
-        others = [n for n in rows if not n.startswith(OURS) and n not in no_rival and us[n]]
+        no_rival = specs.EAGER, specs.HOST_FLOOR, specs.ONE_TILE, pytorch
+        others = [n for n in rows if not n.startswith(specs.OURS) and n not in no_rival and us[n]]
         rival = min(others, key=us.get)
         short = rival.removeprefix("torch.optim.").removesuffix(", in place")
         ratios = times(us[pytorch] / us[mine]), f"{short}: {times(us[rival] / us[mine])}"
@@ -109,11 +164,11 @@ def prediction() -> str:
     """Bytes counted per element, the time that a copy of them takes, and the measured time."""
     body = []
     for label, kernel, tokens, counted in (
-        ("RMSNorm, 65,536 × 4,096", "rmsnorm", 65_536, {EAGER: 128, OURS: 10}),
-        ("cross-entropy, 8,192 × 128,256", "cross_entropy", 8192, {EAGER: 36, OURS: 6}),
+        ("RMSNorm, 65,536 × 4,096", "rmsnorm", 65_536, {specs.EAGER: 128, specs.OURS: 10}),
+        ("cross-entropy, 8,192 × 128,256", "cross_entropy", 8192, {specs.EAGER: 36, specs.OURS: 6}),
     ):
         rows = by_size(kernel, tokens)[0]
-        record, section, _ = rows[OURS]
+        record, section, _ = rows[specs.OURS]
         byte_us = tokens * section["size"] / record["copy_gbs"] / 1e3  # one byte of each element
         found = [(n, n * byte_us, rows[name].total) for name, n in counted.items()]
         for who, (n_bytes, floor, us) in zip(("eager", "ours"), found):
@@ -128,8 +183,11 @@ def reverse_kl() -> str:
     """The ways to compute the reverse KL, kernels alone."""
     body = []
     for rows in by_size("reverse_kl", 4096):
-        ours, compiled = rows[OURS], rows[COMPILED]
-        us = [f"{rows[name].alone:,.0f}" for name in (ONE_TILE, OURS, TWO_KERNELS, COMPILED)]
+        ours, compiled = rows[specs.OURS], rows[specs.COMPILED]
+        us = [
+            f"{rows[name].alone:,.0f}"
+            for name in (specs.ONE_TILE, specs.OURS, specs.TWO_KERNELS, specs.COMPILED)
+        ]
         gain = times(compiled.alone / ours.alone, 1), ours.share(ours.alone)
         extra = [f"{each.mb:,.0f}" for each in (ours, compiled)]
         body.append((f"{ours.section['size']:,}", *us, *gain, *extra))

@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_tables
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling
 from tools.page_records import load
 
 COLUMNS = 120
@@ -24,7 +24,7 @@ def render(names: list[str]) -> str:
     if len(records) > 1 and kind == "profile":
         return profile_comparison.render_comparison(*records)
     if len(records) > 1 and kind == "scaling":
-        return scaling_tables.render(*records)
+        return scaling.render(*records)
     if len(records) > 1:
         return compare_runs.render(compare_runs.run_names(records), records)
     renderers = {

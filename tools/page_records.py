@@ -1,7 +1,7 @@
 """The records behind the pages, and the renderer of the pages' tables.
 
 A table is a list of rows and a line of columns. A row is a dict whose keys are the columns' headers
-or a tuple of all cells. `Measured.cells` and `step_cells` make such dicts of records.
+or a tuple of all cells.
 """
 
 import json
@@ -9,23 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.benchmark.benchmark_picture import rate_at
-from harness.benchmark.benchmark_specs import SPECS
-from harness.benchmark.benchmark_tables import megabytes, microseconds
-from harness.cli.workload import OPPONENTS
 from harness.records.spread import Range, spread, timed, unless_same
 
 HERE = Path(__file__).parents[1]  # the project's folder
 RESULTS = HERE / "results"
-SHORT_NAMES = {  # for a column that must not be wide
-    OPPONENTS["rms-norm"]: "F.rms_norm",
-    OPPONENTS["liger"]: "Liger",
-    OPPONENTS["unsloth"]: "Unsloth",
-    OPPONENTS["compile"]: "compile",
-    OPPONENTS["compile-reduce-overhead"]: "compile+graph",
-    OPPONENTS["torchao-tensorwise"]: "torchao",
-    OPPONENTS["torchao-rowwise"]: "torchao, rows",
-}
 
 
 def load(name: str) -> dict:
@@ -68,65 +55,6 @@ def size_label(record: dict) -> str:
     """A record's size in the same words. Several micro-batches are a third factor."""
     sizes = record["batch_size"], record["seq_len"], record.get("accumulate")
     return in_words("x".join(str(size) for size in sizes if size))
-
-
-class Measured(NamedTuple):
-    """One row of a benchmark's record."""
-
-    record: dict
-    section: dict
-    row: dict
-
-    @property
-    def total(self) -> float:
-        """Median of one call at a time in us. The host's work is included."""
-        return self.row["total_us"][1]
-
-    @property
-    def alone(self) -> float | None:
-        """The kernels' time in us, without the host."""
-        return self.row["kernels_us"]
-
-    @property
-    def mb(self) -> float:
-        return (self.row["extra_bytes"] or 0) / 1e6
-
-    def share(self, us: float | None) -> str:
-        """The share of the ceiling that `us` microseconds reach."""
-        rate = SPECS[self.section["kernel"]].rate
-        if us is None or self.row[rate.key] is None:
-            return "n/a"
-        return per_cent(rate_at(rate, self.row, us) / self.record[rate.ceiling_key])
-
-    def cells(self) -> dict[str, str]:
-        spec, row = SPECS[self.section["kernel"]], self.row
-        us = {name: row[f"{name}_us"] for name in ("forward", "backward")}
-        us |= {"total": self.total, "queued": row["host_us"], "alone": self.alone}
-        cells = {name: microseconds(value) for name, value in us.items()}
-        cells |= {f"{name} %": self.share(us[name]) for name in ("total", "alone")}
-        cells["µs, forward + backward"] = cells["implementation"] = row["implementation"]
-        cells[spec.rows.lower()] = f"{row['tokens']:,}"
-        if len(spec.dimensions) == 1:
-            cells[spec.dimensions[0].name] = f"{self.section['size']:,}"
-        cells["MB"] = cells["extra MB"] = megabytes(row["extra_bytes"])
-        return cells
-
-
-def measured(name: str, tokens: str = "all") -> list[Measured]:
-    """The rows of a benchmark's record at some numbers of tokens, with commas between."""
-    record = load(f"benchmark_{name}")
-    sections = record["sections"]
-    rows = [Measured(record, section, row) for section in sections for row in section["rows"]]
-    wanted = tokens.split(",")
-    return [each for each in rows if tokens == "all" or str(each.row["tokens"]) in wanted]
-
-
-def by_size(name: str, tokens: int) -> list[dict[str, Measured]]:
-    """{implementation: row} at so many tokens, of each section of the record."""
-    found = {}
-    for each in measured(name, str(tokens)):
-        found.setdefault(id(each.section), {})[each.row["implementation"]] = each
-    return list(found.values())
 
 
 class Step(NamedTuple):

@@ -3,30 +3,27 @@
 A time of a step stands beside the range of the steps. Two steps whose ranges overlap have no ratio.
 """
 
-import itertools
-
 from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.cli.flags import FP8_ALL, OPPONENTS
 from harness.cli.processes import PARALLEL
+from harness.cli.tables import number
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
-from next_steps.studies import frontier, ladder, scaling_tables
-from tools.page_outputs import column_spans, position
-from tools.page_records import (
-    SHORT_NAMES,
-    Step,
-    by_size,
-    gb,
-    in_words,
-    load,
-    size_label,
-    step_cells,
-    table,
-    times,
-)
+from next_steps.studies import frontier, ladder, scaling
+from tools.page_kernel_tables import by_size
+from tools.page_records import Step, gb, in_words, load, size_label, step_cells, table, times
 
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
+SHORT_NAMES = {  # for a column that must not be wide
+    OPPONENTS["rms-norm"]: "F.rms_norm",
+    OPPONENTS["liger"]: "Liger",
+    OPPONENTS["unsloth"]: "Unsloth",
+    OPPONENTS["compile"]: "compile",
+    OPPONENTS["compile-reduce-overhead"]: "compile+graph",
+    OPPONENTS["torchao-tensorwise"]: "torchao",
+    OPPONENTS["torchao-rowwise"]: "torchao, rows",
+}
 
 
 # ---------------------------------------------------------------- the table of gains
@@ -47,11 +44,6 @@ def gain_of_kernel(label: str, kernel: str, tokens: int, mine: str) -> tuple[str
     return label, *cells, times(eager / ours, 1), times(other / ours)
 
 
-def cell(run: dict) -> str:
-    step = Step.of(run)
-    return f"{step.ms:,.0f} ms ({step.between()})"
-
-
 def short(run: dict) -> str:
     name = run["name"] if "name" in run else OPPONENTS[run["opponent"]]
     return SHORT_NAMES.get(name, name)
@@ -59,10 +51,11 @@ def short(run: dict) -> str:
 
 def gain_of_step(label: str, base: dict, ours: dict, other: dict | None = None) -> tuple[str, ...]:
     """A row of gains. `other` is the record of the strongest opponent."""
-    gain, rival, over = Step.of(base).over(Step.of(ours)), "–", "–"
-    if other is not None:
-        rival, over = f"{short(other)}: {cell(other)}", Step.of(other).over(Step.of(ours))
-    return f"step {label}", cell(base), rival, cell(ours), gain, over
+    steps = [Step.of(run) for run in (base, ours, other or ours)]
+    before, after, others = (f"{step.ms:,.0f} ms ({step.between()})" for step in steps)
+    gain, _, over = (step.over(steps[1]) for step in steps)
+    rival, over = (f"{short(other)}: {others}", over) if other else ("–", "–")
+    return f"step {label}", before, rival, after, gain, over
 
 
 # runs of a GPU, one after the other: Hugging Face's, ours, those of others
@@ -118,14 +111,13 @@ def beside_the_baseline(rung: dict, base: dict) -> dict[str, str]:
 
 def ladder_table(size: str) -> str:
     """The rungs, in the columns that a page has room for."""
-    (base, *rungs), _ = ladder.blocks(load(f"ladder_{size}"))
-    first = {"rung": base["name"], "predicted, ms": "", "gained, ms": ""}
-    body = [first | beside_the_baseline(base, base)]
-    for before, rung in itertools.pairwise([base, *rungs]):
-        row = {"rung": f"+ {rung['name']}"} | beside_the_baseline(rung, base)
-        row["predicted, ms"] = f"{before['step_ms'] - rung['predicted_ms']:,.1f}"
-        row["gained, ms"] = f"{before['step_ms'] - rung['step_ms']:,.1f}"
-        body.append(row)
+    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
+    body = [
+        {"rung": name, "predicted, ms": number(predicted, missing="")}
+        | {"gained, ms": number(gained, missing="")}
+        | beside_the_baseline(rung, rungs[0])
+        for rung, (name, predicted, gained) in zip(rungs, ladder.gains(rungs))
+    ]
     return table(body, f"rung | predicted, ms | gained, ms | {BESIDE_THE_BASELINE}")
 
 
@@ -178,18 +170,13 @@ def runs(size: str, *names: str) -> str:
     """
     records = [load(f"{name}_{size}") for name in names]
     first, last = records[0], records[-1]
-
-    def over(run: dict, other: dict) -> str:
-        """How many times as long, or that the two are not told apart."""
-        return "" if run is other else Step.of(run).over(Step.of(other))
-
     body = [
         step_cells(run)
         | {
             size_label(first): run_label(run),
             "tokens/s": f"{run['tokens_per_second']:,.0f}",
-            "gain": over(first, run),
-            "over it": over(run, last),
+            "gain": "" if run is first else Step.of(first).over(Step.of(run)),
+            "over it": "" if run is last else Step.of(run).over(Step.of(last)),
             "GB": gb(run["peak_memory_bytes"], 2),
         }
         for run in records
@@ -199,38 +186,28 @@ def runs(size: str, *names: str) -> str:
     return table(body, f"{size_label(first)} | {columns}")
 
 
-def by_record(label: str, headers: list[str], rows: dict[str, list[str]]) -> str:
-    """A table with a column for each record."""
-    return table([(name, *cells) for name, cells in rows.items()], " | ".join([label, *headers]))
-
-
 def parts(*names: str) -> str:
     """Profiles as columns, category by category, in ms of the GPU."""
-    records, rows = [load(name) for name in names], {}
+    records, body = [load(name) for name in names], []
     for category in records[0]["categories"]:
         ms = [record["categories"][category]["us"] / 1e3 for record in records]
         if max(ms) >= SHOWN_FROM_MS:
-            rows[category] = [f"{each:,.1f}" if each else "" for each in ms]
-    rows["busy"] = [f"{record['busy_us'] / 1e3:,.1f}" for record in records]
-    rows["step"] = [f"{record['median_step_ms']:,.1f}" for record in records]
+            body.append((category, *(f"{each:,.1f}" if each else "" for each in ms)))
+    body.append(("busy", *(f"{record['busy_us'] / 1e3:,.1f}" for record in records)))
+    body.append(("step", *(f"{record['median_step_ms']:,.1f}" for record in records)))
     launches = (sum(each["launches"] for each in r["categories"].values()) for r in records)
-    rows["launches"] = [f"{n:,}" for n in launches]
+    body.append(("launches", *(f"{n:,}" for n in launches)))
     # What is the same for all of them stands over the first column.
     sizes, labels = ([label(each) for each in records] for label in (size_label, run_label))
     common, columns = (sizes[0], labels) if len(set(sizes)) == 1 else (labels[0], sizes)
-    return by_record(f"{common}, ms", columns, rows)
+    return table(body, " | ".join([f"{common}, ms", *columns]))
 
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
     """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
-    text = profile_comparison.render_comparison(load(before_name), load(after_name)).splitlines()
-    start = position(text, "Category", 0)
-    stop = position(text, "p20 to p80", start) + 1
-    spans = [column_spans(text[start + 1])[i] for i in (0, 1, 2, 3, 4, 7, 8)]
-    headers, *body = (
-        [line.ljust(200)[a:b].strip().replace(" to ", "–") for a, b in spans]
-        for line in [text[start], *text[start + 2 : stop]]
-    )
+    found = profile_comparison.categories(load(before_name), load(after_name))
+    headers, *body = ([*row[:5], *row[7:]] for row in found)
+    body = [tuple(cell.replace(" to ", "–") for cell in row) for row in body]
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
     return table(body, " | ".join(headers))
 
@@ -253,14 +230,14 @@ def gpus() -> str:
 
 def peaks(*names: str) -> str:
     """What the memory is made of at the peak, of several memory profiles."""
-    records, rows = [load(name) for name in names], {}
+    records, body = [load(name) for name in names], []
     for part in records[0]["parts"]:
         n_bytes = [record["parts"].get(part, 0) for record in records]
         if max(n_bytes) > 0.05e9:
-            rows[part] = [gb(each, 2) for each in n_bytes]
-    rows["total"] = [gb(record["peak_memory_bytes"], 2) for record in records]
+            body.append((part, *(gb(each, 2) for each in n_bytes)))
+    body.append(("total", *(gb(record["peak_memory_bytes"], 2) for record in records)))
     headers = [f"{size_label(r)}, {'all' if r['kernels'] else 'none'}" for r in records]
-    return by_record("GB at the peak, tokens, --kernels", headers, rows)
+    return table(body, " | ".join(["GB at the peak, tokens, --kernels", *headers]))
 
 
 def frontier_table() -> str:
@@ -281,19 +258,19 @@ def longest() -> str:
     return table(body, " | longest sequence, tokens | peak, GB")
 
 
-def scaling(parallel: str) -> str:
+def scaling_table(parallel: str) -> str:
     """Each of two GPUs beside one alone."""
     records = load("scaling_1"), load(f"scaling_{parallel}_2")
-    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
+    return table(scaling.body(*records), " | ".join(scaling.HEADERS))
 
 
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
     for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
-        for way in scaling_tables.ways_in(record):
+        for way in scaling.ways_in(record):
             name = f"{way}, {record['parallel']}"
-            body.append((name, scaling_tables.crossover(record, way)))
+            body.append((name, scaling.crossover(record, way)))
     return table(body, " | tokens in a step of each GPU")
 
 
@@ -360,7 +337,7 @@ def distillation_8b() -> str:
     return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
-FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, scaling, crossovers
+FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, crossovers
 FUNCTIONS += durations, quality, distillation, distillation_8b
-TABLES = {"ladder": ladder_table, "frontier": frontier_table}
+TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}

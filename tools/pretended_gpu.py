@@ -32,33 +32,26 @@ def gpu_target(name: str) -> GPUTarget:
     return GPUTarget(target.backend, target.arch, target.warp_size)
 
 
-class StubDriver:
-    """The part of Triton's driver that a launch touches."""
+def stub_driver(target: str, loaded: list[tuple[str, bytes, int]]) -> SimpleNamespace:
+    """Return the part of Triton's driver that a launch touches.
 
-    def __init__(self, target: str):
-        self.target = target
-        self.loaded: list[tuple[str, bytes, int]] = []
-        self.utils = self  # where Triton looks for load_binary and get_device_properties
+    The driver adds each compiled kernel to `loaded`: its name, its binary, its shared memory.
+    """
 
-    def launcher_cls(self, src, metadata):
-        return lambda *args: None
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int):
-        self.loaded.append((name, binary, shared))
+    def load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        loaded.append((name, binary, shared))
         # module, function, registers and spills (`resources` reads these), most threads
         return 0, 0, 0, 0, 1024
 
-    def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": TARGETS[self.target].max_shared}
-
-    def get_current_target(self) -> GPUTarget:
-        return gpu_target(self.target)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    properties = {"max_shared_mem": TARGETS[target].max_shared}
+    utils = {"load_binary": load_binary, "get_device_properties": lambda device: properties}
+    return SimpleNamespace(
+        utils=SimpleNamespace(**utils),
+        launcher_cls=lambda src, metadata: lambda *args: None,
+        get_current_target=lambda: gpu_target(target),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
 
 
 class StubContext(SimpleNamespace):
@@ -170,9 +163,8 @@ def amd_note(binary: bytes, key: bytes) -> int:
 
 def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
     """Return a row for every different kernel that the cases launch on the named target."""
-    driver, gpu = StubDriver(target), gpu_target(target)
-    triton.runtime.driver.set_active(driver)
-    rows = []
+    rows, loaded, gpu = [], [], gpu_target(target)
+    triton.runtime.driver.set_active(stub_driver(target, loaded))
     with pretend_gpu():
         for case in (case for case in cases if target.startswith(case.targets)):
             for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
@@ -182,11 +174,11 @@ def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
                     launch(case, DTYPES[dtype_name])
                 except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
                     error = f"{type(failure).__name__}: {str(failure).strip()}"
-                for kernel, binary, shared in driver.loaded:
+                for kernel, binary, shared in loaded:
                     found = *resources(binary, gpu), shared, widest_access(binary, gpu)
                     digest = hashlib.sha256(binary).hexdigest()
                     rows.append(Row(kernel, label, target, *found, binary=digest))
-                driver.loaded.clear()
+                loaded.clear()
                 if error:
                     rows.append(Row("(none)", label, target, error=error))
     return rows

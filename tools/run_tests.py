@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 
 SHORT = "not exhaustive"  # a mark: see pyproject.toml
@@ -28,30 +28,16 @@ MOST_ON_A_GPU = 15  # workers: 15 shared the 139 GiB of an H200
 SEVERAL_AT_A_TIME = 12  # tests of several processes, each of which starts one process a GPU
 
 
-@dataclass(frozen=True)
-class Count:
-    """Numbers of tests; an error before, after or in place of a test counts as failed."""
+def read_report(report: Path) -> tuple[Counter, list[str]]:
+    """Read pytest's report (JUnit's XML), if any: numbers of tests, and a line for each failure.
 
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def __add__(self, other: "Count") -> "Count":
-        passed, failed = self.passed + other.passed, self.failed + other.failed
-        return Count(passed, failed, self.skipped + other.skipped)
-
-    def __str__(self) -> str:
-        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-
-
-def read_report(report: Path) -> tuple[Count, list[str]]:
-    """Read pytest's report (JUnit's XML), if any: the count, and a line for each failure."""
-    count, failures = Count(), []
+    An error before, after or in place of a test counts as failed.
+    """
+    count, failures = Counter(), []
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         outcomes = {child.tag: child for child in test}
         failed = outcomes.keys() & {"failure", "error"}
-        skipped = not failed and "skipped" in outcomes
-        count += Count(passed=not (failed or skipped), failed=bool(failed), skipped=skipped)
+        count["failed" if failed else "skipped" if "skipped" in outcomes else "passed"] += 1
         for how in sorted(failed):
             message = outcomes[how].get("message", "").partition("\n")[0]
             failures.append(f"FAILED {test.get('classname')}::{test.get('name')}: {message}")
@@ -106,12 +92,10 @@ def main() -> int:
     gpus = visible if args.gpu else []
     if args.gpu and not gpus:
         parser.error("--gpu needs a CUDA GPU, and PyTorch sees none: leave the flag out")
-    total, failures, broken = Count(), [], False
+    total, failures, broken = Counter(), [], False
     with tempfile.TemporaryDirectory() as folder:
-        for number, (selected, workers) in enumerate(
-            calls(args.all or args.gpu, gpus, bool(visible))
-        ):
-            report = Path(folder) / f"{number}.xml"
+        for selected, workers in calls(args.all or args.gpu, gpus, bool(visible)):
+            report = Path(folder) / f"{selected}.xml"
             command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", selected]
             command += ["-n", str(workers), "--dist", "worksteal"] if workers else []
             code = subprocess.run(
@@ -122,8 +106,9 @@ def main() -> int:
             count, failed = read_report(report)
             total, failures = total + count, failures + failed
             broken |= code not in (0, NOTHING_SELECTED)
-    print("\n".join([*failures, str(total)]), flush=True)
-    return 1 if broken or total.passed + total.skipped == 0 else 0
+    counts = ", ".join(f"{total[how]} {how}" for how in ("passed", "failed", "skipped"))
+    print("\n".join([*failures, counts]), flush=True)
+    return 1 if broken or total["passed"] + total["skipped"] == 0 else 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import json
 import re
 import zlib
 
-from harness.cli import command_line
+from harness.cli import command_line, tables
 from harness.cli.command_line import UserError
+from harness.cli.output_files import check_outputs
+from harness.records.run_records import write_record
 
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -111,25 +113,20 @@ def picture_of(trace: dict, layers: int) -> dict:
         "forward": window(work, ALL_GATHER, 1 / 4, layers),
         "backward": window(work, REDUCE_SCATTER, 1 / 2, layers),
     }
-    return {
-        "kind": "trace_picture",
-        "gpu": next((each["name"] for each in trace.get("deviceProperties", [])), None),
-        "layers": layers,
-        "panels": {
-            name: {"ms": (end - start) / 1e3, "work": cut(work, start, end)}
-            for name, (start, end) in windows.items()
-        },
+    panels = {
+        name: {"ms": (end - start) / 1e3, "work": cut(work, start, end)}
+        for name, (start, end) in windows.items()
     }
+    gpu = next((each["name"] for each in trace.get("deviceProperties", [])), None)
+    return {"kind": "trace_picture", "gpu": gpu, "layers": layers, "panels": panels}
 
 
 def plot(record: dict, path: str) -> None:
     """Draw a lane for each stream, over time."""
     from matplotlib.patches import Patch
 
-    from harness.cli.tables import pyplot, save_plot
-
     panels = record["panels"]
-    figure, axes = pyplot().subplots(len(panels), 1, figsize=(12, 5), layout="constrained")
+    figure, axes = tables.pyplot().subplots(len(panels), 1, figsize=(12, 5), layout="constrained")
     kinds = set()
     for axis, (name, panel) in zip(axes, panels.items()):
         streams = sorted({each["lane"] for each in panel["work"]} - {NCCL})
@@ -148,7 +145,7 @@ def plot(record: dict, path: str) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     layers = f"about {record['layers']} decoder layers in each panel"
     figure.suptitle(f"One GPU of several under FSDP2, {layers}; {record['gpu'] or 'unknown GPU'}")
-    save_plot(figure, path)
+    tables.save_plot(figure, path)
 
 
 def main() -> None:
@@ -159,9 +156,6 @@ def main() -> None:
     add("--layers", type=command_line.positive_int, default=2, help="in a panel (default: 2)")
     add("--json", metavar="FILE", help="write what is drawn as a JSON record")
     args = parser.parse_args()
-    from harness.cli.output_files import check_outputs
-    from harness.records.run_records import write_record
-
     check_outputs(args)
     record = picture_of(read(args.records), args.layers)
     plot(record, args.plot)

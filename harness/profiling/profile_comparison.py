@@ -47,8 +47,8 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
-def categories_table(before: dict, after: dict) -> str:
-    """Return categories, idle time and step before and after, the gain beside the prediction."""
+def categories(before: dict, after: dict) -> list[list[str]]:
+    """Return headers; categories, idle time and step before and after; gains and predictions."""
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
@@ -72,8 +72,7 @@ def categories_table(before: dict, after: dict) -> str:
     rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
-    rows = [row + [""] * (len(headers) - len(row)) for row in rows]
-    return tables.table(headers, rows)
+    return [headers, *(row + [""] * (len(headers) - len(row)) for row in rows)]
 
 
 def comparison_row(
@@ -106,6 +105,7 @@ def render_comparison(before: dict, after: dict) -> str:
         raise UserError(f"the profiles are not of one workload: {said}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
+    headers, *rows = categories(before, after)
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
@@ -113,7 +113,7 @@ def render_comparison(before: dict, after: dict) -> str:
         "",
         tables.title(f"What the kernels changed{'' if on_gpu else tables.NOT_MEANINGFUL}"),
         *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
-        categories_table(before, after),
+        tables.table(headers, rows),
         "",
         only_in("Went away:", old, new),
         only_in("Came:     ", new, old),

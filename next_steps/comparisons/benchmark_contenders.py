@@ -1,6 +1,6 @@
-"""Who is timed: PyTorch in its several forms, our kernels, and the host alone.
+"""Who is timed: PyTorch in its several forms, our kernels, the host alone, and other libraries.
 
-Other libraries are in benchmark_peers.py.
+These are Liger-Kernel, QuACK and bitsandbytes.
 """
 
 import functools
@@ -10,36 +10,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cross_entropy_kernel import (
-    PlainCrossEntropyFunction,
-    TritonCrossEntropyLoss,
-    cross_entropy_reference,
-)
-from harness.benchmark.benchmark_specs import (
-    COMPILED,
-    EAGER,
-    FORMULA,
-    HOST_FLOOR,
-    IN_PLACE,
-    ONE_TILE,
-    OURS,
-    PLAIN,
-    SEPARATE,
-    TWO_KERNELS,
-)
+import cross_entropy_kernel
+from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
-from harness.cli.device import HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.tables import describe
 from next_steps.comparisons.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
+from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
-from next_steps.lessons.fp8_casts import (
-    swiglu_fp8,
-    swiglu_fp8_backward,
-    swiglu_fp8_backward_reference,
-    swiglu_fp8_reference,
-)
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
-from next_steps.lessons.nf4_kernel import NF4, nf4_dequantize, nf4_dequantize_reference
+from next_steps.lessons.nf4_kernel import BLOCK, GROUP, NF4
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
@@ -102,7 +83,7 @@ class NothingRotated(torch.autograd.Function):
 
 def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Hugging Face's loss: the logits are converted to fp32 first."""
-    return cross_entropy_reference(logits.float(), targets)
+    return cross_entropy_kernel.cross_entropy_reference(logits.float(), targets)
 
 
 def eager_linear_cross_entropy(
@@ -113,46 +94,47 @@ def eager_linear_cross_entropy(
 
 def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
-    ours = Implementation(OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
-    eager = Implementation(EAGER, eager_rmsnorm)
+    ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
+    eager = Implementation(specs.EAGER, eager_rmsnorm)
     return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
+    loss = cross_entropy_kernel.TritonCrossEntropyLoss
     pytorch = [
-        Implementation(EAGER, eager_cross_entropy),
+        Implementation(specs.EAGER, eager_cross_entropy),
         Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
     ]
     ours = [
-        Implementation(OURS, TritonCrossEntropyLoss()),
-        Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), backward_again=False),
-        Implementation(PLAIN, PlainCrossEntropyFunction.apply),
+        Implementation(specs.OURS, loss()),
+        Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
+        Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
     return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
     ours = [
-        Implementation(OURS, TritonSwiGLU()),
-        Implementation(IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
+        Implementation(specs.OURS, TritonSwiGLU()),
+        Implementation(specs.IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
     ]
-    return Contenders([Implementation(EAGER, swiglu_reference)], ours, Nothing.apply)
+    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, Nothing.apply)
 
 
 def rope_contenders(dtype: str) -> Contenders:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    eager = Implementation(EAGER, apply_rotary_pos_emb)
-    ours = Implementation(OURS, triton_apply_rotary_pos_emb)
+    eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
+    ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
     return Contenders([eager], [ours], NothingRotated.apply)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
     torch_adamw = functools.partial(torch.optim.AdamW, **ADAMW)
-    ours = [Implementation(OURS, functools.partial(TritonAdamW, **ADAMW))]
+    ours = [Implementation(specs.OURS, functools.partial(TritonAdamW, **ADAMW))]
     if dtype == "bf16":
         rounded = functools.partial(TritonAdamW, **ADAMW, stochastic_rounding=True)
-        ours.append(Implementation(f"{OURS}, stochastic rounding", rounded))
+        ours.append(Implementation(f"{specs.OURS}, stochastic rounding", rounded))
     # On a GPU the default is foreach=True. waits: without capturable=True none of them can be
     # recorded as a CUDA graph, not even the fused one, which does not wait.
     fused = functools.partial(torch_adamw, fused=True)
@@ -165,7 +147,7 @@ def adamw_contenders(dtype: str) -> Contenders:
 
 def linear_cross_entropy_contenders(dtype: str) -> Contenders:
     pytorch = [
-        Implementation(EAGER, eager_linear_cross_entropy),
+        Implementation(specs.EAGER, eager_linear_cross_entropy),
         Implementation(
             f"F.linear + F.cross_entropy, {dtype} logits",
             lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets),
@@ -177,7 +159,7 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
         name = "F.linear_cross_entropy, chunked"
         pytorch.append(Implementation(name, chunked, backward_again=False))
     # A second backward of one forward would compute the logits again.
-    ours = Implementation(OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
+    ours = Implementation(specs.OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
     return Contenders(pytorch, [ours], donate=True)
 
 
@@ -193,12 +175,12 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
     if dtype != "fp32":
         in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
         eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
-    one_tile = Implementation(ONE_TILE, ObviousReverseKLFunction.apply)
+    one_tile = Implementation(specs.ONE_TILE, ObviousReverseKLFunction.apply)
     two_kernels = TritonReverseKLLoss(reduction="none")  # a grad_output for each row
     ours = [
         # A second backward would compute the gradient again.
-        Implementation(OURS, TritonReverseKLLoss(), backward_again=False),
-        Implementation(TWO_KERNELS, lambda student, teacher: two_kernels(student, teacher).mean()),
+        Implementation(specs.OURS, TritonReverseKLLoss(), backward_again=False),
+        Implementation(specs.TWO_KERNELS, lambda *logits: two_kernels(*logits).mean()),
     ]
     return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
 
@@ -208,13 +190,14 @@ def nf4_contenders(dtype: str) -> Contenders:
         """Take the problem's inputs: NF4's tensors, and the weight with its shape and dtype."""
         return lambda *inputs: dequantize(NF4(*inputs[:-1]), inputs[-1].shape, inputs[-1].dtype)
 
-    formula = Implementation(FORMULA, of_tensors(nf4_dequantize_reference))
-    return Contenders([formula], [Implementation(OURS, of_tensors(nf4_dequantize))])
+    formula = Implementation(specs.FORMULA, of_tensors(nf4_kernel.nf4_dequantize_reference))
+    ours = Implementation(specs.OURS, of_tensors(nf4_kernel.nf4_dequantize))
+    return Contenders([formula], [ours])
 
 
 def fp8_contenders(dtype: str) -> Contenders:
-    formula = Implementation(FORMULA, quantize_rows_reference)
-    return Contenders([formula], [Implementation(OURS, quantize_rows)])
+    formula = Implementation(specs.FORMULA, quantize_rows_reference)
+    return Contenders([formula], [Implementation(specs.OURS, quantize_rows)])
 
 
 def fp8_casts_contenders(dtype: str) -> Contenders:
@@ -227,9 +210,10 @@ def fp8_casts_contenders(dtype: str) -> Contenders:
 
         return Implementation(name, call)
 
-    formula = both(FORMULA, swiglu_fp8_reference, swiglu_fp8_backward_reference)
-    ours = both(OURS, swiglu_fp8, swiglu_fp8_backward)
-    separate = both(SEPARATE, separate_swiglu, separate_swiglu_backward)
+    references = fp8_casts.swiglu_fp8_reference, fp8_casts.swiglu_fp8_backward_reference
+    formula = both(specs.FORMULA, *references)
+    ours = both(specs.OURS, fp8_casts.swiglu_fp8, fp8_casts.swiglu_fp8_backward)
+    separate = both(specs.SEPARATE, separate_swiglu, separate_swiglu_backward)
     return Contenders([formula], [ours, separate])
 
 
@@ -254,11 +238,11 @@ def implementations(kernel: str, dtype: str, peers: list[Implementation]) -> lis
     if HAS_GPU and own.compile_pytorch:
         torch.compiler.reset()  # it gives up after eight shapes, so it forgets the earlier ones
         function = compile_function(own.pytorch[0].function, own.donate)
-        compiled = [Implementation(COMPILED, function, backward_again=not own.donate)]
+        compiled = [Implementation(specs.COMPILED, function, backward_again=not own.donate)]
         if own.compile_ours:
             function = compile_function(ours[0].function)
-            ours = [*ours, Implementation(f"{OURS} under torch.compile", function)]
-    floor = [Implementation(HOST_FLOOR, own.nothing)] if own.nothing else []
+            ours = [*ours, Implementation(f"{specs.OURS} under torch.compile", function)]
+    floor = [Implementation(specs.HOST_FLOOR, own.nothing)] if own.nothing else []
     return [*own.pytorch, *compiled, *peers, *ours, *floor]
 
 
@@ -271,3 +255,135 @@ def compile_function(function: Callable, donate: bool = False) -> Callable:
     # it takes twice as much memory.
     torch._functorch.config.donated_buffer = donate
     return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+# ---------------------------------------------------------------- other libraries
+# Each function imports its library and returns the library's implementations of one kernel.
+
+LIGER = "Liger-Kernel"
+LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
+
+
+def liger_rmsnorm() -> list[Implementation]:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    # Not in place. In place it writes dx over dy, which the timing loop uses again.
+    settings = EPS, 0.0, "llama", False
+    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
+
+
+def liger_cross_entropy() -> list[Implementation]:
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    # The host reads the number of valid targets.
+    return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
+
+
+def liger_swiglu() -> list[Implementation]:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return [Implementation(LIGER_IN_PLACE, LigerSiLUMulFunction.apply)]
+
+
+def liger_rope() -> list[Implementation]:
+    from liger_kernel.transformers import liger_rotary_pos_emb
+
+    # It overwrites q, k and the gradients of its outputs.
+    return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
+
+
+def liger_linear_cross_entropy() -> list[Implementation]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
+    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+
+
+def liger_reverse_kl() -> list[Implementation]:
+    from liger_kernel.transformers import LigerJSD
+
+    # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
+    # KL(student || teacher).
+    jsd = LigerJSD(beta=1.0)
+
+    def reverse_kl(*logits):
+        return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
+
+    # It waits for grad_output.
+    return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
+
+
+def bitsandbytes_nf4() -> list[Implementation]:
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    table = get_4bit_type("nf4", device=DEVICE)
+
+    def nf4(codes, absmax_codes, absmax_scales, absmax_mean, tables, weight):
+        of_absmax = {"code": tables[len(table) :], "blocksize": GROUP, "dtype": torch.float32}
+        state = QuantState(
+            absmax_codes,
+            shape=weight.shape,
+            dtype=weight.dtype,
+            blocksize=BLOCK,
+            code=table,
+            quant_type="nf4",
+            offset=absmax_mean[0],
+            state2=QuantState(absmax_scales, **of_absmax),
+        )
+        return dequantize_4bit(codes[:, None], state, quant_type="nf4")
+
+    return [Implementation("bitsandbytes", nf4)]
+
+
+def quack_rmsnorm() -> list[Implementation]:
+    import quack
+
+    return [Implementation("QuACK", lambda x, weight: quack.rmsnorm(x, weight, eps=EPS))]
+
+
+def quack_cross_entropy() -> list[Implementation]:
+    import quack
+
+    in_place = functools.partial(quack.cross_entropy, inplace_backward=True)
+    return [
+        Implementation("QuACK", quack.cross_entropy),
+        Implementation("QuACK, in place", in_place, backward_again=False),
+    ]
+
+
+PACKAGES = {  # library: (its name for pip, the module)
+    "Liger-Kernel": ("liger-kernel", "liger_kernel"),
+    "QuACK": ("quack-kernels", "quack"),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
+}
+PEERS = {  # kernel: {library: what makes its implementations}
+    "rmsnorm": {LIGER: liger_rmsnorm, "QuACK": quack_rmsnorm},
+    "cross_entropy": {LIGER: liger_cross_entropy, "QuACK": quack_cross_entropy},
+    "swiglu": {LIGER: liger_swiglu},
+    "rope": {LIGER: liger_rope},
+    "linear_cross_entropy": {LIGER: liger_linear_cross_entropy},
+    "reverse_kl": {LIGER: liger_reverse_kl},
+    "nf4": {"bitsandbytes": bitsandbytes_nf4},
+}
+
+
+def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
+    """Return the other libraries' implementations, and a sentence for each absent library."""
+    found, absent = [], []
+    for name, make in PEERS.get(kernel, {}).items():
+        package, module = PACKAGES[name]
+        try:
+            implementations = make()
+        except Exception as error:  # whatever its import raises, ours can still be measured
+            reason = f"cannot be imported ({describe(error)})"
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                reason = f"not installed (pip install {package} to add it)"
+            absent.append(f"{name}: {reason}")
+            continue
+        if HAS_GPU:
+            found += implementations
+        else:
+            absent.append(f"{name}: needs a CUDA GPU")
+    if kernel == "linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
+        absent.append("F.linear_cross_entropy: this PyTorch has none (2.13 has)")
+    return found, absent

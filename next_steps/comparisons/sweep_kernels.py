@@ -7,24 +7,171 @@ except for the setting.  So the setting that a file carries is observed, not cop
 """
 
 import contextlib
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
 from unittest import mock
 
 import torch
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
+import cross_entropy_inplace_kernel
+import cross_entropy_kernel
+import rmsnorm_kernel
 from harness.benchmark.checking import FLOOR
 from harness.cli.command_line import RunError
-from harness.cli.device import HAS_GPU, synchronize
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.tables import describe
 from harness.steps import timing
 from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
-from next_steps.comparisons.sweep_launches import LAUNCHES, Launch, processors
 from next_steps.comparisons.sweep_tables import Setting, words
 
 HANDFUL = 4  # settings per launch on the CPU, beside the file's own
+
+
+# ---------------------------------------------------------------- what is launched
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher on inputs of its own, and the settings of its kernel that may be tried."""
+
+    name: str
+    module: ModuleType
+    kernel: str  # its name in the module
+    knobs: tuple[str, ...]
+    passes: int  # tensors as large as the input that must be read or written
+    others: Callable[[Setting], list[Setting]]  # what to try beside the file's setting
+    run: Callable[[], object]  # is timed; in place, it may find the logits overwritten
+    outputs: Callable[[], dict[str, torch.Tensor]]  # what it computes from fresh inputs
+    programs_from: str | None = None  # the module's function that gives (n_programs, STAGES)
+
+
+def processors() -> int:
+    """Return the number of multiprocessors; without a GPU 2, so programs have several rows each."""
+    return torch.cuda.get_device_properties().multi_processor_count if HAS_GPU else 2
+
+
+def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
+    torch.manual_seed(0)
+    x, dy = (torch.randn(n_rows, H, device=DEVICE).to(dtype) for _ in range(2))  # (B*T, H)
+    weight = (1 + 0.1 * torch.randn(H, device=DEVICE)).to(dtype)  # (H,)
+    _, rstd = rmsnorm_kernel.rmsnorm_forward(x, weight, 1e-5)
+    forward = functools.partial(rmsnorm_kernel.rmsnorm_forward, x, weight, 1e-5)
+    backward = functools.partial(rmsnorm_kernel.rmsnorm_backward, dy, x, weight, rstd)
+    # rows of the backward's scratch buffer, one per program
+    room = rmsnorm_kernel.MAX_DW_PARTIAL_BYTES // (4 * H)
+    knobs = "num_warps", "STAGES", "n_programs"
+
+    def backward_settings(shipped: Setting) -> list[Setting]:
+        programs = [max(1, min(n_rows, room, int(shipped["n_programs"] * n))) for n in (0.5, 1, 2)]
+        choices = itertools.product((4, 8, 16), (1, 3, 4), programs)
+        found = [dict(zip(knobs, values)) for values in choices]
+        found.append(shipped | {"num_warps": 2})
+        return found + [shipped | {"STAGES": stages} for stages in (2, 6)]
+
+    return [
+        Launch(
+            *("RMSNorm forward", rmsnorm_kernel, "_rmsnorm_fwd_kernel", ("num_warps",), 2),
+            lambda shipped: [{"num_warps": n} for n in (1, 2, 4, 8, 16, 32)],
+            forward,
+            lambda: dict(zip(("y", "rstd"), forward())),
+        ),
+        Launch(
+            *("RMSNorm backward", rmsnorm_kernel, "_rmsnorm_bwd_kernel", knobs, 3),
+            backward_settings,
+            backward,
+            lambda: dict(zip(("dx", "dw"), backward())),
+            programs_from="_backward_options",
+        ),
+    ]
+
+
+def tiles(
+    shipped: Setting, warps: tuple[int, ...], shapes: list[tuple[float, float]]
+) -> list[Setting]:
+    """Return tiles: the file's rows, and columns per thread, times each pair of factors."""
+    columns, found = shipped["TILE_COLS"] // shipped["num_warps"], []
+    for w, (r, c) in itertools.product(warps, shapes):
+        tile = {"TILE_ROWS": int(shipped["TILE_ROWS"] * r), "TILE_COLS": int(columns * c) * w}
+        if shipped["TILE_ROWS"] * r >= 1:
+            found.append(shipped | {"num_warps": w} | tile)
+    return found
+
+
+def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Launch]:
+    torch.manual_seed(0)
+    logits = torch.randn(n_rows, V, device=DEVICE, dtype=dtype)  # (B*T, V)
+    targets = torch.randint(V, (n_rows,), device=DEVICE)  # (B*T,)
+    one = torch.ones((), device=DEVICE)
+    kernels, in_place_kernels = cross_entropy_kernel, cross_entropy_inplace_kernel
+    _, stats, n_valid = kernels.cross_entropy_forward(logits, targets)
+    overwritten = torch.empty_like(logits)
+    forward = functools.partial(kernels.cross_entropy_forward, logits, targets)
+    saved = one, logits, targets, stats, n_valid
+    backward = functools.partial(kernels.cross_entropy_backward, *saved)
+    in_place = functools.partial(in_place_kernels.cross_entropy_inplace, overwritten, targets)
+
+    def forward_outputs() -> dict[str, torch.Tensor]:
+        loss, found, _ = forward()
+        return {"loss": loss, "m": found[:, 0], "d": found[:, 1]}
+
+    def parts(dlogits: torch.Tensor) -> dict[str, torch.Tensor]:
+        # Apart, because the targets' entries carry nearly all of the norm. They would hide the
+        # errors of the others.
+        columns = targets[:, None]
+        return {"target": dlogits.gather(1, columns), "other": dlogits.scatter(1, columns, 0.0)}
+
+    def in_place_outputs() -> dict[str, torch.Tensor]:
+        overwritten.copy_(logits)
+        return {"loss": in_place(), **parts(overwritten)}
+
+    def one_program_per_row(shipped: Setting) -> list[Setting]:
+        found = tiles(shipped, (4, 8, 16), [(1, 1), (0.5, 1), (2, 1), (1, 0.5)])
+        return found + tiles(shipped, (32,), [(1, 1)])
+
+    def in_place_settings(shipped: Setting) -> list[Setting]:
+        found = [
+            setting | {"n_programs": min(n_rows, warps // setting["num_warps"] * processors())}
+            for setting in tiles(shipped, (4, 8, 16), [(1, 1), (0.5, 1), (1, 0.5)])
+            for warps in (8, 16, 32)
+            if warps >= setting["num_warps"]  # else fewer than one program per processor
+        ]
+        found += tiles(shipped, (shipped["num_warps"],), [(2, 1)])
+        return [*found, shipped | {"n_programs": n_rows}]
+
+    knobs = "num_warps", "TILE_ROWS", "TILE_COLS"
+    return [
+        Launch(
+            *("Cross-entropy forward", kernels, "_cross_entropy_fwd_kernel", knobs, 1),
+            one_program_per_row,
+            forward,
+            forward_outputs,
+        ),
+        Launch(
+            *("Cross-entropy backward", kernels, "_cross_entropy_bwd_kernel", knobs, 2),
+            one_program_per_row,
+            backward,
+            lambda: parts(backward()),
+        ),
+        Launch(
+            *("Cross-entropy in place, loss and gradient", in_place_kernels),
+            *("_cross_entropy_inplace_kernel", (*knobs, "n_programs"), 2),
+            in_place_settings,
+            in_place,
+            in_place_outputs,
+        ),
+    ]
+
+
+LAUNCHES = {"rmsnorm": rmsnorm_launches, "cross_entropy": cross_entropy_launches}
+
+
+# ---------------------------------------------------------------- how a setting is tried
 
 
 class StandIn:

@@ -44,9 +44,7 @@ def advice(section: dict) -> str:
 
 
 def setting_row(record: dict, section: dict, row: dict) -> list[str]:
-    share = None
-    if row["us"] is not None:
-        share = 100 * section["bytes"] / row["us"] / 1e3 / record["copy_gbs"]
+    share = row["us"] and 100 * section["bytes"] / row["us"] / 1e3 / record["copy_gbs"]
     cells = [
         programs(value, section) if knob == "n_programs" else value
         for knob, value in row["setting"].items()

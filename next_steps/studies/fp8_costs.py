@@ -17,15 +17,7 @@ from harness.records.run_records import environment
 from harness.steps import timing
 from next_steps.lessons import fp8_kernel
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
-from next_steps.lessons.fp8_kernel import (
-    Rows,
-    dequantize,
-    fp8_product,
-    quantize_rows,
-    quantize_stacked,
-    quantize_transposed,
-    transpose_rows,
-)
+from next_steps.lessons.fp8_kernel import Rows, quantize_rows
 from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward
 from rmsnorm_kernel import rmsnorm_forward
 
@@ -96,7 +88,7 @@ def casts(tokens: int) -> Iterator[Cast]:
     yield Cast("dq, dk, dv side by side", 3 * n_numbers, lambda: (quantize_rows(dq, dk, dv),))
     for name, matrix in (("x of q, k, v", x), ("gradient of gate and up", gate_up)):
         codes = quantize_rows(matrix)
-        transposed = lambda codes=codes: (transpose_rows(codes),)  # noqa: E731
+        transposed = lambda codes=codes: (fp8_kernel.transpose_rows(codes),)  # noqa: E731
         yield Cast(f"{name}, transposed", 2 * matrix.numel(), transposed)
 
 
@@ -105,9 +97,9 @@ def weight_casts() -> Iterator[Cast]:
     H, I, _ = WIDTHS
     gate, up = random(I, H), random(I, H)
     n_bytes = 3 * 2 * gate.numel()
-    yield Cast("weights of gate and up", n_bytes, lambda: (quantize_stacked(gate, up),))
-    scale = quantize_stacked(gate, up).scales.amax()
-    transposed = lambda: (quantize_transposed(gate, up, scale=scale),)  # noqa: E731
+    yield Cast("weights of gate and up", n_bytes, lambda: (fp8_kernel.quantize_stacked(gate, up),))
+    scale = fp8_kernel.quantize_stacked(gate, up).scales.amax()
+    transposed = lambda: (fp8_kernel.quantize_transposed(gate, up, scale=scale),)  # noqa: E731
     yield Cast("the same, transposed", n_bytes, transposed)
 
 
@@ -128,7 +120,7 @@ def product_rows(tokens: int) -> list[dict]:
         row = {"name": name, "tokens": tokens, "shape": [M, N, K]}
         row["bf16_us"] = measured(lambda: a @ b.t())  # noqa: B023  called at once
         for way, fast in (("fast", True), ("accurate", False)):
-            product = functools.partial(fp8_product, *codes, torch.bfloat16, fast)
+            product = functools.partial(fp8_kernel.fp8_product, *codes, torch.bfloat16, fast)
             row[f"{way}_us"] = measured(product)
         rows.append(row)
     return rows
@@ -144,7 +136,7 @@ def measured(fn: Callable | None) -> float | None:
 def check(cast: Cast) -> None:
     """Refuse to time a kernel that is wrong."""
     for ours, apart in zip(cast.fused(), cast.separate()):
-        found, expected = (dequantize(rows, torch.float32) for rows in (ours, apart))
+        found, expected = (fp8_kernel.dequantize(rows, torch.float32) for rows in (ours, apart))
         error = relative_error(found, expected.double())
         if not error <= LARGEST_ERROR:
             raise RunError(

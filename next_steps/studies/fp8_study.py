@@ -216,17 +216,6 @@ def render_accuracy(record: dict) -> str:
 
 # ---------------------------------------------------------------- costs
 
-GPU_TOKENS, CPU_TOKENS = (512, 8192), (16,)
-
-
-def measure_costs(args: argparse.Namespace) -> dict:
-    """Time the casts and products; return the record."""
-    from harness.cli.device import HAS_GPU, require_interpreter
-    from next_steps.studies import fp8_costs
-
-    require_interpreter()
-    return fp8_costs.measure(args.tokens or (GPU_TOKENS if HAS_GPU else CPU_TOKENS))
-
 
 def render_costs(record: dict) -> str:
     """Return the two tables."""
@@ -311,7 +300,11 @@ def main() -> None:
         record = measure_accuracy(args)
         print(render_accuracy(record))
     else:
-        record = measure_costs(args)
+        from harness.cli.device import HAS_GPU, require_interpreter
+        from next_steps.studies import fp8_costs
+
+        require_interpreter()
+        record = fp8_costs.measure(args.tokens or ([512, 8192] if HAS_GPU else [16]))
         print(render_costs(record))
     write_record(args.json, record)
 

@@ -11,15 +11,16 @@ less time, nobody needs the row, and the row names the other.
 The model is built once; kernels and levels change around the same weights.
 """
 
-import argparse
 import gc
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from harness.cli import command_line
-from harness.cli.flags import DEFAULT_MODEL, RECOMPUTE
+from harness.cli import command_line, flags, tables
+from harness.cli.flags import OF_TRAINING, RECOMPUTE
+from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line
 from harness.profiling.kernel_facts import KERNELS
+from harness.records import run_records
 
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
 GPU, CPU = True, False
@@ -32,40 +33,27 @@ COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
 MARKERS = "osD^v"
 
 
-@dataclass(frozen=True)
-class Way:
-    """A row that has not been measured yet."""
-
-    workload: Workload
-
-    @property
-    def size(self) -> str:
-        w = self.workload
-        tokens = f"{w.batch_size} x {w.seq_len:,}"
-        return tokens if w.micro_batches == 1 else f"{w.micro_batches} x ({tokens})"
-
-    @property
-    def kernels(self) -> str:
-        return "all kernels" if self.workload.kernels else "baseline"
-
-    @property
-    def level(self) -> str:
-        return self.workload.recompute + " + offload" * self.workload.offload
+def labels(w: Workload) -> dict[str, str]:
+    """Return the keys of a row that name it."""
+    tokens = f"{w.batch_size} x {w.seq_len:,}"
+    return {
+        "size": tokens if w.micro_batches == 1 else f"{w.micro_batches} x ({tokens})",
+        "kernels": "all kernels" if w.kernels else "baseline",
+        "recompute": w.recompute + " + offload" * w.offload,
+    }
 
 
-def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
-    """Return all rows, one set of kernels after the other."""
+def ways_of(workload: Workload, on_gpu: bool) -> list[Workload]:
+    """Return what each row measures, one set of kernels after the other."""
     return [
-        Way(
-            replace(
-                workload,
-                kernels=tuple(kernels),
-                batch_size=batch_size,
-                seq_len=seq_len,
-                accumulate=micro_batches if micro_batches > 1 else None,
-                recompute=level,
-                offload=offload,
-            )
+        replace(
+            workload,
+            kernels=tuple(kernels),
+            batch_size=batch_size,
+            seq_len=seq_len,
+            accumulate=micro_batches if micro_batches > 1 else None,
+            recompute=level,
+            offload=offload,
         )
         for kernels in ((), KERNELS)
         for batch_size, seq_len, micro_batches in SIZES[on_gpu]
@@ -73,19 +61,7 @@ def ways_of(workload: Workload, on_gpu: bool) -> list[Way]:
     ]
 
 
-def predict(way: Way, config, rates: dict) -> dict:
-    """Return estimated peak bytes and milliseconds."""
-    from next_steps.memory import memory_estimate, step_time
-
-    w = way.workload
-    work = step_time.count_work(config, w)
-    return {
-        "estimated_bytes": memory_estimate.estimate(config, w)["peak_memory_bytes"],
-        "estimated_ms": step_time.predict_ms(work, rates, w.micro_batches),
-    }
-
-
-def measure(way: Way, model, optimizer) -> dict:
+def measure(w: Workload, model, optimizer) -> dict:
     """Return peak bytes and milliseconds of a step, or a `failure` if the step does not fit."""
     import torch
 
@@ -95,7 +71,6 @@ def measure(way: Way, model, optimizer) -> dict:
     from next_steps.patches.offload import HostMemoryError
     from next_steps.patches.recompute import set_recompute
 
-    w = way.workload
     set_recompute(model, w.recompute, w.offload and HAS_GPU)
     shape, vocabulary = (w.batch_size, w.seq_len), model.config.vocab_size
     batches = [random_batch(shape, vocabulary, DEVICE) for _ in range(w.micro_batches)]
@@ -120,13 +95,11 @@ def measure(way: Way, model, optimizer) -> dict:
 
 def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Predict and measure every row, print the table, write record and picture."""
-    from harness.cli import tables
     from harness.cli.device import HAS_GPU
     from harness.model.architecture import TORCH_DTYPES
     from harness.model.loading import load_model
     from harness.profiling import profiler
-    from harness.records import run_records
-    from next_steps.memory import step_time
+    from next_steps.memory import memory_estimate, step_time
     from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
     from next_steps.patches.recompute import set_recompute
 
@@ -144,19 +117,21 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
         "rows": [],
     }
     optimizer, before, attention = None, None, {}  # attention: its rates by its shape
-    for way in ways_of(workload, HAS_GPU):
-        w = way.workload
-        if optimizer is None or way.kernels != before:
-            optimizer, before = None, way.kernels  # free the old optimizer's moments first
+    for w in ways_of(workload, HAS_GPU):
+        if optimizer is None or w.kernels != before:
+            optimizer, before = None, w.kernels  # free the old optimizer's moments first
             gc.collect()
             apply_kernels(set_recompute(model, None), model_kernels(w.kernels))
             optimizer = make_optimizer(model, 1e-5, w.kernels)
         shape = w.batch_size, w.seq_len
         if shape not in attention:
             attention[shape] = step_time.attention_rates(model.config, w)
-        row = {"size": way.size, "kernels": way.kernels, "recompute": way.level}
-        row |= predict(way, model.config, rates | {"attention_tflops": attention[shape]})
-        row |= measure(way, model, optimizer)
+        estimate = memory_estimate.estimate(model.config, w)
+        row = labels(w) | {"estimated_bytes": estimate["peak_memory_bytes"]}
+        work = step_time.count_work(model.config, w)
+        rates_here = rates | {"attention_tflops": attention[shape]}
+        row["estimated_ms"] = step_time.predict_ms(work, rates_here, w.micro_batches)
+        row |= measure(w, model, optimizer)
         record["rows"].append(row)
         print("  ".join(cells(row, record["rows"])), flush=True)
     print("\n" + render(record))
@@ -167,20 +142,11 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
 
 def better_in_both(row: dict, rows: list[dict]) -> str:
     """Return the fastest row of the same step with less memory and less time; empty: none."""
-    if "step_ms" not in row:
-        return ""
-    better = [
-        other
-        for other in rows
-        if other["size"] == row["size"]
-        and "step_ms" in other
-        and other["step_ms"] < row["step_ms"]
-        and other["peak_memory_bytes"] < row["peak_memory_bytes"]
-    ]
-    if not better:
-        return ""
-    best = min(better, key=lambda other: other["step_ms"])
-    return f"{best['kernels']}, {best['recompute']}"
+    same_step = (other for other in rows if other["size"] == row["size"] and "step_ms" in other)
+    keys = "step_ms", "peak_memory_bytes"
+    better = (other for other in same_step if all(other[key] < row[key] for key in keys))
+    best = min(better, key=lambda other: other["step_ms"], default=None)
+    return f"{best['kernels']}, {best['recompute']}" if best else ""
 
 
 def cells(row: dict, rows: list[dict]) -> list[str]:
@@ -200,9 +166,6 @@ def cells(row: dict, rows: list[dict]) -> list[str]:
 
 def render(record: dict) -> str:
     """Return everything that is printed at the end."""
-    from harness.cli import tables
-    from harness.records import run_records
-
     rows = record["rows"]
     return "\n".join(
         [
@@ -217,23 +180,18 @@ def render(record: dict) -> str:
 
 def plot(record: dict, path: str) -> None:
     """Draw GB against ms per step, a panel for each size; estimates are hollow."""
-    from harness.cli.tables import pyplot, save_plot
-
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))
-    figure, axes = pyplot().subplots(
+    figure, axes = tables.pyplot().subplots(
         1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained", squeeze=False
     )
     for axis, size in zip(axes[0], sizes):
         for kernels, colour in COLOURS.items():
             rows = [r for r in record["rows"] if (r["size"], r["kernels"]) == (size, kernels)]
             measured = [row for row in rows if "step_ms" in row]
-            axis.plot(
-                [row["step_ms"] for row in measured],
-                [row["peak_memory_bytes"] / 1e9 for row in measured],
-                color=colour,
-                label=kernels,
-            )
+            ms = [row["step_ms"] for row in measured]
+            peaks = [row["peak_memory_bytes"] / 1e9 for row in measured]
+            axis.plot(ms, peaks, color=colour, label=kernels)
             for row in rows:
                 marker = MARKERS[levels.index(row["recompute"])]
                 style = {"marker": marker, "color": colour, "linestyle": "none"}
@@ -249,25 +207,16 @@ def plot(record: dict, path: str) -> None:
     axes[0, 0].legend(title="hollow: estimated")
     gpu = record["environment"]["gpu"] or "CPU, not meaningful"
     figure.suptitle(f"{record['model']}, {record['dtype']}, {gpu}")
-    save_plot(figure, path)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
-    add("--random-init", action="store_true", help="random weights; nothing is downloaded")
-    add("--json", metavar="FILE", help="write the rows as a JSON record")
-    add("--plot", metavar="FILE.png", help="GB against ms per step as a picture")
-    return parser.parse_args()
+    tables.save_plot(figure, path)
 
 
 def main() -> None:
-    args = parse_args()
-    from harness.cli.device import HAS_GPU
-    from harness.cli.output_files import check_outputs
-
+    shared = {flag: OF_TRAINING[flag] for flag in ("--model", "--random-init", "--json")}
+    plot = {"--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png")}
+    args = flags.Parser(__doc__, shared, plot).parse_args()
     check_outputs(args)
+    from harness.cli.device import HAS_GPU
+
     workload = Workload.from_flags(args, HAS_GPU)
     largest = max(seq_len for _, seq_len, _ in SIZES[HAS_GPU])
     walk(replace(workload, seq_len=largest, data="synthetic"), args.json, args.plot)

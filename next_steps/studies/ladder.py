@@ -7,6 +7,7 @@ step can go away).  After the rungs come the runs to compare them with: baseline
 two kernels as CUDA graphs, and what others offer.  Each run has a process of its own.
 """
 
+import itertools
 import json
 import sys
 import tempfile
@@ -167,6 +168,15 @@ def blocks(record: dict) -> tuple[list[dict], list[dict]]:
     return [first, *rungs], [rung for rung in rest if rung["predicted_ms"] is None]
 
 
+def gains(rungs: list[dict]) -> list[tuple[str, float | None, float | None]]:
+    """Return each rung's name, and what it was predicted to gain over the last and did gain, ms."""
+    found = [(rungs[0]["name"], None, None)]
+    for before, rung in itertools.pairwise(rungs):
+        ms = (before["step_ms"] - rung[key] for key in ("predicted_ms", "step_ms"))
+        found.append((f"+ {rung['name']}", *ms))
+    return found
+
+
 def is_ours(rung: dict) -> bool:
     """Return True if a run has any of our kernels."""
     return not set(KERNELS).isdisjoint(rung["kernels"])
@@ -191,14 +201,11 @@ def render(record: dict) -> str:
     """Return everything that the ladder prints at the end, from its record."""
     on_gpu = record["environment"]["gpu"] is not None
     rungs, after = blocks(record)
-    baseline, rows = rungs[0], []
-    for before, rung in zip([None, *rungs], rungs):
-        name, gains = rung["name"], [None, None]
-        if before is not None:
-            name = f"+ {name}"
-            gains = [before["step_ms"] - rung[key] for key in ("predicted_ms", "step_ms")]
-        rows.append([name, *map(tables.number, gains), *measured(rung, baseline)])
-    other_rows = [[each["name"], *measured(each, baseline)] for each in after]
+    rows = [
+        [name, *map(tables.number, ms), *measured(rung, rungs[0])]
+        for rung, (name, *ms) in zip(rungs, gains(rungs))
+    ]
+    other_rows = [[each["name"], *measured(each, rungs[0])] for each in after]
     columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
     columns += ["Peak, GB", "x baseline", "Largest loss difference"]
     headers = ["Rung", "Predicted gain, ms", "Measured gain, ms", *columns]

@@ -58,7 +58,9 @@ def find(workload: Workload, record_to: str | None = None) -> None:
             print(f"{length:>7,} tokens: more than {tried}", flush=True)
         else:
             fitting[length] = tried
-            print(f"{length:>7,} tokens: {in_words(tried)}", flush=True)
+            seconds, peak = tried
+            found = f"{seconds:6.2f} s, peak {peak / 1e9:.1f} GB"
+            print(f"{length:>7,} tokens: {found}", flush=True)
         bisect = record["stopped_by"] != POSITIONS
         length = next_length(max(fitting, default=None), too_long, bisect)
         if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
@@ -113,11 +115,6 @@ def attention_share(config, workload: Workload, length: int) -> float:
     """Return attention's share of a step's FLOPs, with nothing computed twice."""
     without, whole = (flops_per_token(config, workload, n) for n in (0, length))
     return 1 - without / whole
-
-
-def in_words(tried: tuple[float, int]) -> str:
-    seconds, peak = tried
-    return f"{seconds:6.2f} s, peak {peak / 1e9:.1f} GB"
 
 
 def render(record: dict) -> str:

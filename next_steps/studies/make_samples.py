@@ -8,7 +8,6 @@ The prompt is how a function or class begins, the completion its doc string.  Ea
 fewer of them.  One version of Python always makes the same file.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -32,21 +31,15 @@ def examples(text: str) -> Iterator[dict[str, str]]:
             yield {"prompt": prompt, "completion": doc}
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = command_line.Parser(__doc__)
     parser.add_argument("file", metavar="FILE.jsonl", help="to write")
     args = parser.parse_args()
     if not args.file.endswith(".jsonl"):
         raise command_line.UserError(f"{args.file} must end in .jsonl, for --data to read it")
     require_writable(args.file)
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    from harness.data.samples import (
-        stdlib_texts,  # after the flags: to import PyTorch takes seconds
-    )
+    # after the flags: to import PyTorch takes seconds
+    from harness.data.samples import stdlib_texts
 
     made = [example for text in stdlib_texts() for example in examples(text)]
     lines = "".join(json.dumps(example) + "\n" for example in made)

@@ -10,147 +10,209 @@ random tokens.  The slowest process counts.  --compare prints a GPU's speed amon
 speed alone, and from how many tokens on the computation hides the communication.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable, Iterator
+import itertools
 from dataclasses import replace
 
-from harness.cli import command_line, flags, processes
+from harness.cli import command_line, flags, tables
 from harness.cli.command_line import UserError
-from harness.cli.flags import DEFAULT_MODEL
-from harness.cli.processes import PARALLEL
-from harness.cli.workload import Workload
-from harness.profiling.kernel_facts import KERNELS
+from harness.cli.output_files import check_outputs
+from harness.cli.workload import Workload, model_line
+from harness.profiling.diagnose import EXPOSED_SHARE
+from harness.profiling.profile_tables import communication_lines
+from harness.records import run_records
+from harness.records.spread import unless_same
 
-GPU, CPU = True, False
-# (sequences in each process, tokens in each), from the smallest to the largest
-SIZES = {GPU: ((1, 512), (1, 1024), (1, 2048), (2, 2048), (4, 2048)), CPU: ((1, 4), (1, 8))}
-STEPS = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
-
-
-def ways_of(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield what is compared.  Liger comes last, as its patch stays in the process."""
-    yield "baseline", workload
-    yield "all kernels", replace(workload, kernels=tuple(KERNELS))
-    yield "Liger", replace(workload, opponent="liger")
+HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
+HEADERS += ["sent, ms", "exposed", "over Liger"]
+NOT_MEASURED = "n/a"
+COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
+STYLES = "-", "--", ":", "-."  # of the lines of a record
 
 
-def measure(called: Callable, optimizer, shape: tuple[int, int], vocabulary: int) -> dict:
-    """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
-
-    `shape` is (B, T) of a batch in each process. step_ms has the time of the slowest process for
-    each step. communication_us and exposed_us are of the process that waits least.
-    """
-    import torch
-
-    from harness.cli.device import DEVICE, HAS_GPU
-    from harness.data.dataset import random_batch
-    from harness.profiling import profiler
-    from harness.records.spread import spread
-    from harness.steps import parallel, stepping, timing
-
-    def step() -> list:
-        return [random_batch(shape, vocabulary, DEVICE)]
-
-    n_warmup, n_timed = STEPS[HAS_GPU]
-    if HAS_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        for _ in range(n_warmup):
-            stepping.timed_step(called, optimizer, step())
-        seconds = [stepping.timed_step(called, optimizer, step())[1] for _ in range(n_timed)]
-        peak = timing.peak_memory_bytes()
-        sent = {}
-        if HAS_GPU and processes.world_size() > 1:
-            _, times = profiler.timeline(called, optimizer, [step(), step()])
-            numbers = parallel.gather(times["communication_us"], times["exposed_us"])
-            sent = dict(zip(("communication_us", "exposed_us"), min(numbers)))
-    except RuntimeError as error:
-        if not command_line.ran_out_of_memory(error):
-            raise
-        return {"failure": "the GPU's memory"}
-    step_ms = [1e3 * max(each) for each in zip(*parallel.gather(*seconds))]
-    median, (p20, p80) = statistics.median(step_ms), spread(step_ms)
-    return {
-        "step_ms": step_ms,
-        "median_ms": median,
-        "p20_ms": p20,
-        "p80_ms": p80,
-        "tokens_per_second_per_gpu": 1e3 * shape[0] * shape[1] / median,
-        "peak_memory_bytes": int(max(parallel.gather(peak))[0]),
-        **sent,
-    }
+def is_row(value: object) -> bool:
+    """Return True for a row of the record, measured or too large."""
+    numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
+    has_numbers = run_records.has_numbers
+    named = has_numbers("batch_size", "seq_len")(value) and run_records.is_text(value.get("way"))
+    return named and ("failure" in value or has_numbers(*numbers)(value))
 
 
-def rows_of(way: str, workload: Workload, record: dict) -> Iterator[dict]:
-    """Yield the rows of one way, from the smallest size to the first that does not fit."""
-    import torch
-
-    from harness.cli.device import HAS_GPU, free_memory
-    from harness.steps import communication
-    from next_steps.finetuning import kernel_training, opponents
-
-    prepare = opponents.prepare if workload.opponent else kernel_training.prepare
-    model, called, optimizer = prepare(workload)
-    record["parameters"] = sum(p.numel() for p in model.parameters())
-    if workload.parallel and "communication" not in record:  # the same for all ways and sizes
-        record["communication"] = communication.expected(model, workload)
-    # all processes have the same model, and each its own tokens
-    torch.manual_seed(workload.seed + processes.rank())
-    for batch_size, seq_len in SIZES[HAS_GPU]:
-        row = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
-        row |= measure(called, optimizer, (batch_size, seq_len), model.config.vocab_size)
-        free_memory()
-        yield row
-        if "failure" in row:
-            return
+# the keys that are read of a record, each with the check of its value
+KEYS = {
+    "environment": run_records.is_environment,
+    "model": run_records.is_text,
+    "parameters": run_records.is_positive,
+    "weights": run_records.is_text,
+    "dtype": run_records.is_text,
+    "world_size": run_records.is_count,
+    "parallel": lambda kind: kind is None or run_records.is_text(kind),
+    "absent": run_records.is_list_of(run_records.is_text),
+    "rows": run_records.is_list_of(is_row),
+}
 
 
-def walk(workload: Workload, record_to: str | None) -> None:
-    """Measure every row in this process group, and write the record after each."""
-    from harness.cli import tables
-    from harness.cli.device import HAS_GPU, free_memory
-    from harness.model.architecture import TORCH_DTYPES
-    from harness.profiling import profiler
-    from harness.records import run_records
-    from harness.steps import parallel
-    from next_steps.studies import scaling_tables
-
-    parallel.start(workload)
-    if not HAS_GPU:
-        print(tables.NO_GPU_NOTE + "\n")
-    record = {
-        "kind": "scaling",
-        "environment": run_records.environment(),
-        **workload.as_record(),
-        "world_size": processes.world_size(),
-        "parallel": workload.parallel,
-        "ceilings": profiler.measure_ceilings(TORCH_DTYPES[workload.dtype]),
-        "absent": [],
-        "rows": [],
-    }
-    for way, how in ways_of(workload):
-        try:
-            for row in rows_of(way, how, record):
-                record["rows"].append(row)
-                print(scaling_tables.row_in_words(row), flush=True)
-                if record_to:
-                    run_records.keep_record(record_to, record)
-        except UserError as error:
-            if not how.opponent:
-                raise
-            record["absent"].append(f"{way} is left out: {error}")
-            print(record["absent"][-1], flush=True)
-        free_memory()
-    run_records.write_record(record_to, record)
+def read(paths: list[str]) -> list[dict]:
+    """Read a record of one process and then records of several, of one model on one kind of GPU."""
+    records = [run_records.read_record(path, "scaling") for path in paths]
+    for path, record in zip(paths, records):
+        run_records.require_keys(path, record, KEYS)
+    if len(records) < 2:
+        raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
+    (first, *others), (first_path, *other_paths) = records, paths
+    if first["world_size"] > 1:
+        given = f"{first_path} is of {first['world_size']} processes and comes first"
+        raise UserError(f"{given}: begin with the record of one")
+    for path, other in zip(other_paths, others):
+        if other["world_size"] == 1:
+            given = f"{path} is of one process, as {first_path} is"
+            raise UserError(f"{given}: after the first come records of several")
+        for key in ("gpu", "model", "dtype"):
+            ours, theirs = (each["environment"].get(key, each.get(key)) for each in (first, other))
+            if ours != theirs:
+                given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
+                raise UserError(f"{given}: compare records that differ in their processes alone")
+    return records
 
 
-def parse_args() -> argparse.Namespace:
-    parser = flags.Parser(__doc__)
+def size_of(row: dict) -> tuple[int, int]:
+    return row["batch_size"], row["seq_len"]
+
+
+def tokens_of(row: dict) -> int:
+    """Return the tokens of a step in each process."""
+    return row["batch_size"] * row["seq_len"]
+
+
+def measured(record: dict) -> dict[tuple[str, tuple[int, int]], dict]:
+    """Return the rows that fitted, by way and size."""
+    return {(r["way"], size_of(r)): r for r in record["rows"] if "failure" not in r}
+
+
+def range_of(row: dict) -> tuple[float, float]:
+    return row["p20_ms"], row["p80_ms"]
+
+
+def exposed_share(row: dict) -> float | None:
+    """Return the share of a step in exposed communication; None if it was not measured."""
+    return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
+
+
+def efficiency(one: dict, row: dict) -> str:
+    """Return a GPU's speed among several as a share of its speed alone, with both spreads."""
+    low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
+    return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
+
+
+def ways_in(record: dict) -> list[str]:
+    return list(dict.fromkeys(row["way"] for row in record["rows"]))
+
+
+def crossover(record: dict, way: str) -> str:
+    """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
+    rows = [row for (name, _), row in measured(record).items() if name == way]
+    shares = [(tokens_of(row), exposed_share(row)) for row in rows]
+    if not shares or None in [share for _, share in shares]:
+        return NOT_MEASURED
+    above = [tokens for tokens, share in shares if share >= EXPOSED_SHARE]
+    below = [tokens for tokens, _ in shares if tokens > max(above, default=0)]
+    return f"{min(below):,}" if below else f"more than {max(above):,}"
+
+
+def processes_of(record: dict) -> str:
+    return f"{record['world_size']} processes, {record['parallel']}"
+
+
+def cells(row: dict, alone: dict, several: dict) -> list[str]:
+    """Return a row of the table, from the `measured` rows of one process and of several."""
+    way, size = key = row["way"], size_of(row)
+    name = f"{way} {size[0]} × {size[1]:,}"
+    one, liger = alone.get(key), several.get(("Liger", size))
+
+    def pair(key: str, unit: float, spec: str) -> list[str]:
+        of_both = (each[key] / unit if each and key in each else None for each in (row, one))
+        return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
+
+    speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")
+    memory = pair("peak_memory_bytes", 1e9, ".1f")
+    if "failure" in row:
+        return [name, "too large", speeds[1], NOT_MEASURED, *memory, *[NOT_MEASURED] * 3]
+    share, over = exposed_share(row), NOT_MEASURED
+    exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
+    if liger:
+        ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
+        over = "–" if way == "Liger" else unless_same(ratio, range_of(row), range_of(liger))
+    return [
+        name,
+        *speeds,
+        efficiency(one, row) if one else NOT_MEASURED,
+        *memory,
+        pair("communication_us", 1e3, ",.1f")[0],
+        exposed,
+        over,
+    ]
+
+
+def body(one: dict, record: dict) -> list[list[str]]:
+    """Return the rows of a record of several processes, beside the record of one."""
+    alone, several = measured(one), measured(record)
+    return [cells(row, alone, several) for row in record["rows"]]
+
+
+def render(one: dict, *others: dict) -> str:
+    """Return everything that --compare prints."""
+    on_gpu = one["environment"]["gpu"] is not None
+    lines = [run_records.environment_line(one["environment"]), model_line(one)]
+    lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
+    for record in others:
+        title = f"Each GPU of {processes_of(record)}, and one alone"
+        lines += [
+            "",
+            tables.title(title + tables.NOT_MEANINGFUL * (not on_gpu)),
+            tables.table(HEADERS, body(one, record)),
+            *communication_lines(record),
+            *record["absent"],
+            *(
+                f"{way}: exposed below {EXPOSED_SHARE:.0%} of a step from so many tokens a GPU on: "
+                f"{crossover(record, way)}"
+                for way in ways_in(record)
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def plot(records: list[dict], path: str) -> None:
+    """Draw the exposed share of a step against its tokens, a line for each way of each record."""
+    if not any("exposed_us" in row for record in records for row in record["rows"]):
+        raise UserError("no record says what is exposed: measure them on several GPUs")
+    figure, axis = tables.pyplot().subplots(figsize=(8, 5), layout="constrained")
+    sizes = set()
+    for record, style in zip(records, itertools.cycle(STYLES)):
+        for way in ways_in(record):
+            rows = [row for (name, _), row in measured(record).items() if name == way]
+            points = sorted(
+                (tokens_of(r), 100 * exposed_share(r)) for r in rows if "exposed_us" in r
+            )
+            sizes |= {tokens for tokens, _ in points}
+            label = f"{way}, {processes_of(record)}"
+            style_of_line = {"color": COLOURS[way], "linestyle": style, "marker": "o"}
+            axis.plot(*zip(*points) if points else ([], []), label=label, **style_of_line)
+    axis.axhline(100 * EXPOSED_SHARE, color="black", linestyle="--", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(sizes), [f"{tokens:,}" for tokens in sorted(sizes)])
+    axis.set(xlabel="tokens of a step on each GPU", ylabel="communication that nothing hides, %")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    first = records[0]
+    gpu = first["environment"]["gpu"] or "CPU, not meaningful"
+    figure.suptitle(f"{first['model']}, {first['dtype']}, {gpu}")
+    tables.save_plot(figure, path)
+
+
+def main() -> None:
+    shared = "--model", "--random-init", "--parallel"
+    parser = flags.Parser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, metavar="ID|DIR|tiny", help="as in every script")
-    add("--random-init", action="store_true", help="random weights; nothing is downloaded")
-    add("--parallel", choices=PARALLEL, help="with several processes; fsdp unless told")
     add("--json", metavar="FILE", help="write the rows as a JSON record, after each of them")
     add(
         "--compare",
@@ -162,28 +224,20 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.compare:
         raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    from harness.cli.output_files import check_outputs
-
     check_outputs(args)
     if args.compare:
-        from next_steps.studies import scaling_tables
-
-        records = scaling_tables.read(args.compare)
-        print(scaling_tables.render(*records))
+        records = read(args.compare)
+        print(render(*records))
         if args.plot:
-            scaling_tables.plot(records[1:], args.plot)
+            plot(records[1:], args.plot)
         return
     from harness.cli.device import HAS_GPU
+    from next_steps.studies import scaling_steps
 
-    workload = Workload.from_flags(args, HAS_GPU)
-    batch_size, seq_len = SIZES[HAS_GPU][-1]
-    workload = replace(workload, data="synthetic", lr=1e-5)
-    walk(replace(workload, batch_size=batch_size, seq_len=seq_len), args.json)
+    workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
+    batch_size, seq_len = scaling_steps.SIZES[HAS_GPU][-1]
+    workload = replace(workload, batch_size=batch_size, seq_len=seq_len)
+    scaling_steps.walk(workload, args.json)
 
 
 if __name__ == "__main__":
