@@ -1,12 +1,7 @@
 """What is trained, on what and how: one type, made from the flags, written into records, compared.
 
-    workload = Workload.from_flags(args, HAS_GPU)    # once; every function gets the whole workload
-    workload.as_record()                             # the part of a record that says what was run
-    Workload.from_record(record)                     # what a record says was run
-    workload.differences(other)                      # what forbids comparing the losses of two runs
-    workload.as_flags()                              # for a script that starts another
-
-This module imports no PyTorch: `--help` and the comparison of records need none.
+A script makes the Workload once, and every function gets the whole Workload.  This module imports
+no PyTorch: `--help` and the comparison of records need none.
 """
 
 import argparse
@@ -193,18 +188,13 @@ def lora_in_words(record: dict) -> str:
     return words
 
 
-def fp8_in_words(record: dict) -> str:
-    """Return what a record says of FP8, as it stands in the list of kernels."""
-    words = "fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}"
-    if "fp8_layers" in record:
-        words += " in {} of {} layers".format(*record["fp8_layers"])
-    return words
-
-
 def kernels_in_words(record: dict) -> str:
     """Return the kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
-    names += [fp8_in_words(record)] if "fp8" in record else []
+    if "fp8" in record:
+        names.append("fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}")
+        if "fp8_layers" in record:
+            names[-1] += " in {} of {} layers".format(*record["fp8_layers"])
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
     names += [f"recompute {record['recompute']}"] if "recompute" in record else []
     names += ["offload"] if "offload" in record else []

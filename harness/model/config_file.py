@@ -19,13 +19,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.architecture import (
-    build_model,
-    llama_3_1_8b_config,
-    parameter_count,
-    unpacked_sequences,
-    with_one_layer,
-)
+from harness.model.architecture import parameter_count, with_one_layer
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -43,23 +37,20 @@ def load_config(
         for_gpu: judge as on a machine with a GPU, whatever this one has.
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
-    no_gpu = (
-        f"{model} needs a CUDA GPU and none was found; use --model tiny "
-        "(or a model under 1 billion parameters)"
-    )
+    use = "use --model tiny (or a model under 1 billion parameters)"
+    no_gpu = f"{model} needs a CUDA GPU and none was found; {use}"
     if model == TINY:
         config = architecture.tiny_config()
     elif workload.random_init and model == DEFAULT_MODEL:
-        config = llama_3_1_8b_config()
+        config = architecture.llama_3_1_8b_config()
     else:
         if model == DEFAULT_MODEL and not on_gpu:
             raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
     if seq_len < 2:
-        raise UserError(
-            f"--seq-len {seq_len} leaves no next token to predict; at least 2 are needed"
-        )
+        given = f"--seq-len {seq_len} leaves no next token to predict"
+        raise UserError(f"{given}; at least 2 are needed")
     if seq_len > config.max_position_embeddings:
         positions = f"the {config.max_position_embeddings} positions of {model}"
         raise UserError(f"--seq-len {seq_len} is longer than {positions}")
@@ -73,11 +64,10 @@ def read_config_file(model: str) -> dict:
     try:
         path = Path(model)
         if path.is_dir():
-            if "config.json" not in os.listdir(path):
-                raise UserError(
-                    f"the directory {model} holds no config.json, so it is not a saved model"
-                )
             path /= "config.json"
+            if path.name not in os.listdir(path.parent):
+                given = f"the directory {model} holds no config.json"
+                raise UserError(f"{given}, so it is not a saved model")
         elif path.exists():
             raise UserError(f"--model {model} is a file; give the directory that holds it")
         else:
@@ -237,8 +227,8 @@ def try_forward(config: LlamaConfig) -> None:
     frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
     if not (frequencies.isfinite() & (frequencies > 0)).all():
         raise ValueError("its rotary frequencies are not all finite and above 0")
-    model = build_model(with_one_layer(config), torch.float32, "meta")
+    model = architecture.build_model(with_one_layer(config), torch.float32, "meta")
     model.config._attn_implementation = "eager"  # the others look at the device
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")  # (B, T)
-    with unpacked_sequences():
+    with architecture.unpacked_sequences():
         assert model(input_ids=ids, labels=ids).loss.shape == ()
