@@ -18,6 +18,14 @@ from harness.data import chat
 from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
 
 
+def digest(*arrays: np.ndarray) -> str:
+    """Return a digest of the arrays' bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        found.update(np.ascontiguousarray(array))
+    return found.hexdigest()
+
+
 @dataclass(frozen=True)
 class Samples:
     """Token ids of n samples in one array, and which of them are trained on."""
@@ -52,11 +60,8 @@ class Samples:
         return ids, ids.masked_fill(torch.from_numpy(~self.trained[part]), IGNORE_INDEX)
 
     def digest(self) -> str:
-        """Return a digest that is the same for equal samples alone."""
-        found = hashlib.blake2b(digest_size=16)
-        for part in (self.tokens, self.trained, self.starts, self.ends):
-            found.update(np.ascontiguousarray(part))
-        return found.hexdigest()
+        """Return a digest that is the same for equal samples alone; their lines do not count."""
+        return digest(self.tokens, self.trained, self.starts, self.ends)
 
     @property
     def lengths(self) -> np.ndarray:
