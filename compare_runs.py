@@ -82,22 +82,14 @@ def validated_alike(first: dict, other: dict) -> bool:
     return choices[0] == choices[1]
 
 
-def rounds_alike(first: dict, other: dict) -> bool:
-    """Return True if two runs multiply numbers of the same formats. FP8 is the coarsest."""
-    return first.get("fp8") == other.get("fp8")
+def is_same_training(first: dict, other: dict) -> bool | None:
+    """Return True if rounding explains the differences of all losses.
 
-
-def same_training(first: dict, other: dict) -> bool:
-    """Return True if rounding explains the differences of all losses."""
+    None: nobody can say.  The workloads differ, or one run alone multiplies in FP8, the coarsest.
+    """
+    if workload_differences(first, other) or first.get("fp8") != other.get("fp8"):
+        return None
     return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
-
-
-def drifted(records: list[dict]) -> bool:
-    """Return True if a run of the first run's workload is not the same training."""
-    first, *others = records
-    alike = (other for other in others if rounds_alike(first, other))
-    same = (other for other in alike if not workload_differences(first, other))
-    return not all(same_training(first, other) for other in same)
 
 
 def render(names: list[str], records: list[dict]) -> str:
@@ -141,11 +133,11 @@ def verdict(name: str, first: dict, record: dict) -> str:
     """Say how far the losses of a run are from the first run's, and what follows."""
     largest = max(run_records.relative_differences(first, record))
     apart = f"largest relative loss difference over {first['steps']} steps {largest:.1e}"
-    if not rounds_alike(first, record):
+    if (is_same := is_same_training(first, record)) is None:
         how = f"fp8 {record.get('fp8')}, not {first.get('fp8')}"
         return f"{name}: {apart} ({how}: numbers are rounded otherwise, so no verdict)"
     allowed = f"allowed in {first['dtype']}: {LOSS_TOLERANCE[first['dtype']]:.0e}"
-    same = "the same training" if same_training(first, record) else "NOT the same training"
+    same = "the same training" if is_same else "NOT the same training"
     return f"{name}: {apart} ({allowed}): {same}"
 
 
@@ -270,7 +262,8 @@ def main() -> int:
     print(render(names, records))
     if args.plot:
         plot(names, records, args.plot)
-    return int(drifted(records))
+    first, *others = records
+    return int(any(is_same_training(first, other) is False for other in others))
 
 
 if __name__ == "__main__":

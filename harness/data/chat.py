@@ -39,12 +39,8 @@ def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndar
 def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.ndarray]:
     """Return (token ids, which of them are trained on) of one conversation.
 
-    What comes after the last of the assistant's turns is left out.
-
-    Args:
-        where: the file and line, in words.
-        example: the line, with "messages".
-        encode: the samples' Encoder.
+    What comes after the last of the assistant's turns is left out.  `encode` is an Encoder, and
+    `where` names the file and the line.
 
     Raises:
         UserError: the tokenizer has no template, or its template cannot render the messages.

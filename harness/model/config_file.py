@@ -95,16 +95,13 @@ def download_config(model: str) -> str:
         given = repr(shortened(model, 200))
         raise UserError(f"{given} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
-        # LocalEntryNotFoundError: the file is not cached, and the hub sends nothing; its answer is
-        # in the cause
+        # LocalEntryNotFoundError: the file is not cached; the hub's answer is in the cause
         answers = (getattr(each, "response", None) for each in (error, error.__cause__))
         status = next((answer.status_code for answer in answers if answer is not None), None)
         is_gated = isinstance(error, hub_errors.GatedRepoError)
         if isinstance(error, hub_errors.RepositoryNotFoundError) and not is_gated:
-            message = (
-                f"there is no directory {model} and Hugging Face knows no model {model!r} "
-                "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
-            )
+            message = f"there is no directory {model} and Hugging Face knows no model {model!r}"
+            message += " (or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
         elif status in (401, 403):
             message = (
                 f"access to {model} was refused. Accept the license at "
@@ -144,13 +141,13 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
-def is_fraction(value: object) -> bool:
-    """Return True for a number from 0 to 1, which NaN is not."""
-    return isinstance(value, (int, float)) and 0 <= value <= 1
-
-
 FLOAT_TYPES = "bfloat16", "float16", "float32", "float64"
 SIZE = lambda n: isinstance(n, int) and 1 <= n < 2**31, "a whole number of at least 1"
+LAYERS = (
+    lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
+    f"a whole number from 1 to {MAX_LAYERS:,}",
+)
+FRACTION = lambda x: isinstance(x, (int, float)) and 0 <= x <= 1, "a number from 0 to 1"  # no NaN
 WEIGHTS = (
     lambda dtype: str(dtype).removeprefix("torch.") in FLOAT_TYPES,
     f"one of {', '.join(FLOAT_TYPES)}",
@@ -162,21 +159,12 @@ ATTENTION = (
 # What transformers checks too late or never: field of a config.json -> (does its value fit?, the
 # values that do).  What transformers itself refuses, `fields_at_fault` traces to its field.
 FIELDS = {
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "head_dim": SIZE,
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), SIZE),
     "max_position_embeddings": SIZE,
-    "num_hidden_layers": (
-        lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
-        f"a whole number from 1 to {MAX_LAYERS:,}",
-    ),
-    "rms_norm_eps": (is_fraction, "a number from 0 to 1"),
-    "attention_dropout": (is_fraction, "a probability from 0 to 1"),
-    "dtype": WEIGHTS,
-    "torch_dtype": WEIGHTS,
+    "num_hidden_layers": LAYERS,
+    **dict.fromkeys(("rms_norm_eps", "attention_dropout"), FRACTION),
+    **dict.fromkeys(("dtype", "torch_dtype"), WEIGHTS),
     "quantization_config": (lambda method: False, "none: quantized weights cannot be trained"),
 }
 FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": ATTENTION}
