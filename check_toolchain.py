@@ -14,6 +14,7 @@ from harness.cli.command_line import RunError
 from harness.records import run_records
 
 EPS = 1e-5
+ON_CPU = "on the CPU through Triton's interpreter (no CUDA GPU found)"
 # what a failed launch says: what to do about it; the first match wins
 REMEDIES = {
     "C compiler": "Triton needs one: `apt-get install gcc`, or set CC",
@@ -26,24 +27,17 @@ REMEDIES = {
 }
 
 
-def gpu_remedy() -> str | None:
-    """Return why no GPU was found and what to do; None if there is a GPU."""
+def gpu_remedy() -> str:
+    """Return why no GPU was found and what to do."""
     import torch
 
-    from harness.cli.device import HAS_GPU
-
-    if HAS_GPU:
-        return None
     if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build "
-            "(https://pytorch.org)."
-        )
-    return (
-        "No GPU is visible: start the container with `docker run --gpus all` (with "
-        "nvidia-container-toolkit installed); outside a container, see whether nvidia-smi lists a "
-        "GPU."
-    )
+        advice = "to use a GPU, install a CUDA build (https://pytorch.org)"
+        return f"This PyTorch is built for the CPU alone; {advice}."
+    start = "start the container with `docker run --gpus all`"
+    start += " (with nvidia-container-toolkit installed)"
+    outside = "outside a container, see whether nvidia-smi lists a GPU"
+    return f"No GPU is visible: {start}; {outside}."
 
 
 def output_and_gradients(function: Callable, tensors: Sequence, last: object) -> list:
@@ -128,12 +122,7 @@ def inspect() -> dict:
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    return {
-        "environment": found,
-        "gpu_memory_bytes": memory,
-        "gpu_remedy": gpu_remedy(),
-        "reason": reason,
-    }
+    return {"environment": found, "gpu_memory_bytes": memory, "reason": reason}
 
 
 def render(found: dict) -> str:
@@ -149,10 +138,8 @@ def render(found: dict) -> str:
     }
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
-    lines += [found["gpu_remedy"]] if found["gpu_remedy"] else []
-    verdict = (
-        "yes" if env["gpu"] else "yes, on the CPU through Triton's interpreter (no CUDA GPU found)"
-    )
+    lines += [] if env["gpu"] else [gpu_remedy()]
+    verdict = "yes" if env["gpu"] else f"yes, {ON_CPU}"
     verdict = f"no: {found['reason']}" if found["reason"] else verdict
     return "\n".join([*lines, f"These kernels run here: {verdict}"])
 

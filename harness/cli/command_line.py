@@ -1,16 +1,8 @@
 """How a script is called and how it ends: errors in one sentence, exit codes, Ctrl-C.
 
-Every script has the same form, so that it answers --help and a mistyped flag at once:
-
-    from harness.cli import command_line    # imports no PyTorch, which takes seconds
-
-    def main() -> None:
-        args = parse_args()             # flags, from modules that import no PyTorch
-        import torch                    # what the script runs
-        ...
-
-    if __name__ == "__main__":
-        command_line.run_main(main)
+Every script ends with `command_line.run_main(main)`.  main() reads the flags, with modules that
+import no PyTorch, and only then imports what it runs: PyTorch takes seconds, so --help and a
+mistyped flag are answered at once.
 """
 
 import argparse

@@ -401,10 +401,8 @@ class Parser(command_line.Parser):
             names = {"all": known, "none": []}.get(text, text.split(","))
             unknown = [name for name in names if name not in known]
             if unknown:
-                raise argparse.ArgumentTypeError(
-                    f"unknown kernel {', '.join(map(repr, unknown))}; "
-                    f"choose from {', '.join(known)}, all, none"
-                )
+                found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, "all", "none"])
+                raise argparse.ArgumentTypeError(f"unknown kernel {found}; choose from {choices}")
             return [name for name in known if name in names]
 
         words = f"custom kernels to use, of {', '.join(known)}"

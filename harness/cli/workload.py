@@ -179,13 +179,10 @@ def lora_in_words(record: dict) -> str:
         return ""
     words = f"LoRA of rank {record['lora_rank']}, alpha {record['lora_alpha']:g}"
     words += f", {record['lora_targets']} projections"
-    if "trained_parameters" in record:
-        words += f", {record['trained_parameters']:,} trained parameters"
-    if "quantize" in record:
-        words += f", frozen layers in {record['quantize']}"
-    if "adapter" in record:
-        words += f", from {record['adapter']}"
-    return words
+    more = {"trained_parameters": "{:,} trained parameters", "quantize": "frozen layers in {}"}
+    more["adapter"] = "from {}"
+    said = (text.format(record[key]) for key, text in more.items() if key in record)
+    return ", ".join([words, *said])
 
 
 def kernels_in_words(record: dict) -> str:
@@ -240,8 +237,7 @@ def read_file(path: str) -> str:
         UserError: the file is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
     """
     if not path.endswith((".txt", ".jsonl")):
-        expected = "stdlib, synthetic, a .txt file or a .jsonl file"
-        raise UserError(f"--data {path}: expected {expected}")
+        raise UserError(f"--data {path}: expected stdlib, synthetic, a .txt file or a .jsonl file")
     try:
         # -sig: without the mark that Windows editors put first
         text = Path(path).read_text(encoding="utf-8-sig")
