@@ -174,14 +174,10 @@ def parse_arguments() -> argparse.Namespace:
     kernels = [*specs.SPECS, "all"]
     parser = Parser(
         __doc__,
-        {"--kernel": row("what to measure (default: %(default)s)", choices=kernels, default="all")},
+        {"--kernel": row("what to measure", choices=kernels, default="all")},
         sizes,
         {
-            "--dtype": row(
-                "of inputs and gradients (default: %(default)s)",
-                choices=specs.DTYPES,
-                default="bf16",
-            ),
+            "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
             "--sweep": switch("time our kernels alone, with other settings than their files carry"),
             "--json": row("write the measurements as a JSON record", metavar="FILE"),
             "--plot": row(

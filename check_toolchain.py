@@ -14,6 +14,7 @@ from harness.cli.command_line import RunError
 from harness.records import run_records
 
 EPS = 1e-5
+ON_CPU = "on the CPU through Triton's interpreter (no CUDA GPU found)"
 # what a failed launch says: what to do about it; the first match wins
 REMEDIES = {
     "C compiler": "Triton needs one: `apt-get install gcc`, or set CC",
@@ -26,32 +27,29 @@ REMEDIES = {
 }
 
 
-def gpu_remedy() -> str | None:
-    """Return why no GPU was found and what to do; None if there is a GPU."""
+def gpu_remedy() -> str:
+    """Return why no GPU was found and what to do."""
     import torch
 
-    from harness.cli.device import HAS_GPU
-
-    if HAS_GPU:
-        return None
     if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            "This PyTorch is built for the CPU alone; to use a GPU, install a CUDA build "
-            "(https://pytorch.org)."
-        )
-    return (
-        "No GPU is visible: start the container with `docker run --gpus all` (with "
-        "nvidia-container-toolkit installed); outside a container, see whether nvidia-smi lists a "
-        "GPU."
-    )
+        advice = "to use a GPU, install a CUDA build (https://pytorch.org)"
+        return f"This PyTorch is built for the CPU alone; {advice}."
+    start = "start the container with `docker run --gpus all`"
+    start += " (with nvidia-container-toolkit installed)"
+    outside = "outside a container, see whether nvidia-smi lists a GPU"
+    return f"No GPU is visible: {start}; {outside}."
 
 
-def output_and_gradients(function: Callable, inputs: Sequence, dy) -> list:
-    """Return [function(*inputs), gradient of each input] for the upstream gradient dy."""
+def output_and_gradients(function: Callable, tensors: Sequence, last: object) -> list:
+    """Return [function(*inputs, last), gradient of each input].
+
+    Args:
+        tensors: the inputs, and then the upstream gradient of the output.
+    """
     import torch
 
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    output = function(*inputs)
+    *inputs, dy = (t.detach().requires_grad_() for t in tensors)
+    output = function(*inputs, last)
     return [output, *torch.autograd.grad(output, inputs, dy.to(output.dtype))]
 
 
@@ -68,40 +66,33 @@ def check_kernels() -> list:
     logits = torch.randn(8, 1000, device=DEVICE)
     targets = torch.randint(1000, (8,), device=DEVICE)
 
-    def eager_loss(logits):
+    def eager_loss(logits, targets):
         at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy_reference(logits.to(at_least_fp32), targets)
 
-    cases = [
-        (
-            ["RMSNorm y", "RMSNorm dx", "RMSNorm dw"],
-            lambda x, weight: TritonRMSNormFunction.apply(x, weight, EPS),
-            lambda x, weight: rmsnorm_reference(x, weight, EPS),
-            [x, weight],
-            dy,
-        ),
+    norms = TritonRMSNormFunction.apply, rmsnorm_reference
+    losses = TritonCrossEntropyLoss(), eager_loss
+    cases = [  # names of the results, (ours, eager), tensors, the last argument
+        (["RMSNorm y", "RMSNorm dx", "RMSNorm dw"], norms, [x, weight, dy], EPS),
         (
             ["cross-entropy loss", "cross-entropy dlogits"],
-            lambda logits: TritonCrossEntropyLoss()(logits, targets),
-            eager_loss,
-            [logits],
-            torch.ones((), device=DEVICE),
+            losses,
+            [logits, torch.ones((), device=DEVICE)],
+            targets,
         ),
     ]
     checks = []
     for dtype in (torch.float32, torch.bfloat16):
-        for names, ours, eager, inputs, grad in cases:
-            rounded = [t.to(dtype) for t in (*inputs, grad)]
-            exact = [t.double() for t in rounded]
+        for names, (ours, eager), tensors, last in cases:
+            rounded = [t.to(dtype) for t in tensors]
             results = zip(
                 names,
-                output_and_gradients(ours, rounded[:-1], rounded[-1]),
-                output_and_gradients(eager, exact[:-1], exact[-1]),
-                output_and_gradients(eager, rounded[:-1], rounded[-1]),
+                output_and_gradients(ours, rounded, last),
+                output_and_gradients(eager, [t.double() for t in rounded], last),
+                output_and_gradients(eager, rounded, last),
             )
             checks += [
-                compare(f"{name}, {DTYPE_NAME[dtype]}", out, ref64, same_dtype, dtype)
-                for name, out, ref64, same_dtype in results
+                compare(f"{name}, {DTYPE_NAME[dtype]}", *result, dtype) for name, *result in results
             ]
     return checks
 
@@ -114,21 +105,16 @@ def explain(error: Exception) -> str:
     return f"{text.splitlines()[0]} ({advice})"
 
 
-def environment() -> dict:
-    """Return the versions and the GPU."""
+def inspect() -> dict:
+    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do)."""
     try:
-        return run_records.environment()  # imports PyTorch, Triton and transformers
+        found = run_records.environment()  # imports PyTorch, Triton and transformers
     except (ImportError, OSError) as error:
         package = getattr(error, "name", None) or "a package"
         raise RunError(
             f"{package} cannot be imported ({error}): install it with "
             "`pip install -r requirements.txt`, or use the container of the README's step 1"
         ) from error
-
-
-def inspect() -> dict:
-    """Return versions, GPU and, as "reason", why the kernels do not run here (None: they do)."""
-    found = environment()
     import torch
 
     try:
@@ -136,12 +122,7 @@ def inspect() -> dict:
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    return {
-        "environment": found,
-        "gpu_memory_bytes": memory,
-        "gpu_remedy": gpu_remedy(),
-        "reason": reason,
-    }
+    return {"environment": found, "gpu_memory_bytes": memory, "reason": reason}
 
 
 def render(found: dict) -> str:
@@ -157,10 +138,8 @@ def render(found: dict) -> str:
     }
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
-    lines += [found["gpu_remedy"]] if found["gpu_remedy"] else []
-    verdict = (
-        "yes" if env["gpu"] else "yes, on the CPU through Triton's interpreter (no CUDA GPU found)"
-    )
+    lines += [] if env["gpu"] else [gpu_remedy()]
+    verdict = "yes" if env["gpu"] else f"yes, {ON_CPU}"
     verdict = f"no: {found['reason']}" if found["reason"] else verdict
     return "\n".join([*lines, f"These kernels run here: {verdict}"])
 

@@ -12,25 +12,11 @@ something else is wrong.
 import math
 import os
 
-from harness.cli import command_line, output_files, tables
+from harness.cli import command_line, output_files, tables, workload
 from harness.cli.command_line import UserError
-from harness.cli.workload import (
-    PRETRAINED,
-    RANDOM,
-    Workload,
-    kernels_in_words,
-    lora_in_words,
-    size_in_words,
-)
+from harness.cli.workload import Workload, size_in_words
 from harness.records import run_records
-from harness.records.run_records import (
-    is_count,
-    is_environment,
-    is_list_of,
-    is_number,
-    is_positive,
-    is_text,
-)
+from harness.records.run_records import is_count, is_list_of, is_number, is_positive, is_text
 from harness.records.spread import spread, timed, unless_same, waited
 
 # the largest relative difference of a step's loss that rounding explains, over tens of steps
@@ -40,7 +26,7 @@ KEYS = {  # that are read of a record: does a value fit?
     "title": is_text,
     "kernels": is_list_of(is_text),
     "model": is_text,
-    "weights": lambda words: words in (RANDOM, PRETRAINED),
+    "weights": lambda words: words in (workload.RANDOM, workload.PRETRAINED),
     "dtype": lambda dtype: dtype in [*LOSS_TOLERANCE],
     "data": is_text,
     "batch_size": is_positive,
@@ -57,7 +43,7 @@ KEYS = {  # that are read of a record: does a value fit?
     "tokens_per_second": is_positive,
     "peak_memory_bytes": is_positive,
     "validation_loss_after": is_number,
-    "environment": is_environment,
+    "environment": run_records.is_environment,
 }
 
 
@@ -66,12 +52,12 @@ def read_run(path: str) -> dict:
     # Older records have no profiled step.
     record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
     run_records.require_keys(path, record, KEYS)
-    for column in ("losses", "seconds", "tokens"):
-        if len(record[column]) != record["steps"]:
-            found = f"{len(record[column])} {column} of {record['steps']} steps"
-            raise UserError(f"{path} is a damaged record: {found}; run its script again")
-    if not timed(record):
-        raise UserError(f"{path} is a damaged record: no step of it counts; run its script again")
+    columns = {column: len(record[column]) for column in ("losses", "seconds", "tokens")}
+    steps = record["steps"]
+    found = [f"{n} {column} of {steps} steps" for column, n in columns.items() if n != steps]
+    found += [] if timed(record) else ["no step of it counts"]
+    if found:
+        raise UserError(f"{path} is a damaged record: {found[0]}; run its script again")
     return record
 
 
@@ -80,39 +66,30 @@ def workload_differences(first: dict, other: dict) -> list[str]:
     return Workload.from_record(first).differences(Workload.from_record(other))
 
 
-def held_out(record: dict) -> list:
-    """Return what decided on which sequences a run was validated. Seeds and models are equal.
-
-    Older records lack the digest. Their runs validated on as many sequences as a micro-batch has.
-    """
-    workload = Workload.from_record(record)
-    n_sequences = workload.sequences * (workload.micro_batches if "held_out" in record else 1)
-    return [os.path.realpath(workload.data), workload.seq_len, workload.pack, n_sequences]
-
-
 def validated_alike(first: dict, other: dict) -> bool:
-    """Return True if two runs were validated on the same sequences, by what their records say."""
+    """Return True if two runs were validated on the same sequences, by what their records say.
+
+    Older records lack the digest.  Their runs validated on as many sequences as a micro-batch has.
+    Without both digests the settings tell that choose the sequences.
+    """
     if "held_out" in first and "held_out" in other:
         return first["held_out"] == other["held_out"]
-    return held_out(first) == held_out(other)
+    choices = []
+    for record in (first, other):
+        run = Workload.from_record(record)
+        n_sequences = run.sequences * (run.micro_batches if "held_out" in record else 1)
+        choices.append([os.path.realpath(run.data), run.seq_len, run.pack, n_sequences])
+    return choices[0] == choices[1]
 
 
-def rounds_alike(first: dict, other: dict) -> bool:
-    """Return True if two runs multiply numbers of the same formats. FP8 is the coarsest."""
-    return first.get("fp8") == other.get("fp8")
+def is_same_training(first: dict, other: dict) -> bool | None:
+    """Return True if rounding explains the differences of all losses.
 
-
-def same_training(first: dict, other: dict) -> bool:
-    """Return True if rounding explains the differences of all losses."""
+    None: nobody can say.  The workloads differ, or one run alone multiplies in FP8, the coarsest.
+    """
+    if workload_differences(first, other) or first.get("fp8") != other.get("fp8"):
+        return None
     return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
-
-
-def drifted(records: list[dict]) -> bool:
-    """Return True if a run of the first run's workload is not the same training."""
-    first, *others = records
-    alike = (other for other in others if rounds_alike(first, other))
-    same = (other for other in alike if not workload_differences(first, other))
-    return not all(same_training(first, other) for other in same)
 
 
 def render(names: list[str], records: list[dict]) -> str:
@@ -127,7 +104,7 @@ def render(names: list[str], records: list[dict]) -> str:
         f"data {first['data']}, {size_in_words(first)}, "
         f"{first['steps']} steps, seed {first['seed']}"
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
-        + (f", {lora_in_words(first)}" if "lora_rank" in first else "")
+        + (f", {workload.lora_in_words(first)}" if "lora_rank" in first else "")
     )
     if on_cpu := first["environment"]["gpu"] is None:
         where = "Measured on a CPU through Triton's interpreter"
@@ -156,17 +133,17 @@ def verdict(name: str, first: dict, record: dict) -> str:
     """Say how far the losses of a run are from the first run's, and what follows."""
     largest = max(run_records.relative_differences(first, record))
     apart = f"largest relative loss difference over {first['steps']} steps {largest:.1e}"
-    if not rounds_alike(first, record):
+    if (is_same := is_same_training(first, record)) is None:
         how = f"fp8 {record.get('fp8')}, not {first.get('fp8')}"
         return f"{name}: {apart} ({how}: numbers are rounded otherwise, so no verdict)"
     allowed = f"allowed in {first['dtype']}: {LOSS_TOLERANCE[first['dtype']]:.0e}"
-    same = "the same training" if same_training(first, record) else "NOT the same training"
+    same = "the same training" if is_same else "NOT the same training"
     return f"{name}: {apart} ({allowed}): {same}"
 
 
 def how_in_words(record: dict, first: dict) -> str:
     """Say what a run was made with, and what the table does not show of its steps."""
-    words = [f"custom kernels: {kernels_in_words(record)}"]
+    words = [f"custom kernels: {workload.kernels_in_words(record)}"]
     if (size := size_in_words(record)) != size_in_words(first):
         words.append(size)
     shares = {"padding": record.get("padding", 0.0), "waiting for data": waited(record)}
@@ -263,12 +240,12 @@ def plot(names: list[str], records: list[dict], path: str) -> None:
 def run_names(records: list[dict]) -> list[str]:
     """Return short, distinct names: the titles; if they repeat, with the dtype or a number."""
     titles = [record["title"] for record in records]
-    with_dtype = [
-        t if titles.count(t) == 1 else f"{t} {r['dtype']}" for t, r in zip(titles, records)
-    ]
-    if len(set(with_dtype)) == len(records):
-        return with_dtype
-    return [t if titles.count(t) == 1 else f"{t} {i}" for i, t in enumerate(titles, start=1)]
+    for endings in ([record["dtype"] for record in records], range(1, len(records) + 1)):
+        pairs = zip(titles, endings)
+        names = [t if titles.count(t) == 1 else f"{t} {ending}" for t, ending in pairs]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def main() -> int:
@@ -285,7 +262,8 @@ def main() -> int:
     print(render(names, records))
     if args.plot:
         plot(names, records, args.plot)
-    return int(drifted(records))
+    first, *others = records
+    return int(any(is_same_training(first, other) is False for other in others))
 
 
 if __name__ == "__main__":

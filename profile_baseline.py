@@ -108,7 +108,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "kind": "profile",
         "environment": environment(),
         **workload.as_record(),
-        **counts(model, workload),
+        **counts(model.config, workload),
         **fp8_model.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),

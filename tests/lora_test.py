@@ -79,7 +79,10 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     n_trained = sum(p.numel() for p in stepping.trained(model))
     assert n_trained == adapters.trained_count(model.config, workload)
     n = sum(p.numel() for p in model.parameters())
-    assert adapters.counts(model, workload) == {"parameters": n, "trained_parameters": n_trained}
+    assert adapters.counts(model.config, workload) == {
+        "parameters": n,
+        "trained_parameters": n_trained,
+    }
     ids = tiny_batch().input_ids
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 

@@ -13,7 +13,6 @@ from triton.backends.compiler import GPUTarget
 
 import check_toolchain
 from harness.benchmark.checking import HAS_GPU, Check
-from harness.cli import device
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
@@ -191,7 +190,6 @@ def test_wrong_result_is_no(monkeypatch):
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
-    monkeypatch.setattr(device, "HAS_GPU", False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()

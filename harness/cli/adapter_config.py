@@ -6,9 +6,9 @@
 Imports neither PyTorch nor peft: a wrong flag is answered at once.  What trains: adapters.py.
 """
 
-import argparse
 import importlib.util
 import json
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from harness.cli.command_line import UserError, flag_name, positive_float, positive_int
@@ -17,6 +17,7 @@ ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
 # by the words of --lora-targets: the projections that get adapters
 TARGETS = {"all": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
+SETTINGS = "lora_rank", "lora_alpha", "lora_targets"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MODEL_CONFIG = "config.json"  # transformers' name
 # In peft's words, what an adapter may have besides A and B.  These scripts train no such adapter.
@@ -26,12 +27,11 @@ VARIANTS = (
     *("target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora"),
     *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
-DAMAGED = ValueError, LookupError, TypeError, RecursionError  # raised where a file is damaged
 PLAIN_STARTS = True, False, "gaussian"  # values of init_lora_weights that leave W as it is
 
 
-def settings(args: argparse.Namespace) -> dict:
-    """Return a workload's `lora_rank`, `lora_alpha` and `lora_targets`; {} without LoRA.
+def settings(args: Namespace) -> dict:
+    """Return a workload's SETTINGS; {} without LoRA.
 
     Args:
         args: may lack any of the flags.
@@ -41,15 +41,17 @@ def settings(args: argparse.Namespace) -> dict:
             is more than two matrices beside each of TARGETS' projections; or the folder of --save
             holds what would be mixed up with what this run saves.
     """
-    given = {
-        name: value
-        for name in ("lora_rank", "lora_alpha", "lora_targets")
-        if (value := getattr(args, name, None)) is not None
-    }
+    given = {name: getattr(args, name, None) for name in SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
     adapter = getattr(args, "adapter", None)
     is_lora = "lora_rank" in given or adapter is not None
     if save := getattr(args, "save", None):
-        refuse_mixing(save, saves_adapter=is_lora and not args.merge)
+        what, other, name = "a model", "an adapter", CONFIG
+        if is_lora and not args.merge:
+            what, other, name = "an adapter", "a model", MODEL_CONFIG
+        if (Path(save) / name).exists():  # from_pretrained would load the two as one
+            found = f"--save {save} holds {other} ({name})"
+            raise UserError(f"{found}, and {what} would be loaded with it: name another folder")
     if not is_lora:
         return {}
     if importlib.util.find_spec("peft") is None:
@@ -65,24 +67,8 @@ def settings(args: argparse.Namespace) -> dict:
     return found
 
 
-def refuse_mixing(folder: str, saves_adapter: bool) -> None:
-    """Refuse to save an adapter beside a model, or a model beside an adapter.
-
-    from_pretrained would load the two as one.
-
-    Raises:
-        UserError: the folder holds the other one.
-    """
-    what, other, name = ("an adapter", "a model", MODEL_CONFIG)
-    if not saves_adapter:
-        what, other, name = ("a model", "an adapter", CONFIG)
-    if (Path(folder) / name).exists():
-        given = f"--save {folder} holds {other} ({name})"
-        raise UserError(f"{given}, and {what} would be loaded with it: name another folder")
-
-
 def read_config(folder: str) -> dict:
-    """Return `lora_rank`, `lora_alpha` and `lora_targets` of an adapter in peft's format.
+    """Return the SETTINGS of an adapter in peft's format.
 
     The adapter's dropout is not read: these scripts train without dropout.
 
@@ -100,7 +86,7 @@ def read_config(folder: str) -> dict:
     except OSError as error:
         given = f"--adapter {folder} cannot be read ({error.strerror})"
         raise UserError(f"{given}, expected a folder with {CONFIG}, as --save writes it") from error
-    except (*DAMAGED, argparse.ArgumentTypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, ArgumentTypeError) as error:
         given = f"{path} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --save or peft wrote: name another") from error
     targets = next((name for name, modules in TARGETS.items() if named == set(modules)), None)
@@ -110,23 +96,13 @@ def read_config(folder: str) -> dict:
         given = f"--adapter {folder} adapts {', '.join(sorted(map(str, named))) or 'nothing'}"
         sets = "; ".join(f"{name}: {', '.join(modules)}" for name, modules in TARGETS.items())
         raise UserError(f"{given}, expected one of these sets of projections: {sets}")
-    refuse_variants(path, said)
-    return {"lora_rank": rank, "lora_alpha": alpha, "lora_targets": targets}
-
-
-def refuse_variants(path: Path, said: dict) -> None:
-    """Refuse an adapter that is not exactly two matrices beside each projection.
-
-    Raises:
-        UserError: the adapter has something else, or is no LoRA.
-    """
     odd = {name: said[name] for name in VARIANTS if said.get(name)}
     odd |= {"peft_type": said.get("peft_type")} if said.get("peft_type") != "LORA" else {}
     odd |= {"bias": said["bias"]} if said.get("bias", "none") != "none" else {}
     start = said.get("init_lora_weights", True)
     odd |= {"init_lora_weights": start} if start not in PLAIN_STARTS else {}
-    if odd:
-        name, value = next(iter(odd.items()))
+    for name, value in odd.items():
         given = f"{path} has {name} = {json.dumps(value)[:60]}"
         expected = "expected plain LoRA, two matrices beside each projection"
         raise UserError(f"{given}, {expected}: train such an adapter with peft itself")
+    return dict(zip(SETTINGS, (rank, alpha, targets)))

@@ -1,16 +1,8 @@
 """How a script is called and how it ends: errors in one sentence, exit codes, Ctrl-C.
 
-Every script has the same form, so that it answers --help and a mistyped flag at once:
-
-    from harness.cli import command_line    # imports no PyTorch, which takes seconds
-
-    def main() -> None:
-        args = parse_args()             # flags, from modules that import no PyTorch
-        import torch                    # what the script runs
-        ...
-
-    if __name__ == "__main__":
-        command_line.run_main(main)
+Every script ends with `command_line.run_main(main)`.  main() reads the flags, with modules that
+import no PyTorch, and only then imports what it runs: PyTorch takes seconds, so --help and a
+mistyped flag are answered at once.
 """
 
 import argparse
@@ -52,15 +44,11 @@ def flag_name(name: str) -> str:
 
 def whole_number(text: str, least: int = 0) -> int:
     """argparse type: an integer of at least `least` that fits 31 bits, as sizes and seeds do."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least {least} (below 2**31), not {text!r}"
-        )
-    return value
+    with contextlib.suppress(ValueError):
+        if least <= (value := int(text)) < 2**31:
+            return value
+    expected = f"a whole number of at least {least} (below 2**31)"
+    raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
 
 
 def positive_int(text: str) -> int:
@@ -70,13 +58,10 @@ def positive_int(text: str) -> int:
 
 def positive_float(text: str) -> float:
     """argparse type: a number above 0, and below 1e30, whose products fp32 can hold."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.0 < (value := float(text)) < 1e30:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -90,17 +75,13 @@ def out_of_memory() -> str:
     import torch  # imported long ago, by the code that ran out of memory
 
     where = "the GPU" if torch.cuda.is_available() else "this machine"
-    return (
-        f"{where} ran out of memory. Lower, in this order: --batch-size, --seq-len; "
-        "then use a smaller --model. On a GPU, also check with nvidia-smi that no other process "
-        "holds its memory"
-    )
+    lower = "Lower, in this order: --batch-size, --seq-len; then use a smaller --model"
+    check = "On a GPU, also check with nvidia-smi that no other process holds its memory"
+    return f"{where} ran out of memory. {lower}. {check}"
 
 
 def lost_a_process(error: Exception) -> bool:
-    """Return True if one of several processes did not get the data of another."""
-    if world_size() == 1:
-        return False
+    """Return True for what one of several processes raises if another's data do not come."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or "gloo" in str(error)  # gloo raises a RuntimeError
@@ -168,13 +149,9 @@ def run_main(main: Callable[[], int | None]) -> None:
         leave(exit_code(main))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?"
-    output = StandardOutput(sys.stdout)
-    with contextlib.redirect_stdout(output):
-        code = exit_code(main)
-        try:
-            output.flush()
-        except OutputError as error:  # main() printed less than a buffer holds
-            code = code or output_failed(error)
+    with contextlib.redirect_stdout(StandardOutput(sys.stdout)):
+        # what main() printed last is still in a buffer
+        code = exit_code(main) or exit_code(sys.stdout.flush)
     leave(code)
 
 
@@ -204,7 +181,11 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except SystemExit as stop:  # argparse, after --help
         return stop.code
     except OutputError as error:
-        return output_failed(error)
+        # when Python ends, it tries to write what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error.__cause__, BrokenPipeError):  # the reader of a pipe is gone
+            return 128 + signal.SIGPIPE
+        words = f"error: cannot write to standard output: {error}"
     except UserError as error:
         words, code = f"error: {error}", 2
     except RunError as error:
@@ -216,24 +197,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         if isinstance(error, (RuntimeError, MemoryError)) and ran_out_of_memory(error):
             words = f"error: {out_of_memory()}"
+        elif world_size() == 1:
+            raise
         elif lost_a_process(error):
             words = "error: another process of this run ended or does not answer: see what it says"
-        elif world_size() > 1:  # `leave` must end this process, so the error cannot be raised
+        else:  # `leave` must end this process, so the error cannot be raised
             words = traceback.format_exc().rstrip("\n")
-        else:
-            raise
     print(words, file=sys.stderr)
     return code
-
-
-def output_failed(error: OutputError) -> int:
-    """Return the exit code where stdout failed; print why, unless the reader of a pipe is gone."""
-    # when Python ends, it tries to write what is left
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error.__cause__, BrokenPipeError):
-        return 128 + signal.SIGPIPE
-    print(f"error: cannot write to standard output: {error}", file=sys.stderr)
-    return 1
 
 
 def answer_flags(doc: str) -> None:

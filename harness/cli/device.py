@@ -36,7 +36,6 @@ def require_interpreter() -> None:
         UserError: TRITON_INTERPRET is set to 0.
     """
     if not HAS_GPU and not INTERPRETED:
-        raise UserError(
-            f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r} and no CUDA GPU was "
-            "found, so no kernel can run; unset it, and Triton's interpreter runs them on the CPU"
-        )
+        given = f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r} and no CUDA GPU was"
+        advice = "unset it, and Triton's interpreter runs them on the CPU"
+        raise UserError(f"{given} found, so no kernel can run; {advice}")

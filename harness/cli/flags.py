@@ -20,13 +20,7 @@ from typing import NamedTuple
 
 from harness.cli import command_line
 from harness.cli.adapter_config import TARGETS
-from harness.cli.command_line import (
-    UserError,
-    flag_name,
-    positive_float,
-    positive_int,
-    whole_number,
-)
+from harness.cli.command_line import UserError, flag_name, positive_float, positive_int
 from harness.cli.processes import PARALLEL, world_size
 
 # ---------------------------------------------------------------- words that flags take
@@ -58,7 +52,8 @@ OPPONENTS = {
 
 
 def row(words: str, **options) -> dict:
-    """Return what argparse's add_argument takes beside the flag."""
+    """Return what argparse's add_argument takes beside the flag; --help also says a default."""
+    words += " (default: %(default)s)" if "default" in options else ""
     return {"help": words, **options}
 
 
@@ -74,8 +69,7 @@ def micro_batches(text: str) -> int | None:
 
 OF_TRAINING = {
     "--model": row(
-        "Hugging Face id, local directory, or 'tiny': a small random LLaMA, no download "
-        "(default: %(default)s)",
+        "Hugging Face id, local directory, or 'tiny': a small random LLaMA, no download",
         default=DEFAULT_MODEL,
         metavar="ID|DIR|tiny",
     ),
@@ -85,20 +79,16 @@ OF_TRAINING = {
     ),
     "--data": row(
         "stdlib: the source of Python's standard library; synthetic: random tokens; a text "
-        "file; or jsonl with 'prompt' and 'completion', or 'messages' (default: %(default)s)",
+        "file; or jsonl with 'prompt' and 'completion', or 'messages'",
         default="stdlib",
         metavar="stdlib|synthetic|FILE.txt|FILE.jsonl",
     ),
-    "--batch-size": row(
-        "sequences per step, or per micro-batch (default: %(default)s)",
-        type=positive_int,
-        default=1,
-    ),
+    "--batch-size": row("sequences per step, or per micro-batch", type=positive_int, default=1),
     "--seq-len": row(
         f"tokens per sequence (default: {SEQ_LEN[True]}; {SEQ_LEN[False]} without a GPU)",
         type=positive_int,
     ),
-    "--seed": row("of weights and data order (default: %(default)s)", type=whole_number, default=0),
+    "--seed": row("of weights and data order", type=command_line.whole_number, default=0),
     "--dtype": row(
         "of weights, activations and optimizer state "
         f"(default: {DTYPE[True]}; {DTYPE[False]} without a GPU)",
@@ -135,7 +125,7 @@ OF_TRAINING = {
     "--json": row("write the run as a JSON record", metavar="FILE"),
 }
 OF_FINETUNING = {
-    "--steps": row("optimizer steps (default: %(default)s)", type=positive_int, default=20),
+    "--steps": row("optimizer steps", type=positive_int, default=20),
     "--lr": row(
         "learning rate (default: 1e-5; 1e-3 for tiny; with LoRA ten times that)",
         type=positive_float,
@@ -186,9 +176,7 @@ OF_OPTIMIZED = {
 OF_PROFILER = {
     "--use-custom-rmsnorm": switch("the same as --kernels rmsnorm"),
     "--use-custom-ce": switch("the same as --kernels cross_entropy"),
-    "--warmup": row(
-        "unmeasured steps (default: %(default)s)", type=positive_int, default=3, metavar="N"
-    ),
+    "--warmup": row("unmeasured steps", type=positive_int, default=3, metavar="N"),
     "--trace": row(
         "Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)", metavar="FILE[.gz]"
     ),
@@ -326,24 +314,19 @@ RULES = read_rules(f"""
 
 
 def refuse(values: dict, given: Collection[str] | None = None, on_gpu: bool | None = None) -> None:
-    """Refuse flags that do not go together, or not here.
+    """Raise a UserError for the first rule that is `broken`."""
+    for sentence in broken(values, given, on_gpu):
+        raise UserError(sentence)
+
+
+def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> Iterator[str]:
+    """Yield the sentence of each rule that flags break which do not go together, or not here.
 
     Args:
         values: a script's flags, by the names that argparse gives them.
         given: names of those on the command line; None: all that have a value.
         on_gpu: will the run be on a GPU?  None: unknown, and no rule about a GPU is broken.
-
-    Raises:
-        UserError: a rule is broken.
     """
-    for sentence in broken(values, given, on_gpu):
-        raise UserError(sentence)
-
-
-def broken(
-    values: dict, given: Collection[str] | None = None, on_gpu: bool | None = None
-) -> Iterator[str]:
-    """Yield the sentence of each rule that is broken; the arguments are those of `refuse`."""
     n, names = world_size(), values if given is None else given
     given = {name for name in names if values[name] is not None and values[name] is not False}
     facts = {GPU: on_gpu, ONE: n == 1, SEVERAL: n > 1}
@@ -418,13 +401,11 @@ class Parser(command_line.Parser):
             names = {"all": known, "none": []}.get(text, text.split(","))
             unknown = [name for name in names if name not in known]
             if unknown:
-                raise argparse.ArgumentTypeError(
-                    f"unknown kernel {', '.join(map(repr, unknown))}; "
-                    f"choose from {', '.join(known)}, all, none"
-                )
+                found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, "all", "none"])
+                raise argparse.ArgumentTypeError(f"unknown kernel {found}; choose from {choices}")
             return [name for name in known if name in names]
 
-        words = f"custom kernels to use, of {', '.join(known)} (default: %(default)s)"
+        words = f"custom kernels to use, of {', '.join(known)}"
         options = {"type": parse, "default": default, "metavar": "NAME,NAME|all|none"}
         self.add_flags({"--kernels": row(words, **options)})
 

@@ -1,12 +1,7 @@
 """What is trained, on what and how: one type, made from the flags, written into records, compared.
 
-    workload = Workload.from_flags(args, HAS_GPU)    # once; every function gets the whole workload
-    workload.as_record()                             # the part of a record that says what was run
-    Workload.from_record(record)                     # what a record says was run
-    workload.differences(other)                      # what forbids comparing the losses of two runs
-    workload.as_flags()                              # for a script that starts another
-
-This module imports no PyTorch: `--help` and the comparison of records need none.
+A script makes the Workload once, and every function gets the whole Workload.  This module imports
+no PyTorch: `--help` and the comparison of records need none.
 """
 
 import argparse
@@ -184,27 +179,19 @@ def lora_in_words(record: dict) -> str:
         return ""
     words = f"LoRA of rank {record['lora_rank']}, alpha {record['lora_alpha']:g}"
     words += f", {record['lora_targets']} projections"
-    if "trained_parameters" in record:
-        words += f", {record['trained_parameters']:,} trained parameters"
-    if "quantize" in record:
-        words += f", frozen layers in {record['quantize']}"
-    if "adapter" in record:
-        words += f", from {record['adapter']}"
-    return words
-
-
-def fp8_in_words(record: dict) -> str:
-    """Return what a record says of FP8, as it stands in the list of kernels."""
-    words = "fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}"
-    if "fp8_layers" in record:
-        words += " in {} of {} layers".format(*record["fp8_layers"])
-    return words
+    more = {"trained_parameters": "{:,} trained parameters", "quantize": "frozen layers in {}"}
+    more["adapter"] = "from {}"
+    said = (text.format(record[key]) for key, text in more.items() if key in record)
+    return ", ".join([words, *said])
 
 
 def kernels_in_words(record: dict) -> str:
     """Return the kernels of a record, and what else differs from PyTorch as it ships."""
     names = [*record["kernels"]]
-    names += [fp8_in_words(record)] if "fp8" in record else []
+    if "fp8" in record:
+        names.append("fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}")
+        if "fp8_layers" in record:
+            names[-1] += " in {} of {} layers".format(*record["fp8_layers"])
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
     names += [f"recompute {record['recompute']}"] if "recompute" in record else []
     names += ["offload"] if "offload" in record else []
@@ -250,8 +237,7 @@ def read_file(path: str) -> str:
         UserError: the file is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
     """
     if not path.endswith((".txt", ".jsonl")):
-        expected = "stdlib, synthetic, a .txt file or a .jsonl file"
-        raise UserError(f"--data {path}: expected {expected}")
+        raise UserError(f"--data {path}: expected stdlib, synthetic, a .txt file or a .jsonl file")
     try:
         # -sig: without the mark that Windows editors put first
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -39,12 +39,8 @@ def of_parts(prompt: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndar
 def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.ndarray]:
     """Return (token ids, which of them are trained on) of one conversation.
 
-    What comes after the last of the assistant's turns is left out.
-
-    Args:
-        where: the file and line, in words.
-        example: the line, with "messages".
-        encode: the samples' Encoder.
+    What comes after the last of the assistant's turns is left out.  `encode` is an Encoder, and
+    `where` names the file and the line.
 
     Raises:
         UserError: the tokenizer has no template, or its template cannot render the messages.
@@ -52,12 +48,9 @@ def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.n
     tokenizer = encode.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         has = "UTF-8 bytes for tokens" if tokenizer is None else "a tokenizer without chat template"
-        raise UserError(
-            f'{where}: "messages" need a chat template and this model has {has}: take an instruct '
-            'model, or give "prompt" and "completion"'
-        )
-    messages = example["messages"]
-    messages = messages[: last_answer(where, messages) + 1]
+        given = f'{where}: "messages" need a chat template and this model has {has}'
+        raise UserError(f'{given}: take an instruct model, or give "prompt" and "completion"')
+    messages = example["messages"][: last_answer(where, example["messages"]) + 1]
     tools, more = template_arguments(where, example)
     try:
         template = dated(tokenizer.get_chat_template(tools=tools), encode.day)
@@ -75,10 +68,9 @@ def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.n
     except Exception as error:  # a template is a program of its author
         raise UserError(f"{where}: the chat template refuses it ({describe(error)})") from error
     if not whole.startswith(prompt):
-        raise UserError(
-            f"{where}: with its last answer the chat template writes another beginning than without"
-            ', so where that answer begins is unknown: give "prompt" and "completion"'
-        )
+        given = f"{where}: with its last answer the chat template writes another beginning than"
+        reason = "without, so where that answer begins is unknown"
+        raise UserError(f'{given} {reason}: give "prompt" and "completion"')
     return of_parts(encode(prompt), encode(whole))
 
 

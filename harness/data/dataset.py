@@ -157,10 +157,9 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
     train, validation, source = load_samples(workload, config, n_train, n_validation, today)
     largest = max(int(part.tokens.max()) for part in (train, validation))
     if largest >= config.vocab_size:
-        raise UserError(
-            f"the data holds token id {largest}, outside the model's vocabulary of "
-            f"{config.vocab_size}; the tokenizer does not belong to this model"
-        )
+        given = f"the data holds token id {largest}, outside the model's vocabulary of"
+        reason = "the tokenizer does not belong to this model"
+        raise UserError(f"{given} {config.vocab_size}; {reason}")
     packed_to = workload.seq_len if workload.pack else None
     if packed_to:
         # no sequence holds more samples than tokens
@@ -194,18 +193,17 @@ def load_samples(
         shape = n_train + n_validation, seq_len
         tokens = torch.randint(config.vocab_size, shape, generator=generator).numpy()
         drawn = Samples.of((i, row, row >= 0) for i, row in enumerate(tokens))
-        train, validation = drawn.select(slice(n_train)), drawn.select(slice(n_train, None))
+        train, validation = drawn.split(n_train)
         return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
-    encode = samples.Encoder.of(load_tokenizer(workload), config, today)
+    encode, note = samples.Encoder.of(load_tokenizer(workload), config, today), ""
     if name.endswith(".jsonl"):
         text = read_file(name)
         examples = token_cache.cached(
             name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
         )
         examples, n_skipped = samples.of_examples(name, examples, seq_len)
-        cut = len(examples) - max(1, len(examples) // 10)
-        train, validation = examples.select(slice(cut)), examples.select(slice(cut, None))
-        what, note = "examples", ""
+        train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
+        what = "examples"
         if n_skipped:
             note = f", {n_skipped:,} skipped: no completion token within --seq-len {seq_len}"
     else:
@@ -214,8 +212,7 @@ def load_samples(
         both = token_cache.cached(
             name, texts, encode, lambda: samples.tokenize_texts(texts, encode)
         )
-        train, validation = both.split(len(to_train_on))
-        note = ""
+        train, validation = (part.alone() for part in both.split(len(to_train_on)))
         if workload.pack:
             train, validation = train.in_pieces(seq_len), validation.in_pieces(seq_len)
             what = f"pieces of up to {seq_len:,} tokens"

@@ -57,28 +57,21 @@ def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
     Args:
         sequences: the indices of each one's samples, of at most `size` tokens together.
     """
-    n = len(sequences) * size
-    ids, positions = np.zeros((2, n), dtype=np.int64)
-    labels = np.full(n, IGNORE_INDEX)
-    lengths, counted = [], np.arange(size)
-    for first, indices in zip(range(0, n, size), sequences):
-        at = first
-        for i in indices:
-            part = slice(samples.starts[i], samples.ends[i])
-            tokens, trained = samples.tokens[part], samples.trained[part]
-            end = at + len(tokens)
-            ids[at:end], positions[at:end] = tokens, counted[: len(tokens)]
-            # nothing is before the first one, so it is no target
-            labels[at + 1 : end] = np.where(trained, tokens, IGNORE_INDEX)[1:]
+    ids, labels, lengths = [], [], []
+    for indices in sequences:
+        rows = [samples[i] for i in indices]
+        if padding := size - sum(len(tokens) for tokens, _ in rows):
+            unused = torch.zeros(padding, dtype=torch.int64)
+            rows.append((unused, unused + IGNORE_INDEX))
+        for tokens, wanted in rows:
+            wanted[0] = IGNORE_INDEX  # nothing is before the first one, so it is no target
+            ids.append(tokens)
+            labels.append(wanted)
             lengths.append(len(tokens))
-            at = end
-        if padding := first + size - at:
-            positions[at : at + padding] = counted[:padding]
-            lengths.append(padding)
-    ends = np.cumsum([0, *lengths], dtype=np.int32)
-    rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {
-        **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
-        "cu_seq_lens": torch.from_numpy(ends),
+        "input_ids": torch.cat(ids)[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens": torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
         "sample_lengths": tuple(lengths),
     }

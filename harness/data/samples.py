@@ -18,6 +18,14 @@ from harness.data import chat
 from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
 
 
+def digest(*arrays: np.ndarray) -> str:
+    """Return a digest of the arrays' bytes."""
+    found = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        found.update(np.ascontiguousarray(array))
+    return found.hexdigest()
+
+
 @dataclass(frozen=True)
 class Samples:
     """Token ids of n samples in one array, and which of them are trained on."""
@@ -52,11 +60,8 @@ class Samples:
         return ids, ids.masked_fill(torch.from_numpy(~self.trained[part]), IGNORE_INDEX)
 
     def digest(self) -> str:
-        """Return a digest that is the same for equal samples alone."""
-        found = hashlib.blake2b(digest_size=16)
-        for part in (self.tokens, self.trained, self.starts, self.ends):
-            found.update(np.ascontiguousarray(part))
-        return found.hexdigest()
+        """Return a digest that is the same for equal samples alone; their lines do not count."""
+        return digest(self.tokens, self.trained, self.starts, self.ends)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -67,8 +72,8 @@ class Samples:
         return replace(self, **kept)
 
     def split(self, n: int) -> tuple["Samples", "Samples"]:
-        """Return the first n samples and the others, each with their own tokens alone."""
-        return self.select(slice(n)).alone(), self.select(slice(n, None)).alone()
+        """Return the first n samples and the others."""
+        return self.select(slice(n)), self.select(slice(n, None))
 
     def n_targets(self) -> np.ndarray:
         """Return (n,): how many of each sample's tokens after the first are trained on."""
@@ -77,9 +82,9 @@ class Samples:
 
     def alone(self) -> "Samples":
         """Return the same samples, with their own tokens and no others."""
-        parts = [slice(*ends) for ends in zip(self.starts, self.ends)]
         return Samples.of(
-            (line, self.tokens[part], self.trained[part]) for line, part in zip(self.lines, parts)
+            (line, self.tokens[start:end], self.trained[start:end])
+            for line, start, end in zip(self.lines, self.starts, self.ends)
         )
 
     def in_pieces(self, length: int) -> "Samples":
@@ -164,7 +169,7 @@ class Encoder:
 def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
     """Return each text with its begin and end, all trained on; `lines` says which text it is."""
     encoded = map(encode.whole, texts)
-    return Samples.of((i, ids, np.ones(len(ids), bool)) for i, ids in enumerate(encoded))
+    return Samples.of((i, ids, ids >= 0) for i, ids in enumerate(encoded))
 
 
 def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
@@ -216,10 +221,8 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
     teaches = samples.n_targets() > 0
     skipped, left = samples.lines[~teaches], samples.select(teaches)
     if len(skipped) and not len(left):
-        raise UserError(
-            f"{path}, line {skipped[0]}: no completion token is left to train on within "
-            f"--seq-len {seq_len}, nor in any other line"
-        )
+        given = f"{path}, line {skipped[0]}: no completion token is left to train on"
+        raise UserError(f"{given} within --seq-len {seq_len}, nor in any other line")
     if len(left) < 2:
         within = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if len(skipped) else ""
         found = f"{path} holds {len(left)} example{within}"
@@ -235,9 +238,7 @@ def of_text(samples: Samples, seq_len: int) -> Samples:
     """
     starts = np.arange(0, len(samples.tokens) - seq_len + 1, seq_len)
     if not len(starts):
-        raise UserError(
-            f"the data has a part of only {len(samples.tokens)} tokens, too short for one sequence "
-            f"of --seq-len {seq_len} (a tenth of a text file is held out); "
-            "give more text or a smaller --seq-len"
-        )
+        given = f"the data has a part of only {len(samples.tokens)} tokens, too short for"
+        given += f" one sequence of --seq-len {seq_len} (a tenth of a text file is held out)"
+        raise UserError(f"{given}; give more text or a smaller --seq-len")
     return replace(samples, starts=starts, ends=starts + seq_len, lines=starts)

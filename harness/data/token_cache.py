@@ -6,7 +6,8 @@ the template writes the day.  Where one differs, the texts are tokenized again. 
 kept, so another length of sequences needs no new file.  UTF-8 bytes are not kept: the texts are
 read as fast.
 
-The file is NumPy's .npz, a zip of arrays with a checksum each.  To load it runs no code.
+The file is NumPy's .npz, a zip of arrays.  To load it runs no code.  The file also says a digest of
+its arrays, so a file of other arrays is damaged.
 """
 
 import hashlib
@@ -20,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from harness.cli.output_files import write_whole
-from harness.data.samples import Encoder, Samples
+from harness.data.samples import Encoder, Samples, digest
 
-FORMAT = 3  # to be counted up where samples are made in another way
+FORMAT = 4  # to be counted up where samples are made in another way
 DIFFERENT = {"data": "other data", "format": "another version"}  # in words
 
 
@@ -41,18 +42,19 @@ def cached(
     if tokenizer is None:
         return tokenize()
     source = data if data == "stdlib" else os.path.realpath(data)
-    file = folder() / f"{Path(data).stem}-{digest(source, tokenizer.name_or_path)[:16]}.npz"
+    file = folder() / f"{Path(data).stem}-{text_digest(source, tokenizer.name_or_path)[:16]}.npz"
     writes_day = "strftime_now" in str(tokenizer.chat_template)
     made_of = {
-        "data": digest(*texts),
-        "tokenizer": digest(*described(encode)),
+        "data": text_digest(*texts),
+        "tokenizer": text_digest(*described(encode)),
         "day": str(encode.day) if writes_day else None,
         "format": FORMAT,
     }
     if (samples := load(file, made_of)) is not None:
         return samples
     samples, content = tokenize(), io.BytesIO()
-    np.savez(content, made_of=json.dumps(made_of), **asdict(samples))
+    arrays = asdict(samples)
+    np.savez(content, made_of=json.dumps(made_of | {"arrays": digest(*arrays.values())}), **arrays)
     try:
         write_whole(str(file), content.getvalue())
     except OSError as error:
@@ -65,9 +67,9 @@ def load(file: Path, made_of: dict) -> Samples | None:
     try:
         with np.load(file, allow_pickle=False) as stored:
             said = dict(json.loads(str(stored["made_of"])))
-            samples = Samples(**{each.name: stored[each.name] for each in fields(Samples)})
-        if not fit(samples):
-            raise ValueError("the arrays do not fit each other")
+            arrays = {each.name: stored[each.name] for each in fields(Samples)}
+        if said["format"] == FORMAT and said["arrays"] != digest(*arrays.values()):
+            raise ValueError("these are not the arrays that were written")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -80,25 +82,10 @@ def load(file: Path, made_of: dict) -> Samples | None:
         if said.get(key) != value:
             print(f"{file} is of {DIFFERENT.get(key, f'another {key}')}: tokenizing again")
             return None
-    return samples
+    return Samples(**arrays)
 
 
-def fit(samples: Samples) -> bool:
-    """Return True if there is a sample and each lies within the tokens."""
-    by_token = samples.tokens, samples.trained
-    by_sample = samples.starts, samples.ends, samples.lines
-    return (
-        [each.dtype.kind for each in (*by_token, *by_sample)] == list("ibiii")
-        and all(each.shape == (samples.tokens.size,) for each in by_token)
-        and all(each.shape == (samples.ends.size,) for each in by_sample)
-        and samples.ends.size > 0
-        and bool((samples.starts >= 0).all() and (samples.starts <= samples.ends).all())
-        and bool((samples.ends <= samples.tokens.size).all())
-        and bool((samples.tokens >= 0).all())
-    )
-
-
-def digest(*texts: str) -> str:
+def text_digest(*texts: str) -> str:
     """Return the SHA-256 of the texts and of their lengths."""
     total = hashlib.sha256()
     for text in texts:

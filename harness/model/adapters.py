@@ -112,14 +112,6 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     return found
 
 
-def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
-    """Give the model's adapters the numbers that `read_adapters` found for them."""
-    compare_base(model, workload)
-    with torch.no_grad():
-        for name, t in adapter_weights(model, dict(model.named_parameters())).items():
-            t.copy_(saved[name])
-
-
 # ---------------------------------------------------------------- beside which weights
 
 
@@ -145,11 +137,12 @@ def kept_as(workload: Workload) -> str:
     return f"{workload.quantize or 'plain'} {workload.dtype}"
 
 
-def compare_base(model: torch.nn.Module, workload: Workload) -> None:
-    """Refuse saved adapters of other weights than the model's; print a note if nothing tells.
+def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
+    """Give the model's adapters the numbers that `read_adapters` found for them.
 
-    The adapters' file has a digest of the weights.  If the weights are kept in another way now, or
-    others saved the adapters, the model's path has to do, where its weights come from files.
+    Adapters that were trained beside other weights are refused.  The adapters' file has a digest of
+    the weights.  If the weights are kept in another way now, or others saved the adapters, the path
+    of the model must be the same, and its weights must come from files; else a note is printed.
     """
     folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
     said = json.loads(Path(folder, CONFIG).read_text())
@@ -165,6 +158,9 @@ def compare_base(model: torch.nn.Module, workload: Workload) -> None:
             f"Note: --adapter {folder} was trained beside the weights of {named}, and nothing "
             f"tells whether {model_name} has the same"
         )
+    with torch.no_grad():
+        for name, t in adapter_weights(model, dict(model.named_parameters())).items():
+            t.copy_(saved[name])
 
 
 # ---------------------------------------------------------------- which weights are frozen
@@ -237,12 +233,6 @@ def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Ten
     memory: a model that was trained with quantized weights need not fit the GPU without them.
     """
     merged = dict(weights)
-
-    def replace(name: str, weight: torch.Tensor) -> None:
-        for key in [key for key in merged if key.startswith(f"{name}.")]:
-            del merged[key]
-        merged[f"{name}.weight"] = weight
-
     for name, module in model.named_modules():
         if has_adapter(module):
             base = module.base_layer
@@ -250,10 +240,14 @@ def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Ten
             w = base.dequantized() if quantized else weights[f"{name}.base_layer.weight"]
             a, b = (weights[f"{name}.lora_{matrix}.{NAME}.weight"].float() for matrix in "AB")
             thin = b.to(w.device), a.to(w.device)
-            added = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME])
-            replace(name, added.to(w.dtype).cpu())
+            weight = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME]).to(w.dtype)
         elif hasattr(module, "dequantized") and not name.endswith(".base_layer"):
-            replace(name, module.dequantized().cpu())
+            weight = module.dequantized()
+        else:
+            continue
+        for key in [key for key in merged if key.startswith(f"{name}.")]:
+            del merged[key]
+        merged[f"{name}.weight"] = weight.cpu()
     return merged
 
 
@@ -269,18 +263,16 @@ def trained_count(config, workload: Workload) -> int:
     return config.num_hidden_layers * workload.lora_rank * of_a_layer
 
 
-def counts(model: torch.nn.Module, workload: Workload) -> dict:
-    """Return the part of a record that says how large the model is, adapters included."""
+def counts(config, workload: Workload) -> dict:
+    """Return the part of a record that says how large a model is, adapters included.
+
+    The configuration tells: 4-bit weights do not tell their number.
+    """
+    parameters = architecture.parameter_count(config)
     if workload.lora_rank is None:
-        return {"parameters": sum(p.numel() for p in model.parameters())}
-    return lora_counts(model.config, workload)
-
-
-def lora_counts(config, workload: Workload) -> dict:
-    """Return the same of a configuration, with LoRA: 4-bit weights do not tell their number."""
+        return {"parameters": parameters}
     trained = trained_count(config, workload)
-    parameters = architecture.parameter_count(config) + trained
-    return {"parameters": parameters, "trained_parameters": trained}
+    return {"parameters": parameters + trained, "trained_parameters": trained}
 
 
 def flops_per_token(config, workload: Workload, seq_len: float) -> float:

@@ -19,13 +19,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.architecture import (
-    build_model,
-    llama_3_1_8b_config,
-    parameter_count,
-    unpacked_sequences,
-    with_one_layer,
-)
+from harness.model.architecture import parameter_count, with_one_layer
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -43,23 +37,20 @@ def load_config(
         for_gpu: judge as on a machine with a GPU, whatever this one has.
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
-    no_gpu = (
-        f"{model} needs a CUDA GPU and none was found; use --model tiny "
-        "(or a model under 1 billion parameters)"
-    )
+    use = "use --model tiny (or a model under 1 billion parameters)"
+    no_gpu = f"{model} needs a CUDA GPU and none was found; {use}"
     if model == TINY:
         config = architecture.tiny_config()
     elif workload.random_init and model == DEFAULT_MODEL:
-        config = llama_3_1_8b_config()
+        config = architecture.llama_3_1_8b_config()
     else:
         if model == DEFAULT_MODEL and not on_gpu:
             raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
     if seq_len < 2:
-        raise UserError(
-            f"--seq-len {seq_len} leaves no next token to predict; at least 2 are needed"
-        )
+        given = f"--seq-len {seq_len} leaves no next token to predict"
+        raise UserError(f"{given}; at least 2 are needed")
     if seq_len > config.max_position_embeddings:
         positions = f"the {config.max_position_embeddings} positions of {model}"
         raise UserError(f"--seq-len {seq_len} is longer than {positions}")
@@ -73,11 +64,10 @@ def read_config_file(model: str) -> dict:
     try:
         path = Path(model)
         if path.is_dir():
-            if "config.json" not in os.listdir(path):
-                raise UserError(
-                    f"the directory {model} holds no config.json, so it is not a saved model"
-                )
             path /= "config.json"
+            if path.name not in os.listdir(path.parent):
+                given = f"the directory {model} holds no config.json"
+                raise UserError(f"{given}, so it is not a saved model")
         elif path.exists():
             raise UserError(f"--model {model} is a file; give the directory that holds it")
         else:
@@ -105,16 +95,13 @@ def download_config(model: str) -> str:
         given = repr(shortened(model, 200))
         raise UserError(f"{given} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
-        # LocalEntryNotFoundError: the file is not cached, and the hub sends nothing; its answer is
-        # in the cause
+        # LocalEntryNotFoundError: the file is not cached; the hub's answer is in the cause
         answers = (getattr(each, "response", None) for each in (error, error.__cause__))
         status = next((answer.status_code for answer in answers if answer is not None), None)
         is_gated = isinstance(error, hub_errors.GatedRepoError)
         if isinstance(error, hub_errors.RepositoryNotFoundError) and not is_gated:
-            message = (
-                f"there is no directory {model} and Hugging Face knows no model {model!r} "
-                "(or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
-            )
+            message = f"there is no directory {model} and Hugging Face knows no model {model!r}"
+            message += " (or your HF_TOKEN is missing or invalid: check with `hf auth whoami`)"
         elif status in (401, 403):
             message = (
                 f"access to {model} was refused. Accept the license at "
@@ -154,13 +141,13 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
-def is_fraction(value: object) -> bool:
-    """Return True for a number from 0 to 1, which NaN is not."""
-    return isinstance(value, (int, float)) and 0 <= value <= 1
-
-
 FLOAT_TYPES = "bfloat16", "float16", "float32", "float64"
 SIZE = lambda n: isinstance(n, int) and 1 <= n < 2**31, "a whole number of at least 1"
+LAYERS = (
+    lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
+    f"a whole number from 1 to {MAX_LAYERS:,}",
+)
+FRACTION = lambda x: isinstance(x, (int, float)) and 0 <= x <= 1, "a number from 0 to 1"  # no NaN
 WEIGHTS = (
     lambda dtype: str(dtype).removeprefix("torch.") in FLOAT_TYPES,
     f"one of {', '.join(FLOAT_TYPES)}",
@@ -172,21 +159,12 @@ ATTENTION = (
 # What transformers checks too late or never: field of a config.json -> (does its value fit?, the
 # values that do).  What transformers itself refuses, `fields_at_fault` traces to its field.
 FIELDS = {
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "head_dim": SIZE,
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), SIZE),
     "max_position_embeddings": SIZE,
-    "num_hidden_layers": (
-        lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
-        f"a whole number from 1 to {MAX_LAYERS:,}",
-    ),
-    "rms_norm_eps": (is_fraction, "a number from 0 to 1"),
-    "attention_dropout": (is_fraction, "a probability from 0 to 1"),
-    "dtype": WEIGHTS,
-    "torch_dtype": WEIGHTS,
+    "num_hidden_layers": LAYERS,
+    **dict.fromkeys(("rms_norm_eps", "attention_dropout"), FRACTION),
+    **dict.fromkeys(("dtype", "torch_dtype"), WEIGHTS),
     "quantization_config": (lambda method: False, "none: quantized weights cannot be trained"),
 }
 FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": ATTENTION}
@@ -237,8 +215,8 @@ def try_forward(config: LlamaConfig) -> None:
     frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
     if not (frequencies.isfinite() & (frequencies > 0)).all():
         raise ValueError("its rotary frequencies are not all finite and above 0")
-    model = build_model(with_one_layer(config), torch.float32, "meta")
+    model = architecture.build_model(with_one_layer(config), torch.float32, "meta")
     model.config._attn_implementation = "eager"  # the others look at the device
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")  # (B, T)
-    with unpacked_sequences():
+    with architecture.unpacked_sequences():
         assert model(input_ids=ids, labels=ids).loss.shape == ()

@@ -1,9 +1,5 @@
 """Is a module exactly what a kernel stands for?  Whoever computes in a module's place asks here.
 
-    is_unchanged(module)    calling it runs its class's own forward and nothing else
-    is_untouched(module)    the same, and nobody has hooks on all modules
-    is_matrix(module)       it is x @ weight.t(): its weight may be used without a call
-
 fully_shard gives a module a class of its own and hooks that gather its weights in a call.  Such a
 module is unchanged, because whoever calls it gets its result.  It is no matrix, because its weight
 is whole only during the call.
@@ -62,5 +58,8 @@ def is_untouched(module: torch.nn.Module) -> bool:
 
 
 def is_matrix(module: torch.nn.Module) -> bool:
-    """Return True if the module is an unchanged torch.nn.Linear without a bias, and no subclass."""
+    """Return True if the module is x @ weight.t(), so that its weight may be used without a call.
+
+    It is an unchanged torch.nn.Linear without a bias, and no subclass.
+    """
     return type(module) is torch.nn.Linear and module.bias is None and is_unchanged(module)

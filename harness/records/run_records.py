@@ -29,18 +29,11 @@ def commit() -> str:
     """
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"]
-    here = Path(__file__).parents[2]
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *command], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = "+" if git("status", "--porcelain", "-uno") else ""
-        return git("rev-parse", "--short", "HEAD") + changed
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]  # by no tag
+    places = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(describe, text=True, **places).strip()
+    return "unknown"
 
 
 def environment() -> dict:
@@ -52,6 +45,10 @@ def environment() -> dict:
     from harness.cli.device import HAS_GPU
 
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None
+    others = {}
+    for package in OTHERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            others[package] = importlib.metadata.version(package)
     return {
         "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
         "compute_capability": capability,
@@ -61,19 +58,10 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "others": versions_of_others(),
+        "others": others,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
     }
-
-
-def versions_of_others() -> dict[str, str]:
-    """Return {package: version} of the OTHERS that are installed."""
-    found = {}
-    for package in OTHERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def environment_line(env: dict) -> str:
@@ -197,13 +185,10 @@ MAY_BE_MISSING = {
 }
 
 
-def relative_difference(a: float, b: float) -> float:
-    """Return |b - a| / |a|; from 0, every other number is infinitely far."""
-    if a == b:
-        return 0.0
-    return abs(b - a) / abs(a) if a else math.inf
-
-
 def relative_differences(first: dict, other: dict) -> list[float]:
-    """Return |loss - loss of the first run| / loss of the first run, for each step."""
-    return [relative_difference(a, b) for a, b in zip(first["losses"], other["losses"])]
+    """Return |loss - loss of the first run| / loss of the first run, for each step.
+
+    From 0, every other number is infinitely far.
+    """
+    pairs = zip(first["losses"], other["losses"])
+    return [abs(b - a) / abs(a) if a else math.inf if b else 0.0 for a, b in pairs]

@@ -72,7 +72,7 @@ class Run:
         # the day on which the run first began
         self.day = resumed["day"] if resumed else self.environment["date"]
         self.data = load_data(workload, model.config, workload.steps, self.day)
-        self.described = workload.as_record() | counts(model, workload) | (more or {})
+        self.described = workload.as_record() | counts(model.config, workload) | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data
         before = resumed or dict.fromkeys(COLUMNS, ())
         columns = (list(before[column]) for column in COLUMNS)

@@ -21,8 +21,8 @@ from transformers import LlamaConfig
 
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
-from harness.model import architecture, config_file
-from harness.model.adapters import lora_counts
+from harness.model import config_file
+from harness.model.adapters import counts
 from harness.records import run_records
 from next_steps.memory.memory_ledger import KINDS, PHASES, stage_in_words
 from next_steps.memory.meta_step import run_step
@@ -58,8 +58,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         "kind": "estimate",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "parameters": architecture.parameter_count(config),
-        **(lora_counts(config, workload) if workload.lora_rank else {}),
+        **counts(config, workload),
         "layers": config.num_hidden_layers,
         "estimates": [estimate(config, each) for each in workloads],
     }

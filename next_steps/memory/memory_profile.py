@@ -91,7 +91,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
         "kind": "memory",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model, workload),
+        **counts(model.config, workload),
         **layers_in_fp8(model, workload),
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,

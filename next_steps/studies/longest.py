@@ -38,7 +38,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         "kind": "longest",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model, workload),
+        **counts(model.config, workload),
         **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
