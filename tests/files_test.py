@@ -5,6 +5,7 @@ import copy
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import benchmark_kernels
 import compare_runs
@@ -35,6 +36,7 @@ from harness.training import saving
 from next_steps.studies import make_samples
 from tests import make_samples_test
 from tests.conftest import assert_refused
+from tests.small_workloads import smaller_config
 from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
 from tools.page_records import HERE, RESULTS
@@ -102,17 +104,13 @@ def in_child(function, before=lambda: None) -> str:
     return said or "killed"
 
 
-def started(function, *arguments) -> int:
-    """Start a process that calls function(*arguments); it ends with 0 if that raises nothing."""
-    child = os.fork()
-    if child == 0:
-        failed = True
-        try:
-            function(*arguments)
-            failed = False
-        finally:
-            os._exit(failed)
-    return child
+def started(function, arguments: list) -> list[multiprocessing.Process]:
+    """Start a process that calls function(x) for each x; it ends with 0 if that raises nothing."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=function, args=(x,)) for x in arguments]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def without_rights(function) -> str:
@@ -209,16 +207,10 @@ def test_of_two_processes_on_one_path_the_last_one_wins_whole(tmp_path):
         for _ in range(100):
             output_files.write_whole(str(path), whole)
 
-    children = [started(write_often, whole) for whole in wholes]
-    running, seen = set(children), set()
-    while running:
-        running -= {
-            child
-            for child in running
-            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        }
+    processes, seen = started(write_often, wholes), set()
+    while any(process.is_alive() for process in processes):
         seen.add(path.read_bytes())
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert seen <= set(wholes) and len(list(tmp_path.iterdir())) == 1
 
 
@@ -584,18 +576,10 @@ def test_a_trace_is_compressed_if_its_name_says_so(profiled, tmp_path):
 # ---------------------------------------------------------------- saved models
 
 
-def make_model(seed: int, n_layers: int = 1) -> torch.nn.Module:
+def make_model(seed: int) -> torch.nn.Module:
     """A small LLaMA on the CPU."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=n_layers,
-        num_attention_heads=2,
-        tie_word_embeddings=False,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(smaller_config())
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
@@ -797,8 +781,9 @@ def test_saves_of_two_processes_leave_one_whole_model(tmp_path):
         for _ in range(5):
             save(model, tmp_path)
 
-    children = [started(save_often, model) for model in models]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    for process in (processes := started(save_often, models)):
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     weights = loaded(tmp_path)
     assert sum(same(weights, model.state_dict()) for model in models) == 1
     assert not list(tmp_path.glob(".*"))
