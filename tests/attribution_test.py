@@ -264,8 +264,12 @@ def test_only_kernels_of_ours_have_a_category_by_their_name():
     assert category_by_name("vectorized_elementwise_kernel") is None
 
 
-@pytest.mark.parametrize("kernel", sorted(OUR_KERNELS))
-def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(t, kernel):
+GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."
+KNOWN = OUR_KERNELS | {GATHER: COMMUNICATION, REDUCE: COMMUNICATION}
+
+
+@pytest.mark.parametrize("kernel", sorted(KNOWN))
+def test_a_kernel_of_ours_or_nccls_is_known_by_its_name_wherever_it_is_launched(t, kernel):
     """AdamW's run in the backward, SwiGLU's inside a Function that is mostly matrix products."""
     with t.range("forward"), t.op("aten::something_else"):
         t.launch(kernel, 1.0)
@@ -273,7 +277,7 @@ def test_a_kernel_of_ours_is_known_by_its_name_wherever_it_is_launched(t, kernel
         t.launch(kernel, 2.0, linked=False)
     t.launch(kernel, 4.0, linked=False, called=False)
     profile = t.attribute()
-    assert found(profile) == {OUR_KERNELS[kernel]: 7.0}
+    assert found(profile) == {KNOWN[kernel]: 7.0}
     assert {name: part["us"] for name, part in profile["phases"].items() if part["us"]} == {
         "forward": 1.0, "backward": 2.0, "other": 4.0
     }  # fmt: skip
@@ -510,22 +514,12 @@ def exposed_of(*kernels: tuple[str, float, float]) -> tuple[float, float]:
     return found["communication_us"], found["exposed_us"]
 
 
-GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."
-
-
 def test_communication_is_exposed_once_where_no_other_kernel_hides_it():
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 30)) == (10, 0)
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 12), ("mul", 11, 15)) == (10, 5)
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 10), ("mul", 20, 25)) == (10, 10)
     assert exposed_of((GATHER, 10, 20), (REDUCE, 15, 30), ("gemm", 18, 22)) == (20, 16)
     assert exposed_of(("gemm", 0, 10), ("Memcpy HtoD", 5, 20)) == (0, 0)
-
-
-def test_kernels_of_nccl_are_communication_wherever_they_are_launched(t):
-    with t.range("forward"), t.range("mlp"), t.op("c10d::_allgather_base_"):
-        t.launch(GATHER, 4.0)
-    t.launch(REDUCE, 2.0, linked=False, called=False)
-    assert found(t.attribute()) == {COMMUNICATION: 6.0}
 
 
 def waits_of(timeline: Timeline) -> dict[tuple[str, str], int]:

@@ -499,11 +499,9 @@ def test_operator_for_the_compiler_describes_its_results():
 
 # ---- bad input -----------------------------------------------------------------------------------
 
-X, W, T = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.long)
-
 
 def test_unknown_reduction_and_empty_chunks_are_refused():
-    inputs = [t.to(DEVICE) for t in (X, W, T)]
+    inputs = make_inputs()
     with pytest.raises(ValueError, match="reduction is 'avg', expected 'mean', 'sum' or 'none'"):
         TritonLinearCrossEntropyLoss(reduction="avg")(*inputs)
     with pytest.raises(ValueError, match="chunk_size is 0, expected a number of rows"):

@@ -205,11 +205,6 @@ def test_quantized_weight_without_an_adapter_is_taken_by_the_fused_layer():
 # ---- What it does not stand for ------------------------------------------------------------------
 
 
-def patch_class(monkeypatch):
-    theirs = torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: theirs(self, x))
-
-
 def put_forward(layer):
     theirs = layer.forward
     layer.forward = lambda x: theirs(x)
@@ -285,7 +280,8 @@ def test_what_is_changed_later_runs_pefts_code(change):
 def test_a_patched_class_runs_its_own_code(monkeypatch):
     model = adapted()
     assert all(map(is_adapted, layers(model)))
-    patch_class(monkeypatch)
+    theirs = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: theirs(self, x))
     assert_steps_aside(model)
 
 

@@ -158,17 +158,12 @@ def test_a_block_of_zeros_among_others():
     assert (nf4_dequantize(nf4, weight.shape, torch.float32)[2] == 0).all()
 
 
-def test_any_strides_of_the_weight():
+def test_any_strides_of_the_weight_which_is_not_changed():
     weight = make_weight(BLOCK, 96)
+    before = weight.clone()
     for view in (weight.t(), weight[:, ::2], weight[:1].expand(4, 96)):
         found, expected = nf4_quantize(view), nf4_quantize(view.contiguous())
         assert all(map(torch.equal, found, expected))
-
-
-def test_the_weight_is_not_changed():
-    weight = make_weight(6, BLOCK)
-    before = weight.clone()
-    nf4_quantize(weight)
     assert torch.equal(weight, before)
 
 
@@ -214,20 +209,15 @@ def test_shapes_alone():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [None, 1, 2, 64])
 @pytest.mark.parametrize("n_blocks", [1, 15, 16, 17, 260])
-def test_the_references_bits(n_blocks, dtype):
+def test_the_references_bits(n_blocks, tile, dtype, monkeypatch):
+    if tile is not None:
+        tiles.nf4_tiles(monkeypatch, tile)
     nf4 = nf4_quantize(make_weight(n_blocks, BLOCK))
     shape = 2, n_blocks * BLOCK // 2
     found = nf4_dequantize(nf4, shape, dtype)
     assert torch.equal(found, nf4_dequantize_reference(nf4, shape, dtype))
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 64])
-def test_tiles_of_any_size(blocks, monkeypatch):
-    tiles.nf4_tiles(monkeypatch, blocks)
-    nf4 = nf4_quantize(make_weight(21, BLOCK))
-    found = nf4_dequantize(nf4, (21, BLOCK), torch.float32)
-    assert torch.equal(found, nf4_dequantize_reference(nf4, (21, BLOCK), torch.float32))
 
 
 def test_every_code_and_every_absmax_code():

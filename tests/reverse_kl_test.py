@@ -568,37 +568,34 @@ def test_statistics_of_shards_combine_to_those_of_whole_rows(inf, monkeypatch):
 
 # ---- bad input -----------------------------------------------------------------------------------
 
-X, M, STATS = torch.zeros(2, 5), torch.ones(2, dtype=torch.bool), torch.ones(2, 5)
+X, STATS = torch.zeros(2, 5, device=DEVICE), torch.ones(2, 5, device=DEVICE)
+M, ONE = torch.ones(2, dtype=torch.bool, device=DEVICE), torch.ones((), device=DEVICE)
 
 
 @pytest.mark.parametrize("mistake", bad_input())
 def test_launcher_of_the_backward_refuses_with_the_same_sentence(mistake):
     bad = bad_input()[mistake]
     with pytest.raises(bad.error, match=bad.sentence):
-        one, stats = torch.ones((), device=DEVICE), STATS.to(DEVICE)
-        reverse_kl_backward(one, *bad.inputs, stats, None, 1.0, "batchmean")
+        reverse_kl_backward(ONE, *bad.inputs, STATS, None, 1.0, "batchmean")
 
 
 def test_launchers_refuse_targets_for_a_mask():
-    x, targets = X.to(DEVICE), M.to(DEVICE, torch.int64)
     with pytest.raises(TypeError, match=r"mask is torch\.int64, expected torch\.bool: convert it"):
-        reverse_kl_forward(x, x, targets)
+        reverse_kl_forward(X, X, M.long())
 
 
 def test_unknown_reduction_and_temperature_are_refused():
-    x = X.to(DEVICE)
     expected = "expected 'batchmean', 'sum' or 'none', and a positive number"
     with pytest.raises(ValueError, match=f"reduction is 'mean', temperature 1; {expected}"):
-        TritonReverseKLLoss(1, reduction="mean")(x, x)
+        TritonReverseKLLoss(1, reduction="mean")(X, X)
     for temperature in (0, -1.0, INF, NAN):
         with pytest.raises(ValueError, match=f"temperature {temperature}; {expected}"):
-            TritonReverseKLLoss(temperature)(x, x)
+            TritonReverseKLLoss(temperature)(X, X)
 
 
 def test_launcher_of_the_backward_refuses_a_dtensor(as_dtensor):
-    grad_output, x, mask, stats = (t.to(DEVICE) for t in (torch.ones(()), X, M, STATS))
     with pytest.raises(TypeError, match=r"grad_output is a DTensor, expected a plain tensor"):
-        reverse_kl_backward(as_dtensor(grad_output), x, x, mask, stats, None, 1.0, "sum")
+        reverse_kl_backward(as_dtensor(ONE), X, X, M, STATS, None, 1.0, "sum")
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
