@@ -20,7 +20,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cross_entropy_test import reference_and_eager as row_reference_and_eager
 from harness.benchmark.checking import (
@@ -44,6 +43,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     scale_gradient,
 )
 from tests import tiles
+from tests.calls import Calls
 from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
     MAGNITUDES,
     check_every_row,
@@ -344,7 +344,7 @@ def test_rows_without_a_target_are_not_multiplied():
     hidden, weight, targets, n_targets = half_ignored()
     with Log() as log:
         loss_and_gradients(told(n_targets, chunk_size=5), hidden, weight, targets)
-    assert log.products() == 3 * 2, "three products of each of two chunks, not of four"
+    assert log.products == 3 * 2, "three products of each of two chunks, not of four"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -378,7 +378,7 @@ def test_where_nearly_all_rows_have_a_target_the_bits_are_those_without_a_number
     expected = loss_and_gradients(loss_fn, hidden, weight, targets)
     if max_targets == SMALL_ROWS:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert ("argsort" in log.names or "sort" in log.names) == (max_targets < SMALL_ROWS)
+    assert ("argsort" in log.counts or "sort" in log.counts) == (max_targets < SMALL_ROWS)
 
 
 @pytest.mark.parametrize("max_targets", [-1, 21, True, 2.0, "2"])
@@ -392,22 +392,19 @@ def test_number_of_targets_that_cannot_be_is_refused(max_targets):
 # ---- autograd's contract -------------------------------------------------------------------------
 
 
-class Log(TorchDispatchMode):
-    """Keeps the name of every PyTorch operation, and the shapes of new memory."""
+class Log(Calls):
+    """Keeps the shapes of new memory too."""
 
     def __init__(self):
         super().__init__()
-        self.names, self.new = [], set()
+        self.new = set()
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        self.names.append(operation.overloadpacket.__name__)
-        if self.names[-1] in ("empty", "new_empty", "zeros_like", "clone", "_to_copy"):
+    def __torch_dispatch__(self, operation, *call):
+        result = super().__torch_dispatch__(operation, *call)
+        name = operation.overloadpacket.__name__
+        if name in ("empty", "new_empty", "zeros_like", "clone", "_to_copy"):
             self.new.add(tuple(result.shape))
         return result
-
-    def products(self):
-        return sum(name in ("mm", "addmm_") for name in self.names)
 
 
 @pytest.mark.exhaustive
@@ -419,9 +416,9 @@ def test_frozen_head_or_hidden_states_take_no_product_and_no_buffer(needed, redu
     inputs = make_inputs()
     with Log() as log:
         loss_and_gradients(loss_fn, *inputs, grad_output, needed=[needed])
-    assert log.products() == (2 if reduction == "mean" else 3) * 3
+    assert log.products == (2 if reduction == "mean" else 3) * 3
     if needed == "hidden":
-        assert "addmm_" not in log.names and (SMALL_V, SMALL_H) not in log.new
+        assert "addmm_" not in log.counts and (SMALL_V, SMALL_H) not in log.new
 
 
 def test_no_grad_and_frozen_inputs_compute_the_loss_only():
@@ -431,7 +428,7 @@ def test_no_grad_and_frozen_inputs_compute_the_loss_only():
         loss_fn(hidden, weight, targets)
         with torch.no_grad():
             loss_fn(hidden.requires_grad_(), weight.requires_grad_(), targets)
-    assert log.products() == 2 * 3, "one product for each of the three chunks"
+    assert log.products == 2 * 3, "one product for each of the three chunks"
 
 
 def test_logits_never_exist_as_a_whole():
