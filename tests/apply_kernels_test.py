@@ -1365,9 +1365,7 @@ def trained(folder, names, accumulate=1, optimizer=None, **options) -> tuple[Tra
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        disable_tqdm=True,
         use_cpu=not HAS_GPU,
-        seed=0,
         **options,
     )
     trainer = Trainer(

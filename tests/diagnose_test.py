@@ -14,7 +14,6 @@ import pytest
 import profile_baseline
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE
-from harness.cli.flags import finetune_parser
 from harness.cli.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
 from harness.cli.workload import Workload
 from harness.data import dataset
@@ -202,7 +201,6 @@ def test_every_kernel_is_known_to_replace_something():
 def test_every_advised_flag_exists():
     known = {rung.name for rung in RUNGS}
     assert known <= set(KERNELS)
-    assert finetune_parser("").parse_args([]).steps
     for category, rung in RUNG_OF_CATEGORY.items():
         advice = diagnose.advice_for(category, {"kernels": []})
         assert advice == f"--kernels {rung.name}"

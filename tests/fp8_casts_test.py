@@ -1,7 +1,5 @@
 """RMSNorm and SwiGLU that write FP8: against formulas in float64, and against the separate kernels.
 
-    pytest tests/fp8_casts_test.py
-
 These functions have no gradient; what of the contracts holds without one is asked here.
 """
 

@@ -1,7 +1,5 @@
 """FP8: scales, codes and transposition against formulas in float64, and products of them.
 
-    pytest tests/fp8_kernel_test.py
-
 These functions have no gradient, so the contracts (tests/contracts_*_test.py) do not ask for them;
 what of the contracts holds without one is asked here.
 """

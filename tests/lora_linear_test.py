@@ -388,15 +388,6 @@ def test_x_is_kept_for_the_gradients_of_w_and_a_alone(needs):
     assert any(t is x for t in kept) == (needs != "neither")
 
 
-def test_h_is_all_that_is_kept_beside_what_is_there_anyway():
-    model, x = adapted(), make_x()
-    with saved_tensors() as kept:
-        outs = lora_linear(x, *layers(model))
-    known = {t.data_ptr() for t in (x, *outs, *model.parameters())}
-    shapes = {tuple(t.shape) for t in kept if t.data_ptr() not in known}
-    assert shapes == {(N, 12), (12, H)}, "h, and the a's one below the other"
-
-
 def test_what_is_known_by_its_name_is_named_so():
     from harness.profiling.attribution import CATEGORY_OF_FUNCTION
 

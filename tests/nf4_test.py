@@ -1,7 +1,5 @@
 """What is NF4's alone: its codes, which are QLoRA's, and how far a weight may be from them.
 
-    pytest tests/nf4_test.py
-
 What every function has to do, the product with a weight in NF4 too, is asked in
 tests/contracts_*_test.py.  bitsandbytes, where it is installed, has to give the same bits.
 """

@@ -3,10 +3,8 @@ over processes.
 
     python -m tests.reverse_kl_test     # the loss, its gradient, and what memory is taken
 
-What every function has to do, reverse KL too, is asked in tests/contracts_*_test.py.  A gradient is
-compared in two parts, the student's most probable column of each row and all the others; at the
-former what is left of eager's digits is luck, and so its worst error of eight counts: see the
-subject's record.
+What every function has to do, reverse KL too, is asked in tests/contracts_*_test.py.  The subject's
+record says in which two parts a gradient is compared.
 """
 
 from harness.cli import command_line

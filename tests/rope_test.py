@@ -230,17 +230,6 @@ def test_other_unsqueeze_dim_is_refused_with_a_sentence():
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
-def test_partial_rotation_as_the_refusal_advises():
-    """The first 12 of 16 columns, as GPT-NeoX and Phi turn them."""
-    q, k, cos, sin, *_ = make_inputs()
-    cos, sin = cos[..., :12], sin[..., :12]
-    turned = rope_forward(q[..., :12], k[..., :12], cos, sin)
-    expected = rope_reference(
-        q[..., :12].double(), k[..., :12].double(), cos.double(), sin.double()
-    )
-    assert all(relative_error(a, b) < FLOOR[torch.float32] for a, b in zip(turned, expected))
-
-
 def test_backward_names_what_it_was_given():
     q, k, cos, sin, *_ = make_inputs()
     with pytest.raises(ValueError, match=r"dk_rot has shape \(2, 2, 2, 16\), expected"):

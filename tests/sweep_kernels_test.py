@@ -301,11 +301,9 @@ def test_table_is_sorted_by_time_and_ends_with_what_has_none():
     assert failed == ["4", "6", "264 (2 x 132)", "n/a", "n/a", "n/a", "n/a", "out of shared memory"]
 
 
-@pytest.mark.parametrize(
-    "n, said", [(16_384, "16,384 (rows)"), (264, "264 (2 x 132)"), (512, "512")]
-)
-def test_number_of_programs_says_where_it_comes_from(n, said):
-    assert sweep_tables.programs(n, example()) == said
+def test_number_of_programs_says_where_it_comes_from():
+    found = [sweep_tables.programs(n, example()) for n in (16_384, 264, 512)]
+    assert found == ["16,384 (rows)", "264 (2 x 132)", "512"]
 
 
 def test_rendering_changes_nothing():
