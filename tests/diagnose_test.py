@@ -19,16 +19,9 @@ from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
 from harness.model import loading as loading_module
-from harness.profiling import (
-    costs,
-    diagnose,
-    profile_comparison,
-    profile_tables,
-    profiler,
-    roofline,
-)
+from harness.profiling import diagnose, profile_comparison, profile_tables, profiler, roofline
 from harness.profiling.diagnose import RUNG_OF_CATEGORY
-from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS, Sizes
+from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS
 from harness.records.run_records import read_record
 from harness.steps import stepping
 from tests.conftest import assert_refused
@@ -37,11 +30,6 @@ from tests.fixtures import needs_gpu
 from tests.small_workloads import MADE_UP
 
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-def sizes_8b(batch_size: int, seq_len: int) -> Sizes:
-    workload = Workload(dtype="bf16", batch_size=batch_size, seq_len=seq_len)
-    return costs.sizes_of(architecture.llama_3_1_8b_config(), workload)
 
 
 # ---------------------------------------------------------------- hand-made records

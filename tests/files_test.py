@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -189,11 +190,8 @@ def test_a_process_killed_at_any_moment_leaves_the_old_record_or_the_new_one(tmp
 
 
 def test_an_interrupted_write_leaves_nothing_beside(tmp_path, monkeypatch):
-    def interrupt(*names):
-        raise KeyboardInterrupt
-
     (tmp_path / "run.json").write_text("old")
-    monkeypatch.setattr(os, "replace", interrupt)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_records.write_record(str(tmp_path / "run.json"), {})
     assert contents(tmp_path) == {"run.json": b"old"}

@@ -328,11 +328,6 @@ def sizes_of_product():
     return (40, 64, 96) if HAS_GPU else (5, 7, 96)
 
 
-def exact_product(a: Rows, b: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rounded numbers in float64; and the sum of the magnitudes."""
-    return matrix(a) @ matrix(b).t(), matrix(a).abs() @ matrix(b).abs().t()
-
-
 @needs_fp8
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -341,7 +336,8 @@ def test_product_is_that_of_the_rounded_numbers(dtype, fast):
     a, b = quantize_rows(make(M, K)), quantize_rows(make(N, K, seed=1))
     found = fp8_product(a, b, dtype, fast)
     assert found.shape == (M, N) and found.dtype == dtype
-    exact, magnitudes = exact_product(a, b)
+    exact = matrix(a) @ matrix(b).t()
+    magnitudes = matrix(a).abs() @ matrix(b).abs().t()
     # of the sum: on a GPU Hopper's partial sums; of the result: half of its last bit
     of_sum = 2**-9 if HAS_GPU else 2**-20
     of_result = torch.finfo(torch.bfloat16 if HAS_GPU else dtype).eps

@@ -39,13 +39,8 @@ NORM = SUBJECTS["norm_linear"]
 SWIGLU = replace(SUBJECTS["swiglu_linear"], function=swiglu_linear_inplace)
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 
-
-def fused_mlp(*inputs):
-    return subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs)
-
-
-def reference_mlp(*inputs):
-    return subjects.layer(reference_norm, swiglu_linear_reference)(*inputs)
+fused_mlp = subjects.layer(fused_norm, swiglu_linear_inplace)
+reference_mlp = subjects.layer(reference_norm, swiglu_linear_reference)
 
 
 def made(make):

@@ -182,17 +182,12 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
 
 def attention_masks(model, monkeypatch) -> list:
     """What attention is told about the mask in one forward: None where it is only causal."""
-    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, attn_mask=None, **options):
-        masks.append(attn_mask)
-        return attend(*args, attn_mask=attn_mask, **options)
-
+    attend = mock.Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     ids = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
         model(input_ids=ids, labels=ids)
-    return masks
+    return [call.kwargs["attn_mask"] for call in attend.call_args_list]
 
 
 def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):

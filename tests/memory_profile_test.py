@@ -60,11 +60,7 @@ from next_steps.memory.peak_attribution import (
 )
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
-from tests.memory_estimate_test import (
-    bytes_kept_in_layers,
-    bytes_saved_by_a_real_step,
-    estimate_of,
-)
+from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_real_step, estimate_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
