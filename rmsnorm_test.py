@@ -25,11 +25,9 @@ from harness.benchmark.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_tests,
-    print_title,
-    print_verdict,
 )
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+from tests import printing
 
 EPS = 1e-5
 # (B, T, H); LLaMA 3.1 8B has H = 4096
@@ -131,9 +129,9 @@ def test_wrong_answers_are_rejected(dtype):
 
 
 def main() -> int:
-    print_title("RMSNorm")
-    passed = print_tests(DTYPES, dtype_checks)
-    return print_verdict("RMSNorm correctness", passed)
+    printing.title("RMSNorm")
+    passed = printing.cases(DTYPES, dtype_checks)
+    return printing.verdict("RMSNorm correctness", passed)
 
 
 if __name__ == "__main__":

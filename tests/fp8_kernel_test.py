@@ -470,8 +470,8 @@ WRONG_SHAPES = {
     ),
     r"b.codes has shape \(32, 4\), expected \(32, 32\)": lambda: product(b=transpose_rows(ROWS)),
 }
-REFUSED = [(TypeError, *row) for row in WRONG_TYPES.items()]
-REFUSED += [(ValueError, *row) for row in WRONG_SHAPES.items()]
+REFUSED = [(ValueError, *row) for row in WRONG_SHAPES.items()]
+REFUSED += [(TypeError, *row) for row in WRONG_TYPES.items()]
 
 
 def product(b=ROWS, dtype=torch.float32):
