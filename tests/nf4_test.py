@@ -39,11 +39,6 @@ def make_weight(*shape, dtype=torch.float32, seed=0):
     return (weight * 0.1 * torch.rand((shape[0], 1), generator=generator)).to(DEVICE, dtype)
 
 
-def codes_of(nf4: NF4) -> torch.Tensor:
-    """A code of each number, (n,) int64."""
-    return torch.stack([nf4.codes >> 4, nf4.codes & 15], 1).view(-1).long()
-
-
 # ---- The codes -----------------------------------------------------------------------------------
 
 # What bitsandbytes 0.50.2 makes of `recorded_weight` on a CPU.
@@ -98,7 +93,8 @@ def test_each_code_is_the_nearest_by_the_formula_in_float64():
     absmax = blocks.abs().amax(1)
     table = torch.tensor(NF4_VALUES, dtype=torch.float64)
     distances = (blocks / absmax[:, None]).view(-1, 1).sub(table).abs()
-    assert torch.equal(codes_of(nf4).cpu(), distances.argmin(1))
+    codes = torch.stack([nf4.codes >> 4, nf4.codes & 15], 1).view(-1).long()
+    assert torch.equal(codes.cpu(), distances.argmin(1))
 
     mean = absmax.mean()
     torch.testing.assert_close(nf4.absmax_mean.double().cpu(), mean[None])

@@ -53,10 +53,6 @@ def run(function, *tensors):
     return tuple(subject.run(ROPE, function, *named(tensors)).values())
 
 
-def in_float64(tensors):
-    return run(rope_reference, *(t.double() for t in tensors))
-
-
 def check_against_float64(*tensors) -> list[Check]:
     """The kernel's q_rot, k_rot, dq and dk, each against float64."""
     worst = max((t.dtype for t in tensors), key=FLOOR.get)
@@ -114,7 +110,8 @@ def test_q_and_k_may_differ_in_dtype():
 def test_sum_is_rounded_once(dtype):
     # What is rounded once is float64's answer, but for ties.
     inputs = make_inputs((2, 8, 8, 2, 64), dtype)
-    runs = run(TritonRoPEFunction.apply, *inputs), in_float64(inputs), run(eager, *inputs)
+    ref64 = run(rope_reference, *(t.double() for t in inputs))
+    runs = run(TritonRoPEFunction.apply, *inputs), ref64, run(eager, *inputs)
     for ours, ref, theirs in zip(*runs):
         right, rounded_twice = ((t == ref.to(dtype)).float().mean() for t in (ours, theirs))
         assert right > 0.99 > rounded_twice

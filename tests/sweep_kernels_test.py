@@ -118,19 +118,13 @@ def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
 # ---------------------------------------------------------------- faults
 
 
-def rmsnorm_forward_with(others: list[dict], knob: str = "BLOCK_SIZE"):
-    """A maker of one launch that tries settings of BLOCK_SIZE. They can make a kernel wrong."""
+def test_wrong_setting_does_not_win(monkeypatch):
+    """It leaves out half of each row, and so would be the fastest."""
 
     def launches(*arguments):
         launch = sweep_launches.rmsnorm_launches(*arguments)[0]
-        return [replace(launch, knobs=(knob,), others=lambda shipped: others)]
+        return [replace(launch, knobs=("BLOCK_SIZE",), others=lambda _: [{"BLOCK_SIZE": 64}])]
 
-    return launches
-
-
-def test_wrong_setting_does_not_win(monkeypatch):
-    """It leaves out half of each row, and so would be the fastest."""
-    launches = rmsnorm_forward_with([{"BLOCK_SIZE": 64}])
     monkeypatch.setitem(sweep_launches.LAUNCHES, "rmsnorm", launches)
     monkeypatch.setattr(timing, "time_us", lambda fn: timing.Timing(0.0, 50.0, 0.0))
     sections = sweep("rmsnorm", 5, 96, "fp32")
