@@ -65,15 +65,16 @@ def category_ranges(
         if has_adapter(module):
             ranged.append((module, "forward", attribution.WITH_ADAPTER))
             ranged.append((module.base_layer, "forward", attribution.WITHOUT_ADAPTER))
-    functions = [getattr(owner, attribute) for owner, attribute, _ in ranged]
-    for (owner, attribute, name), function in zip(ranged, functions):
+    # each function, and whether its owner has it in place of its class's
+    before = [(getattr(owner, at), at in vars(owner)) for owner, at, _ in ranged]
+    for (owner, attribute, name), (function, _) in zip(ranged, before):
         setattr(owner, attribute, record_function(name)(function))
     try:
         yield
     finally:
-        for (owner, attribute, _), function in zip(ranged, functions):
-            if attribute == "forward":
-                del owner.forward  # its class has one
+        for (owner, attribute, _), (function, its_own) in zip(ranged, before):
+            if attribute == "forward" and not its_own:
+                del owner.forward
             else:
                 setattr(owner, attribute, function)
 
