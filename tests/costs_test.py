@@ -44,26 +44,14 @@ NARROW, LIST = randn(6, 4, dtype=BF16), [randn(3, 2, dtype=BF16), randn(4, dtype
 INDEX = torch.tensor([0, 2, 2])
 
 
-def mul_lists():
-    return torch._foreach_mul_(list(LIST), 2.0)
-
-
-def lerp_lists():
-    return torch._foreach_lerp_(list(LIST), LIST, 0.1)
-
-
 def addcmul_lists():
     return torch._foreach_addcmul_(list(LIST), LIST, LIST, 0.1)
-
-
-def product_into():
-    return torch.mm(MATRIX, OTHER_MATRIX, out=torch.empty(6, 5))
 
 
 F = torch.nn.functional
 OPERATIONS = {  # how it is called: the operation, bytes read + written by hand, FLOPs
     "mm": (lambda: MATRIX @ OTHER_MATRIX, "mm", 4 * (24 + 20 + 30), 2 * 6 * 4 * 5),
-    "mm into": (product_into, "mm", 4 * 74, 240),
+    "mm into": (lambda: torch.mm(MATRIX, OTHER_MATRIX, out=randn(6, 5)), "mm", 4 * 74, 240),
     "addmm in place": (lambda: randn(6, 5).addmm_(MATRIX, OTHER_MATRIX), "addmm_", 4 * 104, 240),
     "bmm": (lambda: randn(2, 6, 4).bmm(randn(2, 4, 5)), "bmm", 2 * 4 * 74, 480),
     "same shapes": (lambda: MATRIX * MATRIX.clone(), "mul", 4 * 3 * 24, 24),
@@ -84,8 +72,8 @@ OPERATIONS = {  # how it is called: the operation, bytes read + written by hand,
     "rows": (lambda: F.embedding(INDEX, MATRIX), "index_select", 3 * 8 + 2 * 4 * 12, 0),
     "numbers": (lambda: F.nll_loss(randn(3, 4), INDEX), "nll_loss_forward", 3 * 8 + 2 * 4 * 3, 0),
     "list": (lambda: torch._foreach_sqrt([t.abs() for t in LIST]), "_foreach_sqrt", 40, 10),
-    "list in place": (mul_lists, "_foreach_mul_", 2 * 2 * 10, 10),
-    "two lists": (lerp_lists, "_foreach_lerp_", 3 * 2 * 10, 10),
+    "list in place": (lambda: torch._foreach_mul_(list(LIST), 2.0), "_foreach_mul_", 40, 10),
+    "two lists": (lambda: torch._foreach_lerp_(list(LIST), LIST, 0.1), "_foreach_lerp_", 60, 10),
     "squares of a gradient": (addcmul_lists, "_foreach_addcmul_", 3 * 2 * 10, 10),
 }
 

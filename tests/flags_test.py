@@ -14,22 +14,12 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, device, flags
-from harness.cli.flags import (
-    OF_KERNELS,
-    OF_PROFILER,
-    OF_TRAINING,
-    OPPONENTS,
-    RULES,
-    Parser,
-    Rule,
-    broken,
-    finetune_parser,
-)
 from harness.profiling.kernel_facts import KERNELS
 from next_steps import finetune_options
 from next_steps.studies import scaling
 
 DOCS = Path(__file__).parents[1] / "docs"
+RULES = flags.RULES
 SCRIPTS = {
     script.__name__.split(".")[-1]: script
     for script in (
@@ -37,7 +27,7 @@ SCRIPTS = {
         scaling,
     )
 }
-COMPILED = [name for name in OPPONENTS if name not in ("fused-adamw", "rms-norm", "liger")]
+COMPILED = [name for name in flags.OPPONENTS if name not in ("fused-adamw", "rms-norm", "liger")]
 COMPILING = ", ".join(f"--opponent {name}" for name in COMPILED)
 CHECKPOINTS = "--checkpoint x, --checkpoint-every 2, --keep 2, --resume x"
 # Command lines, and indented below them what the user reads.  In the brackets are flags of which
@@ -204,7 +194,7 @@ def test_flags_that_do_not_go_together_are_refused(run_script, typed, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def without(rule: Rule) -> Iterator[list[Rule]]:
+def without(rule: flags.Rule) -> Iterator[list[flags.Rule]]:
     """Yield RULES without the rule, and with one flag fewer on either side of it."""
     i = RULES.index(rule)
     before, after = RULES[:i], RULES[i + 1 :]
@@ -218,11 +208,11 @@ def without(rule: Rule) -> Iterator[list[Rule]]:
 
 def parsed(script: ModuleType, words: list[str]) -> argparse.Namespace:
     if script is profile_baseline:
-        parser = Parser("", OF_TRAINING)
+        parser = flags.Parser("", flags.OF_TRAINING)
         parser.add_kernels(KERNELS, default="none")
-        parser.add_flags(OF_KERNELS, OF_PROFILER)
+        parser.add_flags(flags.OF_KERNELS, flags.OF_PROFILER)
     else:
-        parser = finetune_parser("")
+        parser = flags.finetune_parser("")
     if script is finetune_optimized:
         finetune_options.add_flags(parser)
     return parser.parse_args(words)
@@ -244,7 +234,7 @@ def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
     def is_noticed() -> bool:
         for expected, command, case in cases:
             typed(command)
-            if next(broken(*case), None) != expected:
+            if next(flags.broken(*case), None) != expected:
                 return True
         return False
 
@@ -268,7 +258,9 @@ def test_help_says_what_a_flag_needs(run_script):
 
 
 def test_a_flag_counts_as_given_when_its_value_is_the_default():
-    args = Parser("", OF_TRAINING).parse_args(["--seed", "0", "--data=stdlib", "--random-init"])
+    args = flags.Parser("", flags.OF_TRAINING).parse_args(
+        ["--seed", "0", "--data=stdlib", "--random-init"]
+    )
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
     assert parsed(finetune_optimized, []).given == set()
 

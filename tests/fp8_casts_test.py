@@ -1,7 +1,5 @@
 """RMSNorm and SwiGLU that write FP8: against formulas in float64, and against the separate kernels.
 
-    pytest tests/fp8_casts_test.py
-
 These functions have no gradient; what of the contracts holds without one is asked here.
 """
 
@@ -109,16 +107,6 @@ def test_norm_is_as_near_to_float64_as_e4m3_allows(dtype):
         assert not within_e4m3(wrong, exact, eager).all()
 
 
-def test_x_hat_is_rounded_before_the_weight_multiplies_it():
-    """As the model's weights have been trained; the product is rounded once, to e4m3."""
-    x, weight = norm_inputs(60, 200, torch.bfloat16)
-    rows, rstd = rmsnorm_fp8(x, weight, EPS)
-    x_hat = x.float() * rstd[:, None]
-    unrounded = quantize_rows_reference(x_hat * weight.float())
-    twice = quantize_rows_reference((x_hat.bfloat16().float() * weight.float()).bfloat16())
-    assert not same(rows, unrounded) and not same(rows, twice)
-
-
 def test_norm_of_a_weight_of_another_dtype():
     x, weight = norm_inputs(dtype=torch.bfloat16)
     found, expected = (rmsnorm_fp8(x, w, EPS)[0] for w in (weight, weight.float()))
@@ -223,8 +211,9 @@ def layouts(n_rows, n, seed):
     yield make(n, n_rows, dtype=torch.bfloat16, seed=seed).t()
 
 
-def test_any_strides():
+def test_any_strides_of_inputs_that_stay_as_they_were():
     contiguous = swiglu_inputs(6, 40, torch.bfloat16)
+    before = [t.clone() for t in contiguous]
     weight = make_weight(80, torch.bfloat16)[::2]
     for which in range(3):
         for view in layouts(6, 40, seed=which):
@@ -235,17 +224,8 @@ def test_any_strides():
             found = rmsnorm_fp8(view, weight, EPS)
             expected = rmsnorm_fp8(view.contiguous(), weight.contiguous(), EPS)
             assert same(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-def test_halves_of_one_matrix_and_inputs_that_stay_as_they_were():
-    gate_up = make(5, 80, dtype=torch.bfloat16)
-    dy = make(5, 40, dtype=torch.bfloat16, seed=3)
-    before = gate_up.clone(), dy.clone()
-    gate, up = gate_up.chunk(2, 1)
-    expected = swiglu_fp8_backward_reference(dy, gate, up)
-    for found, eager in zip(swiglu_fp8_backward(dy, gate, up), expected):
-        assert relative_error(matrix(found), matrix(eager)) < 1e-2
-    assert torch.equal(gate_up, before[0]) and torch.equal(dy, before[1])
+            assert all(map(torch.equal, strided, copies))
+    assert all(map(torch.equal, contiguous, before))
 
 
 def test_rows_beyond_int32(far_apart):

@@ -39,13 +39,8 @@ NORM = SUBJECTS["norm_linear"]
 SWIGLU = replace(SUBJECTS["swiglu_linear"], function=swiglu_linear_inplace)
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 
-
-def fused_mlp(*inputs):
-    return subjects.layer(fused_norm, swiglu_linear_inplace)(*inputs)
-
-
-def reference_mlp(*inputs):
-    return subjects.layer(reference_norm, swiglu_linear_reference)(*inputs)
+fused_mlp = subjects.layer(fused_norm, swiglu_linear_inplace)
+reference_mlp = subjects.layer(reference_norm, swiglu_linear_reference)
 
 
 def made(make):
@@ -290,19 +285,11 @@ def test_memory_that_cannot_hold_both_gradients_is_refused(pair):
 # ---- Adapters ------------------------------------------------------------------------------------
 
 
-def step_with_adapters(inputs, douts, function):
-    """Gradients of a gate and an up projection with adapters behind a norm, whose w are frozen."""
-    frozen = "w_gate", "w_up", "w_down"
-    leaves = {name: t.detach().requires_grad_(name not in frozen) for name, t in inputs.items()}
-    outputs = function(*leaves.values())
-    torch.autograd.backward(outputs, list(douts.values()))
-    return {name: leaf.grad for name, leaf in leaves.items()}
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(keep):
     inputs, douts = lora_subjects.make_norm((SIZES[0],), SIZES[1:], torch.float32)
-    inputs["norm_weight"].requires_grad_(False)
+    needed = [name not in ("w_gate", "w_up") for name in inputs]
+    step = list(inputs.values()), list(douts.values()), needed
 
     def ours(x, norm_weight, *tensors):
         tensors = *tensors, None, None
@@ -312,14 +299,13 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
         )
 
     with Calls() as calls, counted_norms() as forward:
-        found = step_with_adapters(inputs, douts, ours)
+        found = gradients(ours, *step)
     assert forward.call_count == 1 + (not keep)
     # two with w, two thin ones; backward: dh, da, db, two with w and one with a into one gradient
     assert calls.products == 4 + 6
-    expected = step_with_adapters(inputs, douts, lora_subjects.norm_lora_reference)
-    assert found["w_gate"] is None
-    for name, right in expected.items():
-        assert right is None or relative_error(found[name], right) < 5e-6
+    expected = gradients(lora_subjects.norm_lora_reference, *step)
+    for mine, right, need in zip(found, expected, needed):
+        assert relative_error(mine, right) < 5e-6 if need else mine is None
 
 
 def test_gradients_lie_over_gate_and_up_with_an_adapter_too():

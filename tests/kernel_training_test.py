@@ -1,8 +1,10 @@
 """The further kernels' flags, the opponents, and a step as one CUDA graph."""
 
+import contextlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -109,27 +111,19 @@ def test_an_unknown_opponent_is_refused(run_script):
     ],
 )
 def test_an_opponent_trains_the_same(recorded, monkeypatch, small_model, name):
-    optimizers, calls = [], []
-    make_optimizer, compiled = stepping.make_optimizer, torch.compile
-
-    def spy_optimizer(*args, **options):
-        optimizers.append(options)
-        return make_optimizer(*args, **options)
-
-    def spy_compile(model, mode):
-        calls.append(mode)
-        return compiled(model, mode=mode)
-
-    monkeypatch.setattr(stepping, "make_optimizer", spy_optimizer)
-    monkeypatch.setattr(torch, "compile", spy_compile)
+    make_optimizer = mock.Mock(wraps=stepping.make_optimizer)
+    compiled = mock.Mock(wraps=torch.compile)
+    monkeypatch.setattr(stepping, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(torch, "compile", compiled)
     baseline = recorded(finetune_baseline, *SMALL)
     opponent = recorded(finetune_optimized, *SMALL, "--opponent", name)
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert baseline["losses"][0] != pytest.approx(baseline["losses"][2], rel=1e-3)
     assert (opponent["title"], opponent["kernels"]) == (OPPONENTS[name], [])
-    assert optimizers == [{"fused": True, "capturable": False}]
+    assert make_optimizer.call_args.kwargs == {"fused": True, "capturable": False}
     expected = {"compile": ["default"], "compile-reduce-overhead": ["reduce-overhead"]}
-    assert calls == expected.get(name, [])
+    modes = [call.kwargs["mode"] for call in compiled.call_args_list]
+    assert make_optimizer.call_count == 1 and modes == expected.get(name, [])
 
 
 def test_the_rms_norm_opponent_leaves_no_norm_as_it_was_and_shares_the_weights(small_model):
@@ -188,17 +182,12 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
 
 def attention_masks(model, monkeypatch) -> list:
     """What attention is told about the mask in one forward: None where it is only causal."""
-    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, attn_mask=None, **options):
-        masks.append(attn_mask)
-        return attend(*args, attn_mask=attn_mask, **options)
-
+    attend = mock.Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     ids = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
         model(input_ids=ids, labels=ids)
-    return masks
+    return [call.kwargs["attn_mask"] for call in attend.call_args_list]
 
 
 def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):
@@ -214,16 +203,12 @@ def test_attention_is_causal_in_a_capture_too(monkeypatch, small_model):
     assert architecture.masking_utils.find_packed_sequence_indices is find
 
 
-class BrokenGraph:
+@contextlib.contextmanager
+def broken_graph(graph, stream):
     """In the place of torch.cuda.graph: a capture in which something failed fails at its end."""
-
-    def __init__(self, graph, stream):
-        pass
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
+    try:
+        yield
+    finally:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
@@ -241,7 +226,7 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence(monkeypatch, error, expe
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", BrokenGraph)
+    monkeypatch.setattr(torch.cuda, "graph", broken_graph)
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(expected) as caught:
         stepping.captured_step(model, None, [Batch(ids, ids, 4, n_targets=3)], None)

@@ -1,7 +1,5 @@
 """What is NF4's alone: its codes, which are QLoRA's, and how far a weight may be from them.
 
-    pytest tests/nf4_test.py
-
 What every function has to do, the product with a weight in NF4 too, is asked in
 tests/contracts_*_test.py.  bitsandbytes, where it is installed, has to give the same bits.
 """
@@ -39,11 +37,6 @@ def make_weight(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
     return (weight * 0.1 * torch.rand((shape[0], 1), generator=generator)).to(DEVICE, dtype)
-
-
-def codes_of(nf4: NF4) -> torch.Tensor:
-    """A code of each number, (n,) int64."""
-    return torch.stack([nf4.codes >> 4, nf4.codes & 15], 1).view(-1).long()
 
 
 # ---- The codes -----------------------------------------------------------------------------------
@@ -100,7 +93,8 @@ def test_each_code_is_the_nearest_by_the_formula_in_float64():
     absmax = blocks.abs().amax(1)
     table = torch.tensor(NF4_VALUES, dtype=torch.float64)
     distances = (blocks / absmax[:, None]).view(-1, 1).sub(table).abs()
-    assert torch.equal(codes_of(nf4).cpu(), distances.argmin(1))
+    codes = torch.stack([nf4.codes >> 4, nf4.codes & 15], 1).view(-1).long()
+    assert torch.equal(codes.cpu(), distances.argmin(1))
 
     mean = absmax.mean()
     torch.testing.assert_close(nf4.absmax_mean.double().cpu(), mean[None])
@@ -158,17 +152,12 @@ def test_a_block_of_zeros_among_others():
     assert (nf4_dequantize(nf4, weight.shape, torch.float32)[2] == 0).all()
 
 
-def test_any_strides_of_the_weight():
+def test_any_strides_of_the_weight_which_is_not_changed():
     weight = make_weight(BLOCK, 96)
+    before = weight.clone()
     for view in (weight.t(), weight[:, ::2], weight[:1].expand(4, 96)):
         found, expected = nf4_quantize(view), nf4_quantize(view.contiguous())
         assert all(map(torch.equal, found, expected))
-
-
-def test_the_weight_is_not_changed():
-    weight = make_weight(6, BLOCK)
-    before = weight.clone()
-    nf4_quantize(weight)
     assert torch.equal(weight, before)
 
 
@@ -214,20 +203,15 @@ def test_shapes_alone():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [None, 1, 2, 64])
 @pytest.mark.parametrize("n_blocks", [1, 15, 16, 17, 260])
-def test_the_references_bits(n_blocks, dtype):
+def test_the_references_bits(n_blocks, tile, dtype, monkeypatch):
+    if tile is not None:
+        tiles.nf4_tiles(monkeypatch, tile)
     nf4 = nf4_quantize(make_weight(n_blocks, BLOCK))
     shape = 2, n_blocks * BLOCK // 2
     found = nf4_dequantize(nf4, shape, dtype)
     assert torch.equal(found, nf4_dequantize_reference(nf4, shape, dtype))
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 64])
-def test_tiles_of_any_size(blocks, monkeypatch):
-    tiles.nf4_tiles(monkeypatch, blocks)
-    nf4 = nf4_quantize(make_weight(21, BLOCK))
-    found = nf4_dequantize(nf4, (21, BLOCK), torch.float32)
-    assert torch.equal(found, nf4_dequantize_reference(nf4, (21, BLOCK), torch.float32))
 
 
 def test_every_code_and_every_absmax_code():

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -116,19 +118,13 @@ def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
 # ---------------------------------------------------------------- faults
 
 
-def rmsnorm_forward_with(others: list[dict], knob: str = "BLOCK_SIZE"):
-    """A maker of one launch that tries settings of BLOCK_SIZE. They can make a kernel wrong."""
+def test_wrong_setting_does_not_win(monkeypatch):
+    """It leaves out half of each row, and so would be the fastest."""
 
     def launches(*arguments):
         launch = sweep_kernels.rmsnorm_launches(*arguments)[0]
-        return [replace(launch, knobs=(knob,), others=lambda shipped: others)]
+        return [replace(launch, knobs=("BLOCK_SIZE",), others=lambda _: [{"BLOCK_SIZE": 64}])]
 
-    return launches
-
-
-def test_wrong_setting_does_not_win(monkeypatch):
-    """It leaves out half of each row, and so would be the fastest."""
-    launches = rmsnorm_forward_with([{"BLOCK_SIZE": 64}])
     monkeypatch.setitem(sweep_kernels.LAUNCHES, "rmsnorm", launches)
     monkeypatch.setattr(timing, "time_us", lambda fn: timing.Timing(0.0, 50.0, 0.0))
     sections = sweep("rmsnorm", 5, 96, "fp32")
@@ -147,14 +143,9 @@ def test_wrong_gradient_off_the_targets_is_seen():
     assert fault.startswith("WRONG") and "other" in fault and "target" not in fault
 
 
-def instead(launch):
-    """A kernel that calls this on any grid."""
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return launch
-
-    return Kernel()
+def instead(**behaviour) -> defaultdict:
+    """A kernel that behaves so on any grid, as mock.Mock takes it."""
+    return defaultdict(lambda: mock.Mock(**behaviour))
 
 
 @pytest.mark.exhaustive
@@ -163,17 +154,9 @@ def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
     """New memory may be that of the result before, and hold it still."""
     launch = make_launch(kernel, i)
     shipped, expected = carried(launch)
-
-    monkeypatch.setattr(launch.module, launch.kernel, instead(lambda *args, **options: None))
+    monkeypatch.setattr(launch.module, launch.kernel, instead())
     fault = try_setting(launch, shipped, expected)["fault"]
     assert fault.startswith("WRONG") and " nan" in fault
-
-
-def failing_kernel(error: Exception):
-    def launch(*args, **options):
-        raise error
-
-    return instead(launch)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +173,7 @@ def failing_kernel(error: Exception):
 def test_setting_that_fails_is_listed(error, said, monkeypatch):
     launch = make_launch("rmsnorm", 0)
     _, expected = carried(launch)
-    monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", failing_kernel(error))
+    monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", instead(side_effect=error))
     row = try_setting(launch, {"num_warps": 32}, expected)
     assert row["us"] is None and row["fault"] == said
     section = example() | {"tried": [*example()["tried"], row | {"setting": {"num_warps": 32}}]}
@@ -200,7 +183,7 @@ def test_setting_that_fails_is_listed(error, said, monkeypatch):
 def test_gpu_out_of_memory_is_no_result(monkeypatch):
     launch = make_launch("rmsnorm", 0)
     _, expected = carried(launch)
-    kernel = failing_kernel(torch.OutOfMemoryError("CUDA"))
+    kernel = instead(side_effect=torch.OutOfMemoryError("CUDA"))
     monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", kernel)
     with pytest.raises(torch.OutOfMemoryError):
         try_setting(launch, {"num_warps": 32}, expected)
@@ -210,19 +193,15 @@ def test_launcher_that_ignores_a_setting_is_an_error(monkeypatch):
     """Otherwise the file's own setting would be timed under another's name."""
     launch = make_launch("rmsnorm", 1)
     shipped, expected = carried(launch)
-    patch = sweep_kernels.mock.patch
-    monkeypatch.setattr(patch, "object", ignoring("_backward_options", patch.object))
-    with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
-        try_setting(launch, shipped | {"n_programs": 1}, expected)
-
-
-def ignoring(name: str, patch_object):
-    """mock.patch.object, except for one attribute, which stays as it is."""
+    patch, patch_object = sweep_kernels.mock.patch, mock.patch.object
 
     def ignore(owner, attribute, new):
-        return patch_object(owner, attribute, getattr(owner, name) if attribute == name else new)
+        ignored = attribute == "_backward_options"
+        return patch_object(owner, attribute, getattr(owner, attribute) if ignored else new)
 
-    return ignore
+    monkeypatch.setattr(patch, "object", ignore)
+    with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
+        try_setting(launch, shipped | {"n_programs": 1}, expected)
 
 
 def test_setting_of_the_file_that_differs_from_itself_is_an_error(monkeypatch):
@@ -316,11 +295,9 @@ def test_table_is_sorted_by_time_and_ends_with_what_has_none():
     assert failed == ["4", "6", "264 (2 x 132)", "n/a", "n/a", "n/a", "n/a", "out of shared memory"]
 
 
-@pytest.mark.parametrize(
-    "n, said", [(16_384, "16,384 (rows)"), (264, "264 (2 x 132)"), (512, "512")]
-)
-def test_number_of_programs_says_where_it_comes_from(n, said):
-    assert sweep_tables.programs(n, example()) == said
+def test_number_of_programs_says_where_it_comes_from():
+    found = [sweep_tables.programs(n, example()) for n in (16_384, 264, 512)]
+    assert found == ["16,384 (rows)", "264 (2 x 132)", "512"]
 
 
 def test_rendering_changes_nothing():

@@ -68,7 +68,7 @@ FAULTS = {
     "test_weights_that_are_not_finite_stay_so_on_the_way": [
         ("infinity is the largest number", '        x = tl.where(magnitude_bits(x) < INFINITY, x, float("nan"))  # the cast would make it 448\n', ""),
     ],
-    "test_scales_for_weights_that_do_not_fit_are_refused": [
+    "test_what_does_not_fit_is_refused": [
         ("any scale", '("scale", scale, FP32, ())', '("scale", scale, FLOATS, None)'),
     ],
     "test_product_is_that_of_the_rounded_numbers": [
