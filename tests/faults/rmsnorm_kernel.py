@@ -64,6 +64,6 @@ FAULTS = {
         ("dw for a frozen weight", "need_dweight = ctx.needs_input_grad[1]", "need_dweight = True"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rmsnorm-True]": [
-        ("second derivative is zero", 'refuse_second_derivative("TritonRMSNorm")', "pass"),
+        ("second derivative is zero", 'support.refuse_second_derivative("TritonRMSNorm")', "pass"),
     ],
 }  # fmt: skip

@@ -79,7 +79,7 @@ FAULTS = {
         ("gradient of sin is dropped", " or ctx.needs_input_grad[3]", ""),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rope-True]": [
-        ("second derivative is zero", 'refuse_second_derivative("The fused RoPE")', "pass"),
+        ("second derivative is zero", 'support.refuse_second_derivative("The fused RoPE")', "pass"),
     ],
     "test_unsqueeze_dim_is_honoured[2]": [
         ("unsqueeze_dim ignored", "if unsqueeze_dim == 1:", "if unsqueeze_dim in (1, 2):"),

@@ -79,6 +79,6 @@ FAULTS = {
         ("overwrites an input without a gradient", "inplace and all(ctx.needs_input_grad[:2])", "inplace"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[swiglu-True]": [
-        ("second derivative is zero", 'refuse_second_derivative("SwiGLU in Triton")', "pass"),
+        ("second derivative is zero", 'support.refuse_second_derivative("SwiGLU in Triton")', "pass"),
     ],
 }  # fmt: skip
