@@ -483,24 +483,25 @@ def test_the_digest_is_of_what_is_frozen_and_of_buffers():
 @pytest.mark.parametrize("kernels", ["none", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_a_profile_tells_adapters_from_projections(recorded, tmp_path, targets, kernels):
-    flags = ["--model", "tiny", "--seq-len", "64", "--warmup", "1"]
+    tokens = 16
+    flags = ["--model", "tiny", "--seq-len", str(tokens), "--warmup", "1"]
     flags += ["--lora-rank", "4", "--lora-targets", targets]
     more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
     record = recorded(profile_baseline, *flags, *more)
     config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
-    thin = 64 * 6 * adapters.trained_count(config, workload)
+    thin = tokens * 6 * adapters.trained_count(config, workload)
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
     first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
-    thin -= 64 * 2 * 4 * first
+    thin -= tokens * 2 * 4 * first
     all_thin = thin
     if kernels == "all" and HAS_GPU:  # bf16: SwiGLU has three of the thin products
-        thin -= 3 * 64 * 2 * 4 * config.intermediate_size * config.num_hidden_layers
+        thin -= 3 * tokens * 2 * 4 * config.intermediate_size * config.num_hidden_layers
     part = record["categories"][ADAPTERS]
-    others = 2 * 64 * 2 * (2 * inner + hidden)  # scaling, addition: a FLOP for each number
+    others = 2 * tokens * 2 * (2 * inner + hidden)  # scaling, addition: a FLOP for each number
     assert thin <= part["flops"] < thin + 8 * others
-    whole = 64 * adapters.flops_per_token(config, workload, 0)
-    angles = 64 * config.head_dim if HAS_GPU else 0  # positions @ frequencies
+    whole = tokens * adapters.flops_per_token(config, workload, 0)
+    angles = tokens * config.head_dim if HAS_GPU else 0  # positions @ frequencies
     found = record["categories"]["matmul"]["flops"]
     assert found == pytest.approx(whole - all_thin + angles, rel=1e-6)
     assert record["trained_parameters"] == adapters.trained_count(config, workload)

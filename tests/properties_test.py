@@ -261,7 +261,7 @@ def calls(draw):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS)
-@drawn(25, calls())
+@drawn(12, calls())
 def test_function_is_as_exact_as_eager_wherever_its_tensors_lie(subject, case):
     inputs, douts = subject.make(case.rows, subject.size, SINGLE, case.seed)
     for tensors in (inputs, douts):
@@ -295,7 +295,7 @@ def norm_is_well_conditioned(x, weight, dy, eps):
     return in_range and (rstd * wdy).norm() <= 4 * dx.norm() and dw_terms.norm() <= 4 * dw.norm()
 
 
-@drawn(100, norm_cases())
+@drawn(50, norm_cases())
 def test_norm_is_as_exact_as_eager(case):
     x, weight, dy = norm_inputs(case)
     assume(norm_is_well_conditioned(x, weight, dy, case.eps))
@@ -320,7 +320,7 @@ def loss_is_well_conditioned(ref64, targets, upstream, case):
     return all(size == 0 or size >= limit for size, limit in least)
 
 
-@drawn(120, loss_cases())
+@drawn(60, loss_cases())
 def test_loss_is_as_exact_as_eager(case):
     logits, targets, upstream = loss_inputs(case)
     if case.inplace and case.dtype != SINGLE:

@@ -91,6 +91,8 @@ class Subject:
     make: Callable
     differentiable: tuple[str, ...]
     size: object
+    # another subject has the same autograd Function, with other settings
+    other_settings: bool = False
     # what a user calls, where `function` hands it copies to overwrite or looks at the inputs itself
     entry: Callable | None = None
 

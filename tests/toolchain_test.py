@@ -29,10 +29,33 @@ def run(*command: str, cwd: Path = HERE, **env: str) -> subprocess.CompletedProc
 # ---------------------------------------------------------------- compile_check.py
 
 
+def compiled_by(program: str, target: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a program that calls compile_check's main, from a file in the folder."""
+    script = folder / "program.py"
+    script.write_text(program)
+    environment = {"PYTHONPATH": str(HERE), "TRITON_CACHE_DIR": str(folder)}
+    return run(sys.executable, str(script), "--targets", target, **environment)
+
+
+# In processes of their own: Triton decides when a kernel is defined whether it will be compiled or
+# interpreted.
+ONE_CASE_OF_EACH_FUNCTION = """
+import os
+os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+import torch
+from harness.cli import command_line
+from tools import compile_cases, compile_check, pretended_gpu
+pretended_gpu.DTYPES = {"bf16": torch.bfloat16}
+for lesson, cases in compile_cases.CASES.items():
+    compile_cases.CASES[lesson] = list({case.function: case for case in cases}.values())
+command_line.run_main(compile_check.main)
+"""
+
+
 @pytest.mark.exhaustive
 def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
-    command = sys.executable, "-m", "tools.compile_check", "--targets", "sm_103"
-    result = run(*command, TRITON_CACHE_DIR=str(tmp_path))
+    """Of each function the last case: `make test` compiles all of them beside the tests."""
+    result = compiled_by(ONE_CASE_OF_EACH_FUNCTION, "sm_103", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = ["rmsnorm_fwd", "rmsnorm_bwd", "scale", "swiglu_fwd", "swiglu_bwd", "rope", "adamw"]
     kernels += [f"cross_entropy_{name}" for name in ("fwd", "bwd", "inplace", "scale")]
@@ -93,8 +116,7 @@ def test_amd_note_reads_every_width(value, encoded):
     assert pretended_gpu.amd_note(binary, b".vgpr_count") == 42
 
 
-# In a file and a process of its own: Triton reads a kernel's source from its file, and decides when
-# a kernel is defined whether it will be compiled or interpreted.
+# In a file of its own: Triton reads a kernel's source from there.
 BROKEN_KERNELS = """
 import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
@@ -134,10 +156,7 @@ command_line.run_main(compile_check.main)
 
 @pytest.mark.exhaustive
 def test_kernel_that_spills_and_kernel_that_does_not_compile_fail_the_check(tmp_path):
-    script = tmp_path / "broken_kernels.py"
-    script.write_text(BROKEN_KERNELS)
-    environment = {"PYTHONPATH": str(HERE), "TRITON_CACHE_DIR": str(tmp_path)}
-    result = run(sys.executable, str(script), "--targets", "sm_90", **environment)
+    result = compiled_by(BROKEN_KERNELS, "sm_90", tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     first, second = (line for line in result.stdout.splitlines() if line.startswith("FAILED: "))
     assert "_spilling_kernel" in first and "spills" in first

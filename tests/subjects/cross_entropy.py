@@ -171,6 +171,7 @@ MEAN = Subject(
 ROWS = replace(
     MEAN,
     name="cross_entropy_rows",
+    other_settings=True,
     function=loss("none"),
     reference=reference("none"),
     eager=eager("none"),

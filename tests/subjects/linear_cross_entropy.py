@@ -167,6 +167,7 @@ FORWARD = Subject(
 ROWS = replace(
     FORWARD,
     name="linear_cross_entropy_rows",
+    other_settings=True,
     function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
     reference=reference("none"),
     eager=eager("none"),

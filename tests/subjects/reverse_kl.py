@@ -186,6 +186,7 @@ SUBJECTS = (
     replace(
         MEAN,
         name="reverse_kl_rows",
+        other_settings=True,
         function=TritonReverseKLLoss(**HOT),
         reference=reference(**HOT),
         eager=eager(**HOT),

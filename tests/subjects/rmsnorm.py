@@ -125,6 +125,7 @@ SUBJECTS = (
     replace(
         NORM,
         name="rmsnorm_without_weight",
+        other_settings=True,
         make=make_without_weight,
         large_sizes=(5000, 16_385),
         differentiable=("x",),

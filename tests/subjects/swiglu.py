@@ -92,6 +92,7 @@ SUBJECTS = (
     replace(
         SWIGLU,
         name="swiglu_inplace",
+        other_settings=True,
         function=swiglu_inplace,
         entry=TritonSwiGLU(inplace=True),
         saved=(),
