@@ -22,8 +22,9 @@ from harness.steps import parallel
 from harness.training import checkpoint_files
 from tests.small_workloads import TINY, jsonl, tiny_workload
 from tests.two_processes import made_once, one_gpu_is_too_few
+from tests.warm_processes import HERE, torchrun
 
-HERE = Path(__file__).parents[1]
+STANDALONE = ["--standalone", "--nproc-per-node", "2"]
 SECONDS = 60  # in which those end that wait for one that is gone
 pytestmark = one_gpu_is_too_few
 WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
@@ -32,28 +33,16 @@ EQUAL = [f"{each}-{way}" for way in WAYS for each in processes.PARALLEL]
 EQUAL += [f"fsdp-{way}" for way in MORE]
 
 
-def started(n: int, *command: str) -> subprocess.Popen:
-    """A script in n processes, or in one without torchrun, each with one thread."""
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+def started(*command: str) -> subprocess.Popen:
+    """A script in two processes that torchrun starts, as a user calls it."""
     return subprocess.Popen(
-        [sys.executable, *(several if n > 1 else []), *command],
+        [sys.executable, "-m", "torch.distributed.run", *STANDALONE, *command],
         cwd=HERE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def torchrun(n: int, *command: str, timeout: float = 540) -> subprocess.CompletedProcess:
-    """The same, once it has ended."""
-    with started(n, *command) as several:
-        try:
-            out, err = several.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            several.terminate()  # which torchrun hands on
-            raise
-    return subprocess.CompletedProcess(command, several.returncode, out, err)
 
 
 def run_of(n: int, *command: str) -> str:
@@ -176,13 +165,19 @@ def test_three_processes_divide_what_two_do_not(tmp_path):
     ("how", "said"), [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")]
 )
 def test_when_one_process_fails_all_end(how, said):
-    start = time.perf_counter()
-    outcome = torchrun(2, "-m", "tests.several_processes", how, timeout=3 * SECONDS)
-    assert outcome.returncode != 0 and said in outcome.stderr
+    start, command = time.perf_counter(), ["-m", "tests.several_processes", how]
+    if how == "die":
+        with started(*command) as several:
+            out, err = several.communicate(timeout=3 * SECONDS)
+        code = several.returncode
+    else:
+        outcome = torchrun(2, *command, timeout=3 * SECONDS)
+        code, out, err = outcome.returncode, outcome.stdout, outcome.stderr
+    assert code != 0 and said in err
     assert time.perf_counter() - start < 2 * SECONDS
-    ours = outcome.stderr.partition("torch/distributed/elastic")[0]
+    ours = err.partition("torch/distributed/elastic")[0]
     assert how == "fault" or "Traceback" not in ours.replace("Traceback : ", ""), ours
-    assert "step 1/4" in outcome.stdout and "step 2/4" not in outcome.stdout
+    assert "step 1/4" in out and "step 2/4" not in out
 
 
 @pytest.mark.exhaustive
@@ -258,7 +253,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tm
 def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
     kept = ["--checkpoint", str(tmp_path / "kept")]
     flags = [*TINY, "--seq-len", "8", "--steps", "5000", *kept]
-    with started(2, "finetune_baseline.py", *flags) as several:
+    with started("finetune_baseline.py", *flags) as several:
         for line in several.stdout:
             if line.startswith("step    3/"):
                 break

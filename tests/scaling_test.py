@@ -14,9 +14,9 @@ from harness.model import architecture
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.studies import scaling, scaling_tables
-from tests.parallel_test import torchrun
 from tests.small_workloads import MADE_UP, smaller_config
 from tests.two_processes import one_gpu_is_too_few
+from tests.warm_processes import torchrun
 from tools import page_records, page_step_tables
 from tools.page_outputs import COLUMNS
 
