@@ -39,6 +39,7 @@ cross_entropy_kernel.py, is the module that users call.
 
 import torch
 
+import kernel_support as support
 from cross_entropy_kernel import (
     check_logits,
     count_valid,
@@ -53,15 +54,7 @@ from cross_entropy_kernel import (
     tile_of,
     tile_options,
 )
-from kernel_support import (
-    FLOATS,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    refuse_to_overwrite,
-    tl,
-    triton,
-)
+from kernel_support import FLOATS, tl, triton
 
 # ---- The forward: loss and gradient ----------------------------------------------------------
 
@@ -132,45 +125,42 @@ def _cross_entropy_scale_kernel(
 # ---- Launches on rows that were checked, as in cross_entropy_kernel.py -----------------------
 
 
-def launch_inplace(logits, logits_row_stride, targets, row_loss, n_valid, ignore_index):
-    """Write the rows' losses (n_rows,) fp32 and, over the logits, their gradients.
+def launch_inplace(rows, targets, row_loss, n_valid, ignore_index):
+    """Write the rows' losses and, over the logits, their gradients for a grad_output of 1.
 
-    The gradients are those for a grad_output of 1.  Ignored rows keep their logits: launch_scale
-    zeroes them.
+    Ignored rows keep their logits: launch_scale zeroes them.
     """
-    n_rows, V = targets.numel(), logits.shape[-1]
+    logits, n_rows = rows[0], targets.numel()
     if n_rows > 0:
         n_programs, options = _inplace_options(logits)
-        with on_device_of(logits):
+        with support.on_device_of(logits):
             _cross_entropy_inplace_kernel[(min(n_rows, n_programs),)](
-                logits, logits_row_stride,
+                *rows,
                 targets,
                 row_loss,
                 n_valid,
                 n_rows,
-                V,
+                logits.shape[-1],
                 ignore_index,
                 **options,
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
 
 
-def launch_scale(
-    grad_output, grad_output_stride, dlogits, dlogits_row_stride, targets, ignore_index
-):
+def launch_scale(row_grads, out_rows, targets, ignore_index):
     """Multiply what launch_inplace has left by grad_output, and store zeros in ignored rows."""
-    n_rows, V = targets.numel(), dlogits.shape[-1]
+    dlogits, n_rows = out_rows[0], targets.numel()
     if n_rows > 0:
-        with on_device_of(dlogits):
+        with support.on_device_of(dlogits):
             _cross_entropy_scale_kernel[(n_rows,)](
-                grad_output, grad_output_stride,
-                dlogits, dlogits_row_stride,
+                *row_grads,
+                *out_rows,
                 targets,
-                V,
+                dlogits.shape[-1],
                 ignore_index,
                 **tile_options(dlogits, 4, 4),
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
 
 
 def _inplace_options(logits):
@@ -203,7 +193,7 @@ def _inplace_result(logits, targets, ignore_index=-100, reduction="mean"):
     return logits.new_empty(shape, dtype=torch.float32)
 
 
-@operator(
+@support.operator(
     "tutorial::cross_entropy_inplace",
     "(Tensor(a!) logits, Tensor targets, int ignore_index=-100, str reduction='mean') -> Tensor",
     _inplace_result,
@@ -217,10 +207,11 @@ def cross_entropy_inplace(logits, targets, ignore_index=-100, reduction="mean"):
     contiguous, are refused.
     """
     check_logits(logits, targets, reduction)
-    refuse_to_overwrite(logits=logits)
+    support.refuse_to_overwrite(logits=logits)
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)  # (...) fp32
     n_valid = count_valid(targets, ignore_index, reduction)
-    launch_inplace(logits, logits.shape[-1], targets.contiguous(), row_loss, n_valid, ignore_index)
+    rows = logits, logits.shape[-1]
+    launch_inplace(rows, targets.contiguous(), row_loss, n_valid, ignore_index)
     return reduced(row_loss, reduction)
 
 
@@ -231,8 +222,8 @@ def cross_entropy_scale(grad_output, dlogits, targets, ignore_index=-100):
     """
     of_rows = ("...",) if grad_output.ndim else ()
     check_logits(dlogits, targets, "mean", ("grad_output", grad_output, FLOATS, of_rows))
-    row_grads = row_gradients(grad_output)
-    launch_scale(*row_grads, dlogits, dlogits.shape[-1], targets.contiguous(), ignore_index)
+    rows = dlogits, dlogits.shape[-1]
+    launch_scale(row_gradients(grad_output), rows, targets.contiguous(), ignore_index)
 
 
 # ---- For autograd ----------------------------------------------------------------------------
@@ -248,7 +239,7 @@ class InplaceCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, ignore_index, reduction):
         if torch.compiler.is_compiling():
-            refuse_to_overwrite(logits=logits)  # inside of the operator nothing is a leaf
+            support.refuse_to_overwrite(logits=logits)  # inside of the operator nothing is a leaf
         loss = cross_entropy_inplace(logits, targets, ignore_index, reduction)
         if not torch.compiler.is_compiling():  # there the operator says what it writes
             torch.autograd.graph.increment_version(logits)
@@ -258,7 +249,7 @@ class InplaceCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative("TritonCrossEntropyLoss")
+        support.refuse_second_derivative("TritonCrossEntropyLoss")
         dlogits, targets = ctx.saved_tensors
         if torch.compiler.is_compiling():  # the compiler writes this over the logits
             row_grads = grad_output.expand(targets.shape).unsqueeze(-1)

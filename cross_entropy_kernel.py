@@ -56,18 +56,8 @@ TypeError or a ValueError.
 import torch
 import torch.nn.functional as F
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    INTEGERS,
-    as_rows,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, FP32, INTEGERS, tl, triton
 
 
 def cross_entropy_reference(logits, targets, ignore_index=-100, reduction="mean"):
@@ -146,7 +136,7 @@ def _plain_bwd_kernel(
 
 
 class PlainCrossEntropyFunction(torch.autograd.Function):
-    """`PlainCrossEntropyFunction.apply(logits, targets)`: the mean loss by the plain kernels.
+    """`.apply(logits, targets)`: the mean loss by the plain kernels.
 
     logits (n_rows, V) are contiguous and without -inf, targets (n_rows,) lie in [0, V).  Nothing is
     checked.  The kernels that are used have the same blocks and warps.
@@ -444,59 +434,52 @@ def _cross_entropy_bwd_kernel(
 
 # ---- Launches on rows that were checked: nothing is validated here ---------------------------
 #
-#   logits, dlogits: (n_rows, V), or (..., V) contiguous, of any row stride; n_rows may be 0.
+#   rows, out_rows: logits and dlogits, (n_rows, V), or (..., V) contiguous, each with its row
+#     stride, which may be any; n_rows may be 0.
 #   targets: (n_rows,) int64 or int32, contiguous.
 #   row_loss: (n_rows,) fp32, written.  stats: (n_rows, 3) fp32: m, d and m's unit.
 #   n_valid: () int64, the rows that count in the mean, in these rows and elsewhere; None: no mean.
-#   grad_output: (n_rows,), dL/dloss of each row, before the mean; or () with a stride of 0.
+#   row_grads: (n_rows,), dL/dloss of each row, before the mean, with its stride; or () with 0.
 
 
-def launch_forward(logits, logits_row_stride, targets, row_loss, stats, n_valid, ignore_index):
+def launch_forward(rows, targets, row_loss, stats, n_valid, ignore_index):
     """Write the rows' losses and statistics."""
-    n_rows, V = targets.numel(), logits.shape[-1]
+    logits, n_rows = rows[0], targets.numel()
     if n_rows > 0:
-        with on_device_of(logits):
+        with support.on_device_of(logits):
             _cross_entropy_fwd_kernel[(n_rows,)](
-                logits, logits_row_stride,
+                *rows,
                 targets,
                 row_loss,
                 stats,
                 n_valid,
-                V,
+                logits.shape[-1],
                 ignore_index,
                 **tile_options(logits, 4),
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
 
 
-def launch_backward(
-    grad_output, grad_output_stride,
-    logits, logits_row_stride,
-    targets,
-    stats,
-    n_valid,
-    dlogits, dlogits_row_stride,
-    ignore_index,
-):  # fmt: skip
+def launch_backward(row_grads, rows, targets, stats, n_valid, out_rows, ignore_index):
     """Write the rows' gradients, from the statistics that launch_forward has written.
 
-    The row strides of logits and dlogits are equal modulo 8.  dlogits may be the logits themselves.
+    The row strides of rows and out_rows are equal modulo 8.  Both may be the same memory.
     """
-    n_rows, V = targets.numel(), logits.shape[-1]
+    logits, n_rows = rows[0], targets.numel()
     if n_rows > 0:
-        with on_device_of(logits):
+        with support.on_device_of(logits):
             _cross_entropy_bwd_kernel[(n_rows,)](
-                grad_output, grad_output_stride,
-                logits, logits_row_stride,
+                *row_grads,
+                *rows,
                 targets,
                 stats,
                 n_valid,
-                dlogits, dlogits_row_stride,
-                V,
+                *out_rows,
+                logits.shape[-1],
                 ignore_index,
                 **tile_options(logits, 16, 4),
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
 
 
 def tile_options(logits, warps, tile_rows=None):
@@ -519,7 +502,7 @@ def check_logits(logits, targets, reduction="mean", *others) -> int:
 
     others: further arguments of check_tensors.
     """
-    lengths = check_tensors(
+    lengths = support.check_tensors(
         ("logits", logits, FLOATS, ("...", "V")), ("targets", targets, INTEGERS, ("...",)), *others
     )
     if lengths["V"] == 0:
@@ -531,8 +514,8 @@ def check_logits(logits, targets, reduction="mean", *others) -> int:
 
 def check_reduction(reduction):
     if reduction not in ("mean", "sum", "none"):
-        given = f"reduction is {reduction!r}"
-        raise ValueError(f"{given}, expected 'mean', 'sum' or 'none': choose one.")
+        expected = "expected 'mean', 'sum' or 'none': choose one."
+        raise ValueError(f"reduction is {reduction!r}, {expected}")
 
 
 def count_valid(targets, ignore_index, reduction):
@@ -542,11 +525,9 @@ def count_valid(targets, ignore_index, reduction):
 
 def reduced(row_loss, reduction):
     """Return the loss from the rows' losses (...), which the kernels have divided for a mean."""
-    if reduction == "none":
-        return row_loss
     if reduction == "mean" and row_loss.numel() == 0:
         return row_loss.mean()  # NaN, as in PyTorch
-    return row_loss.sum()
+    return row_loss if reduction == "none" else row_loss.sum()
 
 
 def row_gradients(grad_output):
@@ -555,24 +536,22 @@ def row_gradients(grad_output):
     return row_grads, row_grads.stride(0) if row_grads.ndim else 0
 
 
-def _row_results(logits, targets, ignore_index, reduction):
-    """Return the rows' losses (...) and statistics, not yet written, and n_valid."""
+def _forward(logits, targets, ignore_index=-100, reduction="mean", launch=None):
+    """Return the forward's results; not yet written without a `launch`."""
     n_rows = check_logits(logits, targets, reduction)
     row_loss = logits.new_empty(targets.shape, dtype=torch.float32)  # (...) fp32
     stats = logits.new_empty((n_rows, 3), dtype=torch.float32)  # (n_rows, 3) fp32
-    return row_loss, stats, count_valid(targets, ignore_index, reduction)
+    n_valid = count_valid(targets, ignore_index, reduction)
+    if launch is not None:
+        rows = support.as_rows(logits)
+        launch(rows, targets.contiguous(), row_loss, stats, n_valid, ignore_index)
+    return reduced(row_loss, reduction), stats, n_valid
 
 
-def _forward_results(logits, targets, ignore_index=-100, reduction="mean"):
-    """Return the forward's results, not yet written."""
-    row_loss, *others = _row_results(logits, targets, ignore_index, reduction)
-    return reduced(row_loss, reduction), *others
-
-
-@operator(
+@support.operator(
     "tutorial::cross_entropy_forward",
     "(Tensor logits, Tensor targets, int ignore_index=-100, str reduction='mean') -> Tensor[]",
-    _forward_results,
+    _forward,
     present=lambda x, t, ignored=-100, reduction="mean": (True, True, reduction == "mean"),
 )
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
@@ -582,10 +561,7 @@ def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
     of each row for the backward.  n_valid () int64 is the number of rows that count in a mean; None
     unless the loss is a mean.
     """
-    row_loss, stats, n_valid = _row_results(logits, targets, ignore_index, reduction)
-    rows = as_rows(logits)
-    launch_forward(*rows, targets.contiguous(), row_loss, stats, n_valid, ignore_index)
-    return reduced(row_loss, reduction), stats, n_valid
+    return _forward(logits, targets, ignore_index, reduction, launch_forward)
 
 
 def _new_dlogits(logits, logits_row_stride):
@@ -596,11 +572,11 @@ def _new_dlogits(logits, logits_row_stride):
     return dlogits.view(logits.shape), row_stride
 
 
-@operator(
+@support.operator(
     "tutorial::cross_entropy_backward",
     "(Tensor grad_output, Tensor logits, Tensor targets, Tensor stats, Tensor? n_valid, "
     "int ignore_index=-100) -> Tensor",
-    lambda grad_output, logits, *others: _new_dlogits(logits, as_rows(logits)[1])[0],
+    lambda grad_output, logits, *others: _new_dlogits(logits, support.as_rows(logits)[1])[0],
 )
 def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_index=-100):
     """Return dlogits (..., V) in logits' dtype, from what a forward was given and returned.
@@ -610,11 +586,11 @@ def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_
     of_rows = ("...",) if grad_output.ndim else ()
     others = ("grad_output", grad_output, FLOATS, of_rows), ("stats", stats, FP32, ("n_rows", 3))
     check_logits(logits, targets, "mean", *others)
-    rows = as_rows(logits)
-    dlogits, dlogits_row_stride = _new_dlogits(logits, rows[1])
+    rows = support.as_rows(logits)
+    out_rows = _new_dlogits(logits, rows[1])
     row_grads, saved = row_gradients(grad_output), (targets.contiguous(), stats, n_valid)
-    launch_backward(*row_grads, *rows, *saved, dlogits, dlogits_row_stride, ignore_index)
-    return dlogits
+    launch_backward(row_grads, rows, *saved, out_rows, ignore_index)
+    return out_rows[0]
 
 
 # ---- For autograd, and as a module -----------------------------------------------------------
@@ -632,7 +608,7 @@ class FusedCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative("TritonCrossEntropyLoss")
+        support.refuse_second_derivative("TritonCrossEntropyLoss")
         dlogits = cross_entropy_backward(grad_output, *ctx.saved_tensors, ctx.ignore_index)
         return dlogits, None, None, None
 

@@ -80,7 +80,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
 
     with torch.cuda.stream(stream):
         for batches in warmup:
-            profiler.timed_step(called, optimizer, batches)
+            stepping.timed_step(called, optimizer, batches)
         resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
         if graph:
             profile, profiled_ms = profile_operations()
@@ -90,7 +90,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         if graph:
             take_step = stepping.captured_step(called, optimizer, timed[0], stream)
         with power.PowerMeter() as meter:
-            step_ms = [profiler.timed_step(called, optimizer, step, take_step) for step in timed]
+            clocked = [stepping.timed_step(called, optimizer, step, take_step) for step in timed]
+        step_ms = [1e3 * seconds for _, seconds in clocked]
         peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
         if HAS_GPU:
             replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
@@ -145,28 +146,21 @@ def render(record: dict) -> str:
     """Return everything that the script prints about a run."""
     device = record["device"]
     kind = "GPU" if device == "CUDA" else "CPU"
-    trace_mb = record["trace_bytes"] / 1e6
-    return "\n".join(
-        [
-            environment_line(record["environment"]),
-            workload_line(record),
-            *([profile_tables.OF_A_GRAPH] if record.get("cuda_graph") else []),
-            "",
-            title(f"Top {profile_tables.TOP} {device} Operations by Total {kind} Time"),
-            profile_tables.operations_table(record),
-            "",
-            profile_tables.parts_table("Category", record["categories"], device),
-            "",
-            profile_tables.parts_table("Phase", record["phases"], device),
-            "",
-            profile_tables.totals(record),
-            "",
-            profile_tables.diagnosis(record),
-            "",
-            f"Chrome trace: {record['trace']} ({trace_mb:.1f} MB); "
-            "open it in https://ui.perfetto.dev",
-        ]
-    )
+    heading = [environment_line(record["environment"]), workload_line(record)]
+    if record.get("cuda_graph"):
+        heading.append(profile_tables.OF_A_GRAPH)
+    blocks = [
+        "\n".join(heading),
+        f"{title(f'Top {profile_tables.TOP} {device} Operations by Total {kind} Time')}\n"
+        f"{profile_tables.operations_table(record)}",
+        profile_tables.parts_table("Category", record["categories"], device),
+        profile_tables.parts_table("Phase", record["phases"], device),
+        profile_tables.totals(record),
+        profile_tables.diagnosis(record),
+        f"Chrome trace: {record['trace']} ({record['trace_bytes'] / 1e6:.1f} MB); "
+        "open it in https://ui.perfetto.dev",
+    ]
+    return "\n\n".join(blocks)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -180,16 +174,20 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def default_trace(workload: Workload) -> str:
-    model = Path(workload.model).resolve().name
-    kernels = "+".join(workload.kernels) or "baseline"
-    kernels += f"-lora{workload.lora_rank}-{workload.lora_targets}" if workload.lora_rank else ""
-    kernels += f"-{workload.quantize}" if workload.quantize else ""
-    kernels += f"-fp8-{workload.fp8}" if workload.fp8 else ""
-    kernels += f"-accumulate{workload.accumulate}" if workload.accumulate else ""
-    kernels += f"-{workload.recompute}" * bool(workload.recompute) + "-offload" * workload.offload
-    kernels += "-cuda_graph" * workload.cuda_graph
-    kernels += f"-{workload.parallel}-{workload.world_size}" if workload.parallel else ""
-    return f"traces/{model}-{workload.batch_size}x{workload.seq_len}-{kernels}.json"
+    name = [
+        Path(workload.model).resolve().name,
+        f"{workload.batch_size}x{workload.seq_len}",
+        "+".join(workload.kernels) or "baseline",
+        workload.lora_rank and f"lora{workload.lora_rank}-{workload.lora_targets}",
+        workload.quantize,
+        workload.fp8 and f"fp8-{workload.fp8}",
+        workload.accumulate and f"accumulate{workload.accumulate}",
+        workload.recompute,
+        workload.offload and "offload",
+        workload.cuda_graph and "cuda_graph",
+        workload.parallel and f"{workload.parallel}-{workload.world_size}",
+    ]
+    return f"traces/{'-'.join(filter(None, name))}.json"
 
 
 def main() -> None:

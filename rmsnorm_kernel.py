@@ -48,23 +48,13 @@ Without a weight (elementwise_affine=False) y is x_hat, and there is no dw.
 
 Limits: fp16, bf16, fp32; no second derivative; H up to 32,768, because one program holds a whole
 row in its registers.  Above H = 16,384 (8,192 in fp32) the backward runs out of them and spills:
-correct, but slower.
+correct, but slower.  The launchers refuse other tensors with a TypeError or a ValueError.
 """
 
 import torch
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    as_rows,
-    check_tensors,
-    n_multiprocessors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, FP32, tl, triton
 
 MAX_HIDDEN_SIZE = 32_768
 MAX_DW_PARTIAL_BYTES = 8 * 2**20  # the backward's scratch buffer, however many rows there are
@@ -187,14 +177,7 @@ def _rmsnorm_bwd_kernel(
 # it is needed.  H = 16,384, 16,384 rows on an H200: 415 us, with w held 587.  Shorter rows are up
 # to 6 % faster with w held.
 @triton.jit
-def _held_or_loaded(
-    held,
-    w_ptr,
-    cols,
-    mask,
-    hint: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+def _held_or_loaded(held, w_ptr, cols, mask, hint: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     w = held
     if w_ptr is not None and BLOCK_SIZE > 8192:
         w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy=hint).to(tl.float32)
@@ -227,7 +210,7 @@ def _rmsnorm_dw_kernel(
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, dy=None, rstd=None) -> int:
     """Refuse what the kernels cannot compute; return the number of rows."""
-    lengths = check_tensors(
+    lengths = support.check_tensors(
         ("x", x, FLOATS, ("...", "H")),
         ("weight?", weight, FLOATS, ("H",)),
         ("dy?", dy, FLOATS, ("...", "H")),
@@ -248,26 +231,21 @@ def _forward_results(x, weight, eps):
     return y, rstd
 
 
-@operator(
+@support.operator(
     "tutorial::rmsnorm_forward",
     "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
     _forward_results,
 )
-def rmsnorm_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rmsnorm_forward(x, weight, eps):
     """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
 
-    weight (H,) may be None.
-
-    Raises:
-        TypeError, ValueError: the kernels cannot take a tensor.
+    x is (..., H).  weight is (H,) or None.
     """
     y, rstd = _forward_results(x, weight, eps)
-    rows, row_stride = as_rows(x)
+    rows, row_stride = support.as_rows(x)
     n_rows, H = rstd.numel(), x.shape[-1]
     if n_rows > 0:
-        with on_device_of(x):
+        with support.on_device_of(x):
             _rmsnorm_fwd_kernel[(n_rows,)](
                 rows, row_stride,
                 None if weight is None else weight.contiguous(),
@@ -289,32 +267,23 @@ def _backward_results(dy, x, weight, rstd, need_dweight=True):
     return dx, torch.empty_like(weight) if need_dweight and weight is not None else None
 
 
-@operator(
+@support.operator(
     "tutorial::rmsnorm_backward",
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight=True) -> Tensor[]",
     _backward_results,
     present=lambda dy, x, weight, rstd, need=True: (True, need and weight is not None),
 )
-def rmsnorm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    need_dweight: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rmsnorm_backward(dy, x, weight, rstd, need_dweight=True):
     """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed.
 
-    weight (H,) may be None.
-
-    Raises:
-        TypeError, ValueError: the kernels cannot take a tensor.
+    dy is (..., H).  x and weight are the forward's arguments, rstd is its result.
     """
     dx, dweight = _backward_results(dy, x, weight, rstd, need_dweight)
     n_rows, H = rstd.numel(), x.shape[-1]
     if n_rows == 0:
         return dx, None if dweight is None else dweight.zero_()
-    dy_rows, dy_row_stride = as_rows(dy)
-    x_rows, x_row_stride = as_rows(x)
+    dy_rows, dy_row_stride = support.as_rows(dy)
+    x_rows, x_row_stride = support.as_rows(x)
     n_programs, stages = _backward_options(H, H * (dy.element_size() + x.element_size()), x.device)
     n_programs = min(n_rows, n_programs)
     options = _options(H)
@@ -323,7 +292,7 @@ def rmsnorm_backward(
     dw_partial = None  # (n_programs, H) fp32
     if dweight is not None:
         dw_partial = x.new_empty((n_programs, H), dtype=torch.float32)
-    with on_device_of(x):
+    with support.on_device_of(x):
         _rmsnorm_bwd_kernel[(n_programs,)](
             dy_rows, dy_row_stride,
             x_rows, x_row_stride,
@@ -360,7 +329,7 @@ def _backward_options(H: int, row_bytes: int, device: torch.device) -> tuple[int
     if device.type != "cuda":
         return 4, 1  # few enough to make the programs loop on a CPU too
     per_processor = 4 if H <= 2048 else 2 if H <= 4096 else 1
-    n_programs = per_processor * n_multiprocessors(device)
+    n_programs = per_processor * support.n_multiprocessors(device)
     row_share = per_processor * row_bytes / 2**16
     stages = 1 if H > 8192 else 4 if 3 * row_share <= 1 else 3 if 2 * row_share <= 1 else 2
     return min(n_programs, MAX_DW_PARTIAL_BYTES // (4 * H)), stages
@@ -380,7 +349,7 @@ class TritonRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative("TritonRMSNorm")
+        support.refuse_second_derivative("TritonRMSNorm")
         x, weight, rstd = ctx.saved_tensors
         need_dweight = ctx.needs_input_grad[1]
         dx, dweight = rmsnorm_backward(dy, x, weight, rstd, need_dweight)
@@ -395,14 +364,7 @@ class TritonRMSNorm(torch.nn.Module):
     PyTorch's own default depends on the dtype.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, hidden_size, eps=1e-5, elementwise_affine=True, device=None, dtype=None):
         super().__init__()
         if isinstance(hidden_size, (tuple, list)):
             given = f"hidden_size is {hidden_size!r}"
@@ -416,10 +378,7 @@ class TritonRMSNorm(torch.nn.Module):
 
     @classmethod
     def from_llama_rmsnorm(cls, module: torch.nn.Module) -> "TritonRMSNorm":
-        """Take over a LlamaRMSNorm.
-
-        The weight is shared, not copied, so an optimizer may already hold it.
-        """
+        """Take over a LlamaRMSNorm.  The weight is shared, so an optimizer may already hold it."""
         norm = cls(module.weight.shape[0], module.variance_epsilon)
         norm.weight = module.weight
         return norm.train(module.training)

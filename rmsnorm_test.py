@@ -6,8 +6,7 @@
 A kernel is judged against float64 and allowed twice the error of eager PyTorch.  Why:
 harness/benchmark/checking.py.  Without a GPU the kernels run on the CPU, in Triton's interpreter.
 The tests that every function of this project has to pass are in tests/contracts_*_test.py, those
-of this kernel alone in
-tests/rmsnorm_more_test.py.
+of this kernel alone in tests/rmsnorm_more_test.py.
 """
 
 from harness.cli import command_line
@@ -18,18 +17,10 @@ if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    DTYPE_NAME,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    compare,
-    print_tests,
-    print_title,
-    print_verdict,
-)
+from harness.benchmark import checking
+from harness.benchmark.checking import DEVICE, HAS_GPU
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+from tests import printing
 
 EPS = 1e-5
 # (B, T, H); LLaMA 3.1 8B has H = 4096
@@ -42,11 +33,9 @@ def norm(x, weight, eps=EPS):
 
 
 def make_inputs(shape, dtype):
-    """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
-    constant.
+    """Return x with a mean, weights of both signs and far from 1, and a gradient that varies.
 
-    With weights of 1 and a constant gradient, half of the mistakes that a kernel can make would not
-    show.
+    Weights of 1 and a constant gradient would hide half of the mistakes that a kernel can make.
     """
     generator = torch.Generator().manual_seed(0)
     x = 0.5 + 1.5 * torch.randn(shape, generator=generator)
@@ -62,27 +51,29 @@ def run(function, x, weight, dy, eps=EPS):
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
-def check_against_float64(name, x, weight, dy) -> list[Check]:
+def check_against_float64(name, x, weight, dy) -> list[checking.Check]:
     """The kernel's y, dx and dw, each against float64 of the same inputs."""
     ours = run(norm, x, weight, dy)
     ref64 = run(rmsnorm_reference, x.double(), weight.double(), dy.double())
     eager = run(rmsnorm_reference, x, weight, dy)
     parts = ("Forward", "Backward (dx)", "Backward (dw)")
-    return [compare(f"{name} {part}", *abc) for part, *abc in zip(parts, ours, ref64, eager)]
+    return [
+        checking.compare(f"{name} {part}", *abc) for part, *abc in zip(parts, ours, ref64, eager)
+    ]
 
 
-def dtype_checks(dtype) -> list[Check]:
-    return check_against_float64(DTYPE_NAME[dtype], *make_inputs(SHAPE, dtype))
+def dtype_checks(dtype) -> list[checking.Check]:
+    return check_against_float64(checking.DTYPE_NAME[dtype], *make_inputs(SHAPE, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_forward_and_backward_match_float64(dtype):
-    assert_all_passed(dtype_checks(dtype))
+    checking.assert_all_passed(dtype_checks(dtype))
 
 
 @pytest.mark.parametrize("H", [1000, 1023, 1025])  # the block is a power of two: the rest is masked
 def test_masked_lanes_do_not_leak_into_the_row(H):
-    assert_all_passed(check_against_float64(f"H={H}", *make_inputs((5, H), torch.float32)))
+    checking.assert_all_passed(check_against_float64(f"H={H}", *make_inputs((5, H), torch.float32)))
 
 
 @pytest.mark.parametrize("which", [0, 2], ids=["x", "dy"])
@@ -90,7 +81,7 @@ def test_rows_need_not_lie_one_after_the_other(which):
     inputs = make_inputs((5, 3, 64), torch.float32)
     inputs[which] = inputs[which].transpose(0, 1).contiguous().transpose(0, 1)
     assert not inputs[which].is_contiguous()
-    assert_all_passed(check_against_float64("transposed", *inputs))
+    checking.assert_all_passed(check_against_float64("transposed", *inputs))
 
 
 def test_sum_backward_sends_a_gradient_of_stride_zero():
@@ -100,13 +91,11 @@ def test_sum_backward_sends_a_gradient_of_stride_zero():
     x, weight, _ = make_inputs((3, 4, 64), torch.float32)
     one = torch.ones((), device=DEVICE).expand(x.shape)
     assert one.stride() == (0, 0, 0)
-    assert_all_passed(check_against_float64("sum", x, weight, one))
+    checking.assert_all_passed(check_against_float64("sum", x, weight, one))
 
 
 def wrong_answers(x, weight, dy):
-    """name -> (which of y, dx, dw it poses as, the answer): each the right one but for one
-    mistake.
-    """
+    """Return by name: which of y, dx, dw it poses as, and the right answer but for one mistake."""
     x_hat = rmsnorm_reference(x, torch.ones_like(weight), EPS)
     _, dx, dw = run(rmsnorm_reference, x, weight, dy)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -125,15 +114,15 @@ def test_wrong_answers_are_rejected(dtype):
     wide = [t.double() for t in inputs]
     eager, ref64 = run(rmsnorm_reference, *inputs), run(rmsnorm_reference, *wide)
     for part, right in enumerate(ref64):
-        assert compare("right", right.to(dtype), right, eager[part]).passed
+        assert checking.compare("right", right.to(dtype), right, eager[part]).passed
     for name, (part, answer) in wrong_answers(*wide).items():
-        assert not compare(name, answer.to(dtype), ref64[part], eager[part]).passed
+        assert not checking.compare(name, answer.to(dtype), ref64[part], eager[part]).passed
 
 
 def main() -> int:
-    print_title("RMSNorm")
-    passed = print_tests(DTYPES, dtype_checks)
-    return print_verdict("RMSNorm correctness", passed)
+    printing.title("RMSNorm")
+    passed = checking.print_tests(DTYPES, dtype_checks)
+    return printing.verdict("RMSNorm correctness", passed)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,13 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    compare,
-    print_tests,
-    print_title,
-    print_verdict,
-)
+from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
 from harness.cli import command_line
 from kernel_support import tl, triton
 from next_steps.lessons import adamw_kernel
 from next_steps.lessons.adamw_kernel import _one_minus_power, _store, adamw_reference, adamw_step
 from next_steps.lessons.adamw_optimizer import TritonAdamW
+from tests import printing
 from tests.fixtures import needs_gpu
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -681,8 +673,8 @@ def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(
 
 def main() -> int:
     command_line.Parser(__doc__).parse_args()
-    print_title("AdamW")
-    passed = print_tests({kind: kind for kind in KINDS}, kind_checks)
+    printing.title("AdamW")
+    passed = printing.cases({kind: kind for kind in KINDS}, kind_checks)
     print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
     print("  moved by one step, and how far all go in 5 steps, in units of lr:")
     for name, (moved, distance) in moved_weights().items():
@@ -690,7 +682,7 @@ def main() -> int:
     print("\nLoss of a small network after 40 steps")
     for name, loss in small_model_losses().items():
         print(f"  {name:<26} {loss:.4f}")
-    return print_verdict("AdamW correctness", passed)
+    return printing.verdict("AdamW correctness", passed)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ LESSONS = {  # the lesson: files beside it, and what is run of it
         [],
         "adamw_step(other, x.detach(), m, m.abs(), steps, 1e-2, 0.9, 0.999, 1e-8, 0.1) or other",
     ),
-    "reverse_kl_kernel": ([], "TritonReverseKLLoss()(x, other)"),
+    "reverse_kl_kernel": (["cross_entropy_kernel"], "TritonReverseKLLoss()(x, other)"),
     "fp8_kernel": ([], "dequantize(lesson.quantize_rows(x), x.dtype)"),
     "nf4_kernel": (
         [],

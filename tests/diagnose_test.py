@@ -173,7 +173,7 @@ def test_idle_time_is_a_cost_of_its_own():
 def test_waiting_that_the_recording_adds_is_not_counted():
     record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
     record["timeline"]["step_ms"] = 1.25  # 1.00 unrecorded, in 0.90 of which the GPU is busy
-    launches, synchronization = diagnose.judge_idle(record).values()
+    launches, synchronization = diagnose.losses(record)
     assert (launches.us, synchronization.us) == pytest.approx((60.0, 40.0))
     assert diagnose.host_us(record) == pytest.approx(8.0)
     # gaps between kernels that were queued are the GPU's own

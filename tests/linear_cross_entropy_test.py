@@ -30,9 +30,6 @@ from harness.benchmark.checking import (
     HAS_GPU,
     Check,
     assert_all_passed,
-    print_tests,
-    print_title,
-    print_verdict,
     relative_error,
 )
 from harness.steps import timing
@@ -43,7 +40,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_reference,
     scale_gradient,
 )
-from tests import tiles
+from tests import printing, tiles
 from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
     MAGNITUDES,
     check_every_row,
@@ -612,7 +609,7 @@ def print_memory() -> bool:
 
 
 def main() -> int:
-    print_title("Linear + Cross-Entropy")
+    printing.title("Linear + Cross-Entropy")
     print(f"{N_ROWS} rows, H = {H:,}, V = {V:,}.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
 
@@ -622,10 +619,10 @@ def main() -> int:
         return checks(replace(subject, name=DTYPE_NAME[dtype]), *named(*inputs))
 
     titles = "Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"
-    passed = print_tests(dict(zip(titles, DTYPES)), checks_of)
+    passed = printing.cases(dict(zip(titles, DTYPES)), checks_of)
     passed &= print_errors_of_dweight()
     passed &= print_memory()
-    return print_verdict("linear + cross-entropy", passed)
+    return printing.verdict("linear + cross-entropy", passed)
 
 
 if __name__ == "__main__":

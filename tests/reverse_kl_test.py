@@ -29,10 +29,6 @@ from harness.benchmark.checking import (
     Check,
     assert_all_passed,
     compare,
-    print_checks,
-    print_loss,
-    print_title,
-    print_verdict,
 )
 from harness.steps import timing
 from next_steps.lessons import reverse_kl_kernel
@@ -44,7 +40,7 @@ from next_steps.lessons.reverse_kl_kernel import (
     reverse_kl_forward,
     reverse_kl_reference,
 )
-from tests import tiles
+from tests import printing, tiles
 from tests.cross_entropy_more_test import (  # noqa: F401  pytest takes the latter two
     assert_only_row_3_differs,
     pytestmark,
@@ -702,7 +698,7 @@ def main() -> int:
         warnings.simplefilter(
             "ignore", RuntimeWarning
         )  # NumPy's, of the interpreter's inf - inf in masked lanes
-    print_title("Reverse-KL")
+    printing.title("Reverse-KL")
     print(f"{N_ROWS} rows of {V:,} logits.  error: against float64.", end="  ")
     print("allowed: twice eager's, plus a floor.")
     passed = True
@@ -721,10 +717,10 @@ def main() -> int:
             )
             for check in compare_parts(subject, ours, inputs, ref64, eagers)
         )
-        passed &= print_loss(loss, ref64["loss"], ours["loss"])
-        passed &= print_checks(gradients)
+        passed &= printing.loss(loss, ref64["loss"], ours["loss"])
+        passed &= printing.checks(gradients)
     passed &= print_memory()
-    return print_verdict("reverse-KL", passed)
+    return printing.verdict("reverse-KL", passed)
 
 
 if __name__ == "__main__":

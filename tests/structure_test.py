@@ -123,10 +123,11 @@ def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
 def test_a_lesson_can_be_carried_away(module):
     """It needs kernel_support beside it.
 
-    The gradient in place and linear + cross-entropy need the lessons that they are made of, too.
+    The gradient in place, linear + cross-entropy and reverse KL need the lessons that they are made
+    of, too.
     """
     beside = {SUPPORT}
-    if "cross_entropy" in module:
+    if "cross_entropy" in module or "reverse_kl" in module:
         beside |= {"cross_entropy_kernel", "cross_entropy_inplace_kernel"}
     assert imports(module) and imports(module) <= beside
 

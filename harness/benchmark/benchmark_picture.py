@@ -2,21 +2,8 @@
 
 from collections.abc import Iterator
 
-from harness.benchmark.benchmark_specs import (
-    BANDWIDTH,
-    COMPILED,
-    EAGER,
-    FORMULA,
-    HOST_FLOOR,
-    ONE_TILE,
-    OURS,
-    PLAIN,
-    SEPARATE,
-    SPECS,
-    TWO_KERNELS,
-    Rate,
-    numbers,
-)
+from harness.benchmark import benchmark_specs as specs
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
 from harness.benchmark.benchmark_tables import gpu_line, sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 
@@ -25,35 +12,33 @@ HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7
 # One colour per library; apart for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = {
     OURS: "#D55E00",
-    EAGER: "#999999",
-    FORMULA: "#999999",
+    specs.EAGER: "#999999",
+    specs.FORMULA: "#999999",
     "F.linear_": "#F0E442",
     "F.kl_div in fp32": "#999999",
     "F.": "#56B4E9",
-    ONE_TILE: "#E69F00",
+    specs.ONE_TILE: "#E69F00",
     COMPILED: "#0072B2",
     "torch.optim.AdamW,": "#56B4E9",
     "torch.optim": "#999999",
     "Liger": "#CC79A7",
     "QuACK": "#009E73",
     "bitsandbytes": "#009E73",
-    HOST_FLOOR: "#000000",
+    specs.HOST_FLOOR: "#000000",
 }
-
-
-def digits():
-    """Return a formatter of an axis."""
-    from matplotlib.ticker import FuncFormatter
-
-    return FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def line_style(name: str) -> dict:
     """Return the style: a library's colour, and a marker for the variant (in place, ...)."""
     colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
-    variants = f"{OURS} under {COMPILED}", f"{OURS}, stochastic rounding", TWO_KERNELS, SEPARATE
-    marker = "^" if name in variants else "s" if name.endswith("in place") else "o"
-    marker = "v" if name == PLAIN else marker
+    markers = {
+        f"{OURS} under {COMPILED}": "^",
+        f"{OURS}, stochastic rounding": "^",
+        specs.TWO_KERNELS: "^",
+        specs.SEPARATE: "^",
+        specs.PLAIN: "v",
+    }
+    marker = markers.get(name, "s" if name.endswith("in place") else "o")
     width = 2.5 if name.startswith(OURS) else 1.5
     return {"color": colour, "marker": marker, "markersize": 6, "linewidth": width}
 
@@ -72,7 +57,7 @@ def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]
             yield kernel, title, spec.dimensions[0].name, points
             continue
         for section in sections:
-            sizes = numbers(section["size"])
+            sizes = specs.numbers(section["size"])
             title = "".join(f", {each.name} {n:,}" for each, n in zip(spec.dimensions, sizes))
             title += ":\n" if len(sizes) > 1 else ": "
             points = [(row["tokens"], row) for row in section["rows"]]
@@ -95,80 +80,69 @@ def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
     (panel.axvline if vertical else panel.axhline)(ceiling, color="black", linewidth=1)
     if vertical:
         place = {"xy": (ceiling, 1), "xycoords": ("data", "axes fraction"), "xytext": (14, -5)}
-        turned = {"va": "top", "rotation": 90}
+        place |= {"va": "top", "rotation": 90}
     else:
         place = {"xy": (0, ceiling), "xycoords": ("axes fraction", "data"), "xytext": (5, 3)}
-        turned = {"va": "bottom", "rotation": 0}
-    panel.annotate(f"measured {rate.ceiling} rate", **place, textcoords="offset points", **turned)
+        place |= {"va": "bottom"}
+    panel.annotate(f"measured {rate.ceiling} rate", textcoords="offset points", **place)
 
 
-def draw_bars(panel, rate: Rate, rows: list[dict], ceiling: float) -> None:
-    """Draw the rates at one size: kernels alone as full bars, host included as frames."""
-    rows = [row for row in reversed(rows) if row[rate.key] is not None]
-    for place, row in enumerate(rows):
-        times, colour = clocks(row), line_style(row["implementation"])["color"]
-        for clock, us in times.items():
-            filled = clock == "kernels alone"
-            height = place + (0 if len(times) == 1 else 0.19 if filled else -0.19)
-            face = {"facecolor": colour} if filled else {"facecolor": "none", "linestyle": "--"}
-            panel.barh(height, rate_at(rate, row, us), 0.36, edgecolor=colour, **face)
-            panel.annotate(
-                f"{us:,.0f} us", (0.015 * ceiling, height), va="center", fontsize="small",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
-            )  # fmt: skip
-    panel.set_yticks(range(len(rows)), [row["implementation"] for row in rows])
-    panel.set(xlim=(0, 1.12 * ceiling), xlabel=f"{rate.name}, higher is better")
-    draw_ceiling(panel, ceiling, rate, vertical=True)
-    panel.grid(axis="x", alpha=0.3)
+def draw_bars(panels, name: str, along: str, rate: Rate, points: list, ceiling: float) -> None:
+    """Draw the rates at each of a few places along x, a panel for each; remove the other panels.
 
-
-def draw_bars_at_each_size(
-    panels, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
-) -> None:
-    """Draw a panel of bars for each of a few places along x; remove the other panels."""
+    Full bars are the kernels alone, frames are a call with the host in it.
+    """
     places = sorted({x for x, _ in points})
     for panel, x in zip(panels, places):
-        draw_bars(panel, rate, [row for place, row in points if place == x], ceiling)
-        panel.xaxis.set_major_formatter(digits())
+        rows = [row for place, row in reversed(points) if place == x and row[rate.key] is not None]
+        for number, row in enumerate(rows):
+            times, colour = clocks(row), line_style(row["implementation"])["color"]
+            for clock, us in times.items():
+                filled = clock == "kernels alone"
+                height = number + (0 if len(times) == 1 else 0.19 if filled else -0.19)
+                face = {"facecolor": colour} if filled else {"facecolor": "none", "linestyle": "--"}
+                panel.barh(height, rate_at(rate, row, us), 0.36, edgecolor=colour, **face)
+                panel.annotate(
+                    f"{us:,.0f} us", (0.015 * ceiling, height), va="center", fontsize="small",
+                    bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+                )  # fmt: skip
+        panel.set_yticks(range(len(rows)), [row["implementation"] for row in rows])
+        panel.set(xlim=(0, 1.12 * ceiling), xlabel=f"{rate.name}, higher is better")
+        draw_ceiling(panel, ceiling, rate, vertical=True)
+        panel.grid(axis="x", alpha=0.3)
+        panel.xaxis.set_major_formatter("{x:,.10g}")
         panel.set_title(f"{name}{x:,} {along}", fontsize="medium")
     for panel in panels[len(places) :]:
         panel.remove()
 
 
-def draw_lines(
-    latency, bandwidth, rate: Rate, points: list[tuple[int, dict]], ceiling: float
-) -> None:
-    """Draw times and rates over the size: kernels alone solid, host included dashed."""
-    highest = ceiling
-    for implementation in dict.fromkeys(row["implementation"] for _, row in points):
-        style = line_style(implementation)
-        rows = [(x, row) for x, row in points if row["implementation"] == implementation]
-        for clock in ("host included", "kernels alone"):
-            measured = [(x, row, clocks(row)[clock]) for x, row in rows if clock in clocks(row)]
-            places, _, times = zip(*measured) if measured else ((), (), ())
-            drawn = style | (HOST_STYLE if clock == "host included" else {})
-            latency.plot(places, times, **drawn)
-            if implementation != HOST_FLOOR:
-                rates = [rate_at(rate, row, us) for _, row, us in measured]
-                bandwidth.plot(places, rates, **drawn)
-                highest = max(highest, *rates, 0)
-    draw_ceiling(bandwidth, ceiling, rate, vertical=False)
-    bandwidth.set(ylim=(0, 1.1 * highest))
+def draw_lines(pair, name: str, along: str, rate: Rate, points: list, ceiling: float) -> None:
+    """Draw time in one panel and the rate in the other, over the places along x.
 
-
-def draw_over_sizes(
-    pair, name: str, along: str, rate: Rate, points: list[tuple[int, dict]], ceiling: float
-) -> None:
-    """Draw time in one panel and the rate in the other, over the places along x."""
+    Solid lines are the kernels alone, dashed lines are a call with the host in it.
+    """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     latency, bandwidth = pair
-    work, speed = ("traffic", "bandwidth") if rate is BANDWIDTH else ("work", "rate")
-    draw_lines(latency, bandwidth, rate, points, ceiling)
+    work, speed = ("traffic", "bandwidth") if rate is specs.BANDWIDTH else ("work", "rate")
+    names, highest = dict.fromkeys(row["implementation"] for _, row in points), ceiling
+    dashed = {"host included": HOST_STYLE, "kernels alone": {}}
+    for implementation in names:
+        rows = [(x, row) for x, row in points if row["implementation"] == implementation]
+        for clock, more in dashed.items():
+            style = line_style(implementation) | more
+            measured = [(x, row, clocks(row)[clock]) for x, row in rows if clock in clocks(row)]
+            places = [x for x, *_ in measured]
+            latency.plot(places, [us for *_, us in measured], **style)
+            if implementation != specs.HOST_FLOOR:
+                rates = [rate_at(rate, row, us) for _, row, us in measured]
+                bandwidth.plot(places, rates, **style)
+                highest = max(highest, *rates, 0)
+    draw_ceiling(bandwidth, ceiling, rate, vertical=False)
     latency.set(yscale="log", ylabel="forward + backward, median (us)")
     latency.set_title(f"{name}time, lower is better")
-    bandwidth.set(ylabel=f"{rate.name} (minimum {work} / median)")
+    bandwidth.set(ylim=(0, 1.1 * highest), ylabel=f"{rate.name} (minimum {work} / median)")
     bandwidth.set_title(f"{name}{speed}, higher is better")
     latency.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     latency.yaxis.set_minor_formatter(NullFormatter())
@@ -176,36 +150,32 @@ def draw_over_sizes(
         panel.set_xscale("log", base=2)
         panel.set_xticks(sorted({x for x, _ in points}))
         panel.xaxis.set_minor_locator(NullLocator())
-        panel.xaxis.set_major_formatter(digits())
-        panel.yaxis.set_major_formatter(digits())
+        panel.xaxis.set_major_formatter("{x:,.10g}")
+        panel.yaxis.set_major_formatter("{x:,.10g}")
         panel.set_xlabel(along)
         panel.grid(alpha=0.3)
-    names = dict.fromkeys(row["implementation"] for _, row in points)
     handles = [Line2D([], [], **line_style(each), label=each) for each in names]
-    clocks = [("solid: the kernels alone", {}), ("dashed: one call, host included", HOST_STYLE)]
-    handles += [Line2D([], [], color="black", **style, label=label) for label, style in clocks]
+    ways = [("solid: the kernels alone", {}), ("dashed: one call, host included", HOST_STYLE)]
+    handles += [Line2D([], [], color="black", **style, label=label) for label, style in ways]
     bandwidth.legend(handles=handles, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def plot(record: dict, path: str) -> None:
     """Draw for each kernel, by both clocks, times over tokens or sizes, and rates."""
     parts = list(panels(record))
+    few = [len({x for x, _ in points}) <= FEW for *_, points in parts]
     columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
     size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
     how = {"figsize": size, "squeeze": False, "layout": "constrained"}
     figure, axes = pyplot().subplots(len(parts), columns, **how)
-    for (kernel, added, along, points), pair in zip(parts, axes):
+    for (kernel, added, along, points), pair, bars in zip(parts, axes, few):
         spec = SPECS[kernel]
         ceiling, name = record[spec.rate.ceiling_key], spec.title + added
-        if len({x for x, _ in points}) <= FEW:
-            draw_bars_at_each_size(pair, name, along, spec.rate, points, ceiling)
-        else:
-            draw_over_sizes(pair, name, along, spec.rate, points, ceiling)
+        (draw_bars if bars else draw_lines)(pair, name, along, spec.rate, points, ceiling)
     env = record["environment"]
     mark = "" if env["gpu"] else NOT_MEANINGFUL
-    bars = any(len({x for x, _ in points}) <= FEW for *_, points in parts)
     figure.suptitle(
         f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}"
-        + ("\nfull bars: the kernels alone; frames: one call, host included" if bars else "")
+        + ("\nfull bars: the kernels alone; frames: one call, host included" if any(few) else "")
     )
     save_plot(figure, path)

@@ -1,15 +1,7 @@
 """What the benchmark prints: the playbook's tables, every implementation, all sizes of a kernel."""
 
-from harness.benchmark.benchmark_specs import (
-    BANDWIDTH,
-    COMPILED,
-    EAGER,
-    IN_PLACE,
-    LLAMA_VOCAB,
-    OURS,
-    SPECS,
-    numbers,
-)
+from harness.benchmark import benchmark_specs as specs
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
 from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
 from harness.records.run_records import ceilings_card
 
@@ -80,14 +72,14 @@ def playbook_table(record: dict, section: dict) -> str:
     lines = [heading(record, name), gpu_line(record["environment"])]
     size = f"{section['size']:,}"
     if section["kernel"] == "cross_entropy":
-        llama = " (LLaMA 3.1)" if section["size"] == LLAMA_VOCAB else ""
+        llama = " (LLaMA 3.1)" if section["size"] == specs.LLAMA_VOCAB else ""
         lines.append(f"Vocabulary size: {size}{llama}")
     elif len(sections_of(record, section["kernel"])) > 1:
         lines.append(f"Hidden size: {size}")
     missing = {"total_us": [None] * 3, "gbs": None, "extra_bytes": None}
     body = []
     for tokens, rows in rows_by_tokens(section).items():
-        shown = {"Custom": rows[OURS], "PyTorch": rows.get(EAGER, missing)}
+        shown = {"Custom": rows[OURS], "PyTorch": rows.get(specs.EAGER, missing)}
         cells = {"Tokens": f"{tokens:,}"}
         for who, row in shown.items():
             cells[f"{who} (us)"] = number(row["total_us"][1])
@@ -102,12 +94,12 @@ def playbook_table(record: dict, section: dict) -> str:
 
 def full_table(record: dict, section: dict) -> str:
     """Every implementation at every size."""
-    spec, sizes = SPECS[section["kernel"]], numbers(section["size"])
+    spec, sizes = SPECS[section["kernel"]], specs.numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
     if spec.beside:
         work = [*work, f"{section['bytes_per_element']:.3f} bytes"]
-    elif spec.rate is BANDWIDTH:
+    elif spec.rate is specs.BANDWIDTH:
         work = [str(spec.work), *work, f"{section['bytes_per_element'] // spec.work} bytes"]
     else:
         work = [f"{spec.work} FLOP", *work]
@@ -120,26 +112,25 @@ def full_table(record: dict, section: dict) -> str:
         *CLOCKS,
         f"First call (compilation): {'n/a' if compilation is None else f'{compilation:.1f} s'}",
     ]
-    headers = [spec.rows, "Implementation", "Forward", "Backward", "Total p20 / p50 / p80"]
-    headers += ["Queued", "Alone", spec.rate.name, f"% of {spec.rate.ceiling}", "Extra MB"]
-    headers += [f"Error {part}" for part in spec.errors]
+    columns = {
+        spec.rows: lambda row: f"{row['tokens']:,}",
+        "Implementation": lambda row: row["implementation"],
+        "Forward": lambda row: microseconds(row["forward_us"]),
+        "Backward": lambda row: microseconds(row["backward_us"]),
+        "Total p20 / p50 / p80": lambda row: " / ".join(map(microseconds, row["total_us"])),
+        "Queued": lambda row: microseconds(row.get("host_us")),
+        "Alone": lambda row: microseconds(row["kernels_us"]),
+        spec.rate.name: lambda row: number(row[spec.rate.key], spec.rate.format),
+        f"% of {spec.rate.ceiling}": lambda row: share(record, section, row),
+        "Extra MB": lambda row: megabytes(row["extra_bytes"]),
+    }
+    headers = [*columns, *(f"Error {part}" for part in spec.errors)]
     body = []
-    for tokens, rows in rows_by_tokens(section).items():
+    for rows in rows_by_tokens(section).values():
         body += [[""] * len(headers)] if body else []
         for row in rows.values():
-            body.append([
-                f"{tokens:,}",
-                row["implementation"],
-                microseconds(row["forward_us"]),
-                microseconds(row["backward_us"]),
-                " / ".join(microseconds(us) for us in row["total_us"]),
-                microseconds(row.get("host_us")),
-                microseconds(row["kernels_us"]),
-                number(row[spec.rate.key], spec.rate.format),
-                share(record, section, row),
-                megabytes(row["extra_bytes"]),
-                *(number(row["errors"].get(part), ".1e") for part in spec.errors),
-            ])  # fmt: skip
+            errors = (number(row["errors"].get(part), ".1e") for part in spec.errors)
+            body.append([*(cell(row) for cell in columns.values()), *errors])
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
     return "\n".join([*lines, "", table(headers, body, align)])
 
@@ -148,7 +139,7 @@ def summary_table(record: dict, kernel: str) -> str:
     """All sizes of one kernel: ours beside the ceiling and torch.compile."""
     spec, sections = SPECS[kernel], sections_of(record, kernel)
     measured = {row["implementation"] for section in sections for row in section["rows"]}
-    shown = [name for name in (OURS, IN_PLACE) if name in measured]
+    shown = [name for name in (OURS, specs.IN_PLACE) if name in measured]
     headers = [*(dimension.name.capitalize() for dimension in spec.dimensions), spec.rows]
     for name in shown:
         headers += [f"{name} (us)", f"% of {spec.rate.ceiling}"]
@@ -158,7 +149,7 @@ def summary_table(record: dict, kernel: str) -> str:
         body += [[""] * len(headers)] if body else []
         for tokens, rows in rows_by_tokens(section).items():
             total = {name: row["total_us"][1] for name, row in rows.items()}
-            cells = [f"{n:,}" for n in (*numbers(section["size"]), tokens)]
+            cells = [f"{n:,}" for n in (*specs.numbers(section["size"]), tokens)]
             for name in shown:
                 cells += [microseconds(total.get(name)), share(record, section, rows.get(name))]
             alone = [rows.get(name, {}).get("kernels_us") for name in (COMPILED, OURS)]

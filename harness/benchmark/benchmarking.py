@@ -36,7 +36,8 @@ class Problem:
     """One kernel at one size: inputs, upstream gradient, and exact results."""
 
     inputs: list[torch.Tensor]
-    wrt: int | None  # the number of inputs with a gradient, the first ones; None: an optimizer
+    # the number of inputs with a gradient, the first ones; 0: no backward; None: an optimizer
+    wrt: int | None
     dy: tuple[torch.Tensor, ...] | None  # for each output; None: 1, as loss.backward() has it
     parts: Callable[..., dict[str, torch.Tensor]]  # (output, gradients) -> the checked parts
     exact: dict[str, torch.Tensor]  # the same parts in float64
@@ -66,13 +67,16 @@ class Call:
 
     def activate(self) -> None:
         """Begin a new graph: a CUDA graph captures a backward only from where the capture began."""
-        self.wrt = Activations.apply(self.anchor, *self.copies[: self.problem.wrt])
-        self.inputs = [*self.wrt, *self.copies[self.problem.wrt :]]
+        n = self.problem.wrt
+        self.wrt = Activations.apply(self.anchor, *self.copies[:n]) if n else ()
+        self.inputs = [*self.wrt, *self.copies[n:]]
 
     def forward(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self.function(*self.inputs)
 
     def backward(self, output, retain_graph: bool = False) -> tuple[torch.Tensor, ...]:
+        if not self.wrt:
+            return ()
         # autograd.grad returns the gradients; .backward() would add them to .grad.
         return torch.autograd.grad(output, self.wrt, self.dy, retain_graph=retain_graph)
 
@@ -84,7 +88,7 @@ class Call:
         return self.both()
 
     def results(self) -> tuple:
-        """(output, gradients) of the first call."""
+        """Return (output, gradients) of the first call."""
         output = self.forward()
         return output, self.backward(output)
 
@@ -109,27 +113,10 @@ class Step:
         return self.p, self.both()
 
 
-class Evaluation:
-    """The same for a function without gradient."""
-
-    def __init__(self, problem: Problem, implementation: Implementation):
-        self.copies, self.function = [t.clone() for t in problem.inputs], implementation.function
-
-    def both(self) -> torch.Tensor:
-        return self.function(*self.copies)
-
-    from_new_graph = both  # there is none
-
-    def results(self) -> tuple:
-        return self.both(), ()
-
-
-def prepare(problem: Problem, implementation: Implementation) -> Call | Step | Evaluation:
+def prepare(problem: Problem, implementation: Implementation) -> Call | Step:
     if HAS_GPU:
         device.free_memory()  # which the implementation before held; on a CPU it is little
-    if problem.wrt is None:
-        return Step(problem, implementation)
-    return (Call if problem.wrt else Evaluation)(problem, implementation)
+    return (Step if problem.wrt is None else Call)(problem, implementation)
 
 
 def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:
@@ -163,16 +150,16 @@ def measure_times(problem: Problem, implementation: Implementation) -> dict:
     extra = timing.peak_extra_bytes(call.both) if launches else None
     total = timing.time_us(call.both)
     forward = backward = None
-    if isinstance(call, Call):
+    if problem.wrt:
         forward = timing.time_us(call.forward).p50
-    if isinstance(call, Call) and implementation.backward_again:
+    if problem.wrt and implementation.backward_again:
         output = call.forward()
         backward = timing.time_us(lambda: call.backward(output, retain_graph=True)).p50
         del output
     return {
         "forward_us": forward,
         "backward_us": backward,
-        "total_us": [total.p20, total.p50, total.p80],
+        "total_us": list(total),
         # The host matters where calls are short. A batch of long calls would take seconds.
         "host_us": timing.queued_time_us(call.both, calls=max(2, min(20, int(3e5 / total.p50)))),
         "kernels_us": timing.graph_time_us(call.from_new_graph) if capturable else None,

@@ -1,18 +1,17 @@
 """The one comparator that every test uses.
 
-A kernel is judged against float64, computed from the same rounded inputs.  It
-may be at most twice as wrong as eager PyTorch in the kernel's own dtype:
+A kernel is judged against float64, computed from the same rounded inputs.  It may be at most twice
+as wrong as eager PyTorch in the kernel's own dtype:
 
     error(t)  = ||t - ref64|| / ||ref64||
     allowed   = 2 * error(eager) + floor
     passed    = error(kernel) <= allowed
 
-The floor covers the case where eager is exact by chance.  Nobody chooses an
-`atol`, so nobody can loosen one when a kernel is wrong.
+The floor covers the case where eager is exact by chance.  Nobody chooses an `atol`, so nobody can
+loosen one when a kernel is wrong.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,40 +90,3 @@ def assert_all_passed(checks: list[Check]) -> None:
     assert checks, "no comparison was made"
     failed = [str(check) for check in checks if not check.passed]
     assert not failed, "\n" + "\n".join(failed)
-
-
-def print_title(function: str) -> None:
-    """Print the first lines of a test that runs as a script."""
-    if not HAS_GPU:
-        where = "the kernels run on the CPU, in Triton's interpreter, at smaller shapes."
-        print(f"No GPU found: {where}\n")
-    print(f"{function} Correctness Tests\n{'=' * 60}")
-
-
-def print_verdict(function: str, passed: bool) -> int:
-    """Print the last lines; return the exit code."""
-    print(f"\n{'=' * 60}\nAll {function} tests {'PASSED' if passed else 'FAILED'}")
-    return 0 if passed else 1
-
-
-def print_checks(checks: list[Check]) -> bool:
-    """Print one line per check; return True if all passed."""
-    for check in checks:
-        print(f"  {check}")
-    return all(check.passed for check in checks)
-
-
-def print_tests(cases: dict[str, object], checks_of: Callable[[object], list[Check]]) -> bool:
-    """Print each case's checks below its number and title; return True if all passed."""
-    passed = True
-    for number, (title, case) in enumerate(cases.items(), start=1):
-        print(f"\nTest {number}: {title}")
-        passed &= print_checks(checks_of(case))
-    return passed
-
-
-def print_loss(check: Check, reference: torch.Tensor, custom: torch.Tensor) -> bool:
-    """Print a check of two scalars with their values; return True if it passed."""
-    values = f"ref: {reference.item():.6f}  custom: {custom.item():.6f}  diff: {check.max_diff:.2e}"
-    print(f"  {check.name} — {values}  {'PASSED' if check.passed else 'FAILED'}")
-    return check.passed

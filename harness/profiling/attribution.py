@@ -1,11 +1,7 @@
 """Which operation, category and phase does a kernel's time belong to?
 
-The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
-that the GPU runs.  A kernel knows the operation that launched it, but `aten::mul` may be a norm,
-the loss or AdamW.  To tell these apart, profiler.py opens named ranges around parts of the model,
+profile_baseline.py explains the method.  profiler.py opens named ranges around parts of the model,
 and `category_of` finds the range that a kernel was launched for.
-
-Without a GPU the CPU time of each operation takes the kernels' place.
 """
 
 import itertools
@@ -18,17 +14,9 @@ from dataclasses import dataclass
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
+from harness.profiling import kernel_facts
 from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
-from harness.profiling.kernel_facts import (
-    ADAPTERS,
-    CATEGORIES,
-    COMMUNICATION,
-    OTHER,
-    ROWS,
-    UNATTRIBUTED,
-    Sizes,
-    launch_of,
-)
+from harness.profiling.kernel_facts import OTHER, ROWS, Sizes
 
 PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 # ranges: around a projection with its adapter, and inside it around the projection alone
@@ -38,7 +26,7 @@ CATEGORY_OF_RANGE = {
     "loss": "loss",
     "rotary": "rotary",
     "optimizer": "optimizer",
-    WITH_ADAPTER: ADAPTERS,
+    WITH_ADAPTER: kernel_facts.ADAPTERS,
     # in these three, what is no matmul and no attention
     "mlp": "activation",
     "attention": OTHER,
@@ -53,6 +41,7 @@ CATEGORY_OF_KERNEL = {
     "matmul": re.compile("gemm|cutlass|nvjet"),
     "attention": re.compile("flash|fmha|sdpa"),
 }
+NCCL = "nccl"  # how the names of its kernels begin
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx and others
 LAUNCH_CALL = re.compile(r"cu(da)?(Launch|Mem(cpy|set).*Async)")
 WAITING_CALL = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$")  # the host waits for the GPU
@@ -144,6 +133,22 @@ def forward_operations(events: list[FunctionEvent]) -> dict[tuple[int, int], Fun
     return {(e.thread, e.sequence_nr): e for e in forward}
 
 
+def lineage(
+    event: FunctionEvent | None, forward: dict[tuple[int, int], FunctionEvent]
+) -> Iterator[FunctionEvent]:
+    """Yield the event and its callers; from a backward node on, those of the forward operation.
+
+    The backward runs on a thread of its own, outside of all ranges.  But a backward node carries
+    the number of the forward operation that created it.
+    """
+    while event is not None:
+        yield event
+        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
+            event = forward.get((event.fwd_thread, event.sequence_nr))
+        else:
+            event = event.cpu_parent
+
+
 def category_of(
     launcher: FunctionEvent, forward: dict[tuple[int, int], FunctionEvent], rank: int | None = None
 ) -> str:
@@ -151,32 +156,26 @@ def category_of(
 
     1. Where two paths of the network meet (a residual; q, k and v of one input), autograd adds
        their gradients outside of any backward node.  No layer owns that addition.
-    2. If the launcher or one of its callers is fused attention or a matrix product, that decides.
-       A product with an adapter's matrix belongs to the adapter.
-    3. Else walk outwards to the first thing that tells: a range, one of our autograd.Functions by
-       its name, or a backward node.  The backward runs on a thread of its own, outside of all
-       ranges.  But a backward node carries the number of the forward operation that created it,
-       and has that operation's category.
+    2. Else walk outwards to the first thing that tells: fused attention, a matrix product, a range,
+       or one of our autograd.Functions by its name.  A product with an adapter's matrix belongs to
+       the adapter.
 
     Args:
         rank: of the adapters, if there are any.
     """
     if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
         return OTHER
-    callers = list(ancestors(launcher))
-    if any(ATTENTION_OPERATION.search(event.name) for event in callers):
-        return "attention"
-    if any(MATMUL_OPERATION.match(event.name) for event in callers):
-        return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
-    for event in callers:
+    for event in lineage(launcher, forward):
+        # attention that is written out consists of matrix products
+        if any(ATTENTION_OPERATION.search(each.name) for each in ancestors(event)):
+            return "attention"
+        if MATMUL_OPERATION.match(event.name):
+            return kernel_facts.ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
         for name, category in CATEGORY_OF_FUNCTION.items():
             if name in event.name:
                 return category
-        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
-            origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return category_of(origin, forward, rank) if origin is not None else OTHER
     return OTHER
 
 
@@ -188,15 +187,12 @@ def in_adapter(
     peft's modules have ranges around them.  Our Functions have none: there a product belongs to an
     adapter if its smallest side is the rank, or two or three ranks that share an input.
     """
-    for event in ancestors(product):
+    for event in lineage(product, forward):
         if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
             return event.name == WITH_ADAPTER
         if rank is not None and any(name in event.name for name in CATEGORY_OF_FUNCTION):
             sides = [side for shape in product.input_shapes for side in shape]
             return bool(sides) and min(sides) in (rank, 2 * rank, 3 * rank)
-        if event.scope == BACKWARD_SCOPE or is_evaluation(event):
-            origin = forward.get((event.fwd_thread, event.sequence_nr))
-            return origin is not None and in_adapter(origin, forward, rank)
     return False
 
 
@@ -212,16 +208,16 @@ def phase_of(launcher: FunctionEvent) -> str:
 
 def category_by_name(name: str) -> str | None:
     """Return the category of a kernel of NCCL or ours; AdamW's may run in the backward."""
-    if name.startswith("nccl"):
-        return COMMUNICATION
-    row, _ = launch_of(name) or (None, None)
+    if name.startswith(NCCL):
+        return kernel_facts.COMMUNICATION
+    row, _ = kernel_facts.launch_of(name) or (None, None)
     return None if row is None else row.category
 
 
 def category_of_kernel(name: str) -> str:
     """Return the category that a kernel's name tells if the kernel's launch was not recorded."""
     known = (c for c, pattern in CATEGORY_OF_KERNEL.items() if pattern.search(name))
-    return next(known, UNATTRIBUTED)
+    return next(known, kernel_facts.UNATTRIBUTED)
 
 
 def busy_us(events: list[FunctionEvent]) -> float:
@@ -272,7 +268,7 @@ def attribute(
     forward = forward_operations(events)
     time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0, "fp8_flops": 0.0}
     operations = defaultdict(lambda: {"launchers": set(), **time, **work_done})
-    categories = {name: {**time, **work_done} for name in CATEGORIES}
+    categories = {name: {**time, **work_done} for name in kernel_facts.CATEGORIES}
     phases = {name: {**time} for name in PHASES}
     pieces = work_of(events)
     launches = Counter(work.name for work in pieces)
@@ -289,14 +285,13 @@ def attribute(
         if work.launcher is not None:
             category = category_of(work.launcher, forward, rank)
             phase = phase_of(work.launcher)
-        category = category_by_name(work.name) or category
-        for part in (row, categories[category], phases[phase]):
+        of_category = categories[category_by_name(work.name) or category]
+        for part in (row, of_category, phases[phase]):
             part["us"] += work.us
             part["launches"] += 1
-        for part in (row, categories[category]):
-            part["bytes"] += cost.n_bytes
-            part["flops"] += cost.flops
-            part["fp8_flops"] += cost.fp8_flops
+        for part in (row, of_category):
+            for key, amount in zip(work_done, cost):
+                part[key] += amount
     rows = [
         {"name": name, "calls": len(row.pop("launchers")), **row}
         for name, row in operations.items()
@@ -367,8 +362,8 @@ def communication_times(events: list[FunctionEvent]) -> dict:
     Both include the waiting for processes that come later.
     """
     kernels = gpu_events(events)
-    nccl = [kernel for kernel in kernels if category_by_name(kernel.name) == COMMUNICATION]
-    others = [kernel for kernel in kernels if category_by_name(kernel.name) != COMMUNICATION]
+    nccl = [kernel for kernel in kernels if kernel.name.startswith(NCCL)]
+    others = [kernel for kernel in kernels if not kernel.name.startswith(NCCL)]
     return {
         "communication_us": covered_us(nccl),
         "exposed_us": covered_us(kernels) - covered_us(others),

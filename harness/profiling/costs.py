@@ -116,16 +116,13 @@ def least_ms(
     one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
     sizes = sizes_of(config, one)
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
-    per_token = flops_per_token, fp8_flops_per_token(config, workload)
-    flops_us = flops_at_ceilings_us(*(n_tokens * flops for flops in per_token), ceilings)
-    return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
-
-
-def fp8_flops_per_token(config, workload: Workload) -> float:
-    """Return the FLOPs that --fp8 takes over: 2 for each weight in each of up to 3 products."""
+    # --fp8 takes over 2 FLOPs for each weight, in each of up to 3 products
     n_products = {None: 0, flags.FP8_INPUTS: 2, flags.FP8_ALL: 3}[workload.fp8]
     n_weights = config.num_hidden_layers * architecture.projection_weights(config)
-    return 2.0 * n_products * n_weights
+    in_fp8 = 2.0 * n_products * n_weights  # per token
+    flops = n_tokens * flops_per_token, n_tokens * in_fp8
+    flops_us = flops_at_ceilings_us(*flops, ceilings)
+    return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
 
 
 class Operand(NamedTuple):

@@ -15,16 +15,8 @@ and the step gains no more than its part does (Amdahl's law).
 
 from dataclasses import dataclass
 
-from harness.profiling.kernel_facts import (
-    ADAPTERS,
-    COMMUNICATION,
-    DEQUANTIZATION,
-    FACTS,
-    FP8_CASTS,
-    ROWS,
-    RUNGS,
-    Sizes,
-)
+from harness.profiling import kernel_facts
+from harness.profiling.kernel_facts import ADAPTERS, DEQUANTIZATION, FP8_CASTS, ROWS, RUNGS, Sizes
 
 TARGET = 0.9  # of a ceiling
 # share of the step: with less idle time short kernels wait in the GPU's queue, not for the host
@@ -33,10 +25,7 @@ CPU_LOADING_SHARE = 0.25  # the same for a batch without a GPU, where no batch c
 LEAST_SHARE = 0.001  # of the step: a smaller gain gets no line
 TOP = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
-LAUNCHES, SYNCHRONIZATION = "GPU idle: launches", "GPU idle: synchronization"
-LOADING = "Waiting for data"
 EXPOSED_SHARE = 0.05  # of the step: less exposed communication gets no verdict
-EXPOSED = "Communication, exposed"
 MORE_TO_HIDE_IN = (
     "more tokens a step (--batch-size, --seq-len), accumulation without synchronisation, "
     "or larger shards"
@@ -53,18 +42,21 @@ ADVICE = {  # for categories without a kernel of ours
 
 @dataclass(frozen=True)
 class Finding:
-    """A part of the step, or the GPU's idle time, and its ceilings; times in microseconds."""
+    """A part of the step and its ceilings, or a loss; times in microseconds.
+
+    In a loss, such as the GPU's idle time, nothing is moved or computed: all of it could go.
+    """
 
     name: str
     us: float
-    n_bytes: float  # moved
-    flops: float
-    bytes_us: float  # at the copy rate
-    flops_us: float  # at the matmul rate
-    necessary: float | None  # bytes; None if no kernel of ours could take its place
-    target_us: float  # time of the necessary work, at TARGET of the ceiling
     verdict: str
-    advice: str = ""
+    advice: str
+    n_bytes: float = 0.0  # moved
+    flops: float = 0.0
+    bytes_us: float = 0.0  # at the copy rate
+    flops_us: float = 0.0  # at the matmul rate
+    necessary: float | None = None  # bytes; None if no kernel of ours could take its place
+    target_us: float = 0.0  # time of the necessary work, at TARGET of the ceiling
 
     @property
     def share(self) -> float:
@@ -156,20 +148,20 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
     return Finding(
         name,
         us,
+        verdict,
+        advice=advice_for(category, record) if category else "",
         n_bytes=part["bytes"],
         flops=part["flops"],
         bytes_us=bytes_us,
         flops_us=flops_us,
         necessary=necessary,
         target_us=max(needed_us, flops_us) / TARGET,
-        verdict=verdict,
-        advice=advice_for(category, record) if category else "",
     )
 
 
 def replaced_by(kernels: list[str]) -> set[str]:
     """Return the categories that these kernels take over."""
-    return set().union(*(FACTS[name].replaces for name in kernels))
+    return set().union(*(kernel_facts.FACTS[name].replaces for name in kernels))
 
 
 def counted(record: dict) -> dict[str, dict]:
@@ -178,7 +170,7 @@ def counted(record: dict) -> dict[str, dict]:
     The bytes of kernels that Triton's interpreter ran are not.  Communication has another ceiling.
     """
     interpreted = replaced_by(record["kernels"]) | {FP8_CASTS}
-    unknown = {COMMUNICATION} | (interpreted if record["device"] == "CPU" else set())
+    unknown = {kernel_facts.COMMUNICATION} | (interpreted if record["device"] == "CPU" else set())
     parts = record["categories"].items()
     return {name: part for name, part in parts if part["bytes"] and name not in unknown}
 
@@ -193,52 +185,37 @@ def judge_operations(record: dict) -> list[Finding]:
     return [judge(row["name"], row, record) for row in known[:TOP]]
 
 
-def judge_idle(record: dict) -> dict[str, Finding]:
-    """Return the two ways in which the GPU waits for the host; all of that time could go."""
-    timeline = record["timeline"]
-    if timeline is None or not timeline["idle_us"]:
-        return {}
-    waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
-    found = waits_in_words(record)
-    later = f"after the step, not in it: {found}" if found else "no .item() or .cpu() in the step"
-    causes = [
-        (LAUNCHES, "launch-bound", idle_us(record) - waited_us, CUDA_GRAPH),
-        (SYNCHRONIZATION, "host-synchronization", waited_us, later),
-    ]
-    return {name: pure_loss(name, *cause) for name, *cause in causes if cause[1] > 0}
-
-
-def judge_loading(record: dict) -> dict[str, Finding]:
-    """Return the time in which host and device wait for a batch; all of that time could go."""
-    if not waits_for_data(record):
-        return {}
-    ahead = "let a worker build the next batch during the step"
-    advice = "a faster loader: tokenize once, more workers" if loads_too_slowly(record) else ahead
-    waited_us = 1e3 * record["loading"]["waited_ms"]
-    return {LOADING: pure_loss(LOADING, "loader-bound", waited_us, advice)}
-
-
 def exposed_us(record: dict) -> float:
     """Return the communication that no other kernel hides; 0 in one process and older records."""
     return (record["timeline"] or {}).get("exposed_us", 0.0)
 
 
-def judge_communication(record: dict) -> dict[str, Finding]:
-    """Return the communication that nothing hides, if it takes more than EXPOSED_SHARE."""
-    if exposed_us(record) <= EXPOSED_SHARE * 1e3 * record["median_step_ms"]:
-        return {}
-    loss = pure_loss(EXPOSED, "communication-bound", exposed_us(record), MORE_TO_HIDE_IN)
-    return {EXPOSED: loss}
-
-
-def pure_loss(name: str, verdict: str, us: float, advice: str) -> Finding:
-    """Return a finding for time in which nothing is moved or computed."""
-    return Finding(name, us, 0.0, 0.0, 0.0, 0.0, None, 0.0, verdict, advice)
+def losses(record: dict) -> list[Finding]:
+    """Return the time in which the GPU waits for the host, for a batch or for other processes."""
+    found = []
+    timeline = record["timeline"]
+    if timeline and timeline["idle_us"]:
+        waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
+        names, nothing = waits_in_words(record), "no .item() or .cpu() in the step"
+        later = f"after the step, not in it: {names}" if names else nothing
+        found.append(
+            Finding("GPU idle: launches", idle_us(record) - waited_us, "launch-bound", CUDA_GRAPH)
+        )
+        found.append(Finding("GPU idle: synchronization", waited_us, "host-synchronization", later))
+    if waits_for_data(record):
+        ahead = "let a worker build the next batch during the step"
+        faster = "a faster loader: tokenize once, more workers"
+        waited_us = 1e3 * record["loading"]["waited_ms"]
+        advice = faster if loads_too_slowly(record) else ahead
+        found.append(Finding("Waiting for data", waited_us, "loader-bound", advice))
+    if exposed_us(record) > EXPOSED_SHARE * 1e3 * record["median_step_ms"]:
+        name, verdict = "Communication, exposed", "communication-bound"
+        found.append(Finding(name, exposed_us(record), verdict, MORE_TO_HIDE_IN))
+    return found
 
 
 def ranking(record: dict) -> list[Finding]:
     """Return the findings with something to gain, the largest gain first."""
-    findings = [*judge_categories(record).values(), *judge_idle(record).values()]
-    findings += [*judge_loading(record).values(), *judge_communication(record).values()]
+    findings = [*judge_categories(record).values(), *losses(record)]
     least_us = LEAST_SHARE * 1e3 * step_ms(record)
     return sorted((f for f in findings if f.gain_us > least_us), key=lambda f: -f.gain_us)

@@ -66,11 +66,10 @@ class Facts:
 
     name: str  # for --kernels and benchmark_kernels.py --kernel
     lesson: str  # its module
-    test: str  # the module of its own tests
-    patches: str | None  # "model", "loss" or "optimizer"; None: --kernels does not know it
     # The profile's category that counts its kernels' time, and that it takes over.  None: it has no
     # kernels of its own.
     category: str | None
+    patches: str | None = None  # "model", "loss" or "optimizer"; None: --kernels does not know it
     also_replaces: tuple[str, ...] = ()  # further categories that it takes over
     # Part of the name of an autograd Function -> the category of the Function's time, if neither a
     # range nor a kernel's name tells.
@@ -101,7 +100,6 @@ ROWS = [
     Facts(
         name="rmsnorm",
         lesson="rmsnorm_kernel",
-        test="rmsnorm_test",
         patches="model",
         category="normalization",
         functions={"RMSNorm": "normalization"},
@@ -118,7 +116,6 @@ ROWS = [
     Facts(
         name="cross_entropy",
         lesson="cross_entropy_kernel",
-        test="cross_entropy_test",
         patches="loss",
         category="loss",
         functions={"CrossEntropy": "loss"},
@@ -136,7 +133,6 @@ ROWS = [
     Facts(
         name="swiglu",
         lesson="next_steps.lessons.swiglu_kernel",
-        test="tests.swiglu_test",
         patches="model",
         category="activation",
         functions={"SwiGLU": "activation"},
@@ -156,7 +152,6 @@ ROWS = [
     Facts(
         name="rope",
         lesson="next_steps.lessons.rope_kernel",
-        test="tests.rope_test",
         patches="model",
         category="rotary",
         functions={"RoPE": "rotary"},
@@ -169,7 +164,6 @@ ROWS = [
     Facts(
         name="adamw",
         lesson="next_steps.lessons.adamw_kernel",
-        test="tests.adamw_test",
         patches="optimizer",
         category="optimizer",
         # p, g, m, v in; p, m, v out
@@ -186,7 +180,6 @@ ROWS = [
     Facts(
         name="linear_cross_entropy",
         lesson="next_steps.lessons.linear_cross_entropy_kernel",
-        test="tests.linear_cross_entropy_test",
         patches="loss",
         category="loss",
         functions={"LinearCrossEntropy": "loss"},
@@ -202,7 +195,6 @@ ROWS = [
     Facts(
         name="fused_layer",
         lesson="next_steps.layers.fused_layer",
-        test="tests.fused_layer_test",
         patches="model",
         category=None,  # its kernels are those of rmsnorm, swiglu and rope
         also_replaces=("normalization", "activation", "rotary"),
@@ -227,7 +219,6 @@ ROWS = [
     Facts(
         name="lora_linear",
         lesson="next_steps.layers.lora_linear",
-        test="tests.lora_linear_test",
         patches=None,  # the fused layer calls it where there are adapters
         category=None,  # no kernels of its own
         # what is no matrix product there: laying adapters one below the other
@@ -236,7 +227,6 @@ ROWS = [
     Facts(
         name="reverse_kl",
         lesson="next_steps.lessons.reverse_kl_kernel",
-        test="tests.reverse_kl_test",
         patches=None,  # the loss of a model that has a teacher
         category="loss",
         functions={"ReverseKL": "loss"},
@@ -250,7 +240,6 @@ ROWS = [
     Facts(
         name="nf4",
         lesson="next_steps.lessons.nf4_kernel",
-        test="tests.nf4_test",
         patches=None,  # --quantize nf4 puts it in, when a model is loaded
         category=DEQUANTIZATION,
         functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
@@ -260,8 +249,6 @@ ROWS = [
     Facts(
         name="fp8",
         lesson="next_steps.lessons.fp8_kernel",
-        test="tests.fp8_kernel_test",
-        patches=None,
         category=FP8_CASTS,
         # of weights, activations and gradients, all sizes together
         launches=(
@@ -273,8 +260,6 @@ ROWS = [
     Facts(
         name="fp8_casts",
         lesson="next_steps.lessons.fp8_casts",
-        test="tests.fp8_casts_test",
-        patches=None,
         category=FP8_CASTS,
         launches=(
             # x in, half as many bytes of codes out
@@ -288,7 +273,6 @@ ROWS = [
     Facts(
         name="fp8_layer",
         lesson="next_steps.layers.fp8_layer",
-        test="tests.fp8_layer_test",
         patches=None,  # --fp8 puts it in the place of the fused layer
         category=None,  # its kernels are those of fp8 and fp8_casts
         # and matrix products, told apart before; what is left looks for the largest scales

@@ -7,51 +7,35 @@ from harness.profiling.diagnose import counted, idle_us, judge_categories, repla
 from harness.profiling.kernel_facts import FACTS
 from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
-from harness.records.run_records import (
-    environment_line,
-    has_numbers,
-    is_environment,
-    is_list_of,
-    is_number,
-    is_positive,
-    is_table_of,
-    is_text,
-    read_record,
-    require_keys,
-)
+from harness.records import run_records as records
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = "model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate", "device"
 
-of_timeline = has_numbers("step_ms", "idle_us", "host_us")
+of_timeline = records.has_numbers("step_ms", "idle_us", "host_us")
+of_category = records.has_numbers("us", "launches", "bytes", "flops")
+of_ceilings = records.has_numbers("copy_gbs", "matmul_tflops")
 
 # the keys that are read of a profile, each with the check of its value
 KEYS = {
-    "environment": is_environment,
-    "kernels": is_list_of(lambda name: name in [*FACTS]),
-    "model": is_text,
-    "weights": is_text,
-    "parameters": is_positive,
-    "dtype": is_text,
-    "data": is_text,
-    "batch_size": is_positive,
-    "seq_len": is_positive,
-    "device": is_text,
-    "operations": is_list_of(lambda row: has_numbers("us")(row) and is_text(row.get("name"))),
-    "categories": is_table_of(
-        lambda row: (
-            has_numbers("us", "launches", "bytes", "flops")(row)
-            and is_number(row.get("fp8_flops", 0.0))
-        )
+    "environment": records.is_environment,
+    "kernels": records.is_list_of(lambda name: name in [*FACTS]),
+    **dict.fromkeys(("model", "weights", "dtype", "data", "device"), records.is_text),
+    **dict.fromkeys(("parameters", "batch_size", "seq_len"), records.is_positive),
+    "operations": records.is_list_of(
+        lambda row: records.has_numbers("us")(row) and records.is_text(row.get("name"))
     ),
-    "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
-    "median_step_ms": is_positive,
-    "busy_us": is_number,
-    "ceilings": lambda rates: (
-        has_numbers("copy_gbs", "matmul_tflops")(rates) and all(map(is_positive, rates.values()))
+    "categories": records.is_table_of(
+        lambda row: of_category(row) and records.is_number(row.get("fp8_flops", 0.0))
     ),
-    "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
+    "step_ms": lambda ms: records.is_list_of(records.is_positive)(ms) and len(ms) > 0,
+    "median_step_ms": records.is_positive,
+    "busy_us": records.is_number,
+    "ceilings": lambda rates: of_ceilings(rates) and all(map(records.is_positive, rates.values())),
+    "sizes": records.has_numbers(
+        "weights", "stream", "heads", "inner", "logits", "layers", "width"
+    ),
     "timeline": lambda times: times is None or of_timeline(times),
 }
 
@@ -111,7 +95,7 @@ def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) ->
 
 def run_line(label: str, record: dict) -> str:
     kernels = kernels_in_words(record)
-    return f"{label} {environment_line(record['environment'])}; custom kernels: {kernels}"
+    return f"{label} {records.environment_line(record['environment'])}; custom kernels: {kernels}"
 
 
 def render_comparison(before: dict, after: dict) -> str:
@@ -137,16 +121,14 @@ def render_comparison(before: dict, after: dict) -> str:
     return "\n".join(lines)
 
 
-def read_profile(path: str) -> dict:
-    """Read a profile; refuse another file, and one of which a part is missing or damaged."""
-    record = read_record(path, "profile")
-    require_keys(path, record, KEYS)
-    return record
-
-
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture."""
-    records = [read_profile(path) for path in (before_path, after_path)]
-    print(render_comparison(*records))
+    """Print the comparison of two recorded profiles, and draw both into one picture.
+
+    A file of another kind is refused, and one of which a part is missing or damaged.
+    """
+    profiles = [records.read_record(path, "profile") for path in (before_path, after_path)]
+    for path, profile in zip((before_path, after_path), profiles):
+        records.require_keys(path, profile, KEYS)
+    print(render_comparison(*profiles))
     if picture:
-        plot(records, picture)
+        plot(profiles, picture)

@@ -116,12 +116,8 @@ def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
 def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
     """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
     unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
-    headers = [
-        "Recoverable",
-        "Now, ms",
-        f"Necessary, {unit}",
-        f"At {100 * diagnose.TARGET:.0f} %, ms",
-    ]
+    at_target = f"At {100 * diagnose.TARGET:.0f} %, ms"
+    headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", at_target]
     headers += ["Gain, ms", "Step", "What to do"]
     rows = []
     for f in findings:
@@ -223,10 +219,8 @@ def loading_verdict(record: dict) -> str:
         return "No: both together take no longer than the resident batch, it is not the loader."
     if diagnose.loads_too_slowly(record):
         return "Yes: both together and the loader alone take longer than the step: loader-bound."
-    return (
-        "Yes: both together take longer than the step, the loader alone does not: "
-        "loader-bound, for it does not work ahead."
-    )
+    first = "Yes: both together take longer than the step, the loader alone does not: "
+    return first + "loader-bound, for it does not work ahead."
 
 
 def synchronization_verdict(record: dict) -> str:
@@ -235,7 +229,7 @@ def synchronization_verdict(record: dict) -> str:
         return "No: no operation does."
     if record["timeline"] is None:
         return f"It would, on a GPU: host-synchronization at {operations}."
-    if diagnose.waits(record) and diagnose.SYNCHRONIZATION in diagnose.judge_idle(record):
+    if diagnose.waits(record) and record["timeline"]["synchronization_us"]:
         return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
     return f"Yes, while the GPU had enough to do: {operations}."
 
@@ -244,22 +238,17 @@ def diagnosis(record: dict) -> str:
     """Return the diagnosis of a profile, from its record."""
     findings = diagnose.ranking(record)
     on_gpu = record["device"] == "CUDA"
-    power = [f"Power and clock during the steps: {power_in_words(record.get('power'))}"]
-    return "\n".join(
-        [
-            tables.title(f"Diagnosis{'' if on_gpu else tables.NOT_MEANINGFUL}"),
-            ceilings_line(record),
-            *(power if "power" in record else []),  # not in older records and those of a CPU
-            host_line(record),
-            *communication_lines(record),
-            *waiting_lines(record),
-            *([tables.OF_KERNELS] if on_gpu else []),
-            "",
-            findings_table("Category", list(diagnose.judge_categories(record).values())),
-            "",
-            findings_table("Operation", diagnose.judge_operations(record)),
-            "",
-            *([gains_table(record, findings), ""] if findings else []),
-            *decision(record, findings),
-        ]
-    )
+    lines = [tables.title(f"Diagnosis{'' if on_gpu else tables.NOT_MEANINGFUL}")]
+    lines.append(ceilings_line(record))
+    if "power" in record:  # not in older records and those of a CPU
+        lines.append(f"Power and clock during the steps: {power_in_words(record['power'])}")
+    lines += [host_line(record), *communication_lines(record), *waiting_lines(record)]
+    lines += [tables.OF_KERNELS] if on_gpu else []
+    blocks = [
+        "\n".join(lines),
+        findings_table("Category", list(diagnose.judge_categories(record).values())),
+        findings_table("Operation", diagnose.judge_operations(record)),
+        *([gains_table(record, findings)] if findings else []),
+        "\n".join(decision(record, findings)),
+    ]
+    return "\n\n".join(blocks)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.models.llama import modeling_llama
 
 from harness.cli.command_line import RunError
@@ -26,7 +26,6 @@ from harness.steps import stepping, timing
 # Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
 ALONE, TOGETHER = 7, 3
 NEEDED = ALONE + TOGETHER
-RECORD_SECOND = schedule(wait=0, warmup=1, active=1, repeat=1)
 # the training step opens "forward", "backward" and "optimizer"
 RANGE_OF_CLASS = {
     "LlamaRMSNorm": "normalization",
@@ -42,35 +41,6 @@ for ours, theirs in (row.module for row in ROWS if row.module):
 # ---------------------------------------------------------------- ranges
 
 
-def in_range(name: str, function: Callable) -> Callable:
-    """Return `function`, run inside a profiler range."""
-
-    def ranged(*args, **kwargs):
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return ranged
-
-
-def class_name(module: torch.nn.Module) -> str:
-    """Return the name of a module's class, without what FSDP puts in front of it."""
-    return type(module).__name__.removeprefix("FSDP")
-
-
-def range_hooks(module: torch.nn.Module, name: str) -> list:
-    """Open and close a range around `module` by hooks; return their handles."""
-    opened = []
-
-    def open_range(module, inputs):
-        opened.append(record_function(name))
-        opened[-1].__enter__()
-
-    def close_range(module, inputs, output):
-        opened.pop().__exit__(None, None, None)
-
-    return [module.register_forward_pre_hook(open_range), module.register_forward_hook(close_range)]
-
-
 @contextlib.contextmanager
 def category_ranges(
     model: torch.nn.Module, loss: str = "loss_function", whole: tuple[type, ...] = ()
@@ -82,76 +52,66 @@ def category_ranges(
 
     Args:
         loss: the attribute of the model that is its loss's function.
-        whole: classes of modules that do not call their parts.  A hook on a part would make them.
+        whole: classes of modules that do not call their parts.  A range around a part would make
+            them.
     """
+    ranged = [(model, loss, "loss"), (modeling_llama, "apply_rotary_pos_emb", "rotary")]
     fused = {part for each in model.modules() if isinstance(each, whole) for part in each.modules()}
-    handles = [
-        handle
-        for module in model.modules()
-        if class_name(module) in RANGE_OF_CLASS and module not in fused
-        for handle in range_hooks(module, RANGE_OF_CLASS[class_name(module)])
-    ]
     for module in model.modules():
-        if has_adapter(module) and module not in fused:
-            handles += range_hooks(module, attribution.WITH_ADAPTER)
-            handles += range_hooks(module.base_layer, attribution.WITHOUT_ADAPTER)
-    loss_function, rotary = getattr(model, loss), modeling_llama.apply_rotary_pos_emb
-    setattr(model, loss, in_range("loss", loss_function))
-    modeling_llama.apply_rotary_pos_emb = in_range("rotary", rotary)
+        if module in fused:
+            continue
+        if name := RANGE_OF_CLASS.get(type(module).__name__.removeprefix("FSDP")):
+            ranged.append((module, "forward", name))
+        if has_adapter(module):
+            ranged.append((module, "forward", attribution.WITH_ADAPTER))
+            ranged.append((module.base_layer, "forward", attribution.WITHOUT_ADAPTER))
+    # each function, and whether its owner has it in place of its class's
+    before = [(getattr(owner, at), at in vars(owner)) for owner, at, _ in ranged]
+    for (owner, attribute, name), (function, _) in zip(ranged, before):
+        setattr(owner, attribute, record_function(name)(function))
     try:
         yield
     finally:
-        setattr(model, loss, loss_function)
-        modeling_llama.apply_rotary_pos_emb = rotary
-        for handle in handles:
-            handle.remove()
+        for (owner, attribute, _), (function, its_own) in zip(ranged, before):
+            if attribute == "forward" and not its_own:
+                del owner.forward
+            else:
+                setattr(owner, attribute, function)
 
 
 # ---------------------------------------------------------------- steps
 
 
-def timed_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[dataset.Batch],
-    take_step: Callable = stepping.training_step,
-) -> float:
-    """Take one step and return its milliseconds."""
-    with record_function("step"):
-        _, seconds = stepping.timed_step(model, optimizer, batches, take_step)
-    return 1e3 * seconds
-
-
-def last_of(
-    profiler: profile,
+def recorded_step(
     model,
     optimizer,
     steps: list[list[dataset.Batch]],
     take_step: Callable = stepping.training_step,
-) -> float:
-    """Take two steps, return the milliseconds of the second; the first attaches the profiler."""
-    with profiler:
+    **options,
+) -> tuple[profile, float]:
+    """Take two steps; return a profile of the second and its milliseconds.
+
+    The first step attaches the profiler.
+    """
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(schedule=schedule, **options) as profiler:
         for batches in steps:
-            step_ms = timed_step(model, optimizer, batches, take_step)
+            _, seconds = stepping.timed_step(model, optimizer, batches, take_step)
             profiler.step()
     if HAS_GPU and not attribution.gpu_events(profiler.events()):
         raise RunError(
             "no GPU kernel was recorded; do not run this under another profiler (nsys, ncu)"
         )
-    return step_ms
+    return profiler, 1e3 * seconds
 
 
 def profiled_step(
     model, optimizer, steps: list[list[dataset.Batch]], stacks: bool
 ) -> tuple[profile, float]:
     """Return a profile with all operations and their shapes, and the milliseconds of the step."""
-    profiler = profile(
-        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else []),
-        schedule=RECORD_SECOND,
-        record_shapes=True,
-        with_stack=stacks,
-    )
-    return profiler, last_of(profiler, model, optimizer, steps)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if HAS_GPU else [])
+    options = {"activities": activities, "record_shapes": True, "with_stack": stacks}
+    return recorded_step(model, optimizer, steps, **options)
 
 
 def timeline(
@@ -162,24 +122,21 @@ def timeline(
     Recording operations too would slow the host down, by up to a quarter where the GPU waits for
     the host.  Kernels take the same time, but the time between them would be the profiler's.
     """
-    profiler = profile(activities=[ProfilerActivity.CUDA], schedule=RECORD_SECOND)
-    step_ms = last_of(profiler, model, optimizer, steps, take_step)
+    activities = [ProfilerActivity.CUDA]
+    profiler, ms = recorded_step(model, optimizer, steps, take_step, activities=activities)
     events = profiler.events()
     times = {**attribution.idle_times(events), **attribution.communication_times(events)}
-    return profiler, {"step_ms": step_ms, "busy_us": attribution.busy_us(events), **times}
+    return profiler, {"step_ms": ms, "busy_us": attribution.busy_us(events), **times}
 
 
 def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
     """Measure what this GPU can do at most.  Needs twice 2 GiB: call it before training."""
-    ceilings = {
-        "copy_gbs": timing.copy_bandwidth(),
-        "matmul_tflops": timing.matmul_rate(dtype=dtype),
-    }
+    rates = {"copy_gbs": timing.copy_bandwidth(), "matmul_tflops": timing.matmul_rate(dtype)}
     if fp8 and HAS_GPU:
-        ceilings["fp8_tflops"] = timing.fp8_rate()
+        rates["fp8_tflops"] = timing.fp8_rate()
     if HAS_GPU:
         torch.cuda.empty_cache()
-    return ceilings
+    return rates
 
 
 # ---------------------------------------------------------------- does a step wait for its data?

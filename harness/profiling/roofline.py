@@ -37,17 +37,21 @@ def draw_roof(axis, record: dict, left: float, right: float) -> None:
         axis.text(fp8 / tbs, 1.15 * fp8, f"FP8 matmul: {flop_rate(fp8)}", ha="right")
 
 
-def draw_category(axis, colour: str, findings: list[Finding], step_ms: float, ends: bool) -> None:
-    """Draw a category's points: rings, the last one filled; an arrow if they are far apart.
+def draw_category(
+    axis, name: str, colour: str, findings: list[Finding], step_ms: float, place: tuple, end: str
+) -> None:
+    """Draw a category's points, an arrow if they are far apart, and its name, times and shares.
 
     Args:
-        findings: before and after, or one of the two.
+        findings: before and after, or one of the two.  Rings stand for them, the last one filled.
         step_ms: the time that a point's area is a share of.
-        ends: True if the last profile does not have the category.
+        place: (side, height) of the text; the line from the text to the last point starts at 0 on
+            its left side, at 1 on its right side.
+        end: what became of a category that the last profile does not have; else "".
     """
     points = [point_of(finding) for finding in findings]
     for finding, point in zip(findings, points):
-        filled = finding is findings[-1] and not ends
+        filled = finding is findings[-1] and not end
         axis.scatter(
             *point,
             30 + 3e3 * finding.us / 1e3 / step_ms,
@@ -61,19 +65,12 @@ def draw_category(axis, colour: str, findings: list[Finding], step_ms: float, en
     if math.hypot(math.log10(x_after / x_before), math.log10(y_after / y_before)) > FAR:
         arrow = {"arrowstyle": "->", "color": colour}
         axis.annotate("", points[-1], points[0], arrowprops=arrow)
-
-
-def label_category(
-    axis, name: str, colour: str, findings: list[Finding], height: float, edge: float, end: str
-) -> None:
-    """Write a category's name, times and shares, with a line to its last point."""
     times = " → ".join(dict.fromkeys(f"{f.us / 1e3:,.1f}" for f in findings))
     shares = " → ".join(dict.fromkeys(f"{100 * f.share:.0f}" for f in findings))
-    point = point_of(findings[-1])
-    side = 0 if point[0] < edge else 1
+    side, height = place
     axis.annotate(
         f"{name}: {times} ms, {shares} % of its ceiling{end}",
-        point,
+        points[-1],
         (0.42, height),
         color=colour,
         textcoords="axes fraction",
@@ -87,51 +84,40 @@ def plot(records: list[dict], path: str) -> None:
 
     With two records, rings show the first one, and arrows lead to the points of the second.
     """
-    from matplotlib.ticker import FuncFormatter
-
-    plt = pyplot()
-    first = records[0]
-    matmul = first["ceilings"]["matmul_tflops"]
+    first, last = records[0], records[-1]
+    env, matmul = first["environment"], first["ceilings"]["matmul_tflops"]
     edge = matmul / (first["ceilings"]["copy_gbs"] / 1e3)
     judged = [judge_categories(record) for record in records]
     names = list(dict.fromkeys(name for each in judged for name, f in each.items() if f.flops))
     found = {name: [each[name] for each in judged if name in each] for name in names}
     # what became of a category that the last profile does not have
-    gone = " → other kernels" if records[-1]["environment"]["gpu"] else " → interpreted"
+    gone = " → other kernels" if last["environment"]["gpu"] else " → interpreted"
     xs, ys = zip(*(point_of(f) for findings in found.values() for f in findings))
     left, right = 0.4 * min(xs), max(40 * edge, 3 * max(xs))
 
-    figure, axis = plt.subplots(figsize=(12, 7), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(12, 7), layout="constrained")
     axis.set(xscale="log", yscale="log", xlim=(left, right))
-    highest = max(matmul, records[-1]["ceilings"].get("fp8_tflops", 0.0), *ys)
+    highest = max(matmul, last["ceilings"].get("fp8_tflops", 0.0), *ys)
     axis.set_ylim(0.3 * min(ys), 2.5 * highest)
-    draw_roof(axis, records[-1] if "fp8" in records[-1] else first, left, right)
+    draw_roof(axis, last if "fp8" in last else first, left, right)
     highest_first = sorted(names, key=lambda name: -point_of(found[name][-1])[1])
     distance = min(0.055, 0.4 / len(names))  # of two lines of text, in parts of the picture
-    for place, name in enumerate(highest_first):
+    for number, name in enumerate(highest_first):
         colour, findings = f"C{names.index(name)}", found[name]
-        ends = name not in judged[-1]
-        draw_category(axis, colour, findings, first["median_step_ms"], ends)
-        height = 0.5 - distance * place
-        label_category(axis, name, colour, findings, height, edge, gone if ends else "")
+        side = 0 if point_of(findings[-1])[0] < edge else 1
+        place, end = (side, 0.5 - distance * number), "" if name in judged[-1] else gone
+        draw_category(axis, name, colour, findings, first["median_step_ms"], place, end)
     for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        scale.set_major_formatter("{x:,.10g}")
     axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
     axis.grid(alpha=0.3)
-    time = "time of its kernels, without the host" if first["environment"]["gpu"] else "time"
+    time = "time of its kernels, without the host" if env["gpu"] else "time"
     legend = [f"a point's area: {time}", "ring: before", "disc: after"][: 2 * len(records) - 1]
     axis.text(0.98, 0.03, "; ".join(legend), transform=axis.transAxes, ha="right")
-    axis.set_title(headline(records))
-    save_plot(figure, path)
-
-
-def headline(records: list[dict]) -> str:
-    first = records[0]
-    env = first["environment"]
-    size = size_in_words(first)
     mark = "" if env["gpu"] else NOT_MEANINGFUL
     kernels = " → ".join(kernels_in_words(record) for record in records)
-    return (
-        f"{first['model']}, {size}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"
+    axis.set_title(
+        f"{first['model']}, {size_in_words(first)}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"
         f"custom kernels: {kernels}"
     )
+    save_plot(figure, path)

@@ -10,20 +10,20 @@ operation is measured in this run.
 Bytes are what a process receives: all of the whole result but its own share.
 """
 
-import time
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from harness.cli.device import DEVICE, synchronize
+from harness.cli.device import DEVICE
 from harness.cli.processes import DDP
 from harness.cli.workload import Workload
 from harness.steps.stepping import trained
+from harness.steps.timing import queued_time_us
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = OPERATIONS = "all-gather", "reduce-scatter", "all-reduce"
 REDUCED = torch.float32  # FSDP2 adds gradients up in it, whatever the weights' dtype
-WARMUP, REPEATS = 3, 10
 
 
 def expected(model: torch.nn.Module, workload: Workload) -> dict:
@@ -54,7 +54,7 @@ def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]
 
 
 def bytes_of(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(p.nbytes for p in parameters)
 
 
 def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float]:
@@ -73,18 +73,6 @@ def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float
             ALL_REDUCE: (dist.all_reduce, whole),
         }[name]
         rounds = 2 if name == ALL_REDUCE else 1
-        received = rounds * whole.numel() * whole.element_size() * (n - 1) / n
-        rates[name] = received / seconds_of(operation, *tensors) / 1e9
+        received = rounds * whole.nbytes * (n - 1) / n
+        rates[name] = received / queued_time_us(partial(operation, *tensors), calls=10) / 1e3
     return rates
-
-
-def seconds_of(operation, *tensors: torch.Tensor) -> float:
-    """Return the mean seconds of a few operations in a row, as in a step."""
-    for _ in range(WARMUP):
-        operation(*tensors)
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(REPEATS):
-        operation(*tensors)
-    synchronize()
-    return (time.perf_counter() - start) / REPEATS

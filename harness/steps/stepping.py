@@ -94,11 +94,12 @@ def timed_step(
     take_step: Callable = training_step,
 ) -> tuple[torch.Tensor, float]:
     """Take one step; return the loss and the seconds from an idle device to an idle device."""
-    synchronize()
-    start = time.perf_counter()
-    loss = take_step(model, optimizer, batches)
-    synchronize()
-    return loss, time.perf_counter() - start
+    with torch.profiler.record_function("step"):
+        synchronize()
+        start = time.perf_counter()
+        loss = take_step(model, optimizer, batches)
+        synchronize()
+        return loss, time.perf_counter() - start
 
 
 def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,8 +25,7 @@ DATASHEET_BF16_TFLOPS = {
 COPIED_BYTES = 2 << 30  # whose copy gives the copy rate of a GPU
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Microseconds: 20th percentile, median, 80th percentile."""
 
     p20: float
@@ -40,8 +39,7 @@ def time_us(fn: Callable[[], object], rep_ms: int = 100) -> Timing:
     triton's do_bench warms up and flushes the L2 cache before every call.
     """
     if HAS_GPU:
-        quantiles = [0.2, 0.5, 0.8]
-        ms = triton.testing.do_bench(fn, warmup=25, rep=rep_ms, quantiles=quantiles)
+        ms = triton.testing.do_bench(fn, warmup=25, rep=rep_ms, quantiles=[0.2, 0.5, 0.8])
         return Timing(*(1e3 * t for t in ms))
     samples = []
     for _ in range(3):
@@ -114,22 +112,6 @@ def fp8_rate() -> float:
 def datasheet_tflops(gpu: str | None) -> float | None:
     """Return dense bf16 TFLOP/s by the data sheet; None for a GPU that is not listed."""
     return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
-
-
-class _Result(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor, values):
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.new_zeros(()), None
-
-
-def as_a_result(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy that requires a gradient, as logits do; the operation keeps nothing."""
-    anchor = torch.zeros((), dtype=values.dtype, device=values.device, requires_grad=True)
-    return _Result.apply(anchor, values)
 
 
 def peak_extra_bytes(fn: Callable[[], object]) -> int | None:

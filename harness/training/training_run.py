@@ -26,7 +26,7 @@ from harness.cli import processes
 from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.flags import WARMUP_STEPS
-from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, number, title
+from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, title
 from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words, teacher_line
 from harness.data.dataset import Batch, load_data, load_tokenizer
 from harness.data.loader import Loader
@@ -88,7 +88,17 @@ class Run:
             # what would fail at the end is said before training
             load_tokenizer(workload)
             refuse_another_model(save_to, model, workload)
-        self.print_heading()
+        if not HAS_GPU:
+            print(NO_GPU_NOTE + "\n")
+        print(environment_line(self.environment))
+        print(model_line(self.described))
+        if workload.teacher is not None:
+            print(teacher_line(self.described))
+        print(f"Data: {self.data.source}")
+        if workload.parallel:
+            print(f"Step: {size_in_words(self.described)}")
+        kernels = kernels_in_words(self.described)
+        print(f"Custom kernels: {kernels}; AdamW, learning rate {workload.lr:g}\n")
         dtype = TORCH_DTYPES[workload.dtype]
         self.ceilings = measure_ceilings(dtype, workload.fp8) if HAS_GPU else None
         if resumed:
@@ -96,19 +106,6 @@ class Run:
             self.validation_before = resumed["validation_loss_before"]
         else:
             self.validation_before = validation_loss(model, self.data.validation)
-
-    def print_heading(self) -> None:
-        if not HAS_GPU:
-            print(NO_GPU_NOTE + "\n")
-        print(environment_line(self.environment))
-        print(model_line(self.described))
-        if self.workload.teacher is not None:
-            print(teacher_line(self.described))
-        print(f"Data: {self.data.source}")
-        if self.workload.parallel:
-            print(f"Step: {size_in_words(self.described)}")
-        kernels = kernels_in_words(self.described)
-        print(f"Custom kernels: {kernels}; AdamW, learning rate {self.workload.lr:g}\n")
 
     def batches(self) -> Iterator[Batch]:
         """Yield each step's batch, where a step takes one batch: see `steps`."""
@@ -220,10 +217,7 @@ class Run:
         flops += self.described.get("teacher_flops_per_token", 0)
         # the data sheet's bf16 rate, if it is known
         rate = datasheet_tflops(self.environment["gpu"]) if workload.dtype == "bf16" else None
-        least = None
-        if self.ceilings is not None:
-            n_tokens = statistics.mean(tokens) / n
-            least = least_ms(config, workload, n_tokens, flops, self.ceilings)
+        n_tokens, rates = statistics.mean(tokens) / n, self.ceilings
         return {
             **steps,
             "average_seconds": statistics.mean(seconds),
@@ -235,8 +229,8 @@ class Run:
             "model_flops_utilization": rate and flops * throughput / n / (rate * 1e12),
             "busy_ms": self.busy_ms,
             **({"power": self.power.reading()} if HAS_GPU else {}),
-            "ceilings": self.ceilings,
-            "least_ms": least,
+            "ceilings": rates,
+            "least_ms": rates and least_ms(config, workload, n_tokens, flops, rates),
         }
 
 
@@ -292,53 +286,47 @@ def share_of_step(record: dict, key: str, of_what: str) -> str:
 
 
 def result_block(record: dict) -> str:
-    """Return the playbook's result block, from a record."""
+    """Return the playbook's result block, from a record; older records lack some of its lines."""
     on_gpu = record["environment"]["gpu"] is not None
+    last_step = record["steps"]
     mfu = record["model_flops_utilization"]
-    utilization = number(mfu and 100 * mfu, ".1f")
-    if mfu is not None:
-        utilization += " % of the data sheet's dense bf16 rate"
-    memory = "Peak GPU memory:" if on_gpu else "Peak process memory:"
-    first, last = record["warmup_steps"] + 1, record["steps"] - record.get("profiled_steps", 0)
+    of_rate = "of the data sheet's dense bf16 rate"
+    utilization = "n/a" if mfu is None else f"{100 * mfu:.1f} % {of_rate}"
+    first, last = record["warmup_steps"] + 1, last_step - record.get("profiled_steps", 0)
     low, high = spread(timed(record))
     around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
-    profiled = f"of kernels in step {record['steps']}, which was profiled"
-    busy = share_of_step(record, "busy_ms", profiled)
-    light = share_of_step(record, "least_ms", "at the measured ceilings, without the host")
-    before, after = record["validation_loss_before"], record["validation_loss_after"]
     throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
     if "tokens_per_second_per_gpu" in record:
         throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
-    if padding := record.get("padding"):  # older records have none
+    if padding := record.get("padding"):
         throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
-    rows = [
-        ("Average time per step:", f"{record['average_seconds']:.3f} s (steps {first} to {last})"),
-        ("Median time per step:", f"{record['median_seconds']:.3f} s ({around})"),
-        ("Average throughput:", throughput),
-        (memory, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
-        ("GPU busy:", busy),
-    ]
+    profiled = f"of kernels in step {last_step}, which was profiled"
+    before, after = record["validation_loss_before"], record["validation_loss_after"]
+    rows = {
+        "Average time per step:": f"{record['average_seconds']:.3f} s (steps {first} to {last})",
+        "Median time per step:": f"{record['median_seconds']:.3f} s ({around})",
+        "Average throughput:": throughput,
+        f"Peak {'GPU' if on_gpu else 'process'} memory:": (
+            f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
+        ),
+        "GPU busy:": share_of_step(record, "busy_ms", profiled),
+    }
     if "power" in record:
-        rows.append(("Power and clock:", power_in_words(record["power"])))
-    rows.append(("Speed of light:", light))
+        rows["Power and clock:"] = power_in_words(record["power"])
+    ceilings = "at the measured ceilings, without the host"
+    rows["Speed of light:"] = share_of_step(record, "least_ms", ceilings)
     if "data_seconds" in record:
-        share = f"at most {100 * waited(record):.2f} % of the steps' time"
-        rows.append(("Waiting for data:", share))
+        rows["Waiting for data:"] = f"at most {100 * waited(record):.2f} % of the steps' time"
     if waits := record.get("checkpoint_seconds"):
-        rows.append(("Waiting for checkpoints:", f"{sum(waits):.1f} s in all, for {len(waits)}"))
-    rows += [
-        ("Model FLOPs utilization:", utilization),
-        ("Validation loss:", f"{before:.4f} before, {after:.4f} after"),
-    ]
+        rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
+    rows["Model FLOPs utilization:"] = utilization
+    rows["Validation loss:"] = f"{before:.4f} before, {after:.4f} after"
+    more = [OF_STEPS] if on_gpu else []
+    more += [ceilings_line(record)] if record.get("ceilings") else []
     if "teacher" in record:
-        first, last = record["losses"][0], record["losses"][-1]
-        change = f"{first:.4f} in step 1, {last:.4f} in step {record['steps']}"
-        rows.append(("Distillation loss:", change))
-    lines = [title(f"{record['title']} Results"), *(f"{name:<25} {text}" for name, text in rows)]
-    if on_gpu:
-        lines.append(OF_STEPS)
-    if record.get("ceilings"):
-        lines.append(ceilings_line(record))
-    if "teacher" in record:
-        lines.append(teacher_line(record))
-    return "\n".join(lines)
+        begin, end = record["losses"][0], record["losses"][-1]
+        change = f"{begin:.4f} in step 1, {end:.4f} in step {last_step}"
+        rows["Distillation loss:"] = change
+        more.append(teacher_line(record))
+    lines = [f"{name:<25} {text}" for name, text in rows.items()]
+    return "\n".join([title(f"{record['title']} Results"), *lines, *more])

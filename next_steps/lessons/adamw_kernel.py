@@ -39,9 +39,8 @@ New ideas of Triton, after those of rmsnorm_kernel.py and cross_entropy_kernel.p
    GPU, and lr and the betas may live there.  One kernel takes both: Triton knows when it compiles
    whether an argument is a number or a pointer.
 
-The file has two parts.  The first rounds an fp32 number at random, and takes a power without losing
-digits.  The second is the optimizer step: kernel and launcher.  adamw_optimizer.py has the class
-that stands for PyTorch's.
+The first part of the file rounds at random and takes powers, the second is the step.
+adamw_optimizer.py has the class that stands for PyTorch's.
 
 Limits: fp16, bf16, fp32; the gradient in the parameter's dtype; moments fp32 or bf16 (in fp16 v
 would underflow); no amsgrad; no DTensors.

@@ -133,27 +133,15 @@ class TritonAdamW(torch.optim.Optimizer):
         differentiable=False,
         fused=None,
         moments_dtype=None,
+        seed=0,
         stochastic_rounding=False,
         step_in_backward=False,
-        seed=0,
     ):
+        defaults = dict(locals())  # the arguments, but for these:
+        for name in ("self", "__class__", "params", "step_in_backward"):
+            del defaults[name]
         self._step_in_backward, self._hooks, self._stepped = False, [], {}
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks], self._hooks)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "moments_dtype": moments_dtype,
-            "seed": seed,
-            "stochastic_rounding": stochastic_rounding,
-        }
         super().__init__(params, defaults)
         if step_in_backward:  # no parameter gets a hook before all groups are accepted
             for group in self.param_groups:
@@ -187,10 +175,13 @@ class TritonAdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(_new_state(p, group["moments_dtype"]))
+        if _is_dtensor(p) and grad.placements != p.placements:
+            # under tensor parallelism the gradient may still be a sum to be made
+            grad = grad.redistribute(p.device_mesh, p.placements)
         rounding = group["stochastic_rounding"]
         adamw_step(
             _local(p),
-            _local(_placed_like(p, grad)),
+            _local(grad),
             _local(state["exp_avg"]),
             _local(state["exp_avg_sq"]),
             state["step"],
@@ -281,14 +272,13 @@ class TritonAdamW(torch.optim.Optimizer):
         if saved_sizes != sizes:
             given = f"the state is of groups of {saved_sizes} parameters"
             raise ValueError(f"{given}, expected {sizes}: load the state of an equal model.")
-        groups, loaded, filled = [], {}, {}
+        groups, loaded, state, filled = [], {}, {}, {}
         for own, saved in zip(self.param_groups, saved_groups):
             groups.append(self._loaded_group(own, saved, filled))
             for p, number in zip(own["params"], saved["params"]):
                 if saved_state.get(number):
                     loaded[p] = _loaded_state(number, p, saved_state[number])
-        moments_dtype = {p: group["moments_dtype"] for group in groups for p in group["params"]}
-        state = {p: self.state.get(p) or _new_state(p, moments_dtype[p]) for p in loaded}
+                    state[p] = self.state.get(p) or _new_state(p, groups[-1]["moments_dtype"])
 
         for p in loaded:  # from here on, nothing is refused
             for key, tensor in loaded[p].items():
@@ -335,16 +325,6 @@ def _local(t: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of t."""
     with torch.no_grad():
         return t.to_local() if _is_dtensor(t) else t
-
-
-def _placed_like(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient placed as p is.
-
-    Under tensor parallelism the gradient may still be a sum to be made.
-    """
-    if not _is_dtensor(p) or grad.placements == p.placements:
-        return grad
-    return grad.redistribute(p.device_mesh, p.placements)
 
 
 def offset_of(p: torch.Tensor) -> int:
@@ -407,14 +387,12 @@ def _check_group(group: dict) -> None:
     two = isinstance(betas, (tuple, list)) and len(betas) == 2
     whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
     float16 = any(p.dtype == torch.float16 for p in group["params"])
-    two_rates = two and all(within(beta, 1.0) for beta in betas)
-    moments = group["moments_dtype"] in (None, *MOMENTS)
     for name, valid, expected in (
         ("lr", within(group["lr"]), "a number of at least 0"),
-        ("betas", two_rates, "two numbers from 0 to below 1"),
+        ("betas", two and all(within(b, 1.0) for b in betas), "two numbers from 0 to below 1"),
         ("eps", within(group["eps"]), "a number of at least 0"),
         ("weight_decay", within(group["weight_decay"]), "a number of at least 0"),
-        ("moments_dtype", moments, "float32, bfloat16 or None"),
+        ("moments_dtype", group["moments_dtype"] in (None, *MOMENTS), "float32, bfloat16 or None"),
         ("stochastic_rounding", not (rounding and float16), "False for float16 parameters"),
         ("seed", whole and 0 <= seed < 2**63, "a whole number from 0 to below 2**63"),
     ):
@@ -459,9 +437,8 @@ def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.
                 raise TypeError(f"{name} has placements {given}, expected {expected}: {advice}.")
         check_memory(name, _local(tensor), (*FLOATS, torch.float64))
         if (tensor.shape, _local(tensor).shape) != (like.shape, _local(like).shape):
-            given = f"{name} has shape {tuple(tensor.shape)}"
-            expected = tuple(like.shape)
-            raise ValueError(f"{given}, expected {expected}: load the state of an equal model.")
+            given = f"{name} has shape {tuple(tensor.shape)}, expected {tuple(like.shape)}"
+            raise ValueError(f"{given}: load the state of an equal model.")
         loaded[key] = tensor
     return loaded
 
@@ -473,6 +450,5 @@ def _kept(own, saved, filled: dict[torch.Tensor, float]) -> float | torch.Tensor
         return number
     if filled.setdefault(own, number) != number:
         given = f"one tensor is to be filled with {filled[own]} and with {number}"
-        advice = "give each group a tensor of its own"
-        raise ValueError(f"{given}, expected one number: {advice}.")
+        raise ValueError(f"{given}, expected one number: give each group a tensor of its own.")
     return own

@@ -292,14 +292,13 @@ def _write_rows(codes, scales, parts) -> None:
     n_rows = len(scales)
     if n_rows == 0:
         return
-    missing = [None] * (MAX_PARTS - len(parts))
-    rows = [adjacent_columns(part) for part in parts] + missing
-    row_strides = [0 if part is None else part.stride(0) for part in rows]
-    widths = [0 if part is None else part.shape[1] for part in rows]
+    n_missing = MAX_PARTS - len(parts)
+    rows = [(part, part.stride(0)) for part in map(adjacent_columns, parts)]
+    widths = [part.shape[1] for part in parts] + [0] * n_missing
     blocks = [triton.next_power_of_2(width) for width in widths]
     with on_device_of(codes):
         _fp8_quantize_kernel[(n_rows,)](
-            *itertools.chain(*zip(rows, row_strides)),
+            *itertools.chain(*rows, (None, 0) * n_missing),
             codes,
             scales,
             *widths,
@@ -448,9 +447,8 @@ def fp8_support() -> str | None:
         return f"{name} has another e4m3 than NVIDIA's GPUs: leave FP8 out."
     capability = torch.cuda.get_device_capability()
     if capability < FIRST_CAPABILITY:
-        given = f"{name} is of sm_{capability[0]}{capability[1]}"
-        first = f"sm_{FIRST_CAPABILITY[0]}{FIRST_CAPABILITY[1]}"
-        return f"{given}, and GPUs multiply FP8 from {first} on: leave FP8 out."
+        its, first = ("sm_{}{}".format(*numbers) for numbers in (capability, FIRST_CAPABILITY))
+        return f"{name} is of {its}, and GPUs multiply FP8 from {first} on: leave FP8 out."
     return None
 
 
@@ -463,9 +461,10 @@ def check_matrices(matrices: dict[str, tuple[torch.Tensor, tuple]]) -> dict[str,
     matrices: by name the tensor and its shape, as check_tensors takes it.  Returns the lengths of
     the shapes' words.
     """
-    dtypes = [FLOATS] + [SAME] * len(matrices)
-    named = zip(matrices.items(), dtypes)
-    lengths = check_tensors(*((name, t, kinds, shape) for (name, (t, shape)), kinds in named))
+    first = next(iter(matrices))
+    lengths = check_tensors(
+        *((name, t, FLOATS if name == first else SAME, s) for name, (t, s) in matrices.items())
+    )
     for name, (t, _) in matrices.items():
         if not 1 <= t.shape[1] <= MAX_COLUMNS:
             expected = f"(N, K) with K from 1 to {MAX_COLUMNS:,}: view it so, or use the reference."
@@ -492,7 +491,7 @@ def _check_product(a: Rows, b: Rows, dtype: torch.dtype) -> None:
         ("b.codes", b.codes, (FP8,), ("N", "K")),
         ("b.scales", b.scales, FP32, ("N",)),
     )
-    sizes = b.codes.shape
+    sizes = tuple(b.codes.shape)
     if a.codes.is_cuda and 0 not in sizes and not takes_fp8(*sizes):
-        given = f"b is {tuple(b.codes.shape)}"
-        raise ValueError(f"{given}, expected multiples of {MULTIPLE} on a GPU: multiply in bf16.")
+        expected = f"multiples of {MULTIPLE} on a GPU: multiply in bf16."
+        raise ValueError(f"b is {sizes}, expected {expected}")

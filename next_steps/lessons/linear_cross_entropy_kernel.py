@@ -58,26 +58,11 @@ backward does the same.  To sum a 16-bit dweight in fp32 on a GPU takes PyTorch 
 
 import torch
 
+import cross_entropy_kernel
+import kernel_support as support
 from cross_entropy_inplace_kernel import launch_inplace, launch_scale
-from cross_entropy_kernel import (
-    check_reduction,
-    count_valid,
-    cross_entropy_reference,
-    launch_backward,
-    launch_forward,
-    reduced,
-)
-from kernel_support import (
-    FLOATS,
-    INTEGERS,
-    SAME,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+from cross_entropy_kernel import count_valid, launch_backward, launch_forward, reduced
+from kernel_support import FLOATS, INTEGERS, SAME, tl, triton
 
 # Rows of a chunk, by default.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms,
 # 1,024: 41.7, 2,048: 40.5, 4,096: 40.2, 8,192: 40.2 (torch 43.1).
@@ -91,7 +76,7 @@ MAX_PROGRAMS = 1024  # of the scale kernel: few, so that all run at once; not tu
 def linear_cross_entropy_reference(hidden, weight, targets, ignore_index=-100, reduction="mean"):
     """Return the eager loss of hidden (..., H), weight (V, H) and targets (...), in their dtype."""
     logits = torch.nn.functional.linear(hidden, weight)  # (..., V)
-    return cross_entropy_reference(logits, targets, ignore_index, reduction)
+    return cross_entropy_kernel.cross_entropy_reference(logits, targets, ignore_index, reduction)
 
 
 # ---- The one kernel --------------------------------------------------------------------------
@@ -124,7 +109,7 @@ def scale_gradient(t, factor):
     if t.numel() > 0:
         n_programs = min(n_rows, MAX_PROGRAMS)
         block_size = min(4096, triton.next_power_of_2(n_cols))
-        with on_device_of(t):
+        with support.on_device_of(t):
             _scale_kernel[(n_programs,)](
                 t, factor, n_rows, n_cols, block_size, num_warps=4, enable_fp_fusion=True
             )
@@ -135,15 +120,15 @@ def scale_gradient(t, factor):
 
 def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
     """Refuse what the launcher cannot compute."""
-    lengths = check_tensors(
+    lengths = support.check_tensors(
         ("hidden", hidden, FLOATS, ("...", "H")),
         ("weight", weight, SAME, ("V", "H")),
         ("targets", targets, INTEGERS, ("...",)),
     )
     if lengths["V"] == 0 or lengths["H"] == 0:
-        given = f"weight has shape {tuple(weight.shape)}"
-        raise ValueError(f"{given}, expected (V, H) with V and H >= 1: reshape it.")
-    check_reduction(reduction)
+        expected = "(V, H) with V and H >= 1: reshape it."
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected {expected}")
+    cross_entropy_kernel.check_reduction(reduction)
     if chunk_size is not None and chunk_size < 1:
         expected = "a number of rows, at least 1, or None"
         raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
@@ -182,7 +167,7 @@ def _present(hidden, weight, targets, ignore_index=-100, reduction="mean", *othe
     return True, needs.get("need_dhidden", True), needs.get("need_dweight", True)
 
 
-@operator(
+@support.operator(
     "tutorial::linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index=-100, str reduction='mean', "
     "bool need_dhidden=True, bool need_dweight=True, int? chunk_size=None, "
@@ -233,9 +218,8 @@ def linear_cross_entropy_forward(
     n_valid = count_valid(row_targets, ignore_index, reduction)  # of all chunks
     row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
 
-    dhidden, dweight, row_grads = None, None, None
-    if need_dhidden:
-        dhidden = hidden.new_empty(hidden.shape)
+    row_grads = None
+    dhidden = hidden.new_empty(hidden.shape) if need_dhidden else None
     if need_dweight:
         dweight = weight.new_empty(weight.shape, dtype=torch.float32 if fp32_dweight else None)
     overwrite = grad_output is None and (need_dhidden or need_dweight)
@@ -261,8 +245,7 @@ def linear_cross_entropy_forward(
             _add_product(dweight, dlogits.t(), x, beta=0 if first_row == 0 else 1)
 
     del buffer, logits, dlogits  # their memory may become the rounded dweight's
-    if need_dweight:
-        dweight = dweight.to(weight.dtype)
+    dweight = dweight.to(weight.dtype) if need_dweight else None
     return reduced(row_loss.view(targets.shape), reduction), dhidden, dweight
 
 
@@ -305,13 +288,13 @@ def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_inde
     rows = logits, logits.stride(0)
     row_grads = None if row_grads is None else (row_grads, row_grads.stride(0))
     if overwrite:
-        launch_inplace(*rows, targets, row_loss, n_valid, ignore_index)
-        launch_scale(*row_grads, *rows, targets, ignore_index)  # by 1: only zeroes ignored rows
+        launch_inplace(rows, targets, row_loss, n_valid, ignore_index)
+        launch_scale(row_grads, rows, targets, ignore_index)  # by 1: only zeroes ignored rows
         return
     stats = logits.new_empty((len(logits), 3), dtype=torch.float32)
-    launch_forward(*rows, targets, row_loss, stats, n_valid, ignore_index)
+    launch_forward(rows, targets, row_loss, stats, n_valid, ignore_index)
     if row_grads is not None:
-        launch_backward(*row_grads, *rows, targets, stats, n_valid, *rows, ignore_index)
+        launch_backward(row_grads, rows, targets, stats, n_valid, rows, ignore_index)
 
 
 def _add_product(total, a, b, beta):
@@ -347,7 +330,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative("TritonLinearCrossEntropyLoss")
+        support.refuse_second_derivative("TritonLinearCrossEntropyLoss")
         hidden, weight, targets = ctx.saved_tensors  # raises if one of them has been changed since
         # ctx lets go of the gradients: a gradient that only autograd holds becomes the parameter's
         # .grad without a copy.

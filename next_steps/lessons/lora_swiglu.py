@@ -34,23 +34,14 @@ New ideas of Triton, after those of swiglu_kernel.py:
    two on their way from memory while the program works on one.
 3. A *tuple* as a kernel's argument: the pointer and the scale of one adapter are one argument.
 
-Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.  The launchers refuse other
-tensors with a TypeError or a ValueError.
+Limits: those of swiglu_kernel.py; ranks up to 64; no second derivative.  The launchers refuse
+tensors that a kernel cannot take, or cannot overwrite, with a TypeError or a ValueError.
 """
 
 import torch
 
-from kernel_support import (
-    FLOATS,
-    INTERPRETED,
-    SAME,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_to_overwrite,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, INTERPRETED, SAME, tl, triton
 from next_steps.lessons.swiglu_kernel import new_like, sigmoid_of, swiglu_gradients, swiglu_of
 
 LARGEST_RANK = 64  # more needs more shared memory than a small GPU has
@@ -215,7 +206,7 @@ def _add(base, scale, thin, dtype: tl.constexpr):
 
 def _check(gate, up, h, b_gate, b_up, dy=None, dh=None, a=None) -> None:
     """Refuse what the kernels cannot compute."""
-    ranks = check_tensors(
+    ranks = support.check_tensors(
         ("gate", gate, FLOATS, ("...", "I")),
         ("up", up, SAME, ("...", "I")),
         ("b_gate", b_gate, SAME, ("I", "R_GATE")),
@@ -238,7 +229,7 @@ def _launch(kernel: triton.JITFunction, *tensors, ranks: tuple[int, ...]) -> Non
     # Both quotients are rounded up.
     n_programs = -(-n_rows // (BLOCK_ROWS * STEPS)) * -(-n_cols // BLOCK_COLS)
     if n_programs > 0:
-        with on_device_of(tensors[0]):
+        with support.on_device_of(tensors[0]):
             kernel[(n_programs,)](
                 *tensors,
                 n_rows,
@@ -257,7 +248,7 @@ def _forward_results(gate, up, h, scales, b_gate, b_up):
     return new_like(gate)  # (..., I)
 
 
-@operator(
+@support.operator(
     "tutorial::lora_swiglu_forward",
     "(Tensor gate, Tensor up, Tensor h, float[] scales, Tensor b_gate, Tensor b_up) -> Tensor",
     _forward_results,
@@ -278,7 +269,7 @@ def _backward_results(dy, gate, up, h, scales, b_gate, b_up, dh, a, need_y):
     return new_like(dy), new_like(gate), new_like(up) if need_y else None  # each (..., I)
 
 
-@operator(
+@support.operator(
     "tutorial::lora_swiglu_backward",
     "(Tensor dy, Tensor gate, Tensor up, Tensor h, float[] scales, Tensor b_gate, Tensor b_up,"
     " Tensor dh, Tensor a, bool need_y) -> Tensor[]",
@@ -308,15 +299,12 @@ def lora_swiglu_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, inplace=F
         gate, up, h, scales, b_gate, b_up: the forward's arguments.
         inplace: write dgate over dy, dup over gate, and y over up.  Under torch.compile it changes
             nothing.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
     """
     tensors = dy, gate, up, h, scales, b_gate, b_up, dh, a
     if not inplace or torch.compiler.is_compiling():
         return _backward_into_new_memory(*tensors, need_y)
     _check(gate, up, h, b_gate, b_up, dy, dh, a)
-    refuse_to_overwrite(gate=gate, up=up, dy=dy)
+    support.refuse_to_overwrite(gate=gate, up=up, dy=dy)
     results = dy.detach(), gate.detach(), up.detach() if need_y else None
     _launch_backward(*tensors, results)
     for t in (dy, gate, up) if need_y else (dy, gate):

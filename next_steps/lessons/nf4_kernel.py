@@ -47,17 +47,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, pad
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    check_memory,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, FP32, tl, triton
 
 BYTES = (torch.uint8,)
 BLOCK, GROUP = 64, 256  # numbers that share an absmax, absmaxes that share a scale
@@ -108,7 +99,7 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
         TypeError: it is no tensor of fp16, bf16 or fp32.
         ValueError: not a multiple of 64 numbers, or one of them is infinite or NaN.
     """
-    check_memory("weight", weight)
+    support.check_memory("weight", weight)
     if weight.dtype not in FLOATS:
         expected = f"{' or '.join(map(str, FLOATS))}: convert it."
         raise TypeError(f"weight is {weight.dtype}, expected {expected}")
@@ -116,10 +107,8 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
         given = f"weight has shape {tuple(weight.shape)}, {weight.numel():,} numbers"
         raise ValueError(f"{given}, expected a multiple of {BLOCK}")
     if not weight.is_meta and not weight.isfinite().all():
-        raise ValueError(
-            "weight has infinite or NaN numbers, expected none: one would spoil the mean of absmax "
-            "and with it every number"
-        )
+        reason = "one would spoil the mean of absmax and with it every number"
+        raise ValueError(f"weight has infinite or NaN numbers, expected none: {reason}")
     tables = nf4_tables(weight.device)
     table, absmax_map = tables.split([N_VALUES, GROUP])
     blocks = weight.detach().reshape(-1, BLOCK).float()  # (n / 64, 64)
@@ -158,9 +147,7 @@ def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(numbers, between, out_int32=True).to(torch.uint8)
 
 
-def _quantize_absmax(
-    deviations: torch.Tensor, absmax_map: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_absmax(deviations, absmax_map):
     """Return codes (N,) uint8 and scales (N / 256, rounded up) of deviations (N,) from the mean."""
     n_blocks = len(deviations)
     groups = pad(deviations, (0, -n_blocks % GROUP)).view(-1, GROUP)
@@ -228,8 +215,7 @@ def nf4_dequantize(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     """Return the weight of this shape in this dtype, with the bits of `nf4_dequantize_reference`.
 
     Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or the shape has another number of
-            elements.
+        TypeError, ValueError: the kernel cannot take an argument, or they do not fit together.
     """
     return _launch(*nf4, shape, dtype)
 
@@ -239,10 +225,10 @@ def _result(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     if dtype not in FLOATS:
         expected = f"{' or '.join(map(str, FLOATS))}: convert x."
         raise TypeError(f"the weight is wanted in {dtype}, expected {expected}")
-    check_memory("codes", codes)
+    support.check_memory("codes", codes)
     n_numbers = 2 * codes.numel()
     n_blocks = n_numbers // BLOCK
-    check_tensors(
+    support.check_tensors(
         ("codes", codes, BYTES, (n_blocks * BLOCK // 2,)),
         ("absmax_codes", absmax_codes, BYTES, (n_blocks,)),
         ("absmax_scales", absmax_scales, FP32, (-(-n_blocks // GROUP),)),
@@ -255,7 +241,7 @@ def _result(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     return codes.new_empty(shape, dtype=dtype)
 
 
-@operator(
+@support.operator(
     "tutorial::nf4_dequantize",
     "(Tensor codes, Tensor absmax_codes, Tensor absmax_scales, Tensor absmax_mean, "
     "Tensor tables, SymInt[] shape, ScalarType dtype) -> Tensor",
@@ -267,7 +253,7 @@ def _launch(codes, absmax_codes, absmax_scales, absmax_mean, tables, shape, dtyp
     n_blocks = len(absmax_codes)
     n_programs = -(-n_blocks // TILE_BLOCKS)  # rounded up
     if n_programs > 0:
-        with on_device_of(codes):
+        with support.on_device_of(codes):
             _nf4_dequantize_kernel[(n_programs,)](
                 *(t.contiguous() for t in nf4),
                 w,
@@ -297,10 +283,9 @@ def nf4_linear_reference(x: torch.Tensor, shape: tuple[int, int], *nf4: torch.Te
 
 
 class NF4LinearFunction(torch.autograd.Function):
-    """`NF4LinearFunction.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I).
+    """`.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I), gives (..., O).
 
-    The result is (..., O).  W is written out in x's dtype.  The backward keeps only nf4, which is
-    there anyhow.
+    W is written out in x's dtype.  The backward keeps only nf4, which is there anyhow.
     """
 
     @staticmethod
@@ -311,6 +296,6 @@ class NF4LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative("NF4's product")
+        support.refuse_second_derivative("NF4's product")
         weight = nf4_dequantize(NF4(*ctx.saved_tensors), ctx.shape, dy.dtype)  # again
         return dy @ weight, None, *(None for _ in NF4._fields)

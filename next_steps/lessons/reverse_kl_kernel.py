@@ -49,23 +49,17 @@ loss is fp32, not times T**2; no second derivative, no gradient for the teacher;
 8 does not divide are copied.  A column counts 0 if the student's probability is 0 (F.kl_div: NaN if
 the teacher's is 0 too).  If only the teacher's is 0, loss and gradient are not finite, as in
 PyTorch.
+
+This lesson is carried away as three files: itself, cross_entropy_kernel.py, two of whose functions
+its kernels call, and kernel_support.py.
 """
 
 import torch
 
-from kernel_support import (
-    FLOATS,
-    FP32,
-    as_rows,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from cross_entropy_kernel import LN2, cut_row, row_gradients, tile_of
+from kernel_support import FLOATS, FP32, tl, triton
 
-LN2 = tl.constexpr(0.6931471805599453)
 # See below, "Any magnitude".
 SHRINK = tl.constexpr(2.0**-24)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min * 2.0**-24)
@@ -138,20 +132,8 @@ def _obvious_kernel(
 
 # ---- What the others are made of -------------------------------------------------------------
 
-# Alignment.  A row's body goes from its first multiple of 8 columns (16 bytes) to its last; up to 7
-# before and after are its edge (cross_entropy_kernel.py says why).
-
-
-@triton.jit
-def _cut_row(ptr, row, row_stride, n_cols):
-    """Pointers to the row and to its body, the body's length, the edge's columns and their mask."""
-    start = tl.cast(row, tl.int64) * row_stride  # 32 bits end in row 16,384 of V = 131,072
-    n_before = tl.minimum(-start & 7, n_cols).to(tl.int32)
-    n_body = (n_cols - n_before) // 8 * 8
-    lane = tl.arange(0, 16)
-    edge = tl.where(lane < 8, lane, n_cols - 16 + lane)
-    in_edge = tl.where(lane < 8, lane < n_before, edge >= n_before + n_body)
-    return ptr + start, ptr + (start + 7) // 8 * 8, n_body, edge, in_edge
+# Alignment.  cut_row tells a row's body, whose addresses are multiples of 16 bytes, from its edge
+# (cross_entropy_kernel.py says why).
 
 
 @triton.jit
@@ -198,12 +180,6 @@ def _rescale(a, d_s, d_t, rise_s, rise_t, unit):
 
 
 @triton.jit
-def _tile_of(TILE_ROWS: tl.constexpr, THREADS: tl.constexpr):
-    """The numbers from 0 on as a block (TILE_ROWS, THREADS * 8)."""
-    return tl.arange(0, TILE_ROWS)[:, None] * (THREADS * 8) + tl.arange(0, THREADS * 8)[None, :]
-
-
-@triton.jit
 def _join_threads(m_s, m_t, d_s, d_t, a, s, t, unit):
     """A row's five numbers, of its threads' (THREADS,) and its edge's logits s and t."""
     m_s_row = tl.maximum(tl.max(m_s), tl.max(s) * SHRINK)
@@ -243,10 +219,10 @@ def _store_dstudent(
     """Write the gradient of this program's row; the arguments are those of the kernels below."""
     row = tl.program_id(0)
     TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
-    tile = _tile_of(TILE_ROWS, THREADS)
-    s_row_ptr, s_ptr, _, _, _ = _cut_row(student_ptr, row, student_row_stride, n_cols)
-    t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
-    out_row_ptr, out_ptr, n_body, edge, in_edge = _cut_row(dstudent_ptr, row, n_cols, n_cols)
+    tile = tile_of(TILE_ROWS, THREADS * 8)
+    s_row_ptr, s_ptr, _, _, _ = cut_row(student_ptr, row, student_row_stride, n_cols)
+    t_row_ptr, t_ptr, _, _, _ = cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
+    out_row_ptr, out_ptr, n_body, edge, in_edge = cut_row(dstudent_ptr, row, n_cols, n_cols)
     counted = True if counted_ptr is None else tl.load(counted_ptr + row)
     n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted
     m_s, m_t = tl.load(stats_ptr + 5 * row), tl.load(stats_ptr + 5 * row + 1)
@@ -291,10 +267,10 @@ def _reverse_kl_fwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     TILE_SIZE: tl.constexpr = TILE_ROWS * THREADS * 8
-    tile = _tile_of(TILE_ROWS, THREADS)
-    cut = _cut_row(student_ptr, row, student_row_stride, n_cols)
+    tile = tile_of(TILE_ROWS, THREADS * 8)
+    cut = cut_row(student_ptr, row, student_row_stride, n_cols)
     s_row_ptr, s_ptr, n_body, edge, in_edge = cut
-    t_row_ptr, t_ptr, _, _, _ = _cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
+    t_row_ptr, t_ptr, _, _, _ = cut_row(teacher_ptr, row, teacher_row_stride, n_cols)
     counted = True if counted_ptr is None else tl.load(counted_ptr + row)
     # a row that does not count is not read
     n_read, read_edge = tl.where(counted, n_body, 0), in_edge & counted
@@ -407,7 +383,7 @@ def _check(student, teacher, mask, temperature, reduction, *others) -> int:
 
     others: further arguments of check_tensors.
     """
-    lengths = check_tensors(
+    lengths = support.check_tensors(
         ("student_logits", student, FLOATS, ("...", "V")),
         ("teacher_logits", teacher, FLOATS, ("...", "V")),
         ("mask?", mask, (torch.bool,), ("...",)),
@@ -425,7 +401,7 @@ def _check(student, teacher, mask, temperature, reduction, *others) -> int:
 
 def _rows_cut_alike(logits):
     """Return logits as rows that are cut like those of a contiguous tensor, and their stride."""
-    rows, row_stride = as_rows(logits)
+    rows, row_stride = support.as_rows(logits)
     if (row_stride - logits.shape[-1]) % 8:
         return rows.contiguous(), logits.shape[-1]
     return rows, row_stride
@@ -439,10 +415,8 @@ def _common_arguments(student, teacher, mask, n_counted, reduction):
 
 
 def _reduced(row_loss, n_counted, reduction):
-    if reduction == "none":
-        return row_loss
-    if reduction == "sum":
-        return row_loss.sum()
+    if reduction != "batchmean":
+        return row_loss if reduction == "none" else row_loss.sum()
     if n_counted is None:
         return row_loss.mean()
     return row_loss.sum() / n_counted  # 0 / 0 = NaN where no row counts, as in PyTorch
@@ -462,12 +436,11 @@ def _forward_results(
     student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
 ):
     """Return the forward's results, not yet written."""
-    results = _row_results(student, teacher, mask, temperature, reduction, gradient)
-    row_loss, stats, n_counted, dstudent = results
-    return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
+    row_loss, *others = _row_results(student, teacher, mask, temperature, reduction, gradient)
+    return _reduced(row_loss, others[1], reduction), *others
 
 
-@operator(
+@support.operator(
     "tutorial::reverse_kl_forward",
     "(Tensor student, Tensor teacher, Tensor? mask=None, float temperature=1.0, "
     "str reduction='batchmean', bool gradient=False) -> Tensor[]",
@@ -489,7 +462,7 @@ def reverse_kl_forward(
     results = _row_results(student, teacher, mask, temperature, reduction, gradient)
     row_loss, stats, n_counted, dstudent = results
     if row_loss.numel() > 0:
-        with on_device_of(student):
+        with support.on_device_of(student):
             _reverse_kl_fwd_kernel[(row_loss.numel(),)](
                 *_common_arguments(student, teacher, mask, n_counted, reduction),
                 stats,
@@ -504,7 +477,7 @@ def reverse_kl_forward(
     return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
-@operator(
+@support.operator(
     "tutorial::reverse_kl_backward",
     "(Tensor grad_output, Tensor student, Tensor teacher, Tensor? mask, Tensor stats, "
     "Tensor? n_counted, float temperature, str reduction) -> Tensor",
@@ -521,18 +494,17 @@ def reverse_kl_backward(
     shape = ("...",) if grad_output.ndim and dstudent is None else ()
     others = ("grad_output", grad_output, FLOATS, shape), ("stats", stats, FP32, ("n_rows", 5))
     n_rows = _check(student, teacher, mask, temperature, reduction, *others)
-    row_grads = grad_output if grad_output.ndim < 2 else grad_output.reshape(-1)
-    row_grad_stride = None  # the forward has made dstudent: the kernel tests if grad_output is 1
-    if dstudent is None:
-        row_grad_stride = row_grads.stride(0) if row_grads.ndim else 0
+    row_grads = row_gradients(grad_output)
+    if dstudent is not None:
+        row_grads = grad_output, None  # the kernel writes dstudent only if grad_output is not 1
+    else:
         dstudent = student.new_empty(student.shape)  # (..., V)
     if n_rows > 0:
-        with on_device_of(student):
+        with support.on_device_of(student):
             _reverse_kl_bwd_kernel[(n_rows,)](
                 *_common_arguments(student, teacher, mask, n_counted, reduction),
                 stats,
-                row_grads,
-                row_grad_stride,
+                *row_grads,
                 dstudent,
                 student.shape[-1],
                 _unit(temperature),
@@ -570,8 +542,7 @@ def loss_of_statistics(stats, mask, n_counted, temperature, reduction, shape):
 class ObviousReverseKLFunction(torch.autograd.Function):
     """`.apply(student, teacher)`: the mean loss by the obvious kernel, for the benchmark.
 
-    Both are contiguous (n_rows, V) without -inf.  The gradient is for a grad_output of 1.  Nothing
-    is checked.
+    Both are contiguous (n_rows, V) without -inf.  The gradient is for a grad_output of 1.
     """
 
     @staticmethod
@@ -597,8 +568,8 @@ class TritonReverseKLFunction(torch.autograd.Function):
         if grad_enabled and ctx.needs_input_grad[1]:
             given = "teacher_logits requires a gradient, expected a constant"
             raise ValueError(f"{given}: pass teacher_logits.detach().")
-        needed = grad_enabled and ctx.needs_input_grad[0]
-        now = needed and reduction != "none" and student.dtype != torch.float16
+        now = grad_enabled and ctx.needs_input_grad[0]
+        now = now and reduction != "none" and student.dtype != torch.float16
         # a split vocabulary's statistics must be combined before a gradient can be computed
         now = now and group is None
         options = temperature, reduction
@@ -613,15 +584,15 @@ class TritonReverseKLFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        refuse_second_derivative("TritonReverseKLLoss")
+        support.refuse_second_derivative("TritonReverseKLLoss")
         # ctx lets go of dstudent, so that dstudent becomes .grad without a copy
         dstudent, ctx.dstudent = ctx.dstudent, None
-        if dstudent is not None and torch.compiler.is_compiling():
-            # the compiler writes this over dstudent
+        if dstudent is None:
+            dstudent = reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options)
+        elif torch.compiler.is_compiling():  # the compiler writes this over dstudent
             dstudent = (dstudent.float() * grad_output).to(dstudent.dtype)
         else:
-            made = () if dstudent is None else (dstudent,)
-            dstudent = reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options, *made)
+            reverse_kl_backward(grad_output, *ctx.saved_tensors, *ctx.options, dstudent)
         return dstudent, *[None] * 6
 
 

@@ -46,36 +46,22 @@ cos is fp32 and q is not); even D up to 4,096; all columns are turned, and x[j] 
 with its neighbour as in GPT-J; no gradient for cos and sin; no second derivative.  A last dimension
 that is not adjacent is copied.  The halves of cos and sin may differ: with 40 heads, reading both
 adds 1.3 % of bytes, fewer from a cache.  Eager rounds both products and their sum to bf16; here the
-sum is rounded once, closer to float64.
+sum is rounded once, closer to float64.  The launchers refuse other tensors with a TypeError or a
+ValueError.
 """
 
 import functools
 
 import torch
 
-from kernel_support import (
-    FLOATS,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, tl, triton
 
 MAX_HEAD_DIM = 4096
 
 
-def rope_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager RoPE, operation for operation Hugging Face's apply_rotary_pos_emb.
-
-    float64 stays float64.
-    """
+def rope_reference(q, k, cos, sin):
+    """Eager RoPE, each operation as in Hugging Face's apply_rotary_pos_emb; also in float64."""
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (B or 1, 1, T, D): the same for all heads
 
     def rotate_half(x):
@@ -178,31 +164,13 @@ def _row_of(tensor, batch, token, cols):
 # ---- Launchers -------------------------------------------------------------------------------
 
 
-def rope_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+def rope_forward(q, k, cos, sin):
+    """Return q_rot and k_rot, laid out in memory as q (B, n_q_heads, T, D) and k are."""
     return _launch(q, k, cos, sin, False)
 
 
-def rope_backward(
-    dq_rot: torch.Tensor,
-    dk_rot: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and dk, laid out in memory as dq_rot and dk_rot are.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor.
-    """
+def rope_backward(dq_rot, dk_rot, cos, sin):
+    """Return dq and dk, laid out in memory as dq_rot and dk_rot are."""
     return _launch(dq_rot, dk_rot, cos, sin, True)
 
 
@@ -212,7 +180,7 @@ def _results(q, k, cos, sin, backward):
     return _output_like(q), _output_like(k)
 
 
-@operator(
+@support.operator(
     "tutorial::rope",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
     _results,
@@ -226,7 +194,7 @@ def _launch(q, k, cos, sin, backward):
     k, k_rot = _in_and_out(k)
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
     if B * T * n_groups > 0:
-        with on_device_of(q):
+        with support.on_device_of(q):
             _rope_kernel[(B * T, n_groups)](
                 (q, *q.stride()[:3]),
                 (k, *k.stride()[:3]),
@@ -260,12 +228,9 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return cos or sin with adjacent columns, and the strides of samples and of tokens.
-
-    Where all samples share one table, the stride of samples is 0.
-    """
+    """Return cos or sin with adjacent columns, and the strides of samples and of tokens."""
     t = t if t.stride(-1) == 1 else t.contiguous()
-    shared = t.ndim == 2 or t.shape[0] == 1
+    shared = t.ndim == 2 or t.shape[0] == 1  # all samples read one table
     return t, 0 if shared else t.stride(0), t.stride(-2)
 
 
@@ -297,7 +262,7 @@ def _next_power_of_2(n: int) -> int:
 def _check(q, k, cos, sin, backward: bool) -> None:
     """Refuse what the kernel cannot compute."""
     q_name, k_name = ("dq_rot", "dk_rot") if backward else ("q", "k")
-    lengths = check_tensors(
+    lengths = support.check_tensors(
         (q_name, q, FLOATS, ("B", "heads", "T", "D")),
         (k_name, k, FLOATS, ("B", "k_heads", "T", "D")),
         ("cos", cos, FLOATS, None),
@@ -347,7 +312,7 @@ class TritonRoPEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq_rot, dk_rot):
-        refuse_second_derivative("The fused RoPE")
+        support.refuse_second_derivative("The fused RoPE")
         dq, dk = rope_backward(dq_rot, dk_rot, *ctx.saved_tensors)
         return dq, dk, None, None
 
@@ -361,8 +326,7 @@ def triton_apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     if unsqueeze_dim == 1:
         return TritonRoPEFunction.apply(q, k, cos, sin)
     if unsqueeze_dim == 2:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q_rot, k_rot = TritonRoPEFunction.apply(q, k, cos, sin)
-        return q_rot.transpose(1, 2), k_rot.transpose(1, 2)
+        rotated = TritonRoPEFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(x.transpose(1, 2) for x in rotated)
     expected = "expected 1 for (B, heads, T, D) or 2 for (B, T, heads, D)"
     raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}, {expected}.")

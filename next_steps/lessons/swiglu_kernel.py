@@ -36,7 +36,8 @@ New ideas of Triton and PyTorch, after those of rmsnorm_kernel.py and cross_entr
 
 Limits: fp16, bf16, fp32; gate and up of one dtype and shape, no broadcasting; no second derivative;
 fastest where 16 divides I.  inplace=True leaves gate and up alone under retain_graph=True, and
-under torch.compile, where the compiler decides which memory is used again.
+under torch.compile, where the compiler decides which memory is used again.  The launchers refuse
+tensors that a kernel cannot take, or cannot overwrite, with a TypeError or a ValueError.
 """
 
 import itertools
@@ -44,18 +45,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from kernel_support import (
-    FLOATS,
-    SAME,
-    as_rows,
-    check_tensors,
-    on_device_of,
-    operator,
-    refuse_second_derivative,
-    refuse_to_overwrite,
-    tl,
-    triton,
-)
+import kernel_support as support
+from kernel_support import FLOATS, SAME, tl, triton
 
 # 16 elements a thread, from each tensor: 100 % of the copy rate on an H200.
 BLOCK_SIZE, NUM_WARPS = 2048, 4
@@ -183,15 +174,17 @@ def swiglu_gradients(dy, gate, sigmoid, up):
 
 def _check(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor | None = None) -> None:
     """Refuse what the kernels cannot compute."""
-    check_tensors(
-        ("gate", gate, FLOATS, ("...",)), ("up", up, SAME, ("...",)), ("dy?", dy, SAME, ("...",))
+    support.check_tensors(
+        ("gate", gate, FLOATS, ("...",)),
+        ("up", up, SAME, ("...",)),
+        ("dy?", dy, SAME, ("...",)),
     )
 
 
 def _launch(kernel: triton.JITFunction, sources: tuple, results: tuple) -> None:
     """Launch with (..., I) sources of any strides, and then contiguous results."""
     gate = sources[-2]
-    rows = [as_rows(t) for t in sources]
+    rows = [support.as_rows(t) for t in sources]
     line = all(t.is_contiguous() for t, _ in rows)
     n_cols = gate.shape[-1] if gate.ndim > 0 else 1
     n_rows = gate.numel() // max(n_cols, 1)
@@ -199,7 +192,7 @@ def _launch(kernel: triton.JITFunction, sources: tuple, results: tuple) -> None:
     if line:
         n_programs = -(-n_rows * n_cols // BLOCK_SIZE)
     if n_programs > 0:
-        with on_device_of(gate):
+        with support.on_device_of(gate):
             kernel[(n_programs,)](
                 *itertools.chain(*rows),  # each followed by its stride
                 *results,
@@ -223,7 +216,9 @@ def _forward_results(gate, up):
     return new_like(gate)  # (..., I)
 
 
-@operator("tutorial::swiglu_forward", "(Tensor gate, Tensor up) -> Tensor", _forward_results)
+@support.operator(
+    "tutorial::swiglu_forward", "(Tensor gate, Tensor up) -> Tensor", _forward_results
+)
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return y (..., I) of gate and up (..., I), in their dtype."""
     y = _forward_results(gate, up)
@@ -237,7 +232,7 @@ def _backward_results(dy, gate, up, need_y):
     return new_like(gate), new_like(up), new_like(dy) if need_y else None  # each (..., I)
 
 
-@operator(
+@support.operator(
     "tutorial::swiglu_backward",
     "(Tensor dy, Tensor gate, Tensor up, bool need_y) -> Tensor[]",
     _backward_results,
@@ -252,17 +247,13 @@ def _backward_into_new_memory(dy, gate, up, need_y):
 def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 
-    Args:
-        inplace: write dgate over gate, dup over up, and y over dy.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take a tensor, or cannot overwrite it.
+    inplace=True writes dgate over gate, dup over up, and y over dy.
     """
     if not inplace:
         return _backward_into_new_memory(dy, gate, up, need_y)
     _check(gate, up, dy)
     sources = {"gate": gate, "up": up} | ({"dy": dy} if need_y else {})
-    refuse_to_overwrite(**sources)
+    support.refuse_to_overwrite(**sources)
     if torch.compiler.is_compiling():  # the compiler may or may not make these copies
         dgate, dup, y = _backward_into_new_memory(dy, gate, up, need_y)
         return gate.copy_(dgate), up.copy_(dup), dy.copy_(y) if need_y else None
@@ -296,13 +287,13 @@ class TritonSwiGLUFunction(torch.autograd.Function):
         ctx.inplace = ctx.inplace and not torch.compiler.is_compiling()
         y = swiglu_forward(gate, up)
         if ctx.inplace:  # now: in the backward it would be too late to refuse
-            refuse_to_overwrite(gate=gate, up=up)
+            support.refuse_to_overwrite(gate=gate, up=up)
         ctx.save_for_backward(gate, up)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivative("SwiGLU in Triton")
+        support.refuse_second_derivative("SwiGLU in Triton")
         inplace = ctx.inplace and may_overwrite_saved()
         dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, inplace=inplace)
         return dgate, dup, None

@@ -23,10 +23,10 @@ FAULTS = {
         ("second backward scales again", "torch.autograd.graph.increment_version(dlogits)", "pass"),
     ],
     "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[leaf]": [
-        ("a leaf is overwritten", "\n    refuse_to_overwrite(logits=logits)\n", "\n"),
+        ("a leaf is overwritten", "\n    support.refuse_to_overwrite(logits=logits)\n", "\n"),
     ],
     "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[compiled]": [
-        ("compiled, a leaf is overwritten", "refuse_to_overwrite(logits=logits)  # inside", "pass  # inside"),
+        ("compiled, a leaf is overwritten", "support.refuse_to_overwrite(logits=logits)  # inside", "pass  # inside"),
     ],
     "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [
         ("compiled, ignored rows are trained", ".masked_fill(ignored, 0)", ""),

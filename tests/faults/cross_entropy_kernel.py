@@ -61,7 +61,7 @@ FAULTS = {
         ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
     ],
     "tests.contracts_autograd_test::test_inputs_and_upstream_gradients_are_never_changed[cross_entropy]": [
-        ("overwrites the logits unasked", "*saved, dlogits, dlogits_row_stride,", "*saved, *rows,"),
+        ("overwrites the logits unasked", "*saved, out_rows,", "*saved, rows,"),
     ],
     "test_inplace_without_a_gradient_to_compute_leaves_the_logits_alone": [
         ("overwrites under no_grad", "self.inplace and torch.is_grad_enabled() and", "self.inplace and"),
@@ -70,7 +70,7 @@ FAULTS = {
         ("fp16 is overwritten", "if inplace and logits.dtype != torch.float16:", "if inplace:"),
     ],
     "test_torch_compile_of_any_layout[gaps and an odd offset]": [
-        ("operator promises other strides", "_new_dlogits(logits, as_rows(logits)[1])[0]", "torch.empty_like(logits)"),
+        ("operator promises other strides", "_new_dlogits(logits, support.as_rows(logits)[1])[0]", "torch.empty_like(logits)"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[cross_entropy-True]": [
         ("second derivative is zero", 'refuse_second_derivative("TritonCrossEntropyLoss")', "pass"),

@@ -9,44 +9,24 @@ FAULTS = {
         ("any shape", "if misfit is not None:", "if False:"),
         ("any layout", "if t.layout is not torch.strided:", "if False:"),
         ("any tensor may be None", 'if t is None and name.endswith("?"):', "if t is None:"),
-        (
-            "words stand for any length",
-            "lengths.setdefault(word, length) if type(word) is str else word",
-            "length if type(word) is str else word",
-        ),
+        ("words stand for any length", "lengths.setdefault(word, length) if type(word) is str else word", "length if type(word) is str else word"),
     ],
     "test_words_of_the_shapes_get_their_lengths": [
-        (
-            "rows of the last dimension alone",
-            "math.prod(shape[:n_before])",
-            "(shape[:n_before] or (1,))[-1]",
-        ),
+        ("rows of the last dimension alone", "math.prod(shape[:n_before])", "(shape[:n_before] or (1,))[-1]"),
     ],
     "test_a_cpu_without_the_interpreter_is_refused": [
-        (
-            "a CPU is taken for a GPU",
-            "if not t.is_cuda and not (INTERPRETED and t.is_cpu):",
-            "if not t.is_cuda and not t.is_cpu:",
-        ),
+        ("a CPU is taken for a GPU", "if not t.is_cuda and not (INTERPRETED and t.is_cpu):", "if not t.is_cuda and not t.is_cpu:"),
     ],
     "test_a_wrapper_is_refused": [
         ("a wrapper's memory", "if is_traceable_wrapper_subclass(t):", "if False:"),
     ],
     "test_rows_have_adjacent_columns": [
-        (
-            "columns taken for adjacent",
-            "rows if rows.stride(1) == 1 else rows.contiguous()",
-            "rows",
-        ),
+        ("columns taken for adjacent", "rows if rows.stride(1) == 1 else rows.contiguous()", "rows"),
         ("rows taken for adjacent", "return rows, rows.stride(0)", "return rows, n_cols"),
     ],
     "test_only_contiguous_results_with_memory_of_their_own_are_overwritten": [
         ("a leaf", "if leaf or shared or not", "if shared or not"),
-        (
-            "a view of a leaf",
-            "if compiling or t._base is None else t._base",
-            "if True else t._base",
-        ),
+        ("a view of a leaf", "if compiling or t._base is None else t._base", "if True else t._base"),
         ("shared memory", "if leaf or shared or not", "if leaf or not"),
         ("any strides", " or not t.is_contiguous():", ":"),
     ],
@@ -54,10 +34,6 @@ FAULTS = {
         ("never refused", "if torch.is_grad_enabled():", "if False:"),
     ],
     "test_an_operator_gives_the_launchers_results_also_when_compiled": [
-        (
-            "results in another order",
-            "tuple(next(found) if is_there",
-            "tuple(next(found) if not is_there",
-        ),
+        ("results in another order", "tuple(next(found) if is_there", "tuple(next(found) if not is_there"),
     ],
-}
+}  # fmt: skip

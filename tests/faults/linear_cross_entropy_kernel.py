@@ -10,7 +10,7 @@ FAULTS = {
         ("dweight begins with what the memory held", "beta=0 if first_row == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
         ("mean of each chunk", "*of_chunk, n_valid, ignore_index,", "*of_chunk, n_valid and (row_targets.narrow(*chunk) != -100).sum(), ignore_index,"),
-        ("ignored rows' logits are multiplied", "        launch_scale(*row_grads, *rows, targets, ignore_index)", "        pass"),
+        ("ignored rows' logits are multiplied", "        launch_scale(row_grads, rows, targets, ignore_index)", "        pass"),
     ],
     "test_rows_that_are_left_out_have_loss_and_gradient_of_zero": [
         ("the rows without a target are taken", "torch.argsort(ignored, stable=True)", "torch.argsort(~ignored, stable=True)"),

@@ -61,10 +61,10 @@ FAULTS = {
         ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(t)", "pass"),
     ],
     "test_inplace_refusal_comes_in_the_forward": [
-        ("a leaf is overwritten", "            refuse_to_overwrite(gate=gate, up=up)\n", "            pass\n"),
+        ("a leaf is overwritten", "            support.refuse_to_overwrite(gate=gate, up=up)\n", "            pass\n"),
     ],
     "test_inplace_refuses_what_cannot_hold_a_gradient[gate]": [
-        ("gaps are overwritten", "    refuse_to_overwrite(**sources)\n", ""),
+        ("gaps are overwritten", "    support.refuse_to_overwrite(**sources)\n", ""),
     ],
     "test_inplace_refuses_what_cannot_hold_a_gradient[dy]": [
         ("any dy is overwritten", '({"dy": dy} if need_y else {})', "{}"),

@@ -5,8 +5,9 @@
 tests/contracts_numbers_test.py asks the same at many sizes and layouts.
 """
 
-from harness.benchmark.checking import DTYPE_NAME, print_tests, print_title, print_verdict
+from harness.benchmark.checking import DTYPE_NAME
 from harness.cli import command_line
+from tests import printing
 from tests.subject import checks
 from tests.subjects import SUBJECTS
 
@@ -18,7 +19,7 @@ def main() -> int:
     unknown = [name for name in names if name not in SUBJECTS]
     if unknown:
         parser.error(f"there is no {unknown[0]}, expected of {', '.join(SUBJECTS)}")
-    print_title("Kernels'")
+    printing.title("Kernels'")
     cases = {
         f"{name}, {DTYPE_NAME[dtype]}": (SUBJECTS[name], dtype)
         for name in names
@@ -29,7 +30,7 @@ def main() -> int:
         subject, dtype = case
         return checks(subject, *subject.make((5, 3), subject.size, dtype))
 
-    return print_verdict("kernels'", print_tests(cases, checks_of))
+    return printing.verdict("kernels'", printing.cases(cases, checks_of))
 
 
 if __name__ == "__main__":
