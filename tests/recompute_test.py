@@ -44,8 +44,11 @@ def make_model(kernels, dtype="fp32") -> torch.nn.Module:
 
 
 def few_tokens() -> Batch:
-    """A quarter of tiny_batch's rows, each of which Triton's interpreter runs by itself."""
-    return tiny_batch(2, 3)
+    """Half of tiny_batch's rows, each of which Triton's interpreter runs by itself.
+
+    A quarter is too few: rounding shows in the adapters' gradients, by up to 2.1e-6.
+    """
+    return tiny_batch(2, 6)
 
 
 def assert_close(found: dict, expected: dict, allowed: float, what: str = "") -> None:
@@ -93,7 +96,7 @@ def drawn(model, seed: int) -> dict[str, torch.Tensor]:
 @SETS
 def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
     model = with_adapters(make_model(kernels))
-    expected = loss_and_gradients(model, few_tokens())
+    expected = loss_and_gradients(model)
     assert len(expected) == 1 + 2 * 7 * LAYERS
     for level in RECOMPUTE:
         # six, not three, gradients of one tensor where the products are peft's
