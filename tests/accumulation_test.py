@@ -36,7 +36,7 @@ from tests.small_workloads import (
     uneven_norms,
 )
 
-pytestmark = pytest.mark.usefixtures("small_model")
+pytestmark = pytest.mark.usefixtures("small_model", "little_validation")
 T = 8
 MASKED = 2, T, 6  # tokens without a label at each micro-batch's beginning: the second is without
 every_kernel_set = pytest.mark.parametrize(

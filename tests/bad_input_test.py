@@ -160,7 +160,9 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     ],
     ids=str,
 )
-def test_an_unusual_config_that_can_be_trained_is(run, checkpoint, script, values):
+def test_an_unusual_config_that_can_be_trained_is(
+    run, checkpoint, little_validation, script, values
+):
     change_config(checkpoint, **values)
     outcome = run(script, *(["--kernels", "none"] if script != "finetune_baseline" else []))
     assert outcome.code == 0, outcome.err

@@ -53,6 +53,7 @@ from next_steps.lessons.rope_kernel import rope_backward, rope_forward
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from tests.conftest import assert_refused
 from tests.two_processes import made_once
+from tests.warm_processes import torchrun
 
 SCRIPT = Path(bench.__file__)
 TIMES = ["Tokens", "Custom (us)", "PyTorch (us)"]
@@ -66,8 +67,7 @@ OF_COMPUTE = [*EVERY[:7], "TFLOP/s", "% of matmul", "Extra MB"]
 
 def run(*flags: str) -> subprocess.CompletedProcess:
     """The script as a user runs it; one thread, because the other tests run beside it."""
-    env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, str(SCRIPT), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=env)
+    return torchrun(1, str(SCRIPT), *flags)
 
 
 SMALL = {"--tokens": "2,4", "--hidden": "64", "--vocab": "100"}

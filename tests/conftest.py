@@ -69,6 +69,12 @@ def small_model(monkeypatch):
 
 
 @pytest.fixture
+def little_validation(monkeypatch):
+    """One batch of it, not four: Triton's interpreter is slow."""
+    monkeypatch.setattr("harness.data.dataset.VALIDATION_BATCHES", 1)
+
+
+@pytest.fixture
 def own_cache(monkeypatch, tmp_path):
     """Tokens are not kept where those of the user's own runs are."""
     monkeypatch.setattr("harness.data.token_cache.folder", lambda: tmp_path / "token_cache")

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from harness.benchmark.checking import HAS_GPU
-from harness.data import dataset
 from harness.model import architecture
 from next_steps.layers import fp8_layer
 from next_steps.studies import fp8_study
 from next_steps.studies.fp8_study import more_steps, reached, row_of
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import smaller_config, tiny_workload
+from tests.warm_processes import forks
 
 CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
 
@@ -67,31 +67,32 @@ def test_what_validating_in_fp8_adds_is_said_for_each_mode():
 
 
 @pytest.mark.exhaustive
-def test_every_seed_trains_in_every_mode(run_script, monkeypatch, tmp_path, own_cache):
+def test_every_seed_trains_in_every_mode(
+    run_script, monkeypatch, tmp_path, own_cache, little_validation
+):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)  # the interpreter is slow
     if not HAS_GPU:
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
     path = tmp_path / "record.json"
-    size = ["--model", "tiny", "--steps", "4", "--seeds", "2", "--batch-size", "2"]
+    size = ["--model", "tiny", "--steps", "2", "--seeds", "2", "--batch-size", "2"]
     outcome = run_script(fp8_study, "accuracy", *size, "--seq-len", "8", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
     assert [(run["seed"], run["fp8"]) for run in record["runs"]] == [
         (seed, mode) for seed in (0, 1) for mode in (None, "inputs", "all")
     ]
-    assert all(len(run["curve"]) == 5 and len(run["losses"]) == 4 for run in record["runs"])
+    assert all(len(run["curve"]) == 3 and len(run["losses"]) == 2 for run in record["runs"])
     first, inputs, every = record["runs"][:3]
     assert first["curve_in_fp8"] == []
     # before the first step: the same weights, and the same forward in FP8
     assert first["curve"][0] == inputs["curve"][0] == every["curve"][0]
     assert first["curve"][0] != inputs["curve_in_fp8"][0] == every["curve_in_fp8"][0]
     assert len({run["curve"][-1] for run in (first, inputs, every)}) == 3
-    assert inputs["curve"][-1] != inputs["curve_in_fp8"][-1] and len(every["curve_in_fp8"]) == 5
+    assert inputs["curve"][-1] != inputs["curve_in_fp8"][-1] and len(every["curve_in_fp8"]) == 3
     assert first["losses"] != record["runs"][3]["losses"]
     assert "fp8 inputs, validated with FP8's products too" in outcome.out
-    assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/4" not in outcome.out
+    assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
 
 
 def trained_elsewhere(workload, every):
@@ -100,6 +101,7 @@ def trained_elsewhere(workload, every):
 
 def test_jobs_give_records_in_order_and_without_times(monkeypatch):
     monkeypatch.setattr(fp8_study, "train_silently", trained_elsewhere)
+    monkeypatch.setattr(fp8_study.multiprocessing, "get_context", {"spawn": forks()}.get)
     workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
     alone, beside = (list(fp8_study.train_all(workloads, 1, jobs)) for jobs in (1, 2))
     assert [run["seed"] for run in alone] == [run["seed"] for run in beside] == [0, 1, 2]

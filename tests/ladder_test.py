@@ -271,7 +271,7 @@ def absent_opponent(workload, **files):
 
 
 @pytest.mark.exhaustive
-def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model):
+def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_validation):
     """All scripts run in this process: nine processes would import PyTorch for most of a minute."""
 
     def run_script(script, workload, *flags):

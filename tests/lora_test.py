@@ -174,7 +174,7 @@ WAYS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
-def test_runs_with_kernels_follow_those_without(small_model, recorded, way):
+def test_runs_with_kernels_follow_those_without(small_model, little_validation, recorded, way):
     flags = [*SMALL, *RANK, *WAYS[way]]
     baseline = recorded(finetune_baseline, *flags)
     optimized = recorded(finetune_optimized, *flags, "--kernels", "all")

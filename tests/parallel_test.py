@@ -22,8 +22,9 @@ from harness.steps import parallel
 from harness.training import checkpoint_files
 from tests.small_workloads import TINY, jsonl, tiny_workload
 from tests.two_processes import made_once, one_gpu_is_too_few
+from tests.warm_processes import HERE, torchrun
 
-HERE = Path(__file__).parents[1]
+STANDALONE = ["--standalone", "--nproc-per-node", "2"]
 SECONDS = 60  # in which those end that wait for one that is gone
 pytestmark = one_gpu_is_too_few
 WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
@@ -32,28 +33,16 @@ EQUAL = [f"{each}-{way}" for way in WAYS for each in processes.PARALLEL]
 EQUAL += [f"fsdp-{way}" for way in MORE]
 
 
-def started(n: int, *command: str) -> subprocess.Popen:
-    """A script in n processes, or in one without torchrun, each with one thread."""
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+def started(*command: str) -> subprocess.Popen:
+    """A script in two processes that torchrun starts, as a user calls it."""
     return subprocess.Popen(
-        [sys.executable, *(several if n > 1 else []), *command],
+        [sys.executable, "-m", "torch.distributed.run", *STANDALONE, *command],
         cwd=HERE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def torchrun(n: int, *command: str, timeout: float = 540) -> subprocess.CompletedProcess:
-    """The same, once it has ended."""
-    with started(n, *command) as several:
-        try:
-            out, err = several.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            several.terminate()  # which torchrun hands on
-            raise
-    return subprocess.CompletedProcess(command, several.returncode, out, err)
 
 
 def run_of(n: int, *command: str) -> str:
@@ -106,7 +95,7 @@ def hold_equal(one: Path, several: Path, case: str) -> dict:
     first, other = (json.loads(run.with_suffix(".json").read_text()) for run in runs)
     for key in ("losses", "validation_loss_before", "validation_loss_after"):
         assert other[key] == pytest.approx(first[key], rel=1e-6), key
-    assert first["losses"][3] != pytest.approx(first["losses"][0], rel=1e-3)
+    assert first["losses"][-1] != pytest.approx(first["losses"][0], rel=1e-3)
     assert other["tokens"] == first["tokens"]
     weights, others = (load_file(run / "model.safetensors") for run in runs)
     assert weights.keys() == others.keys()
@@ -155,7 +144,7 @@ def test_two_processes_in_fp8_train_what_one_trains(in_fp8, way):
     assert two["fp8_layers"] == one["fp8_layers"] == [2, 2]
     for key in ("losses", "validation_loss_after"):
         assert two[key] == pytest.approx(one[key], rel=allowed), key
-    assert one["losses"][3] != pytest.approx(one["losses"][0], rel=1e-3)
+    assert one["losses"][-1] != pytest.approx(one["losses"][0], rel=1e-3)
 
 
 @pytest.mark.exhaustive
@@ -176,13 +165,19 @@ def test_three_processes_divide_what_two_do_not(tmp_path):
     ("how", "said"), [("raise", "error: planted"), ("fault", "ValueError: planted"), ("die", "")]
 )
 def test_when_one_process_fails_all_end(how, said):
-    start = time.perf_counter()
-    outcome = torchrun(2, "-m", "tests.several_processes", how, timeout=3 * SECONDS)
-    assert outcome.returncode != 0 and said in outcome.stderr
+    start, command = time.perf_counter(), ["-m", "tests.several_processes", how]
+    if how == "die":
+        with started(*command) as several:
+            out, err = several.communicate(timeout=3 * SECONDS)
+        code = several.returncode
+    else:
+        outcome = torchrun(2, *command, timeout=3 * SECONDS)
+        code, out, err = outcome.returncode, outcome.stdout, outcome.stderr
+    assert code != 0 and said in err
     assert time.perf_counter() - start < 2 * SECONDS
-    ours = outcome.stderr.partition("torch/distributed/elastic")[0]
+    ours = err.partition("torch/distributed/elastic")[0]
     assert how == "fault" or "Traceback" not in ours.replace("Traceback : ", ""), ours
-    assert "step 1/4" in outcome.stdout and "step 2/4" not in outcome.stdout
+    assert "step 1/4" in out and "step 2/4" not in out
 
 
 @pytest.mark.exhaustive
@@ -208,7 +203,7 @@ def test_an_opponent_trains_in_two_processes(way, tmp_path):
 # ---------------------------------------------------------------- a run that goes on
 
 
-SIX = [*TINY, "--seq-len", "8", "--steps", "6", "--batch-size"]
+THREE = [*TINY, "--seq-len", "8", "--steps", "3", "--batch-size"]
 ROUNDED = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
 
 
@@ -226,28 +221,29 @@ def outputs(folder: Path) -> list[str]:
 @pytest.mark.parametrize("way", processes.PARALLEL)
 def test_two_processes_go_on_to_the_bit(way, tmp_path):
     """bf16, rounded at random by the kernel that steps the shards."""
-    flags = [*SIX, "1", *ROUNDED, "--parallel", way]
-    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
-    run_of(2, "finetune_optimized.py", *flags, *kept, *outputs(tmp_path / "straight"))
+    flags = [*THREE, "1", *ROUNDED, "--parallel", way]
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "2"]
+    script = "-m", "tests.several_processes", "small", "finetune_optimized.py"
+    run_of(2, *script, *flags, *kept, *outputs(tmp_path / "straight"))
     resumed = [*flags, "--resume", str(tmp_path / "kept"), *outputs(tmp_path / "resumed")]
-    said = run_of(2, "finetune_optimized.py", *resumed)
-    assert "steps 5 to 6" in said and "In another way" not in said
+    said = run_of(2, *script, *resumed)
+    assert "steps 3 to 3" in said and "In another way" not in said
     losses, weights = what_came_out(tmp_path / "straight")
     others, resumed = what_came_out(tmp_path / "resumed")
-    assert losses == others and len(losses) == 6
+    assert losses == others and len(losses) == 3
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tmp_path):
-    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "4"]
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "2"]
     size = {1: "2", 2: "1"}  # the same sequences in a step
-    first = [*SIX, size[before], *kept, *outputs(tmp_path / "first")]
+    first = [*THREE, size[before], *kept, *outputs(tmp_path / "first")]
     run_of(before, "finetune_baseline.py", *first)
     then = ["--resume", str(tmp_path / "kept"), *outputs(tmp_path / "then")]
-    said = run_of(after, "finetune_baseline.py", *SIX, size[after], *then)
-    assert "steps 5 to 6" in said and f"world_size {None if after == 1 else 2} (not" in said
+    said = run_of(after, "finetune_baseline.py", *THREE, size[after], *then)
+    assert "steps 3 to 3" in said and f"world_size {None if after == 1 else 2} (not" in said
     losses, weights = what_came_out(tmp_path / "first")
     others, resumed = what_came_out(tmp_path / "then")
     assert others == pytest.approx(losses, rel=1e-6)
@@ -258,7 +254,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tm
 def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
     kept = ["--checkpoint", str(tmp_path / "kept")]
     flags = [*TINY, "--seq-len", "8", "--steps", "5000", *kept]
-    with started(2, "finetune_baseline.py", *flags) as several:
+    with started("finetune_baseline.py", *flags) as several:
         for line in several.stdout:
             if line.startswith("step    3/"):
                 break
@@ -278,7 +274,7 @@ def test_all_processes_learn_that_another_run_writes_there(tmp_path):
     """The first one asks for the folder; none waits for it, or loads a model."""
     folder = str(tmp_path / "kept")
     with checkpoint_files.alone_in(folder):
-        outcome = torchrun(2, "finetune_baseline.py", *SIX, "1", "--checkpoint", folder)
+        outcome = torchrun(2, "finetune_baseline.py", *THREE, "1", "--checkpoint", folder)
     assert outcome.returncode != 0 and outcome.stdout == ""
     said = f"error: another run writes its checkpoints to --checkpoint {folder}, expected none"
     assert outcome.stderr.count(said) == 2

@@ -139,7 +139,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict, str]]:
     flags = {"baseline": [], "custom": ["--use-custom-rmsnorm", "--use-custom-ce"]}
     results = {}
     for name, extra in flags.items():
-        results[name] = run("--seq-len", "64", *outputs_in(folder, name), *extra)
+        results[name] = run("--seq-len", "16", *outputs_in(folder, name), *extra)
     torch.set_num_threads(threads)
     return results
 
@@ -185,7 +185,7 @@ def test_the_custom_kernels_replace_the_eager_operations(runs):
 
 @pytest.mark.exhaustive
 def test_python_stacks_are_in_the_trace_but_not_in_the_tables(runs, tmp_path):
-    record, _ = run("--seq-len", "64", "--stacks", *outputs_in(tmp_path))
+    record, _ = run("--seq-len", "16", "--stacks", *outputs_in(tmp_path))
     assert "modeling_llama.py" in Path(record["trace"]).read_text()
     without = {row["name"] for row in runs["baseline"][0]["operations"]}
     assert {row["name"] for row in record["operations"]} <= without

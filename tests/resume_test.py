@@ -89,7 +89,7 @@ def made_by_training(monkeypatch) -> list:
 
 
 @pytest.fixture
-def trained(monkeypatch, tmp_path, ended_after):
+def trained(monkeypatch, tmp_path, ended_after, little_validation):
     """trained(workload, 2, 3): end after steps 2 and 3, resume, and return all results."""
     made = made_by_training(monkeypatch)
 

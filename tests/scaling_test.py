@@ -3,6 +3,7 @@
 import json
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from harness.model import architecture
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.studies import scaling, scaling_steps
-from tests.parallel_test import torchrun
 from tests.small_workloads import MADE_UP, smaller_config
 from tests.two_processes import one_gpu_is_too_few
+from tests.warm_processes import torchrun
 from tools import page_records, page_step_tables
 from tools.page_outputs import COLUMNS
 
@@ -211,16 +212,24 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
     assert "Liger-Kernel is not installed" in absent and absent in capsys.readouterr().out
 
 
+def measure_by(n: int, path: Path, *flags: str) -> str:
+    command = ["-m", "next_steps.studies.scaling", "--model", "tiny", "--json", str(path)]
+    outcome = torchrun(n, *command, *flags)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert outcome.stdout.count("Record written") == 1
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory) -> str:
+    return measure_by(1, tmp_path_factory.mktemp("one") / "one.json")
+
+
 @pytest.mark.exhaustive
 @one_gpu_is_too_few
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, way):
-    one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
-    for n, path, more in ((1, one, []), (2, two, ["--parallel", way])):
-        command = ["-m", "next_steps.studies.scaling", "--model", "tiny", "--json", path, *more]
-        outcome = torchrun(n, *command)
-        assert outcome.returncode == 0, outcome.stderr[-3000:]
-        assert outcome.stdout.count("Record written") == 1
+def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_one, way):
+    one, two = by_one, measure_by(2, tmp_path / "two.json", "--parallel", way)
     records = scaling.read([one, two])
     assert [each["world_size"] for each in records] == [1, 2]
     assert records[1]["parallel"] == way

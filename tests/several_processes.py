@@ -1,12 +1,12 @@
 """Work for several processes of parallel_test.py: torchrun starts this file in each.
 
-    torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER CASE CASE ...
-    torchrun --nproc-per-node 2 -m tests.several_processes raise|die
-
-One start for all cases: to import PyTorch takes most of a small run's time.
+torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER BATCH_SIZE CASE CASE ...
+torchrun --nproc-per-node 2 -m tests.several_processes small SCRIPT FLAG ...
+torchrun --nproc-per-node 2 -m tests.several_processes raise|fault|die
 """
 
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -39,20 +39,18 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     from harness.cli.device import HAS_GPU
     from harness.cli.flags import finetune_parser
     from harness.cli.workload import Workload
-    from harness.model import architecture
     from next_steps.finetuning import kernel_training
 
     way, kernels, accumulate, *more = case.split("-")
     parser = finetune_parser("")
     finetune_options.add_flags(parser)
     flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
-    flags += ["--steps", "4", "--lr", "5e-4"]
+    flags += ["--steps", "4" if kernels == "fp8" else "2", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
-    architecture.tiny_config = two_layers
     if kernels == "fp8" and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
         from next_steps.layers import fp8_layer
         from tests.fp8_layer_test import REFERENCES
@@ -84,9 +82,17 @@ def fail(how: str) -> None:
 
 
 def main() -> None:
+    from harness.data import dataset
+    from harness.model import architecture
+
     what, *rest = sys.argv[1:]
-    if what != "train":
+    if what not in ("train", "small"):
         return fail(what)
+    architecture.tiny_config = two_layers
+    dataset.VALIDATION_BATCHES = 2  # no multiple of three, and Triton's interpreter is slow
+    if what == "small":
+        sys.argv = rest
+        return runpy.run_path(rest[0], run_name="__main__")
     folder, batch_size, *cases = rest
     for case in cases:
         train(Path(folder), case, int(batch_size))

@@ -4,6 +4,7 @@ A process that waits for another forever fails the test, and does not hold it up
 """
 
 import datetime
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from filelock import FileLock
 
 from harness.benchmark.checking import HAS_GPU
 from tests.fixtures import shared_folder
+from tests.warm_processes import forks
 
 LONGEST = 500  # seconds, on a busy machine
 LONGEST_WAIT = datetime.timedelta(seconds=60)  # of one process for the other: a hang ends here
@@ -41,7 +43,10 @@ def in_two_processes(function: Callable, folder: Path, *args) -> list:
         torch.multiprocessing.ProcessRaisedException: one of them has raised; its text is in it.
         TimeoutError: they have not ended in time, and are stopped.
     """
-    context = torch.multiprocessing.spawn(_run, (function, str(folder), args), 2, join=False)
+    forks()
+    how = {"nprocs": 2, "join": False, "start_method": "forkserver"}
+    arguments = function, str(folder), args, dict(os.environ)
+    context = torch.multiprocessing.start_processes(_run, arguments, **how)
     end = time.monotonic() + LONGEST
     while not context.join(timeout=1, grace_period=5):
         if time.monotonic() > end:
@@ -56,7 +61,8 @@ def results_of_two(folder: Path) -> list:
     return [torch.load(folder / str(rank), map_location="cpu") for rank in (0, 1)]
 
 
-def _run(rank: int, function: Callable, folder: str, args: tuple) -> None:
+def _run(rank: int, function: Callable, folder: str, args: tuple, environment: dict) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if HAS_GPU else torch.device("cpu")
     if HAS_GPU:
