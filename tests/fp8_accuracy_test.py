@@ -100,7 +100,7 @@ def trained_elsewhere(workload, every):
 
 
 def test_jobs_give_records_in_order_and_without_times(monkeypatch):
-    monkeypatch.setattr(fp8_study, "train_silently", trained_elsewhere)
+    monkeypatch.setattr(fp8_study, "train", trained_elsewhere)
     monkeypatch.setattr(fp8_study.multiprocessing, "get_context", {"spawn": forks()}.get)
     workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
     alone, beside = (list(fp8_study.train_all(workloads, 1, jobs)) for jobs in (1, 2))

@@ -66,8 +66,15 @@ def cublas_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
-    """Train a few steps, observe the memory of the last one, return the record."""
+def report(
+    workload: Workload,
+    record_to: str | None = None,
+    plot_to: str | None = None,
+    snapshot_to: str | None = None,
+) -> None:
+    """Train a few steps, observe the memory of the last one, print it, write what was asked for."""
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
     warmup = workload.warmup
     try_kernels(workload)
     model = load_patched(workload)
@@ -87,7 +94,7 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
     if snapshot_to:
         snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
     observed_step(model, optimizer, steps, ledger)
-    return {
+    record = {
         "kind": "memory",
         "environment": run_records.environment(),
         **workload.as_record(),
@@ -100,18 +107,6 @@ def measure_memory(workload: Workload, snapshot_to: str | None = None) -> dict:
         "snapshot": snapshot_to,
         "snapshot_bytes": snapshot_bytes,
     }
-
-
-def report(
-    workload: Workload,
-    record_to: str | None = None,
-    plot_to: str | None = None,
-    snapshot_to: str | None = None,
-) -> None:
-    """Measure the memory of a workload's step, print it and write what was asked for."""
-    if not HAS_GPU:
-        print(tables.NO_GPU_NOTE + "\n")
-    record = measure_memory(workload, snapshot_to)
     print(render(record))
     run_records.write_record(record_to, record)
     if plot_to:

@@ -11,6 +11,7 @@ are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig
@@ -41,15 +42,11 @@ def counted_launches(launches: Counter) -> Iterator[None]:
     def subscript(kernel, grid):
         return lambda *args, **options: launches.update([kernel.fn.__name__])
 
-    replaced = [
-        (KernelInterface, "__getitem__", subscript),
-        (torch.Tensor, "is_cpu", True),
-        (kernel_support, "INTERPRETED", True),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+    with (
+        mock.patch.object(KernelInterface, "__getitem__", subscript),
+        mock.patch.object(torch.Tensor, "is_cpu", True),
+        mock.patch.object(kernel_support, "INTERPRETED", True),
+    ):
         yield
 
 

@@ -55,10 +55,11 @@ def words_of(mode: str | None, dtype: str) -> str:
 
 
 def train(workload: Workload, every: int) -> dict:
-    """Return one run's record, in which "curve" is the validation loss at steps 0, every, ...
+    """Train silently; return the record: "curve" is the validation loss at steps 0, every, ...
 
     "curve_in_fp8" is the same with FP8's products, of a run that trains in FP8.
     """
+    from harness.cli.device import free_memory
     from harness.training.training_run import Run, validation_loss
     from next_steps.finetuning import kernel_training
     from next_steps.patches.fp8_model import without_fp8
@@ -79,32 +80,25 @@ def train(workload: Workload, every: int) -> dict:
                     validated = validation_loss(self.model, self.data.validation)
             self.curve.append(validated)
 
-    model, called, optimizer = kernel_training.prepare(workload)
-    run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
-    run.curve, run.curve_in_fp8 = [], []
-    run.add_point(run.validation_before)
-    record = kernel_training.take_steps(run, optimizer, called)
+    free_memory()  # of the run before
+    with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
+        model, called, optimizer = kernel_training.prepare(workload)
+        run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
+        run.curve, run.curve_in_fp8 = [], []
+        run.add_point(run.validation_before)
+        record = kernel_training.take_steps(run, optimizer, called)
     curves = {"curve": run.curve, "curve_in_fp8": run.curve_in_fp8}
     return record | curves | {"source": run.data.source}
-
-
-def train_silently(workload: Workload, every: int) -> dict:
-    from harness.cli.device import free_memory
-
-    with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
-        run = train(workload, every)
-    free_memory()
-    return run
 
 
 def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
     """Yield a record for each, in their order; of several jobs without the time of a step."""
     if n_jobs == 1:
-        yield from (train_silently(workload, every) for workload in workloads)
+        yield from (train(workload, every) for workload in workloads)
         return
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
     with ProcessPoolExecutor(min(n_jobs, len(workloads)), context) as jobs:
-        for run in jobs.map(train_silently, workloads, itertools.repeat(every)):
+        for run in jobs.map(train, workloads, itertools.repeat(every)):
             yield run | {"median_seconds": None}
 
 

@@ -102,18 +102,6 @@ def profile_of(workload: Workload) -> dict:
     }
 
 
-def rung_of(name: str, predicted_ms: float | None, run: dict) -> dict:
-    """Return what the ladder's record takes from the record of a run."""
-    keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
-    return {
-        "name": name,
-        "predicted_ms": predicted_ms,
-        "step_ms": 1e3 * run["median_seconds"],
-        **{f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")},
-        **{key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")},
-    }
-
-
 def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
     """Run the baseline, its profile, every rung and the others; print, draw and record them."""
     workload = without_kernels(workload)
@@ -129,9 +117,13 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     record |= profile_of(workload)
 
     def add(name: str, predicted_ms: float | None, run: dict) -> None:
-        rung = rung_of(name, predicted_ms, run)
+        step_ms = 1e3 * run["median_seconds"]
+        rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
+        keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
+        rung |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
         record["rungs"].append(rung)
-        print(f"{name}: {rung['step_ms']:,.1f} ms per step", flush=True)
+        print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
 
     baseline = run_script("finetune_baseline.py", workload)
     record |= Workload.from_record(baseline).as_record()
