@@ -88,10 +88,6 @@ def measured(record: dict) -> dict[tuple[str, tuple[int, int]], dict]:
     return {(r["way"], size_of(r)): r for r in record["rows"] if "failure" not in r}
 
 
-def range_of(row: dict) -> tuple[float, float]:
-    return row["p20_ms"], row["p80_ms"]
-
-
 def exposed_share(row: dict) -> float | None:
     """Return the share of a step in exposed communication; None if it was not measured."""
     return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
@@ -140,7 +136,8 @@ def cells(row: dict, alone: dict, several: dict) -> list[str]:
     exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
     if liger:
         ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
-        over = "–" if way == "Liger" else unless_same(ratio, range_of(row), range_of(liger))
+        spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, liger))
+        over = "–" if way == "Liger" else unless_same(ratio, *spreads)
     return [
         name,
         *speeds,
