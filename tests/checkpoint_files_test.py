@@ -27,7 +27,7 @@ from harness.training.checkpoint_files import CHECKSUMS, FACTS, LOCK
 from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.conftest import assert_refused
-from tests.files_test import in_child, small_disk, started  # noqa: F401
+from tests.files_test import in_child, small_disk  # noqa: F401
 from tests.fixtures import needs_gpu
 from tests.resume_shards_test import save_checkpoint
 from tests.resume_test import STEPS, flags_of, made_by_training, names_in, small_training
@@ -57,6 +57,18 @@ def saved(tmp_path) -> Path:
 # ---------------------------------------------------------------- one run writes
 
 
+def forked(function) -> int:
+    """Start a process that calls function(); return its number, for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # a fork has no other thread that could help
+            function()
+        finally:
+            os._exit(1)
+    return child
+
+
 @contextlib.contextmanager
 def held(folder: Path):
     """Let another run hold the folder, and yield its process."""
@@ -68,7 +80,7 @@ def held(folder: Path):
             os.write(tell, b"x")
             time.sleep(600)
 
-    child = started(hold)
+    child = forked(hold)
     os.read(ready, 1)
     try:
         yield child
@@ -352,7 +364,7 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
         resume = str(folder) if taken[-1] else None
         asked = Checkpoints(str(folder), 1, resume, keep=2)
         late = choose.uniform(0, 0.1)
-        child = started(partial(kernel_training.train, workload, checkpoints=asked))
+        child = forked(partial(kernel_training.train, workload, checkpoints=asked))
         while steps_in(folder) < taken[-1] + more or not list(folder.glob(".unfinished-*")):
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             time.sleep(0.001)

@@ -91,6 +91,7 @@ def in_child(function, before=lambda: None) -> str:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # a fork has no other thread that could help
             before()
             function()
             os.write(writing, b"done")
