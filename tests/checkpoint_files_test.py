@@ -27,7 +27,7 @@ from harness.training.checkpoint_files import CHECKSUMS, FACTS, LOCK
 from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.conftest import assert_refused
-from tests.files_test import in_child, small_disk  # noqa: F401
+from tests.files_test import in_child, small_disk, started  # noqa: F401
 from tests.fixtures import needs_gpu
 from tests.resume_shards_test import save_checkpoint
 from tests.resume_test import STEPS, flags_of, made_by_training, names_in, small_training
@@ -57,18 +57,6 @@ def saved(tmp_path) -> Path:
 # ---------------------------------------------------------------- one run writes
 
 
-def forked(function) -> int:
-    """Start a process that calls function(); return its number, for a signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)  # a fork has no other thread that could help
-            function()
-        finally:
-            os._exit(1)
-    return child
-
-
 @contextlib.contextmanager
 def held(folder: Path):
     """Let another run hold the folder, and yield its process."""
@@ -80,15 +68,13 @@ def held(folder: Path):
             os.write(tell, b"x")
             time.sleep(600)
 
-    child = forked(hold)
+    child = started(hold)
     os.read(ready, 1)
     try:
         yield child
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+        child.kill()
+        child.join()
 
 
 @forks
@@ -102,8 +88,8 @@ def test_two_runs_of_one_command_do_not_remove_each_others_files(run_script, tmp
         assert_refused(outcome, said)
         assert outcome.out == ""
         assert names_in(folder) == [".unfinished-step-2"]
-        os.kill(other, signal.SIGKILL)
-        os.waitpid(other, 0)
+        other.kill()
+        other.join()
         assert run_script(finetune_baseline, *flags_of(folder, *EVERY_STEP)).code == 0
     assert names_in(folder) == ["step-5"]
 
@@ -364,13 +350,14 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
         resume = str(folder) if taken[-1] else None
         asked = Checkpoints(str(folder), 1, resume, keep=2)
         late = choose.uniform(0, 0.1)
-        child = forked(partial(kernel_training.train, workload, checkpoints=asked))
+        child = started(partial(kernel_training.train, workload, checkpoints=asked))
         while steps_in(folder) < taken[-1] + more or not list(folder.glob(".unfinished-*")):
-            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            assert child.is_alive()
             time.sleep(0.001)
         time.sleep(late)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
         assert len(names_in(folder)) <= 4
         taken.append(steps_in(folder))
         if taken[-1]:

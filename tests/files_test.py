@@ -85,15 +85,20 @@ def open_folder():
         yield Path(folder)
 
 
+def on_one_thread(function, *arguments) -> None:
+    """Call function(*arguments) in a fork, which has no other thread that could help."""
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
 def in_child(function, before=lambda: None) -> str:
     """Run function() in another process; return 'done', 'killed', or what was raised, in words."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(1)  # a fork has no other thread that could help
             before()
-            function()
+            on_one_thread(function)
             os.write(writing, b"done")
         except BaseException as error:
             os.write(writing, f"{type(error).__name__}: {error}".encode())
@@ -106,13 +111,12 @@ def in_child(function, before=lambda: None) -> str:
     return said or "killed"
 
 
-def started(function, arguments: list) -> list[multiprocessing.Process]:
-    """Start a process that calls function(x) for each x; it ends with 0 if that raises nothing."""
+def started(function, *arguments) -> multiprocessing.Process:
+    """Start a process that calls function(*arguments); it ends with 0 if that raises nothing."""
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=function, args=(x,)) for x in arguments]
-    for process in processes:
-        process.start()
-    return processes
+    process = fork.Process(target=on_one_thread, args=(function, *arguments))
+    process.start()
+    return process
 
 
 def without_rights(function) -> str:
@@ -206,7 +210,7 @@ def test_of_two_processes_on_one_path_the_last_one_wins_whole(tmp_path):
         for _ in range(100):
             output_files.write_whole(str(path), whole)
 
-    processes, seen = started(write_often, wholes), set()
+    processes, seen = [started(write_often, whole) for whole in wholes], set()
     while any(process.is_alive() for process in processes):
         seen.add(path.read_bytes())
     assert [process.exitcode for process in processes] == [0, 0, 0]
@@ -762,7 +766,8 @@ def test_saves_of_two_processes_leave_one_whole_model(tmp_path):
         for _ in range(5):
             save(model, tmp_path)
 
-    for process in (processes := started(save_often, models)):
+    processes = [started(save_often, model) for model in models]
+    for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     weights = loaded(tmp_path)
