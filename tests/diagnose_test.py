@@ -532,6 +532,7 @@ def test_a_slow_loader_is_named(tmp_path, monkeypatch):
     assert "the loader alone take longer than the step: loader-bound." in text
 
 
+@pytest.mark.alone
 def test_an_item_in_every_layer_is_named(tmp_path, monkeypatch):
     load_model = loading_module.load_model
 
