@@ -320,7 +320,7 @@ def refuse(values: dict, given: Collection[str] | None = None, on_gpu: bool | No
 
 
 def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> Iterator[str]:
-    """Yield the sentence of each rule that flags break which do not go together, or not here.
+    """Yield the sentence of each rule that the flags break, together or on this machine.
 
     Args:
         values: a script's flags, by the names that argparse gives them.
