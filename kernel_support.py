@@ -38,6 +38,7 @@ Four things are not mended.  No kernel here needs them:
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -392,6 +393,12 @@ if INTERPRETED:
     def create_fma(self, x, y, z):
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
 
+    dtype_of_scalar = functools.cache(interpreter._get_np_dtype)  # it makes a table at each call
+
+    def numpy_dtype(dtype):
+        scalar = dtype.scalar
+        return np.dtype(np.uint64) if scalar.is_ptr() else dtype_of_scalar(scalar)
+
     @functools.cache
     def languages(function):
         return [value for value in function.__globals__.values() if value is tl or value is tl.core]
@@ -409,6 +416,11 @@ if INTERPRETED:
         _patch_lang_tensor(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
+    # The interpreter also computes in int64 whether an operation on integers overflows, and then
+    # ignores the answer unless it debugs: another third of its time.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    interpreter._get_np_dtype = numpy_dtype
     interpreter._patch_lang = patch_language
     interpreter._patch_lang_tensor = patch_tensor
     InterpreterBuilder.cast_impl = cast_impl
