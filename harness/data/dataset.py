@@ -56,9 +56,12 @@ class Batch:
         """Return a copy in memory that a GPU can read while the host does something else."""
         return self.with_tensors(torch.Tensor.pin_memory)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names of their fields."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+
     def with_tensors(self, change: Callable) -> "Batch":
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
-        return replace(self, **{name: change(t) for name, t in tensors.items()})
+        return replace(self, **{name: change(t) for name, t in self.tensors().items()})
 
 
 def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
@@ -146,10 +149,6 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
     Args:
         steps: of the whole run, with the steps taken before it was resumed.
         day: the run's first, "2026-01-31", which chat templates may write; None: today.
-
-    Raises:
-        UserError: the file cannot be read or is too short, a jsonl line is malformed, or the
-            tokenizer's ids do not fit the model.
     """
     n_train = steps * workload.micro_batches * workload.sequences
     n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
