@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
-from harness.benchmark.benchmark_tables import gpu_line, sections_of
+from harness.benchmark.benchmark_tables import sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
+from harness.records.run_records import gpu_line
 
 FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
 HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}

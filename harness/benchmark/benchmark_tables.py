@@ -3,11 +3,7 @@
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
 from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
-from harness.records.run_records import ceilings_card
-
-
-def gpu_line(env: dict) -> str:
-    return f"GPU: {env['gpu'] or 'none (CPU ' + env['cpu'] + ')'}"
+from harness.records.run_records import ceilings_card, gpu_line
 
 
 def sections_of(record: dict, kernel: str) -> list[dict]:

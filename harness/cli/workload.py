@@ -81,9 +81,6 @@ class Workload:
         Args:
             args: a script's arguments; it may lack the flags of some fields.
             on_gpu: will the run be on a GPU?  This decides --seq-len and --dtype if not given.
-
-        Raises:
-            UserError: the flags break a rule of flags.py, or `adapter_config` refuses an adapter.
         """
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
@@ -138,10 +135,8 @@ class Workload:
     def differences(self, other: "Workload", how: bool = False) -> list[str]:
         """Return words for each setting of `other` that forbids comparing its losses with these.
 
-        The same sequences may be spread over any number of processes.
-
-        Args:
-            how: return words for the settings that may differ instead.
+        The same sequences may be spread over any number of processes.  With `how`, return words
+        for the settings that may differ instead.
         """
         of_how = {each.name for each in fields(self) if not each.compare} | {"world_size"}
         mine, theirs = (each.as_record() | {"batch_size": each.sequences} for each in (self, other))
@@ -231,11 +226,7 @@ def teacher_line(record: dict) -> str:
 
 
 def read_file(path: str) -> str:
-    """Return the text of --data's file.
-
-    Raises:
-        UserError: the file is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
-    """
+    """Return the text of --data's file; refuse a file that is no text to train on."""
     if not path.endswith((".txt", ".jsonl")):
         raise UserError(f"--data {path}: expected stdlib, synthetic, a .txt file or a .jsonl file")
     try:

@@ -122,10 +122,7 @@ def render_comparison(before: dict, after: dict) -> str:
 
 
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture.
-
-    A file of another kind is refused, and one of which a part is missing or damaged.
-    """
+    """Print the comparison of two recorded profiles, and draw both into one picture."""
     profiles = [records.read_record(path, "profile") for path in (before_path, after_path)]
     for path, profile in zip((before_path, after_path), profiles):
         records.require_keys(path, profile, KEYS)
