@@ -63,10 +63,7 @@ def settings(args: Namespace) -> dict:
 
 
 def read_config(folder: str) -> dict:
-    """Return the SETTINGS of an adapter in peft's format.
-
-    The adapter's dropout is not read: these scripts train without dropout.
-    """
+    """Return an adapter's SETTINGS, not its dropout: these scripts train without dropout."""
     path = Path(folder) / CONFIG
     try:
         said = json.loads(path.read_text())

@@ -77,12 +77,9 @@ def dated(template: str, day: date) -> str:
 
 
 def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, dict]:
-    """Return what an example has for the template beside messages: (tools, keyword arguments).
-
-    As in TRL, tools may also be JSON in a string.
-    """
+    """Return what an example has for the template beside messages: (tools, keyword arguments)."""
     tools, more = example.get("tools"), example.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
+    if isinstance(tools, str):  # JSON, as TRL takes it too
         with contextlib.suppress(ValueError):
             tools = json.loads(tools)
     are_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)

@@ -173,10 +173,7 @@ def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
 
 
 def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
-    """Return the examples of a jsonl file, whose prompts are not trained on.
-
-    A line is {"prompt": ..., "completion": ...} or {"messages": [...]}: see `chat`.
-    """
+    """Return the examples of a jsonl file, whose prompts are not trained on."""
     return Samples.of(
         (number, *encode_line(f"{path}, line {number}", line, encode))
         # not splitlines(): it also cuts at characters that a JSON string may hold, such as U+2028

@@ -83,10 +83,7 @@ def recorded_step(
     take_step: Callable = stepping.training_step,
     **options,
 ) -> tuple[profile, float]:
-    """Take two steps; return a profile of the second and its milliseconds.
-
-    The first step attaches the profiler.
-    """
+    """Take a step that attaches the profiler; return a profile of the next and its milliseconds."""
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with profile(schedule=schedule, **options) as profiler:
         for batches in steps:

@@ -23,10 +23,7 @@ ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"
 
 
 def commit() -> str:
-    """Return this checkout's commit, with '+' if files differ from it; 'unknown' without git.
-
-    GIT_COMMIT overrides it.
-    """
+    """Return this checkout's commit, with '+' if files differ from it; 'unknown' without git."""
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"]
     describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]  # by no tag
