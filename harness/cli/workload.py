@@ -156,6 +156,12 @@ def same_place(one: str | None, other: str | None) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+def changes(before: dict, now: dict) -> list[str]:
+    """Return words for each key at which two dictionaries have different values."""
+    pairs = {key: (before.get(key), now.get(key)) for key in [*now, *before]}
+    return [f"{key} {new} (not {old})" for key, (old, new) in pairs.items() if old != new]
+
+
 def draws_weights(model: str, workload: Workload) -> bool:
     """Return True if `model`, the workload's or its teacher's, gets random weights."""
     return model == TINY or workload.random_init

@@ -197,9 +197,8 @@ def load_samples(
     encode, note = samples.Encoder.of(load_tokenizer(workload), config, today), ""
     if name.endswith(".jsonl"):
         text = read_file(name)
-        examples = token_cache.cached(
-            name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
-        )
+        tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
+        examples = token_cache.cached(name, [text], encode, tokenize)
         examples, n_skipped = samples.of_examples(name, examples, seq_len)
         train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
         what = "examples"
@@ -208,9 +207,8 @@ def load_samples(
     else:
         to_train_on, held_out = samples.read_texts(name)
         texts = [*to_train_on, *held_out]
-        both = token_cache.cached(
-            name, texts, encode, lambda: samples.tokenize_texts(texts, encode)
-        )
+        tokenize = functools.partial(samples.tokenize_texts, texts, encode)
+        both = token_cache.cached(name, texts, encode, tokenize)
         train, validation = (part.alone() for part in both.split(len(to_train_on)))
         if workload.pack:
             train, validation = train.in_pieces(seq_len), validation.in_pieces(seq_len)

@@ -126,8 +126,7 @@ ROWS = [
             # logits in, their gradient out
             Launch("_cross_entropy_bwd", "logits", passes=2, flops=4, every_launch=False),
             Launch("_cross_entropy_scale"),  # by 1, and then it does nothing
-            Launch("_plain_fwd"),  # the lesson's first form: no step of training launches it
-            Launch("_plain_bwd"),
+            Launch("_plain"),  # the lesson's first form: no step of training launches it
         ),
     ),
     Facts(

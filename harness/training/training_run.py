@@ -281,7 +281,8 @@ def result_block(record: dict) -> str:
     """Return the playbook's result block, from a record; older records lack some of its lines."""
     on_gpu = record["environment"]["gpu"] is not None
     last_step = record["steps"]
-    mfu, of_rate = record["model_flops_utilization"], "of the data sheet's dense bf16 rate"
+    mfu = record["model_flops_utilization"]
+    of_rate = "of the data sheet's dense bf16 rate"
     first, last = record["warmup_steps"] + 1, last_step - record.get("profiled_steps", 0)
     low, high = spread(timed(record))
     around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
