@@ -91,8 +91,8 @@ def check_kernels() -> list:
 def explain(error: Exception) -> str:
     """Return one line about a failed launch: what it said and what to do."""
     text = f"{type(error).__name__}: {error}".strip()
-    found = [advice for words, advice in REMEDIES.items() if words in text]
-    advice = [*found, "see the README's troubleshooting table"][0]
+    found = (advice for words, advice in REMEDIES.items() if words in text)
+    advice = next(found, "see the README's troubleshooting table")
     return f"{text.splitlines()[0]} ({advice})"
 
 

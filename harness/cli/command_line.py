@@ -7,6 +7,7 @@ mistyped flag are answered at once.
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -98,13 +99,9 @@ class StandardOutput:
         self.stream = stream
 
     def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        return self._checked(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._checked(self.stream.flush)
+        attribute = getattr(self.stream, name)
+        writes = name in ("write", "flush")
+        return functools.partial(self._checked, attribute) if writes else attribute
 
     def _checked(self, method: Callable, *arguments):
         try:
