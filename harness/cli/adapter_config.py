@@ -31,10 +31,15 @@ PLAIN_STARTS = True, False, "gaussian"  # values of init_lora_weights that leave
 
 
 def settings(args: Namespace) -> dict:
-    """Return a workload's SETTINGS; {} without LoRA.  `args` may lack any of the flags.
+    """Return a workload's SETTINGS; {} without LoRA.
 
-    Refuses an adapter that these scripts cannot train, and a --save whose folder holds what would
-    be mixed up with what this run saves.
+    Args:
+        args: may lack any of the flags.
+
+    Raises:
+        UserError: peft is missing; a flag contradicts the adapter; the adapter cannot be read, or
+            is more than two matrices beside each of TARGETS' projections; or the folder of --save
+            holds what would be mixed up with what this run saves.
     """
     given = {name: getattr(args, name, None) for name in SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
@@ -63,7 +68,13 @@ def settings(args: Namespace) -> dict:
 
 
 def read_config(folder: str) -> dict:
-    """Return an adapter's SETTINGS, not its dropout: these scripts train without dropout."""
+    """Return the SETTINGS of an adapter in peft's format.
+
+    The adapter's dropout is not read: these scripts train without dropout.
+
+    Raises:
+        UserError: the folder holds no adapter, a damaged one, or one of another kind.
+    """
     path = Path(folder) / CONFIG
     try:
         said = json.loads(path.read_text())

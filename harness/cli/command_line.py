@@ -7,7 +7,6 @@ mistyped flag are answered at once.
 
 import argparse
 import contextlib
-import functools
 import io
 import os
 import signal
@@ -99,9 +98,13 @@ class StandardOutput:
         self.stream = stream
 
     def __getattr__(self, name: str):
-        attribute = getattr(self.stream, name)
-        writes = name in ("write", "flush")
-        return functools.partial(self._checked, attribute) if writes else attribute
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._checked(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._checked(self.stream.flush)
 
     def _checked(self, method: Callable, *arguments):
         try:

@@ -30,7 +30,11 @@ def free_memory() -> None:
 
 
 def require_interpreter() -> None:
-    """Refuse to run kernels without a GPU if the environment forbids Triton's interpreter."""
+    """Refuse to run kernels without a GPU if the environment forbids Triton's interpreter.
+
+    Raises:
+        UserError: TRITON_INTERPRET is set to 0.
+    """
     if not HAS_GPU and not INTERPRETED:
         given = f"TRITON_INTERPRET is {os.environ.get('TRITON_INTERPRET')!r} and no CUDA GPU was"
         advice = "unset it, and Triton's interpreter runs them on the CPU"

@@ -410,7 +410,11 @@ class Parser(command_line.Parser):
         self.add_flags({"--kernels": row(words, **options)})
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse as argparse does; `given` of the result names the flags on the command line."""
+        """Parse as argparse does; `given` of the result names the flags on the command line.
+
+        Raises:
+            UserError: a flag is wrong, or a rule is broken, whether or not there is a GPU.
+        """
         parsed = super().parse_args(args, namespace)
         absent = object()
         # argparse gives no default to what the namespace already has

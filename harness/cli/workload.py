@@ -81,6 +81,9 @@ class Workload:
         Args:
             args: a script's arguments; it may lack the flags of some fields.
             on_gpu: will the run be on a GPU?  This decides --seq-len and --dtype if not given.
+
+        Raises:
+            UserError: the flags break a rule of flags.py, or `adapter_config` refuses an adapter.
         """
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
@@ -232,7 +235,11 @@ def teacher_line(record: dict) -> str:
 
 
 def read_file(path: str) -> str:
-    """Return the text of --data's file; refuse a file that is no text to train on."""
+    """Return the text of --data's file.
+
+    Raises:
+        UserError: the file is no .txt or .jsonl, cannot be read, is not UTF-8 or has no text.
+    """
     if not path.endswith((".txt", ".jsonl")):
         raise UserError(f"--data {path}: expected stdlib, synthetic, a .txt file or a .jsonl file")
     try:

@@ -41,6 +41,9 @@ def encode_messages(where: str, example: dict, encode) -> tuple[np.ndarray, np.n
 
     What comes after the last of the assistant's turns is left out.  `encode` is an Encoder, and
     `where` names the file and the line.
+
+    Raises:
+        UserError: the tokenizer has no template, or its template cannot render the messages.
     """
     tokenizer = encode.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -77,7 +80,13 @@ def dated(template: str, day: date) -> str:
 
 
 def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, dict]:
-    """Return what an example has for the template beside messages: (tools, keyword arguments)."""
+    """Return what an example has for the template beside messages: (tools, keyword arguments).
+
+    As in TRL, tools may also be JSON in a string.
+
+    Raises:
+        UserError: the tools are no list of objects, or the arguments are no object.
+    """
     tools, more = example.get("tools"), example.get("chat_template_kwargs") or {}
     if isinstance(tools, str):  # JSON, as TRL takes it too
         with contextlib.suppress(ValueError):
@@ -91,7 +100,11 @@ def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, di
 
 
 def last_answer(where: str, messages: object) -> int:
-    """Return the index of the last of the assistant's turns; refuse messages without one."""
+    """Return the index of the last of the assistant's turns.
+
+    Raises:
+        UserError: the messages are malformed, or none of them is an answer.
+    """
     if not isinstance(messages, list):
         raise UserError(f'{where}: "messages" is no list, expected one of roles and contents')
     last = 0

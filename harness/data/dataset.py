@@ -149,6 +149,10 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
     Args:
         steps: of the whole run, with the steps taken before it was resumed.
         day: the run's first, "2026-01-31", which chat templates may write; None: today.
+
+    Raises:
+        UserError: the file cannot be read or is too short, a jsonl line is malformed, or the
+            tokenizer's ids do not fit the model.
     """
     n_train = steps * workload.micro_batches * workload.sequences
     n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences

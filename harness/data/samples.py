@@ -173,7 +173,13 @@ def tokenize_texts(texts: list[str], encode: Encoder) -> Samples:
 
 
 def tokenize_jsonl(path: str, text: str, encode: Encoder) -> Samples:
-    """Return the examples of a jsonl file, whose prompts are not trained on."""
+    """Return the examples of a jsonl file, whose prompts are not trained on.
+
+    A line is {"prompt": ..., "completion": ...} or {"messages": [...]}: see `chat`.
+
+    Raises:
+        UserError: a line is malformed.
+    """
     return Samples.of(
         (number, *encode_line(f"{path}, line {number}", line, encode))
         # not splitlines(): it also cuts at characters that a JSON string may hold, such as U+2028
@@ -206,6 +212,9 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
 
     A longer example is cut at its end.  An example without a trained token before the cut is
     skipped.
+
+    Raises:
+        UserError: fewer than two are left.
     """
     samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     # the first token of a sequence is never predicted, so it alone teaches nothing
@@ -222,7 +231,11 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
 
 
 def of_text(samples: Samples, seq_len: int) -> Samples:
-    """Return sequences of seq_len tokens, cut from the texts laid end to end."""
+    """Return sequences of seq_len tokens, cut from the texts laid end to end.
+
+    Raises:
+        UserError: there are fewer tokens.
+    """
     starts = np.arange(0, len(samples.tokens) - seq_len + 1, seq_len)
     if not len(starts):
         given = f"the data has a part of only {len(samples.tokens)} tokens, too short for"

@@ -1,8 +1,8 @@
 """LLaMA's architecture: configurations known here, a model built from one, its size and work."""
 
 import copy
-from contextlib import AbstractContextManager
-from unittest import mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
@@ -144,10 +144,16 @@ UNPACKED = {
 }
 
 
-def unpacked_sequences() -> AbstractContextManager:
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
     """Tell transformers that no row of a batch holds several sequences.
 
     In a capture, or under torch.compile, it cannot read the positions, and gives attention a mask
     of (T, T), which the kernels for causal attention do not take.
     """
-    return mock.patch.multiple(masking_utils, **UNPACKED)
+    before = {name: getattr(masking_utils, name) for name in UNPACKED}
+    try:
+        vars(masking_utils).update(UNPACKED)
+        yield
+    finally:
+        vars(masking_utils).update(before)

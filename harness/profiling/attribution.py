@@ -22,7 +22,10 @@ PHASES = ["forward", "loss", "backward", "optimizer", "other"]
 # ranges: around a projection with its adapter, and inside it around the projection alone
 WITH_ADAPTER, WITHOUT_ADAPTER = "adapters", "projection"
 CATEGORY_OF_RANGE = {
-    **{name: name for name in ("normalization", "loss", "rotary", "optimizer")},
+    "normalization": "normalization",
+    "loss": "loss",
+    "rotary": "rotary",
+    "optimizer": "optimizer",
     WITH_ADAPTER: kernel_facts.ADAPTERS,
     # in these three, what is no matmul and no attention
     "mlp": "activation",

@@ -83,7 +83,11 @@ def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
 
 
 def write_record(path: str | None, record: dict) -> None:
-    """Write a run as JSON: a printed figure can always be traced to where it was measured."""
+    """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
+
+    Raises:
+        RunError: the file cannot be written (any more).
+    """
     if path is None:
         return
     keep_record(path, record)
@@ -96,7 +100,11 @@ def keep_record(path: str, record: dict) -> None:
 
 
 def read_record(path: str, kind: str) -> dict:
-    """Read a record of the given kind, and refuse every other file."""
+    """Read a record of the given kind.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or is a record of another kind.
+    """
     try:
         record = json.loads(Path(path).read_text())
     except OSError as error:
@@ -114,6 +122,9 @@ def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], boo
 
     Args:
         keys: a key -> does its value fit?  The keys of MAY_BE_MISSING are checked where present.
+
+    Raises:
+        UserError: a value is missing or does not fit.
     """
     present = {key: fits for key, fits in MAY_BE_MISSING.items() if key in record}
     with_lora = ("lora_alpha", "lora_targets") if "lora_rank" in record else ()
