@@ -23,7 +23,10 @@ ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"
 
 
 def commit() -> str:
-    """Return this checkout's commit, with '+' if files differ from it; 'unknown' without git."""
+    """Return this checkout's commit, with '+' if files differ from it; 'unknown' without git.
+
+    GIT_COMMIT overrides it.
+    """
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"]
     describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]  # by no tag
