@@ -132,7 +132,7 @@ def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
 def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[specs.Size]:
     """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
     choices = [
-        (each.flag and getattr(args, each.flag)) or each.defaults(on_gpu)
+        (each.flag and getattr(args, each.flag)) or (each.gpu if on_gpu else each.cpu)
         for each in specs.SPECS[kernel].dimensions
     ]
     return [size[0] if len(size) == 1 else size for size in itertools.product(*choices)]
@@ -229,8 +229,9 @@ def measure_all(args: argparse.Namespace) -> dict:
             spec = specs.SPECS[kernel]
             for size in sizes_of(kernel, args, HAS_GPU):
                 if args.sweep:
-                    tokens = args.tokens or [spec.tokens_to_sweep(HAS_GPU)]
-                    record["sections"] += sweep_kernels.sweep(kernel, tokens[0], size, args.dtype)
+                    default = spec.swept_tokens if HAS_GPU else spec.cpu_tokens[-1]
+                    (tokens,) = args.tokens or [default]
+                    record["sections"] += sweep_kernels.sweep(kernel, tokens, size, args.dtype)
                     continue
                 tokens = args.tokens if spec.rows == "Tokens" else None
                 tokens = tokens or spec.tokens(HAS_GPU)

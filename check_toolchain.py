@@ -34,18 +34,15 @@ def gpu_remedy() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         advice = "to use a GPU, install a CUDA build (https://pytorch.org)"
         return f"This PyTorch is built for the CPU alone; {advice}."
-    start = "start the container with `docker run --gpus all`"
-    start += " (with nvidia-container-toolkit installed)"
-    outside = "outside a container, see whether nvidia-smi lists a GPU"
-    return f"No GPU is visible: {start}; {outside}."
+    return (
+        "No GPU is visible: start the container with `docker run --gpus all` (with "
+        "nvidia-container-toolkit installed); outside a container, see whether nvidia-smi lists "
+        "a GPU."
+    )
 
 
 def output_and_gradients(function: Callable, tensors: Sequence, last: object) -> list:
-    """Return [function(*inputs, last), gradient of each input].
-
-    Args:
-        tensors: the inputs, and then the upstream gradient of the output.
-    """
+    """Return [function(*inputs, last), gradient of each input]; `tensors`: inputs, then dy."""
     import torch
 
     *inputs, dy = (t.detach().requires_grad_() for t in tensors)
@@ -70,38 +67,32 @@ def check_kernels() -> list:
         at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
         return cross_entropy_reference(logits.to(at_least_fp32), targets)
 
-    norms = TritonRMSNormFunction.apply, rmsnorm_reference
-    losses = TritonCrossEntropyLoss(), eager_loss
-    cases = [  # names of the results, (ours, eager), tensors, the last argument
-        (["RMSNorm y", "RMSNorm dx", "RMSNorm dw"], norms, [x, weight, dy], EPS),
-        (
-            ["cross-entropy loss", "cross-entropy dlogits"],
-            losses,
-            [logits, torch.ones((), device=DEVICE)],
-            targets,
-        ),
+    of_norm = ["RMSNorm y", "RMSNorm dx", "RMSNorm dw"]
+    of_loss = ["cross-entropy loss", "cross-entropy dlogits"]
+    one = torch.ones((), device=DEVICE)
+    cases = [  # names of the results, ours, eager, tensors, the last argument
+        (of_norm, TritonRMSNormFunction.apply, rmsnorm_reference, [x, weight, dy], EPS),
+        (of_loss, TritonCrossEntropyLoss(), eager_loss, [logits, one], targets),
     ]
     checks = []
     for dtype in (torch.float32, torch.bfloat16):
-        for names, (ours, eager), tensors, last in cases:
+        for names, ours, eager, tensors, last in cases:
             rounded = [t.to(dtype) for t in tensors]
             results = zip(
-                names,
                 output_and_gradients(ours, rounded, last),
                 output_and_gradients(eager, [t.double() for t in rounded], last),
                 output_and_gradients(eager, rounded, last),
             )
-            checks += [
-                compare(f"{name}, {DTYPE_NAME[dtype]}", *result, dtype) for name, *result in results
-            ]
+            for name, result in zip(names, results):
+                checks.append(compare(f"{name}, {DTYPE_NAME[dtype]}", *result, dtype))
     return checks
 
 
 def explain(error: Exception) -> str:
     """Return one line about a failed launch: what it said and what to do."""
     text = f"{type(error).__name__}: {error}".strip()
-    found = [advice for words, advice in REMEDIES.items() if words in text]
-    advice = [*found, "see the README's troubleshooting table"][0]
+    found = (advice for words, advice in REMEDIES.items() if words in text)
+    advice = next(found, "see the README's troubleshooting table")
     return f"{text.splitlines()[0]} ({advice})"
 
 

@@ -23,26 +23,16 @@ from harness.records.spread import spread, timed, unless_same, waited
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
 KEYS = {  # that are read of a record: does a value fit?
-    "title": is_text,
+    **dict.fromkeys(("title", "model", "data"), is_text),
     "kernels": is_list_of(is_text),
-    "model": is_text,
     "weights": lambda words: words in (workload.RANDOM, workload.PRETRAINED),
     "dtype": lambda dtype: dtype in [*LOSS_TOLERANCE],
-    "data": is_text,
-    "batch_size": is_positive,
-    "seq_len": is_positive,
-    "steps": is_positive,
-    "seed": is_number,
-    "lr": is_positive,
+    **dict.fromkeys(("batch_size", "seq_len", "steps", "lr"), is_positive),
+    **dict.fromkeys(("seed", "validation_loss_after"), is_number),
     "losses": lambda losses: is_list_of(is_number)(losses) and len(losses) > 0,
-    "seconds": is_list_of(is_positive),
-    "tokens": is_list_of(is_positive),
-    "warmup_steps": is_count,
-    "profiled_steps": is_count,
-    "median_seconds": is_positive,
-    "tokens_per_second": is_positive,
-    "peak_memory_bytes": is_positive,
-    "validation_loss_after": is_number,
+    **dict.fromkeys(("seconds", "tokens"), is_list_of(is_positive)),
+    **dict.fromkeys(("warmup_steps", "profiled_steps"), is_count),
+    **dict.fromkeys(("median_seconds", "tokens_per_second", "peak_memory_bytes"), is_positive),
     "environment": run_records.is_environment,
 }
 

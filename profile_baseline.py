@@ -20,7 +20,6 @@ harness/profiling/diagnose.py.
 """
 
 import argparse
-import contextlib
 import itertools
 import statistics
 from dataclasses import asdict
@@ -75,7 +74,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     stream = torch.cuda.Stream() if graph else None  # None: as it is
 
     def profile_operations() -> tuple[torch.profiler.profile, float]:
-        with category_ranges(model):
+        with profiler.category_ranges(model):
             return profiler.profiled_step(called, optimizer, profiled[2:], stacks)
 
     with torch.cuda.stream(stream):
@@ -129,17 +128,6 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "trace": trace_file,
         "trace_bytes": trace_bytes,
     }
-
-
-def category_ranges(model) -> contextlib.AbstractContextManager:
-    """Open the profiler's ranges around a model with or without kernels."""
-    from harness.profiling import profiler
-    from next_steps.patches import apply_kernels
-
-    # a loss_function of our own would take the place of the model's kernel
-    has_loss_kernels = isinstance(model, apply_kernels.LlamaForCausalLM)
-    loss = "cross_entropy_loss" if has_loss_kernels else "loss_function"
-    return profiler.category_ranges(model, loss, whole=(apply_kernels.LlamaDecoderLayer,))
 
 
 def render(record: dict) -> str:

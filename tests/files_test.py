@@ -482,7 +482,7 @@ def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_pat
     Path(snapshot).write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
     output_files.check_outputs(argparse.Namespace(plot=drawn, memory_snapshot=snapshot))
     Path(empty).touch()
-    for name in output_files.OUTPUT_FILES:
+    for name in output_files.BEGINNINGS:
         output_files.check_outputs(argparse.Namespace(**{name: empty}))
 
 

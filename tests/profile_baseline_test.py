@@ -204,7 +204,7 @@ def test_no_range_stays_behind(fails):
     model = tiny_model()
     own = model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
     loss_function, rotary = model.loss_function, modeling_llama.apply_rotary_pos_emb
-    with contextlib.suppress(ZeroDivisionError), profile_baseline.category_ranges(model):
+    with contextlib.suppress(ZeroDivisionError), profiler.category_ranges(model):
         assert model.loss_function is not loss_function
         assert modeling_llama.apply_rotary_pos_emb is not rotary
         assert "forward" in vars(model.model.norm)
@@ -217,7 +217,7 @@ def test_no_range_stays_behind(fails):
 
 def ranged(model) -> set[str]:
     """Names of the modules around which a range is opened."""
-    with profile_baseline.category_ranges(model):
+    with profiler.category_ranges(model):
         return {name for name, module in model.named_modules() if "forward" in vars(module)}
 
 
@@ -235,7 +235,7 @@ def test_parts_of_a_fused_layer_have_no_ranges_so_that_it_stays_fused():
     def counted(function):
         return lambda *args, **keep: calls.append(1) or function(*args, **keep)
 
-    with pytest.MonkeyPatch.context() as patch, profile_baseline.category_ranges(model):
+    with pytest.MonkeyPatch.context() as patch, profiler.category_ranges(model):
         for name in ("norm_linear", "norm_mlp"):
             patch.setattr(apply_kernels, name, counted(getattr(apply_kernels, name)))
         ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
@@ -248,11 +248,11 @@ def test_parts_of_a_fused_layer_have_no_ranges_so_that_it_stays_fused():
 def test_the_losss_range_does_not_take_the_place_of_its_kernel(name):
     model = apply_kernels.apply_kernels(tiny_model(), [name])
     ids = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
-    with profile_baseline.category_ranges(model), torch.profiler.profile() as profiler:
+    with profiler.category_ranges(model), torch.profiler.profile() as profile:
         output = model(input_ids=ids, labels=ids)
     assert output.logits is None
     plain = name == "cross_entropy"
-    names = {event.name for event in profiler.events()}
+    names = {event.name for event in profile.events()}
     assert ("InplaceCrossEntropyFunction" if plain else "LinearCrossEntropyFunction") in names
     assert ("loss" in names) == plain and model.loss_function is ForCausalLMLoss
     assert model(input_ids=ids, labels=ids).loss == output.loss
@@ -369,7 +369,7 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     steps = stepping.in_steps(batches, 1)
     for step in steps[:2]:
         stepping.timed_step(model, optimizer, step)
-    with profile_baseline.category_ranges(model):
+    with profiler.category_ranges(model):
         recorded, _ = profiler.profiled_step(model, optimizer, steps[2:], stacks=False)
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -46,9 +46,8 @@ def render(names: list[str]) -> str:
 
 def finetune_output(record: dict) -> str:
     """Return every step's line and the result block."""
-    columns = [record[key] for key in ("losses", "seconds", "tokens", "peaks")]
     n_steps = record["steps"]
-    steps = [training_run.step_line(i, n_steps, *columns) for i in range(1, n_steps + 1)]
+    steps = [training_run.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
     return "\n".join([*steps, "", training_run.result_block(record)])
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
-from harness.benchmark.benchmark_tables import gpu_line, sections_of
+from harness.benchmark.benchmark_tables import sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
+from harness.records.run_records import gpu_line
 
 FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
 HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}
@@ -88,10 +89,7 @@ def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
 
 
 def draw_bars(panels, name: str, along: str, rate: Rate, points: list, ceiling: float) -> None:
-    """Draw the rates at each of a few places along x, a panel for each; remove the other panels.
-
-    Full bars are the kernels alone, frames are a call with the host in it.
-    """
+    """Draw the rates at each of a few places along x, a panel for each; remove the other panels."""
     places = sorted({x for x, _ in points})
     for panel, x in zip(panels, places):
         rows = [row for place, row in reversed(points) if place == x and row[rate.key] is not None]
@@ -117,10 +115,7 @@ def draw_bars(panels, name: str, along: str, rate: Rate, points: list, ceiling: 
 
 
 def draw_lines(pair, name: str, along: str, rate: Rate, points: list, ceiling: float) -> None:
-    """Draw time in one panel and the rate in the other, over the places along x.
-
-    Solid lines are the kernels alone, dashed lines are a call with the host in it.
-    """
+    """Draw time in one panel and the rate in the other, over the places along x."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 

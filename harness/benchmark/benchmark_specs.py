@@ -57,9 +57,6 @@ class Dimension:
     cpu: tuple[int, ...]  # the same without a GPU
     flag: str | None = None  # sets other sizes; None: no flag does
 
-    def defaults(self, on_gpu: bool) -> tuple[int, ...]:
-        return self.gpu if on_gpu else self.cpu
-
 
 @dataclass(frozen=True)
 class Spec:
@@ -85,9 +82,6 @@ class Spec:
 
     def tokens(self, on_gpu: bool) -> list[int]:
         return list(self.gpu_tokens if on_gpu else self.cpu_tokens)
-
-    def tokens_to_sweep(self, on_gpu: bool) -> int:
-        return self.swept_tokens if on_gpu else self.cpu_tokens[-1]
 
 
 def columns(*gpu: int, cpu: int, flag: str | None = "hidden") -> Dimension:

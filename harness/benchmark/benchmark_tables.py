@@ -2,12 +2,8 @@
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
-from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
-from harness.records.run_records import ceilings_card
-
-
-def gpu_line(env: dict) -> str:
-    return f"GPU: {env['gpu'] or 'none (CPU ' + env['cpu'] + ')'}"
+from harness.cli.tables import NO_GPU_NOTE, number, table, title
+from harness.records.run_records import ceilings_card, gpu_line
 
 
 def sections_of(record: dict, kernel: str) -> list[dict]:
@@ -49,10 +45,6 @@ CLOCKS = (
 )
 
 
-def heading(record: dict, text: str) -> str:
-    return title(text if record["environment"]["gpu"] else text + NOT_MEANINGFUL)
-
-
 PLAYBOOK = {  # kernel: title, columns
     "rmsnorm": (
         "RMSNorm Benchmark — Custom Triton vs. PyTorch Reference",
@@ -69,7 +61,8 @@ PLAYBOOK = {  # kernel: title, columns
 def playbook_table(record: dict, section: dict) -> str:
     """The playbook's: our kernel against PyTorch as Hugging Face calls it, forward + backward."""
     name, *headers = PLAYBOOK[section["kernel"]]
-    lines = [heading(record, name), gpu_line(record["environment"])]
+    env = record["environment"]
+    lines = [title(name, env["gpu"]), gpu_line(env)]
     size = f"{section['size']:,}"
     if section["kernel"] == "cross_entropy":
         llama = " (LLaMA 3.1)" if section["size"] == specs.LLAMA_VOCAB else ""
@@ -105,7 +98,7 @@ def full_table(record: dict, section: dict) -> str:
         work = [f"{spec.work} FLOP", *work]
     compilation = section.get("first_call_seconds")  # a record may be older than a measurement
     lines = [
-        heading(record, f"{spec.title}: every implementation"),
+        title(f"{spec.title}: every implementation", record["environment"]["gpu"]),
         "; ".join([record["dtype"], *shape, f"times in us; {spec.judged} against float64"]),
         f"{spec.rate.name}: {' x '.join(work)} / total p50",
         *spec.notes,
@@ -156,8 +149,9 @@ def summary_table(record: dict, kernel: str) -> str:
             cells += [microseconds(total.get(COMPILED))]
             cells += [ratio(total.get(COMPILED), total.get(OURS), ".2f"), ratio(*alone, ".2f")]
             body.append(cells)
+    name = f"{spec.title}: all sizes, forward + backward, {record['dtype']}"
     lines = [
-        heading(record, f"{spec.title}: all sizes, forward + backward, {record['dtype']}"),
+        title(name, record["environment"]["gpu"]),
         f"{ONE_CALL} Alone: the kernels without the host.",
     ]
     return "\n".join([*lines, table(headers, body, ["right"] * len(headers))])

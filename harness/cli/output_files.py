@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from harness.cli.command_line import RunError, UserError, flag_name
 from harness.cli.processes import is_first
 
-OUTPUT_FILES = "json", "plot", "trace", "memory_snapshot"  # flags of files that a script writes
 INPUT_FILES = "data", "records", "compare"  # flags of files that a script reads
 OUTPUT_FOLDERS = "save", "checkpoint"
 MODEL_FOLDERS = "save", "model", "teacher", "adapter"
@@ -29,7 +28,7 @@ KINDS = (  # a record begins with one of these
     *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
     *("ladder", "longest", "memory", "profile", "scaling", "sweep", "text", "trace_picture"),
 )
-# how the files of OUTPUT_FILES begin: what they are in words, and a pattern
+# flags of files that a script writes: what they are in words, and a pattern of how they begin
 BEGINNINGS = {
     "json": ("record", rf'\{{\s*"kind": "({"|".join(KINDS)})"'),
     "plot": ("picture", rf"\x89PNG.{{,400}}{MARK}"),
@@ -41,7 +40,7 @@ UNFINISHED = ".unfinished-"  # how names begin that exist only while something i
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing."""
-    outputs = {name: getattr(args, name, None) for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS)}
+    outputs = {name: getattr(args, name, None) for name in (*BEGINNINGS, *OUTPUT_FOLDERS)}
     outputs = {name: path for name, path in outputs.items() if path is not None}
     for name, path in outputs.items():
         if not path:
@@ -62,7 +61,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
     """Yield (in words, path) of every file and folder that the flag `output` must not replace."""
-    for name in (*OUTPUT_FILES, *OUTPUT_FOLDERS):
+    for name in (*BEGINNINGS, *OUTPUT_FOLDERS):
         if name != output and getattr(args, name, None):
             yield f"{flag_name(name)} {getattr(args, name)}", getattr(args, name)
     for name in INPUT_FILES:
@@ -135,9 +134,7 @@ def require_unprotected(path: str) -> None:
 
 
 def written_straight(path: str) -> bool:
-    """Return True if no other file may take this one's place.
-
-    Such are devices, pipes, and what this process prints into.
+    """Return True for a device, a pipe and what this process prints into: nothing replaces them.
 
     Raises:
         OSError: the path cannot be followed, for another reason than that there is no such file.

@@ -11,14 +11,15 @@ NO_GPU_NOTE = (
     "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"
     "with small shapes. Timings printed below are NOT meaningful."
 )
-NOT_MEANINGFUL = " (CPU: timings not meaningful)"  # ends the title of a table of such times
+NOT_MEANINGFUL = " (CPU: timings not meaningful)"
 # which clock a table's times are by
 OF_STEPS = "Times of steps: wall clock, from an idle GPU to an idle GPU; the host is in them."
 OF_KERNELS = "Times of kernels: on the GPU; the host is not in them."
 
 
-def title(text: str) -> str:
-    return f"{RULE}\n{text}\n{RULE}"
+def title(text: str, on_gpu: bool | str | None = True) -> str:
+    """Return a table's title, which says if the table's times are not meaningful."""
+    return f"{RULE}\n{text}{'' if on_gpu else NOT_MEANINGFUL}\n{RULE}"
 
 
 def table(headers: list[str], rows: list[list], align: list[str] | None = None) -> str:

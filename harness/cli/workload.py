@@ -138,10 +138,8 @@ class Workload:
     def differences(self, other: "Workload", how: bool = False) -> list[str]:
         """Return words for each setting of `other` that forbids comparing its losses with these.
 
-        The same sequences may be spread over any number of processes.
-
-        Args:
-            how: return words for the settings that may differ instead.
+        The same sequences may be spread over any number of processes.  With `how`, return words
+        for the settings that may differ instead.
         """
         of_how = {each.name for each in fields(self) if not each.compare} | {"world_size"}
         mine, theirs = (each.as_record() | {"batch_size": each.sequences} for each in (self, other))
@@ -159,6 +157,12 @@ def same_place(one: str | None, other: str | None) -> bool:
     if one == other or None in (one, other) or TINY in (one, other):
         return one == other
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def changes(before: dict, now: dict) -> list[str]:
+    """Return words for each key at which two dictionaries have different values."""
+    pairs = {key: (before.get(key), now.get(key)) for key in [*now, *before]}
+    return [f"{key} {new} (not {old})" for key, (old, new) in pairs.items() if old != new]
 
 
 def draws_weights(model: str, workload: Workload) -> bool:

@@ -88,7 +88,7 @@ def template_arguments(where: str, example: dict) -> tuple[list[dict] | None, di
         UserError: the tools are no list of objects, or the arguments are no object.
     """
     tools, more = example.get("tools"), example.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
+    if isinstance(tools, str):  # JSON, as TRL takes it too
         with contextlib.suppress(ValueError):
             tools = json.loads(tools)
     are_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)

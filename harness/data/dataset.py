@@ -56,9 +56,12 @@ class Batch:
         """Return a copy in memory that a GPU can read while the host does something else."""
         return self.with_tensors(torch.Tensor.pin_memory)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names of their fields."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+
     def with_tensors(self, change: Callable) -> "Batch":
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
-        return replace(self, **{name: change(t) for name, t in tensors.items()})
+        return replace(self, **{name: change(t) for name, t in self.tensors().items()})
 
 
 def random_batch(shape: tuple[int, int], vocabulary: int, device: str) -> Batch:
@@ -198,9 +201,8 @@ def load_samples(
     encode, note = samples.Encoder.of(load_tokenizer(workload), config, today), ""
     if name.endswith(".jsonl"):
         text = read_file(name)
-        examples = token_cache.cached(
-            name, [text], encode, lambda: samples.tokenize_jsonl(name, text, encode)
-        )
+        tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
+        examples = token_cache.cached(name, [text], encode, tokenize)
         examples, n_skipped = samples.of_examples(name, examples, seq_len)
         train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
         what = "examples"
@@ -209,9 +211,8 @@ def load_samples(
     else:
         to_train_on, held_out = samples.read_texts(name)
         texts = [*to_train_on, *held_out]
-        both = token_cache.cached(
-            name, texts, encode, lambda: samples.tokenize_texts(texts, encode)
-        )
+        tokenize = functools.partial(samples.tokenize_texts, texts, encode)
+        both = token_cache.cached(name, texts, encode, tokenize)
         train, validation = (part.alone() for part in both.split(len(to_train_on)))
         if workload.pack:
             train, validation = train.in_pieces(seq_len), validation.in_pieces(seq_len)

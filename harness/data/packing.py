@@ -52,11 +52,7 @@ def first_fit(lengths: np.ndarray, order: Iterable[int], size: int, n: int) -> l
 
 
 def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
-    """Return the fields of a Batch of these sequences, one after the other in one row.
-
-    Args:
-        sequences: the indices of each one's samples, of at most `size` tokens together.
-    """
+    """Return the fields of a Batch of `first_fit`'s sequences, one after the other in one row."""
     ids, labels, lengths = [], [], []
     for indices in sequences:
         rows = [samples[i] for i in indices]

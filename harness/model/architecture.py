@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
 from harness.cli.adapter_config import ATTENTION, MLP
+from harness.cli.workload import changes
 
 IGNORE_INDEX = -100  # the label of a token that is not to be learned
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
@@ -79,12 +80,7 @@ def computing_fields(config: LlamaConfig) -> dict:
 
 def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
     """Return a phrase for each field in which a configuration is not the one that was saved."""
-    now = computing_fields(config)
-    return [
-        f"{name} {now.get(name)} (not {saved.get(name)})"
-        for name in dict.fromkeys([*now, *saved])
-        if now.get(name) != saved.get(name)
-    ]
+    return changes(saved, computing_fields(config))
 
 
 def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:

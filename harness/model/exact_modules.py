@@ -58,8 +58,5 @@ def is_untouched(module: torch.nn.Module) -> bool:
 
 
 def is_matrix(module: torch.nn.Module) -> bool:
-    """Return True if the module is x @ weight.t(), so that its weight may be used without a call.
-
-    It is an unchanged torch.nn.Linear without a bias, and no subclass.
-    """
+    """Return True if the module is x @ weight.t(): its weight may be used without a call."""
     return type(module) is torch.nn.Linear and module.bias is None and is_unchanged(module)

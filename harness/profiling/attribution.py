@@ -157,11 +157,8 @@ def category_of(
     1. Where two paths of the network meet (a residual; q, k and v of one input), autograd adds
        their gradients outside of any backward node.  No layer owns that addition.
     2. Else walk outwards to the first thing that tells: fused attention, a matrix product, a range,
-       or one of our autograd.Functions by its name.  A product with an adapter's matrix belongs to
-       the adapter.
-
-    Args:
-        rank: of the adapters, if there are any.
+       or one of our autograd.Functions by its name.  A product with an adapter's matrix, whose
+       `rank` tells it, belongs to the adapter.
     """
     if launcher.name in ("aten::add", "aten::add_") and is_evaluation(launcher.cpu_parent):
         return OTHER

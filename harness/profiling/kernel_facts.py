@@ -126,8 +126,7 @@ ROWS = [
             # logits in, their gradient out
             Launch("_cross_entropy_bwd", "logits", passes=2, flops=4, every_launch=False),
             Launch("_cross_entropy_scale"),  # by 1, and then it does nothing
-            Launch("_plain_fwd"),  # the lesson's first form: no step of training launches it
-            Launch("_plain_bwd"),
+            Launch("_plain"),  # the lesson's first form: no step of training launches it
         ),
     ),
     Facts(
@@ -288,8 +287,8 @@ FACTS = {row.name: row for row in ROWS}
 
 LOSS_KERNELS = [row.name for row in ROWS if row.patches == "loss"]
 MODEL_KERNELS = [row.name for row in ROWS if row.patches in ("model", "loss")]
-OPTIMIZER_KERNELS = [row.name for row in ROWS if row.patches == "optimizer"]
-KERNELS = [*MODEL_KERNELS, *OPTIMIZER_KERNELS]  # what --kernels knows
+# what --kernels knows, the optimizer's last
+KERNELS = [*MODEL_KERNELS, *(row.name for row in ROWS if row.patches == "optimizer")]
 PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"  # which the playbook has: step 11's
 RUNGS = sorted((row for row in ROWS if row.rung), key=lambda row: row.rung)
 

@@ -2,7 +2,7 @@
 
 from harness.cli import tables
 from harness.cli.command_line import UserError
-from harness.cli.workload import kernels_in_words, model_line, size_in_words
+from harness.cli.workload import changes, kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.profiling.kernel_facts import FACTS
 from harness.profiling.profile_tables import short
@@ -99,10 +99,9 @@ def run_line(label: str, record: dict) -> str:
 
 def render_comparison(before: dict, after: dict) -> str:
     """Return what went away and what came from one profile to another."""
-    differ = [key for key in SAME_WORKLOAD if before.get(key) != after.get(key)]
-    if differ:
-        said = "; ".join(f"{key} {after.get(key)} (not {before.get(key)})" for key in differ)
-        raise UserError(f"the profiles are not of one workload: {said}; give two that are")
+    workloads = ({key: record.get(key) for key in SAME_WORKLOAD} for record in (before, after))
+    if differences := "; ".join(changes(*workloads)):
+        raise UserError(f"the profiles are not of one workload: {differences}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
     headers, *rows = categories(before, after)
@@ -111,7 +110,7 @@ def render_comparison(before: dict, after: dict) -> str:
         run_line("After: ", after),
         f"{model_line(before)}; {size_in_words(before)}",
         "",
-        tables.title(f"What the kernels changed{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        tables.title("What the kernels changed", on_gpu),
         *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
         tables.table(headers, rows),
         "",
@@ -122,10 +121,7 @@ def render_comparison(before: dict, after: dict) -> str:
 
 
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture.
-
-    A file of another kind is refused, and one of which a part is missing or damaged.
-    """
+    """Print the comparison of two recorded profiles, and draw both into one picture."""
     profiles = [records.read_record(path, "profile") for path in (before_path, after_path)]
     for path, profile in zip((before_path, after_path), profiles):
         records.require_keys(path, profile, KEYS)

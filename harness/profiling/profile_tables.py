@@ -238,8 +238,7 @@ def diagnosis(record: dict) -> str:
     """Return the diagnosis of a profile, from its record."""
     findings = diagnose.ranking(record)
     on_gpu = record["device"] == "CUDA"
-    lines = [tables.title(f"Diagnosis{'' if on_gpu else tables.NOT_MEANINGFUL}")]
-    lines.append(ceilings_line(record))
+    lines = [tables.title("Diagnosis", on_gpu), ceilings_line(record)]
     if "power" in record:  # not in older records and those of a CPU
         lines.append(f"Power and clock during the steps: {power_in_words(record['power'])}")
     lines += [host_line(record), *communication_lines(record), *waiting_lines(record)]

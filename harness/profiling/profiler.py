@@ -42,21 +42,18 @@ for ours, theirs in (row.module for row in ROWS if row.module):
 
 
 @contextlib.contextmanager
-def category_ranges(
-    model: torch.nn.Module, loss: str = "loss_function", whole: tuple[type, ...] = ()
-) -> Iterator[None]:
-    """Open ranges around the parts of the model, until the context ends.
+def category_ranges(model: torch.nn.Module) -> Iterator[None]:
+    """Open ranges around the parts of a model with or without kernels, until the context ends.
 
     Rotary embedding and loss are functions, not modules.  LlamaAttention.forward looks
     `apply_rotary_pos_emb` up in its module each time, so the function can be replaced there.
-
-    Args:
-        loss: the attribute of the model that is its loss's function.
-        whole: classes of modules that do not call their parts.  A range around a part would make
-            them.
+    A module with `calls_no_parts` gets none: a range around a part would make it call its parts.
     """
+    # another loss_function would take the place of the model's kernel
+    loss = "cross_entropy_loss" if hasattr(model, "cross_entropy_loss") else "loss_function"
     ranged = [(model, loss, "loss"), (modeling_llama, "apply_rotary_pos_emb", "rotary")]
-    fused = {part for each in model.modules() if isinstance(each, whole) for part in each.modules()}
+    whole = [each for each in model.modules() if getattr(each, "calls_no_parts", False)]
+    fused = {part for each in whole for part in each.modules()}
     for module in model.modules():
         if module in fused:
             continue
@@ -65,18 +62,15 @@ def category_ranges(
         if has_adapter(module):
             ranged.append((module, "forward", attribution.WITH_ADAPTER))
             ranged.append((module.base_layer, "forward", attribution.WITHOUT_ADAPTER))
-    # each function, and whether its owner has it in place of its class's
-    before = [(getattr(owner, at), at in vars(owner)) for owner, at, _ in ranged]
-    for (owner, attribute, name), (function, _) in zip(ranged, before):
-        setattr(owner, attribute, record_function(name)(function))
-    try:
-        yield
-    finally:
-        for (owner, attribute, _), (function, its_own) in zip(ranged, before):
-            if attribute == "forward" and not its_own:
-                del owner.forward
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in ranged:
+            function = getattr(owner, attribute)
+            if attribute == "forward" and attribute not in vars(owner):  # it is its class's
+                stack.callback(delattr, owner, attribute)
             else:
-                setattr(owner, attribute, function)
+                stack.callback(setattr, owner, attribute, function)
+            setattr(owner, attribute, record_function(name)(function))
+        yield
 
 
 # ---------------------------------------------------------------- steps
@@ -89,10 +83,7 @@ def recorded_step(
     take_step: Callable = stepping.training_step,
     **options,
 ) -> tuple[profile, float]:
-    """Take two steps; return a profile of the second and its milliseconds.
-
-    The first step attaches the profiler.
-    """
+    """Take a step that attaches the profiler; return a profile of the next and its milliseconds."""
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with profile(schedule=schedule, **options) as profiler:
         for batches in steps:

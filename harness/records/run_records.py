@@ -64,11 +64,14 @@ def environment() -> dict:
     }
 
 
+def gpu_line(env: dict) -> str:
+    return f"GPU: {env['gpu'] or 'none (CPU ' + env['cpu'] + ')'}"
+
+
 def environment_line(env: dict) -> str:
     """Return one line: GPU, versions, date, commit."""
-    device = env["gpu"] or f"none (CPU {env['cpu']})"
     return (
-        f"GPU: {device} | PyTorch {env['torch']} | Triton {env['triton']} | "
+        f"{gpu_line(env)} | PyTorch {env['torch']} | Triton {env['triton']} | "
         f"transformers {env['transformers']} | {env['date']} | commit {env['commit']}"
     )
 

@@ -102,11 +102,6 @@ def timed_step(
         return loss, time.perf_counter() - start
 
 
-def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return a batch's tensors by the names of its fields."""
-    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-
-
 def captured_step(
     model: Callable,
     optimizer: torch.optim.Optimizer,
@@ -120,12 +115,9 @@ def captured_step(
     targets and the optimizer's count of steps lie on the GPU. Take steps before, on the same
     stream: kernels are compiled and optimizer states are made outside of a graph.
     """
-    clones = [{name: t.clone() for name, t in tensors_of(batch).items()} for batch in batches]
+    clones = [batch.with_tensors(torch.clone) for batch in batches]
     # later batches may have more targets: each token may be one
-    recorded = [
-        replace(batch, **tensors, n_targets=batch.labels.numel())
-        for batch, tensors in zip(batches, clones)
-    ]
+    recorded = [replace(clone, n_targets=clone.labels.numel()) for clone in clones]
     n_targets = count_targets(batches) if len(batches) > 1 else None
     # a graph has memory of its own and cannot use what earlier steps left
     torch.cuda.empty_cache()
@@ -143,8 +135,9 @@ def captured_step(
         ) from error
 
     def replay(model, optimizer, batches):
-        for batch, tensors in zip(batches, clones):
-            for name, tensor in tensors_of(batch).items():
+        for batch, clone in zip(batches, clones):
+            tensors = clone.tensors()
+            for name, tensor in batch.tensors().items():
                 if tensor.shape != tensors[name].shape:
                     raise UserError(
                         f"a batch has the shape {tuple(tensor.shape)}, but the CUDA graph was "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload
+from harness.cli.workload import Workload, changes
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import FACTS, newest
 
@@ -128,11 +128,9 @@ def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
     from harness.records.run_records import environment
 
     here = environment()
-    pairs = {name: (before, here[name]) for name, before in machine.items()}
-    pairs |= {n: (getattr(saved, n), getattr(workload, n)) for n in ("batch_size", "accumulate")}
-    changed = [
-        f"{name} {now} (not {before})" for name, (before, now) in pairs.items() if before != now
-    ]
+    changed = changes(machine, {name: here[name] for name in machine})
+    layout = "batch_size", "accumulate"
+    changed += changes(*({n: getattr(each, n) for n in layout} for each in (saved, workload)))
     exact = []
     for difference in saved.differences(workload, how=True):
         name = difference.split()[0]

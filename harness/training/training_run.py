@@ -161,8 +161,7 @@ class Run:
             raise RunError(f"the loss became {self.losses[-1]} at step {step}; {NOT_SAVED}")
         self.tokens.append(int(sum(tokens)))
         self.peaks.append(int(max(peaks)))
-        columns = self.losses, self.seconds, self.tokens, self.peaks
-        print(step_line(step, self.workload.steps, *columns), flush=True)
+        print(step_line(step, self.workload.steps, self.progress()), flush=True)
 
     def progress(self) -> dict:
         """Return what a run that goes on after these steps needs to know of them: `resumed`."""
@@ -256,21 +255,14 @@ def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     return sum(totals) / sum(counts)
 
 
-def step_line(
-    step: int,
-    n_steps: int,
-    losses: list[float],
-    seconds: list[float],
-    tokens: list[int],
-    peaks: list[int],
-) -> str:
-    """Return what is printed after a step, counted from 1, which the lists hold."""
-    i = step - 1
-    left = statistics.median(seconds[:step]) * (n_steps - step)
-    rate = f"{tokens[i] / seconds[i]:>9,.0f} tokens/sec"
+def step_line(step: int, n_steps: int, columns: dict[str, list]) -> str:
+    """Return what is printed after a step, counted from 1; `columns` are those of a record."""
+    names = "losses", "seconds", "tokens", "peaks"
+    loss, seconds, tokens, peak = (columns[name][step - 1] for name in names)
+    left = statistics.median(columns["seconds"][:step]) * (n_steps - step)
     return (
-        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {losses[i]:8.4f}  {seconds[i]:7.3f} s  "
-        f"{rate}  peak {peaks[i] / 1e9:6.1f} GB  ETA {left:4.0f} s"
+        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {loss:8.4f}  {seconds:7.3f} s  "
+        f"{tokens / seconds:>9,.0f} tokens/sec  peak {peak / 1e9:6.1f} GB  ETA {left:4.0f} s"
     )
 
 
@@ -291,7 +283,6 @@ def result_block(record: dict) -> str:
     last_step = record["steps"]
     mfu = record["model_flops_utilization"]
     of_rate = "of the data sheet's dense bf16 rate"
-    utilization = "n/a" if mfu is None else f"{100 * mfu:.1f} % {of_rate}"
     first, last = record["warmup_steps"] + 1, last_step - record.get("profiled_steps", 0)
     low, high = spread(timed(record))
     around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
@@ -319,7 +310,7 @@ def result_block(record: dict) -> str:
         rows["Waiting for data:"] = f"at most {100 * waited(record):.2f} % of the steps' time"
     if waits := record.get("checkpoint_seconds"):
         rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
-    rows["Model FLOPs utilization:"] = utilization
+    rows["Model FLOPs utilization:"] = "n/a" if mfu is None else f"{100 * mfu:.1f} % {of_rate}"
     rows["Validation loss:"] = f"{before:.4f} before, {after:.4f} after"
     more = [OF_STEPS] if on_gpu else []
     more += [ceilings_line(record)] if record.get("ceilings") else []

@@ -37,7 +37,7 @@ def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Ob
     """Take a training step with the last of the steps' micro-batches and write the ledger."""
     ledger.follow(model, optimizer)
     for batch in itertools.chain(*steps):
-        ledger.claim(BATCH, *stepping.tensors_of(batch).values())
+        ledger.claim(BATCH, *batch.tensors().values())
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     with ledger:

@@ -77,7 +77,7 @@ def run_step(
         optimizer = apply_kernels.make_optimizer(model, 1e-5, workload.kernels, foreach=True)
         ledger.follow(model, optimizer)
         for batch in batches:
-            ledger.claim(BATCH, *stepping.tensors_of(batch).values())
+            ledger.claim(BATCH, *batch.tensors().values())
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
         ledger.claim_state(optimizer)  # which the first step made
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])

@@ -220,6 +220,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
     keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
+    calls_no_parts = True  # for `profiler.category_ranges`
 
     def of_attention(self) -> tuple[torch.nn.Module, ...]:
         return self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj
