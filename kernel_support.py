@@ -87,12 +87,10 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
     for name, t, dtypes, pattern in arguments:
         if t is None and name.endswith("?"):
             continue
-        if type(t) not in PLAIN or t.layout is not torch.strided:
-            check_memory(name.rstrip("?"), t)
-            is_plain = False
         dtypes = dtypes or (arguments[0][1].dtype,)
-        if t.dtype not in dtypes:
+        if type(t) not in PLAIN or t.layout is not torch.strided or t.dtype not in dtypes:
             check_memory(name.rstrip("?"), t, dtypes)
+            is_plain = False
         if device is None:
             device = t.device
             if not t.is_cuda and not (INTERPRETED and t.is_cpu):
@@ -114,12 +112,9 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Refuse what holds no memory of its own with an element at each address.
+    """Raise a TypeError if t is no tensor, a wrapper of some, sparse, or of none of the dtypes.
 
-    A wrapper such as DTensor has a data_ptr(), but nothing lies there.
-
-    Raises:
-        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given.
+    A wrapper such as DTensor has a data_ptr(), but nothing lies there.  No dtypes: any will do.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -168,13 +163,9 @@ def _in_words(pattern: tuple, lengths: dict) -> str:
 
 
 def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
-    """Refuse to write over tensors unless each is a contiguous result that shares no memory.
+    """Raise a ValueError unless each tensor is a contiguous result that shares no memory.
 
     A leaf's gradient would lie in the leaf's own memory.
-
-    Raises:
-        ValueError: a tensor is a leaf that requires a gradient, is not contiguous, or shares
-            memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
     seen = []  # (owner of the memory, tensor) of each tensor so far
@@ -195,13 +186,10 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Call it first in a backward: autograd is on there only under create_graph=True.
+    """Raise a RuntimeError in a backward where autograd is on: only create_graph=True turns it on.
 
     `once_differentiable` would let the second derivative vanish without a word where the incoming
     gradient itself needs no gradient.
-
-    Raises:
-        RuntimeError: create_graph=True asks for the derivative of this backward.
     """
     if torch.is_grad_enabled():
         asked = "which create_graph=True asks for"
@@ -237,9 +225,7 @@ def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @functools.cache
 def n_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for a CPU."""
-    if device.type != "cuda":
-        return 1
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

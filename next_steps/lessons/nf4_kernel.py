@@ -59,23 +59,11 @@ TINY = 1e-38  # in the place of an absmax or scale of 0, all of whose numbers ar
 
 # Dettmers et al. 2023, appendix E: with 8 quantiles below 0 and 9 above, one of them shared.
 NF4_VALUES = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 N_VALUES = len(NF4_VALUES)
 
 
@@ -99,10 +87,7 @@ def nf4_quantize(weight: torch.Tensor) -> NF4:
         TypeError: it is no tensor of fp16, bf16 or fp32.
         ValueError: not a multiple of 64 numbers, or one of them is infinite or NaN.
     """
-    support.check_memory("weight", weight)
-    if weight.dtype not in FLOATS:
-        expected = f"{' or '.join(map(str, FLOATS))}: convert it."
-        raise TypeError(f"weight is {weight.dtype}, expected {expected}")
+    support.check_memory("weight", weight, FLOATS)
     if weight.numel() % BLOCK:
         given = f"weight has shape {tuple(weight.shape)}, {weight.numel():,} numbers"
         raise ValueError(f"{given}, expected a multiple of {BLOCK}")

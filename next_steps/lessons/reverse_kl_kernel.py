@@ -422,29 +422,37 @@ def _reduced(row_loss, n_counted, reduction):
     return row_loss.sum() / n_counted  # 0 / 0 = NaN where no row counts, as in PyTorch
 
 
-def _row_results(student, teacher, mask, temperature, reduction, gradient):
-    """Return the rows' losses (...), stats and dstudent, not yet written, and n_counted."""
+def _forward(
+    student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False,
+    launches=False,
+):  # fmt: skip
+    """Return the forward's results; not yet written without `launches`."""
     n_rows = _check(student, teacher, mask, temperature, reduction)
     n_counted = mask.sum() if reduction == "batchmean" and mask is not None else None
     row_loss = student.new_empty(student.shape[:-1], dtype=torch.float32)  # (...) fp32
     stats = row_loss.new_empty((n_rows, 5))  # (n_rows, 5) fp32
     dstudent = student.new_empty(student.shape) if gradient else None  # (..., V)
-    return row_loss, stats, n_counted, dstudent
-
-
-def _forward_results(
-    student, teacher, mask=None, temperature=1.0, reduction="batchmean", gradient=False
-):
-    """Return the forward's results, not yet written."""
-    row_loss, *others = _row_results(student, teacher, mask, temperature, reduction, gradient)
-    return _reduced(row_loss, others[1], reduction), *others
+    if launches and n_rows > 0:
+        with support.on_device_of(student):
+            _reverse_kl_fwd_kernel[(row_loss.numel(),)](
+                *_common_arguments(student, teacher, mask, n_counted, reduction),
+                stats,
+                row_loss,
+                dstudent,
+                student.shape[-1],
+                _columns_kept(student) if gradient else 0,
+                _unit(temperature),
+                **_options(student, 16 if gradient else 4),
+                enable_fp_fusion=True,
+            )
+    return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
 
 
 @support.operator(
     "tutorial::reverse_kl_forward",
     "(Tensor student, Tensor teacher, Tensor? mask=None, float temperature=1.0, "
     "str reduction='batchmean', bool gradient=False) -> Tensor[]",
-    _forward_results,
+    _forward,
     present=lambda student, teacher, mask=None, T=1.0, reduction="batchmean", gradient=False: (
         [True, True, reduction == "batchmean" and mask is not None, gradient]
     ),
@@ -459,22 +467,7 @@ def reverse_kl_forward(
     n_counted () int64 is the number of rows that count; None unless a mean over a mask needs it.
     dstudent (..., V) is the gradient for a grad_output of 1; None unless `gradient` asks for it.
     """
-    results = _row_results(student, teacher, mask, temperature, reduction, gradient)
-    row_loss, stats, n_counted, dstudent = results
-    if row_loss.numel() > 0:
-        with support.on_device_of(student):
-            _reverse_kl_fwd_kernel[(row_loss.numel(),)](
-                *_common_arguments(student, teacher, mask, n_counted, reduction),
-                stats,
-                row_loss,
-                dstudent,
-                student.shape[-1],
-                _columns_kept(student) if gradient else 0,
-                _unit(temperature),
-                **_options(student, 16 if gradient else 4),
-                enable_fp_fusion=True,
-            )
-    return _reduced(row_loss, n_counted, reduction), stats, n_counted, dstudent
+    return _forward(student, teacher, mask, temperature, reduction, gradient, launches=True)
 
 
 @support.operator(
