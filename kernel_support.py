@@ -303,11 +303,6 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
     return (rounded >> 16).astype(np.uint16)
 
 
-def widen_bf16(bits: np.ndarray) -> np.ndarray:
-    """Return the bf16 numbers with these bits (uint16) as fp32: exact."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def round_to_e4m3(x: np.ndarray) -> np.ndarray:
     """Return the codes (uint8) of fp32 x, rounded to nearest even in e4m3.
 
@@ -316,11 +311,6 @@ def round_to_e4m3(x: np.ndarray) -> np.ndarray:
     # PyTorch 2.11 turns a larger number into NaN, so limit it first.
     limited = torch.from_numpy(np.array(x, np.float32)).clamp(-448, 448)
     return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-
-def widen_e4m3(codes: np.ndarray) -> np.ndarray:
-    """Return the fp32 numbers that codes (uint8) of e4m3 stand for: exact."""
-    return torch.from_numpy(np.array(codes)).view(torch.float8_e4m3fn).float().numpy()
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -362,7 +352,7 @@ if INTERPRETED:
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
         if source == tl.bfloat16 and target == tl.float32:
-            return TensorHandle(widen_bf16(src.data), target)
+            return TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), target)
         if source != tl.bfloat16 and target == tl.bfloat16:
             with np.errstate(over="ignore"):
                 return TensorHandle(round_to_bf16(src.data.astype(np.float32)), target)
@@ -373,7 +363,8 @@ if INTERPRETED:
         if source == tl.float32 and target == tl.float8e4nv:
             return TensorHandle(round_to_e4m3(src.data), target)
         if source == tl.float8e4nv and target == tl.float32:
-            return TensorHandle(widen_e4m3(src.data), target)
+            codes = torch.from_numpy(np.array(src.data)).view(torch.float8_e4m3fn)
+            return TensorHandle(codes.float().numpy(), target)
         return _convert(self, src, dst_type, rounding_mode)
 
     def create_fma(self, x, y, z):

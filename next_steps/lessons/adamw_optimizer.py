@@ -119,24 +119,10 @@ class TritonAdamW(torch.optim.Optimizer):
     _accumulating = False
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        *,
-        maximize=False,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        fused=None,
-        moments_dtype=None,
-        seed=0,
-        stochastic_rounding=False,
-        step_in_backward=False,
-    ):
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False,
+        *, maximize=False, foreach=None, capturable=False, differentiable=False, fused=None,
+        moments_dtype=None, seed=0, stochastic_rounding=False, step_in_backward=False,
+    ):  # fmt: skip
         defaults = dict(locals())  # the arguments, but for these:
         for name in ("self", "__class__", "params", "step_in_backward"):
             del defaults[name]
@@ -180,20 +166,13 @@ class TritonAdamW(torch.optim.Optimizer):
             grad = grad.redistribute(p.device_mesh, p.placements)
         rounding = group["stochastic_rounding"]
         adamw_step(
-            _local(p),
-            _local(grad),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
-            state["step"],
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
+            *map(_local, (p, grad, state["exp_avg"], state["exp_avg_sq"])), state["step"],
+            group["lr"], *group["betas"], group["eps"], group["weight_decay"],
             group["seed"] if rounding else None,
             index,
             group["maximize"],
             offset_of(p) if rounding else 0,
-        )
+        )  # fmt: skip
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
         self._stepped[p] = state["step"]
 
