@@ -112,7 +112,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Raise a TypeError if t is no tensor, a wrapper of some, sparse, or of none of the dtypes.
+    """Raise a TypeError if t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.  No dtypes: any will do.
     """
@@ -192,8 +192,7 @@ def refuse_second_derivative(name: str) -> None:
     gradient itself needs no gradient.
     """
     if torch.is_grad_enabled():
-        asked = "which create_graph=True asks for"
-        raise RuntimeError(f"{name} has no second derivative, {asked}.")
+        raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")
 
 
 # ---- Launches -----------------------------------------------------------------------------------
@@ -303,16 +302,6 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
     return (rounded >> 16).astype(np.uint16)
 
 
-def round_to_e4m3(x: np.ndarray) -> np.ndarray:
-    """Return the codes (uint8) of fp32 x, rounded to nearest even in e4m3.
-
-    A number beyond 448, the largest of e4m3, becomes 448; NaN stays NaN.
-    """
-    # PyTorch 2.11 turns a larger number into NaN, so limit it first.
-    limited = torch.from_numpy(np.array(x, np.float32)).clamp(-448, 448)
-    return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """Return x * y + z of fp32 or fp16 arrays, rounded once.
 
@@ -361,7 +350,10 @@ if INTERPRETED:
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         source, target = src.dtype.scalar, dst_type.scalar
         if source == tl.float32 and target == tl.float8e4nv:
-            return TensorHandle(round_to_e4m3(src.data), target)
+            # PyTorch 2.11 turns a number beyond 448, the largest, into NaN, so limit it first.
+            limited = torch.from_numpy(np.array(src.data, np.float32)).clamp(-448, 448)
+            codes = limited.to(torch.float8_e4m3fn).view(torch.uint8)
+            return TensorHandle(codes.numpy(), target)
         if source == tl.float8e4nv and target == tl.float32:
             codes = torch.from_numpy(np.array(src.data)).view(torch.float8_e4m3fn)
             return TensorHandle(codes.float().numpy(), target)

@@ -214,8 +214,7 @@ class FP8MLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dresidual, dout):
         refuse_second_derivative("FP8 in the layer")
-        x, norm_weight, rstd, both, scale, scale_down, *weights = ctx.saved_tensors
-        *weights, w_down = weights
+        x, norm_weight, rstd, both, scale, scale_down, *weights, w_down = ctx.saved_tensors
         need_x, need_norm_weight, _, _, *need_weights, need_down = ctx.needs_input_grad
         if dout is None:
             return dresidual, *[None] * 6

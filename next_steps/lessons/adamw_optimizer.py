@@ -275,8 +275,7 @@ class TritonAdamW(torch.optim.Optimizer):
 
         filled: gains what these tensors are to be filled with.  Raises as _check_group does.
         """
-        settings = {key: value for key, value in saved.items() if key != "params"}
-        group = {**self.defaults, **copy.deepcopy(settings)}
+        group = {**self.defaults, **copy.deepcopy(saved)}
         group.update({key: own[key] for key in ("params", *MODES)})
         if "param_names" in own:
             group.setdefault("param_names", own["param_names"])

@@ -209,7 +209,7 @@ def rmsnorm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[Rows
 
 def _rmsnorm_results(x, weight, eps):
     """Return the results, not yet written."""
-    check_matrices({"x": (x, ("N", "H"))})
+    check_matrices(("x", x, ("N", "H")))
     check_tensors(("x", x, FLOATS, ("N", "H")), ("weight", weight, FLOATS, ("H",)))
     rows = empty_rows(x, *x.shape)
     return *rows, torch.empty_like(rows.scales)  # rstd (N,) fp32
@@ -248,7 +248,7 @@ def swiglu_fp8(gate: torch.Tensor, up: torch.Tensor) -> Rows:
 
 
 def _forward_results(gate, up):
-    check_matrices({"gate": (gate, ("N", "I")), "up": (up, ("N", "I"))})
+    check_matrices(("gate", gate, ("N", "I")), ("up", up, ("N", "I")))
     return empty_rows(gate, *gate.shape)
 
 
@@ -283,7 +283,7 @@ def swiglu_fp8_backward(dy, gate, up) -> tuple[Rows, Rows]:
 
 def _backward_results(dy, gate, up):
     shape = "N", "I"
-    check_matrices({"gate": (gate, shape), "up": (up, shape), "dy": (dy, shape)})
+    check_matrices(("gate", gate, shape), ("up", up, shape), ("dy", dy, shape))
     n_rows, n_cols = gate.shape
     return *empty_rows(gate, n_rows, 2 * n_cols), *empty_rows(gate, n_rows, n_cols)
 

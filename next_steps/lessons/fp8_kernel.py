@@ -245,7 +245,7 @@ def quantize_rows(*parts: torch.Tensor) -> Rows:
 def _quantize_result(parts):
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"there are {len(parts)} parts, expected 1 to {MAX_PARTS}: join some.")
-    n_rows = check_matrices({f"part {i}": (t, ("N", f"K{i}")) for i, t in enumerate(parts)})["N"]
+    n_rows = check_matrices(*((f"part {i}", t, ("N", f"K{i}")) for i, t in enumerate(parts)))["N"]
     n_cols = sum(part.shape[1] for part in parts)
     if n_cols > MAX_COLUMNS:
         expected = f"{MAX_COLUMNS:,} at most: use quantize_rows_reference for longer rows."
@@ -455,17 +455,14 @@ def fp8_support() -> str | None:
 # ---- Checks -------------------------------------------------------------------------------------
 
 
-def check_matrices(matrices: dict[str, tuple[torch.Tensor, tuple]]) -> dict[str, int]:
+def check_matrices(*matrices: tuple[str, torch.Tensor, tuple]) -> dict[str, int]:
     """Refuse tensors that are no matrices of one dtype, or whose rows do not fit a program.
 
-    matrices: by name the tensor and its shape, as check_tensors takes it.  Returns the lengths of
-    the shapes' words.
+    matrices: name, tensor and shape.  Returns the lengths of the shapes' words: check_tensors.
     """
-    first = next(iter(matrices))
-    lengths = check_tensors(
-        *((name, t, FLOATS if name == first else SAME, s) for name, (t, s) in matrices.items())
-    )
-    for name, (t, _) in matrices.items():
+    dtypes = FLOATS, *[SAME] * (len(matrices) - 1)
+    lengths = check_tensors(*((name, t, d, s) for (name, t, s), d in zip(matrices, dtypes)))
+    for name, t, _ in matrices:
         if not 1 <= t.shape[1] <= MAX_COLUMNS:
             expected = f"(N, K) with K from 1 to {MAX_COLUMNS:,}: view it so, or use the reference."
             raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {expected}")
@@ -476,8 +473,8 @@ def _stacked_shape(weights) -> tuple[int, int]:
     """Refuse weights that do not lie one below the other; return the shape of all of them."""
     if not weights:
         raise ValueError("there is no weight, expected one at least: pass it.")
-    named = {f"weight {i}": (weight, (f"O{i}", "I")) for i, weight in enumerate(weights)}
-    n_cols = check_matrices(named)["I"]
+    named = ((f"weight {i}", weight, (f"O{i}", "I")) for i, weight in enumerate(weights))
+    n_cols = check_matrices(*named)["I"]
     return sum(map(len, weights)), n_cols
 
 

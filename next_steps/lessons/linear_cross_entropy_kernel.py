@@ -134,9 +134,8 @@ def _check(hidden, weight, targets, reduction, chunk_size, max_targets):
         raise ValueError(f"chunk_size is {chunk_size}, expected {expected}: raise it.")
     if max_targets is not None:
         n_rows = lengths["n_rows"]
-        # the compiler's numbers are SymInts
-        is_number = isinstance(max_targets, int | torch.SymInt)
-        if isinstance(max_targets, bool) or not is_number or not 0 <= max_targets <= n_rows:
+        is_number = type(max_targets) in (int, torch.SymInt)  # the compiler's are SymInts
+        if not is_number or not 0 <= max_targets <= n_rows:
             expected = f"a number of rows from 0 to {n_rows}, or None"
             advice = "count the targets that are not ignored."
             raise ValueError(f"max_targets is {max_targets!r}, expected {expected}: {advice}")
@@ -296,9 +295,7 @@ def _loss_and_dlogits(logits, targets, row_loss, row_grads, n_valid, ignore_inde
 
 def _add_product(total, a, b, beta):
     """Set total to beta * total + a @ b, rounded once; a beta of 0 does not read the old total."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b, beta=beta)
-    elif a.device.type != "cpu":
+    if total.dtype != a.dtype and a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:  # a CPU has no product of two bf16 matrices with an fp32 result
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
@@ -334,8 +331,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             inputs = hidden, weight, targets, *ctx.options, *ctx.needs_input_grad[:2], *ctx.chunks
-            results = linear_cross_entropy_forward(*inputs, grad_output, ctx.max_targets)
-            gradients = results[1:]
+            _, *gradients = linear_cross_entropy_forward(*inputs, grad_output, ctx.max_targets)
         elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
             gradients = [
                 None if dx is None else (dx.float() * grad_output).to(dx.dtype) for dx in gradients
@@ -359,16 +355,12 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
 
     def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None, fp32_dweight=None):
         super().__init__()
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.chunk_size = chunk_size
-        self.fp32_dweight = fp32_dweight
+        self.args = ignore_index, reduction, chunk_size, fp32_dweight
 
     def forward(self, hidden, weight, targets, max_targets=None) -> torch.Tensor:
         # as F.linear does
         if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        options = self.ignore_index, self.reduction, self.chunk_size, self.fp32_dweight
-        options = *options, max_targets, torch.is_grad_enabled()  # in the Function it never is
+        options = *self.args, max_targets, torch.is_grad_enabled()  # in the Function it never is
         return LinearCrossEntropyFunction.apply(hidden, weight, targets, *options)

@@ -565,14 +565,13 @@ class TritonReverseKLFunction(torch.autograd.Function):
         now = now and reduction != "none" and student.dtype != torch.float16
         # a split vocabulary's statistics must be combined before a gradient can be computed
         now = now and group is None
-        options = temperature, reduction
+        ctx.options = options = temperature, reduction
         results = reverse_kl_forward(student, teacher, mask, *options, now)
         loss, stats, n_counted, ctx.dstudent = results
         if group is not None:
             stats = combine_statistics(stats, temperature, group)
             loss = loss_of_statistics(stats, mask, n_counted, *options, student.shape[:-1])
         ctx.save_for_backward(student, teacher, mask, stats, n_counted)
-        ctx.options = options
         return loss
 
     @staticmethod

@@ -188,10 +188,9 @@ def _results(q, k, cos, sin, backward):
     tags=(torch.Tag.needs_exact_strides,),
 )
 def _launch(q, k, cos, sin, backward):
-    _check(q, k, cos, sin, backward)
+    q_rot, k_rot = _results(q, k, cos, sin, backward)
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
-    q, q_rot = _in_and_out(q)
-    k, k_rot = _in_and_out(k)
+    q, k = _adjacent(q, q_rot), _adjacent(k, k_rot)
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
     if B * T * n_groups > 0:
         with support.on_device_of(q):
@@ -213,10 +212,9 @@ def _launch(q, k, cos, sin, backward):
     return q_rot, k_rot
 
 
-def _in_and_out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x with adjacent columns, and memory for its result.  A copy of x is overwritten."""
-    out = _output_like(x)
-    return (x, out) if x.stride(3) == 1 else (out.copy_(x.detach()), out)
+def _adjacent(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return x with adjacent columns: x itself, or a copy in `out`, which the result overwrites."""
+    return x if x.stride(3) == 1 else out.copy_(x.detach())
 
 
 def _output_like(x: torch.Tensor) -> torch.Tensor:

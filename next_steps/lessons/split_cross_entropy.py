@@ -27,11 +27,9 @@ hidden states is a sum over the slices, which the caller who split the head must
 
 import torch
 
-import cross_entropy_kernel
-from cross_entropy_kernel import check_logits, cross_entropy_backward, cross_entropy_forward
+from cross_entropy_kernel import LN2, check_logits, cross_entropy_backward, cross_entropy_forward
 from kernel_support import refuse_second_derivative
 
-LN2 = cross_entropy_kernel.LN2.value
 IGNORED = -100  # for the kernel; any ignore_index of a user's may be a column of a slice
 
 
@@ -50,8 +48,7 @@ def combine(stats, target_logit, group):
     if group is not None:
         every = mine.new_empty((n_slices * len(mine), 4))
         torch.distributed.all_gather_into_tensor(every, mine, group=group)
-    every = every.view(n_slices, len(mine), 4)
-    m, d, unit, target_logit = every.unbind(2)  # (n_slices, n_rows) each
+    m, d, unit, target_logit = every.view(n_slices, len(mine), 4).unbind(2)  # (n_slices, n_rows)
     # Two slices have different units only where the lower slice adds nothing to the sum.
     top = (m / unit).argmax(0, keepdim=True)
     whole_unit = unit.gather(0, top)
@@ -73,7 +70,7 @@ def loss_of_rows(stats, target_logit):
     is d, as in the kernel.
     """
     m, d, unit = stats.double().unbind(1)
-    to_log = torch.where(unit == 1.0, 1.0, LN2)  # from the unit to natural logarithms
+    to_log = torch.where(unit == 1.0, 1.0, LN2.value)  # from the unit to natural logarithms
     t = target_logit * unit - m
     is_all = torch.exp2(t).float() == stats[:, 1]
     return (d.log() - t * to_log).clamp(min=0).masked_fill(is_all, 0.0).float()

@@ -296,10 +296,8 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         """Return the loss of all tokens from a kernel; in training without logits.
 
         The logits are handed out if lm_head has hooks or is more than a matrix product: somebody
-        else may hold them, or their own gradient may need them.
-
-        Args:
-            max_targets: how many tokens are predicted at most; None: nobody has counted them.
+        else may hold them, or their own gradient may need them.  At most max_targets tokens are
+        predicted; None: nobody has counted them.
         """
         inputs = {
             "input_ids": input_ids,
