@@ -331,7 +331,6 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         hidden_states = outputs.last_hidden_state  # (B, T, H)
         if linear:
-            logits = None
             loss = linear_cross_entropy_loss(hidden_states, head, labels, max_targets, **kwargs)
         else:
             logits = head(hidden_states)  # (B, T, V)
