@@ -112,9 +112,12 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Raise a TypeError if t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes.
+    """Refuse what holds no memory of its own with an element at each address.
 
-    A wrapper such as DTensor has a data_ptr(), but nothing lies there.  No dtypes: any will do.
+    A wrapper such as DTensor has a data_ptr(), but nothing lies there.
+
+    Raises:
+        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -163,9 +166,13 @@ def _in_words(pattern: tuple, lengths: dict) -> str:
 
 
 def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
-    """Raise a ValueError unless each tensor is a contiguous result that shares no memory.
+    """Refuse to write over tensors unless each is a contiguous result that shares no memory.
 
     A leaf's gradient would lie in the leaf's own memory.
+
+    Raises:
+        ValueError: a tensor is a leaf that requires a gradient, is not contiguous, or shares
+            memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
     seen = []  # (owner of the memory, tensor) of each tensor so far
@@ -186,10 +193,13 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Raise a RuntimeError in a backward where autograd is on: only create_graph=True turns it on.
+    """Call it first in a backward: autograd is on there only under create_graph=True.
 
     `once_differentiable` would let the second derivative vanish without a word where the incoming
     gradient itself needs no gradient.
+
+    Raises:
+        RuntimeError: create_graph=True asks for the derivative of this backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")

@@ -340,7 +340,11 @@ def _check(p, grad, m, v, steps_done, *_) -> None:
 
 
 def check_overlap(name: str, t: torch.Tensor) -> None:
-    """Refuse a tensor whose elements share memory: a stride must pass what smaller ones reach."""
+    """Refuse a tensor whose elements share memory.
+
+    Raises:
+        ValueError: a stride does not pass all that the smaller strides reach.
+    """
     reach = 0
     for stride, length in sorted(zip(t.stride(), t.shape)):
         if length > 1 and stride <= reach:

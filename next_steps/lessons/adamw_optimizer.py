@@ -166,13 +166,20 @@ class TritonAdamW(torch.optim.Optimizer):
             grad = grad.redistribute(p.device_mesh, p.placements)
         rounding = group["stochastic_rounding"]
         adamw_step(
-            *map(_local, (p, grad, state["exp_avg"], state["exp_avg_sq"])), state["step"],
-            group["lr"], *group["betas"], group["eps"], group["weight_decay"],
+            _local(p),
+            _local(grad),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
+            state["step"],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
             group["seed"] if rounding else None,
             index,
             group["maximize"],
             offset_of(p) if rounding else 0,
-        )  # fmt: skip
+        )
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
         self._stepped[p] = state["step"]
 

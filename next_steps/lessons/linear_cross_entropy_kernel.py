@@ -198,6 +198,9 @@ def linear_cross_entropy_forward(
         loss: () fp32, or (...) with reduction "none".
         dhidden, dweight: in their tensors' shapes and dtypes.
         All results are NaN if there are more than max_targets, unless that is nearly all rows.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
     """
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     if max_targets is not None and max_targets < FEW * targets.numel():
@@ -351,6 +354,9 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
     chunk_size, fp32_dweight and max_targets are.  max_targets leaves the other rows out of the
     products if these are at least a sixteenth.  Under autocast the products are in autocast's
     dtype.  Where gradients are needed, the loss holds them until the backward.
+
+    Raises:
+        TypeError, ValueError: as linear_cross_entropy_forward.
     """
 
     def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None, fp32_dweight=None):

@@ -83,7 +83,9 @@ class NF4(NamedTuple):
 def nf4_quantize(weight: torch.Tensor) -> NF4:
     """Return the weight (any shape) in 4 bits a number, on its device.  The host waits for a check.
 
-    A weight beyond the module's limits is refused.
+    Raises:
+        TypeError: it is no tensor of fp16, bf16 or fp32.
+        ValueError: not a multiple of 64 numbers, or one of them is infinite or NaN.
     """
     support.check_memory("weight", weight, FLOATS)
     if weight.numel() % BLOCK:
@@ -195,7 +197,11 @@ def _nf4_dequantize_kernel(
 
 
 def nf4_dequantize(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of this shape and dtype, with the bits of `nf4_dequantize_reference`."""
+    """Return the weight of this shape in this dtype, with the bits of `nf4_dequantize_reference`.
+
+    Raises:
+        TypeError, ValueError: the kernel cannot take an argument, or they do not fit together.
+    """
     return _launch(*nf4, shape, dtype)
 
 

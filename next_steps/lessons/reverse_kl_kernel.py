@@ -598,6 +598,10 @@ class TritonReverseKLLoss(torch.nn.Module):
     temperature: divides both logits.
     reduction: "batchmean" (over rows that count), "sum", "none".
     group: processes, each of which passes some of the columns.
+
+    Raises:
+        TypeError, ValueError: the kernels cannot take a tensor, the temperature or the reduction is
+            wrong, or the teacher's logits require a gradient.
     """
 
     def __init__(self, temperature=1.0, ignore_index=-100, reduction="batchmean", group=None):

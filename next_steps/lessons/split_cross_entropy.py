@@ -122,6 +122,9 @@ class TritonSplitCrossEntropyLoss(torch.nn.Module):
         have any sizes but 0, and do not overlap.
     group: the processes, as torch.distributed's group; None: there is one slice.
     reduction: "mean", "sum" or "none".
+
+    Raises:
+        TypeError, ValueError: a tensor's type, dtype, shape or device, or the reduction, is wrong.
     """
 
     def __init__(
