@@ -23,6 +23,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil  # accelerate brings it
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -181,14 +182,8 @@ def check_data(run: Run, facts: dict) -> None:
 
 def available_memory() -> int:
     """Return the bytes of the host's memory that each of its processes can still take."""
-    page, here = os.sysconf("SC_PAGE_SIZE"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    taken = page * int(Path("/proc/self/statm").read_text().split()[1])
-    of_machine = next(
-        1024 * int(line.split()[1])
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return min(of_machine // here, host_memory() // here - taken)
+    here, taken = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), psutil.Process().memory_info().rss
+    return min(psutil.virtual_memory().available // here, host_memory() // here - taken)
 
 
 class Keeper(contextlib.AbstractContextManager):

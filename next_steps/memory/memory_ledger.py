@@ -21,13 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import ROWS
 from harness.steps.stepping import trained
-from next_steps.memory.meta_attention import meta_attention
 from next_steps.patches import apply_kernels
 
 ROUNDING = 512  # bytes: the CUDA allocator's unit
@@ -47,8 +45,7 @@ KIND_OF_FUNCTION = {
     modeling_llama.apply_rotary_pos_emb: "q and k, rotated",
     modeling_llama.LlamaAttention.forward: "attention",
     apply_kernels.LlamaAttention.forward: "attention",
-    sdpa_attention_forward: "attention",
-    meta_attention: "attention",
+    apply_kernels.attend: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.compute: "residual stream",

@@ -13,7 +13,6 @@ The host's time is not counted; a GPU waits for the host where a step has few to
 and PyTorch's AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer.
 """
 
-import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model.architecture import TORCH_DTYPES
 from harness.profiling import costs
@@ -110,7 +109,6 @@ def count_work(config: LlamaConfig, workload: Workload) -> Work:
     return work
 
 
-@functools.cache
 def link_rate() -> float:
     """Return GB/s from pinned memory to the GPU."""
     host = offload.pinned(LINK_BYTES)
@@ -136,7 +134,6 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
     for name, call in (("forward", forward), ("backward", backward)):
         flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6
-    synchronize()
     return rates
 
 
