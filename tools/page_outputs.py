@@ -76,18 +76,13 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
     return shown + ([LEFT_OUT] if any(lines[end:]) else [])
 
 
-def column_spans(rule: str) -> list[tuple[int, int]]:
-    """Return where a printed table's columns begin and end, from the rule below its heading."""
-    return [match.span() for match in re.finditer(r"-+(?:  |$)", rule)]
-
-
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
     """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
     spans, result = [], []
     for line, below in zip(lines, [*lines[1:], ""]):
         ending = ""
         if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
-            columns = column_spans(below)
+            columns = [match.span() for match in re.finditer(r"-+(?:  |$)", below)]
             spans = [(a, b) for a, b in columns if line[a:b].strip() not in names]
             if len(spans) == len(columns):
                 spans = []
