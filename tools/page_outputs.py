@@ -9,7 +9,7 @@ from harness.benchmark import benchmark_tables
 from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
-from next_steps.memory import memory_estimate, memory_tables
+from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_study, frontier, ladder, longest, scaling
 from tools.page_records import load
 
@@ -30,7 +30,7 @@ def render(names: list[str]) -> str:
     renderers = {
         "finetune": finetune_output,
         "profile": profile_baseline.render,
-        "memory": memory_tables.render,
+        "memory": memory_profile.render,
         "estimate": memory_estimate.render,
         "benchmark": benchmark_tables.render,
         "sweep": sweep_tables.render_sweep,

@@ -129,15 +129,13 @@ def adamw_contenders(dtype: str) -> Contenders:
 
 
 def linear_cross_entropy_contenders(dtype: str) -> Contenders:
+    def after_linear(loss: Callable) -> Callable:
+        return lambda hidden, weight, targets: loss(F.linear(hidden, weight), targets)
+
+    name = f"F.linear + F.cross_entropy, {dtype} logits"
     pytorch = [
-        Implementation(
-            specs.EAGER,
-            lambda hidden, weight, targets: eager_cross_entropy(F.linear(hidden, weight), targets),
-        ),
-        Implementation(
-            f"F.linear + F.cross_entropy, {dtype} logits",
-            lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets),
-        ),
+        Implementation(specs.EAGER, after_linear(eager_cross_entropy)),
+        Implementation(name, after_linear(F.cross_entropy)),
     ]
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions()

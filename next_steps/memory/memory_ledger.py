@@ -16,6 +16,7 @@ import math
 import pkgutil
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,7 @@ class Ledger(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.living: dict[int, Block] = {}  # by the storage's address
         self.samples: list[Sample] = []  # of the step: at least one of each stage
+        self.launches = Counter()  # Triton's on meta tensors, by kernel
         self.time, self.stage = 0, (None, None)
         self.enter(None)
 

@@ -83,20 +83,15 @@ def counted_launches(launches: Counter) -> Iterator[None]:
         yield
 
 
-def run_step(
-    config: LlamaConfig,
-    workload: Workload,
-    ledger: Ledger | None = None,
-    launches: Counter | None = None,
-) -> Ledger:
+def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = None) -> Ledger:
     """Return the ledger of two training steps.  It keeps the stages of the second.
 
     The first step makes the optimizer's state.  Of a step's micro-batches MICRO_BATCHES are run:
-    all others are like the last but one.  `launches` counts Triton's in both steps, by kernel.
+    all others are like the last but one.
     """
-    ledger, launches = ledger or Ledger(), Counter() if launches is None else launches
+    ledger = ledger or Ledger()
     # transformers looks at positions; here they have no values
-    with architecture.unpacked_sequences(), counted_launches(launches), ledger:
+    with architecture.unpacked_sequences(), counted_launches(ledger.launches), ledger:
         model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
         if workload.quantize:
             quantize.quantize_model(model)

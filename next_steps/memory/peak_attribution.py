@@ -179,11 +179,8 @@ def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
     }
 
 
-def account(ledger: Ledger, workspaces: int) -> dict:
-    """Return the peak of a real step and the highest moment of each phase, in bytes and by parts.
-
-    `ledger` is an Observer.
-    """
+def account(ledger: books.Observer, workspaces: int) -> dict:
+    """Return the peak of a real step and the highest moment of each phase, in bytes by parts."""
     parts = history(ledger, workspaces)
     found = windows(ledger, parts)
 

@@ -13,7 +13,6 @@ The host's time is not counted; a GPU waits for the host where a step has few to
 and PyTorch's AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -41,7 +40,7 @@ class Work(Ledger):
     """A ledger that also counts what the operations of the last step do."""
 
     def __init__(self, sizes: costs.Sizes):
-        self.sizes, self.launches = sizes, Counter()
+        self.sizes = sizes
         super().__init__()
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
@@ -104,9 +103,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
-    work = Work(costs.sizes_of(config, one))
-    run_step(config, one, work, work.launches)
-    return work
+    return run_step(config, one, Work(costs.sizes_of(config, one)))
 
 
 def link_rate() -> float:
