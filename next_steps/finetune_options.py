@@ -1,7 +1,6 @@
 """What finetune_optimized.py can do beyond step 11: `takes_over` finds the module that does it.
 
-The flags themselves: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for
-it.
+The flags: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for it.
 """
 
 import argparse

@@ -20,14 +20,11 @@ LEFT_OUT = "..."
 def render(names: list[str]) -> str:
     """Return what the script that wrote these records printed."""
     records = [load(name) for name in names]
-    kind = records[0]["kind"]
-    if len(records) > 1 and kind == "profile":
-        return profile_comparison.render_comparison(*records)
-    if len(records) > 1 and kind == "scaling":
-        return scaling.render(*records)
-    if len(records) > 1:
-        return compare_runs.render(compare_runs.run_names(records), records)
+    kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
+        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "profile, several": profile_comparison.render_comparison,
+        "scaling, several": scaling.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,
         "memory": memory_profile.render,

@@ -319,27 +319,21 @@ def quack() -> dict[str, list[Implementation]]:
     }
 
 
-LIBRARIES = {  # library: (its name for pip, the module, what makes its implementations)
-    LIGER: ("liger-kernel", "liger_kernel", liger),
-    "QuACK": ("quack-kernels", "quack", quack),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes", bitsandbytes),
-}
-PEERS = {  # kernel: the libraries that have it
-    "rmsnorm": (LIGER, "QuACK"),
-    "cross_entropy": (LIGER, "QuACK"),
-    "swiglu": (LIGER,),
-    "rope": (LIGER,),
-    "linear_cross_entropy": (LIGER,),
-    "reverse_kl": (LIGER,),
-    "nf4": ("bitsandbytes",),
+OF_PLAYBOOK = "rmsnorm", "cross_entropy"
+OF_LIGER = *OF_PLAYBOOK, "swiglu", "rope", "linear_cross_entropy", "reverse_kl"
+LIBRARIES = {  # library: (its name for pip, the module, its kernels, their implementations)
+    LIGER: ("liger-kernel", "liger_kernel", OF_LIGER, liger),
+    "QuACK": ("quack-kernels", "quack", OF_PLAYBOOK, quack),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes", ("nf4",), bitsandbytes),
 }
 
 
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
     """Return the other libraries' implementations, and a sentence for each absent library."""
     found, absent = [], []
-    for name in PEERS.get(kernel, ()):
-        package, module, make = LIBRARIES[name]
+    for name, (package, module, kernels, make) in LIBRARIES.items():
+        if kernel not in kernels:
+            continue
         try:
             implementations = make()[kernel]
         except Exception as error:  # whatever its import raises, ours can still be measured

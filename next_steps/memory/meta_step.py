@@ -48,20 +48,16 @@ def meta_attention(module, query, key, value, mask, *, scaling, dropout=0.0, **k
     if groups > 1 and not grouped:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     causal = query.shape[2] > 1
-    aten, inputs = torch.ops.aten, (query, key, value, mask)
+    aten, how = torch.ops.aten, {"scale": scaling}
     if query.dtype != torch.float32:
-        attended = aten._scaled_dot_product_cudnn_attention(
-            *inputs, True, dropout, causal, False, scale=scaling
-        )
+        attend, options = aten._scaled_dot_product_cudnn_attention, (True, dropout, causal, False)
     elif not grouped:
-        attended = aten._scaled_dot_product_efficient_attention(
-            *inputs, True, dropout, causal, scale=scaling
-        )
+        attend, options = aten._scaled_dot_product_efficient_attention, (True, dropout, causal)
     else:
-        attended = aten._scaled_dot_product_attention_math(
-            *inputs, dropout, causal, None, scale=scaling, enable_gqa=True
-        )
-    return attended[0].transpose(1, 2).contiguous(), None
+        attend, options = aten._scaled_dot_product_attention_math, (dropout, causal, None)
+        how["enable_gqa"] = True
+    attended, *_ = attend(query, key, value, mask, *options, **how)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager

@@ -120,15 +120,13 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
     options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
 
-    def forward():
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def backward():
-        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
-
-    out = forward()
+    calls = {
+        "forward": lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True),
+    }
+    out = calls["forward"]()
     gradient, rates = torch.randn_like(out), {}
-    for name, call in (("forward", forward), ("backward", backward)):
+    for name, call in calls.items():
         flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6
     return rates
