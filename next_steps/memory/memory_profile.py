@@ -25,7 +25,7 @@ from harness.records import run_records
 from harness.steps import stepping
 from next_steps.memory import memory_ledger as books
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.memory.memory_ledger import EMBEDDING, PHASES, Observer
+from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Observer
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
@@ -38,7 +38,7 @@ def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Ob
     """Take a training step with the last of the steps' micro-batches and write the ledger."""
     ledger.follow(model, optimizer)
     for batch in itertools.chain(*steps):
-        ledger.claim(books.BATCH, *stepping.tensors_of(batch).values())
+        ledger.claim(BATCH, *stepping.tensors_of(batch).values())
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     with ledger:
