@@ -89,8 +89,11 @@ def rope_arguments(t: Make, n: int = 32, n_kv: int = 8, head_dim: int = 128) -> 
 
 
 def reverse_kl_arguments(reduction: str, vocab: int, masked: bool = False) -> Arguments:
-    mask = lambda: empty(B, T, dtype=torch.bool) if masked else None  # noqa: E731
-    return lambda t: (t(B, T, vocab), t(B, T, vocab), mask(), 1.0, reduction, None, True)
+    def arguments(t: Make) -> tuple:
+        mask = empty(B, T, dtype=torch.bool) if masked else None
+        return t(B, T, vocab), t(B, T, vocab), mask, 1.0, reduction, None, True
+
+    return arguments
 
 
 def nf4_arguments(t: Make) -> tuple:
