@@ -1,7 +1,6 @@
 """What finetune_optimized.py can do beyond step 11: `takes_over` finds the module that does it.
 
-The flags themselves: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for
-it.
+The flags: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for it.
 """
 
 import argparse
@@ -16,10 +15,7 @@ BASELINE, OPTIMIZED = PAGES
 
 
 def parse_args(doc: str, name: str = OPTIMIZED) -> argparse.Namespace:
-    """Return the arguments of the script whose run has this name.
-
-    --model is --teacher's unless told.
-    """
+    """Return the arguments of a run's script.  --model is --teacher's unless told."""
     parser = finetune_parser(doc)
     if name == BASELINE:
         return parser.parse_args()
@@ -37,10 +33,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
-    """Do what the flags ask for, if the script's page does not show it; return True if so.
-
-    Args:
-        name: of the script's run, in PAGES.
+    """Do what the flags ask for, if the run's page does not show it; return True if so.
 
     Raises:
         UserError: this GPU cannot do it, or the kernels cannot take the model's config.json.

@@ -411,7 +411,7 @@ def test_plot_is_a_picture(finished, tmp_path):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module) in contenders.PACKAGES.items():
+    for name, (_, module, *_) in contenders.LIBRARIES.items():
         if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
 

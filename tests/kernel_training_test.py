@@ -94,7 +94,7 @@ def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch):
     pytest.importorskip("torchao")
     monkeypatch.setattr(opponents, "fp8_support", lambda: "Old GPU is of sm_80: leave it.")
     with pytest.raises(UserError, match="--opponent torchao-rowwise: Old GPU is of sm_80"):
-        opponents.with_float8("rowwise", replace(small_workload(), opponent="torchao-rowwise"))
+        opponents.with_float8(replace(small_workload(), opponent="torchao-rowwise"))
 
 
 def test_an_unknown_opponent_is_refused(run_script):

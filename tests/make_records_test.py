@@ -15,7 +15,7 @@ from tools import make_records
 from tools.make_records import BASELINE, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
 
-COMMANDS = {name: shlex.split(command) for name, command in make_records.commands().items()}
+COMMANDS = {n: shlex.split(command) for group in RUNS.values() for n, command in group.items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
@@ -64,20 +64,14 @@ def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
 # ---------------------------------------------------------------- runs
 
 
-@pytest.fixture
-def listed(monkeypatch):
-    runs = {
-        "good": f"{BASELINE} {TINY}",
-        "bad": f"{BASELINE} {TINY} --lora-rank 0",
-        "profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmup 1",
-    }
-    monkeypatch.setattr(make_records, "RUNS", {"tiny": runs})
-    return runs
+GOOD = {"good": f"{BASELINE} {TINY}"}
+BAD = {"bad": f"{BASELINE} {TINY} --lora-rank 0"}
+PROFILED = {"profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmup 1"}
 
 
 @pytest.mark.exhaustive
-def test_each_run_leaves_its_record_and_what_failed_is_said(listed, tmp_path, capsys):
-    assert make_records.make(list(listed), tmp_path / "records", None) == 1
+def test_each_run_leaves_its_record_and_what_failed_is_said(tmp_path, capsys):
+    assert make_records.make(GOOD | BAD | PROFILED, tmp_path / "records", None) == 1
     assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
         "good.json",
         "profile.json",
@@ -88,8 +82,8 @@ def test_each_run_leaves_its_record_and_what_failed_is_said(listed, tmp_path, ca
 
 
 @pytest.mark.exhaustive
-def test_what_is_not_over_in_time_is_ended_and_the_others_are_left_out(listed, tmp_path, capsys):
-    assert make_records.make(["good", "profile"], tmp_path, 0.2) == 2
+def test_what_is_not_over_in_time_is_ended_and_the_others_are_left_out(tmp_path, capsys):
+    assert make_records.make(GOOD | PROFILED, tmp_path, 0.2) == 2
     assert not list(tmp_path.iterdir())
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("good: 0 s, failed") and second == "profile: left out"
@@ -112,4 +106,6 @@ def test_groups_and_records_are_made_once_each(run_script, monkeypatch, tmp_path
     outcome = run_script(make_records, "ladder_1x512", "steps", "--into", str(tmp_path))
     assert outcome.code == 0
     rest = [name for name in RUNS["steps"] if name != "ladder_1x512"]
-    assert asked == [(["ladder_1x512", *rest], tmp_path, None)]
+    ((commands, *others),) = asked
+    assert list(commands) == ["ladder_1x512", *rest] and others == [tmp_path, None]
+    assert commands == RUNS["steps"]

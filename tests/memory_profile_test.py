@@ -34,7 +34,6 @@ from next_steps.memory import (
     memory_estimate,
     memory_ledger,
     memory_profile,
-    memory_tables,
     meta_step,
     peak_attribution,
 )
@@ -344,7 +343,7 @@ def record(tmp_path_factory) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
-    assert memory_tables.render(record) in printed.getvalue()
+    assert memory_profile.render(record) in printed.getvalue()
     assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
     return record
 
@@ -357,9 +356,9 @@ def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, mon
 
 
 def test_what_is_printed_adds_up(record):
-    printed = memory_tables.render(record)
+    printed = memory_profile.render(record)
     table = printed.split("At the peak, MB")[1].split("\n\n")[0].splitlines()[2:]
-    lines = [line for line in table if memory_tables.FRAGMENTATION not in line]
+    lines = [line for line in table if memory_profile.FRAGMENTATION not in line]
     *parts, total = [float(line.rsplit(maxsplit=2)[1]) for line in lines]
     assert sum(parts) == pytest.approx(total, abs=0.005 * (len(parts) + 1))
     assert "(CPU: the tensors' own bytes)" in printed or HAS_GPU
@@ -368,20 +367,20 @@ def test_what_is_printed_adds_up(record):
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     parts = dict.fromkeys(MEASURED_PARTS, 10)
     large = {"parts": parts, "peak_memory_bytes": 90, "phase": "optimizer", "kernels": []}
-    flags = {part: flag for part, flag, _ in memory_tables.advice(large)}
+    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
         LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
     }  # fmt: skip
-    in_use = memory_tables.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
     assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
     assert not any("--kernels" in flag for _, flag, _ in in_use)
-    assert memory_tables.advice(large | {"peak_memory_bytes": 1000}) == []
+    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
 
 
 @pytest.mark.exhaustive
 def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, pyplot):
-    memory_tables.plot(record, str(tmp_path / "memory.png"))
+    memory_profile.plot(record, str(tmp_path / "memory.png"))
     (axis,) = pyplot.gcf().axes
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     texts = [text.get_text() for text in axis.texts]
@@ -394,7 +393,7 @@ def test_the_picture_shows_every_part_and_phase_and_the_peak(record, tmp_path, p
 
 def test_a_width_for_every_stage_and_the_layers_have_the_same(record):
     stages = record["timeline"]["stages"]
-    widths = [memory_tables.width(stage, record["layers"]) for stage in stages]
+    widths = [memory_profile.width(stage, record["layers"]) for stage in stages]
     assert all(wide > 0 for wide in widths)
     assert {wide for stage, wide in zip(stages, widths) if stage["layer"]} == {1.0}
 

@@ -6,6 +6,7 @@ real run.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -69,14 +70,10 @@ def linear_cross_entropy_arguments(reduction: str, vocab: int = V) -> Arguments:
     return lambda t: (t(B, T, H), t(vocab, H), targets(), *rest)
 
 
-def adamw_arguments(tensors: tuple[str, ...] = (), **options) -> Arguments:
+def adamw_arguments(t: Make, tensors: tuple[str, ...] = (), **options) -> tuple:
     """AdamW's arguments; `tensors` names settings that are tensors."""
-
-    def arguments(t: Make) -> tuple:
-        settings = {"lr": empty(()), "betas": (empty(()), empty(()))}
-        return t(H, H), t(H, H), options, {name: settings[name] for name in tensors}
-
-    return arguments
+    settings = {"lr": empty(()), "betas": (empty(()), empty(()))}
+    return t(H, H), t(H, H), options, {name: settings[name] for name in tensors}
 
 
 def adamw_step(p: torch.Tensor, grad: torch.Tensor, options: dict, tensors: dict) -> None:
@@ -86,12 +83,9 @@ def adamw_step(p: torch.Tensor, grad: torch.Tensor, options: dict, tensors: dict
     optimizer.step()
 
 
-def rope_arguments(n_heads: int = 32, n_kv_heads: int = 8, head_dim: int = 128) -> Arguments:
-    def arguments(t: Make) -> tuple:
-        q, k = (t(B, T, n, head_dim).transpose(1, 2) for n in (n_heads, n_kv_heads))
-        return q, k, t(1, T, head_dim), t(1, T, head_dim)
-
-    return arguments
+def rope_arguments(t: Make, n: int = 32, n_kv: int = 8, head_dim: int = 128) -> tuple:
+    q, k = (t(B, T, n_heads, head_dim).transpose(1, 2) for n_heads in (n, n_kv))
+    return q, k, t(1, T, head_dim), t(1, T, head_dim)
 
 
 def reverse_kl_arguments(reduction: str, vocab: int, masked: bool = False) -> Arguments:
@@ -109,14 +103,11 @@ def nf4_arguments(t: Make) -> tuple:
     return t(B, T, H), (INTERMEDIATE, H), *integers, *floats
 
 
-def lora_swiglu_arguments(rank: int) -> Arguments:
-    def arguments(t: Make) -> tuple:
-        gate, up = t(B, T, INTERMEDIATE), t(B, T, INTERMEDIATE)
-        h, b_gate, b_up = t(B * T, 2 * rank), t(INTERMEDIATE, rank), t(INTERMEDIATE, rank)
-        of_down = t(H, INTERMEDIATE), t(rank, INTERMEDIATE), t(H, rank)
-        return gate, up, h, False, (1.0, 1.0, 1.0), None, b_gate, b_up, *of_down
-
-    return arguments
+def lora_arguments(t: Make, rank: int) -> tuple:
+    gate, up = t(B, T, INTERMEDIATE), t(B, T, INTERMEDIATE)
+    h, b_gate, b_up = t(B * T, 2 * rank), t(INTERMEDIATE, rank), t(INTERMEDIATE, rank)
+    of_down = t(H, INTERMEDIATE), t(rank, INTERMEDIATE), t(H, rank)
+    return gate, up, h, False, (1.0, 1.0, 1.0), None, b_gate, b_up, *of_down
 
 
 def fp8_arguments(*widths: int) -> Arguments:
@@ -165,31 +156,34 @@ def swiglu_cases() -> Iterator[Case]:
     yield Case("SwiGLU", TritonSwiGLUFunction, whole)
     yield Case("SwiGLU, halves of one tensor", TritonSwiGLUFunction, halves)
     for rank in (16, 64):
-        name, arguments = f"SwiGLU with adapters, R = {rank}", lora_swiglu_arguments(rank)
+        name, arguments = f"SwiGLU with adapters, R = {rank}", partial(lora_arguments, rank=rank)
         yield Case(name, SwiGLULinearFunction, arguments, **BF16)
     shapes = (B, T, H), (INTERMEDIATE, H), (INTERMEDIATE, H), (H, INTERMEDIATE)
     yield Case("SwiGLU MLP", SwiGLUMLPFunction, lambda t: tuple(t(*shape) for shape in shapes))
 
 
 def adamw_cases() -> Iterator[Case]:
-    yield Case("AdamW", adamw_step, adamw_arguments())
-    stochastic = adamw_arguments(stochastic_rounding=True)
+    yield Case("AdamW", adamw_step, adamw_arguments)
+    stochastic = partial(adamw_arguments, stochastic_rounding=True)
     yield Case("AdamW, stochastic", adamw_step, stochastic, **BF16)
+    fp32_moments = partial(adamw_arguments, moments_dtype=torch.float32)
     for rounding in (False, True):
-        options = {"moments_dtype": torch.float32, "stochastic_rounding": rounding}
         name = f"AdamW, fp32 moments, stochastic: {rounding}"
-        yield Case(name, adamw_step, adamw_arguments(**options), **BF16)
-    yield Case("AdamW, maximize", adamw_step, adamw_arguments(maximize=True))
-    yield Case("AdamW, lr in a tensor", adamw_step, adamw_arguments(("lr",)))
-    yield Case("AdamW, lr and betas in tensors", adamw_step, adamw_arguments(("lr", "betas")))
+        arguments = partial(fp32_moments, stochastic_rounding=rounding)
+        yield Case(name, adamw_step, arguments, **BF16)
+    yield Case("AdamW, maximize", adamw_step, partial(adamw_arguments, maximize=True))
+    yield Case("AdamW, lr in a tensor", adamw_step, partial(adamw_arguments, tensors=("lr",)))
+    tensors = partial(adamw_arguments, tensors=("lr", "betas"))
+    yield Case("AdamW, lr and betas in tensors", adamw_step, tensors)
     unaligned = lambda t: (t(H + 1), t(H + 1), {"stochastic_rounding": True}, {})  # noqa: E731
     yield Case(f"AdamW, {UNALIGNED}", adamw_step, unaligned)
 
 
 def rope_cases() -> Iterator[Case]:
-    yield Case("RoPE", TritonRoPEFunction, rope_arguments(), frozen=(2, 3))
+    yield Case("RoPE", TritonRoPEFunction, rope_arguments, frozen=(2, 3))
     for n, n_kv, d in ((32, 32, 128), (128, 8, 128), (32, 32, 80)):
-        name, arguments = f"RoPE, {n} and {n_kv} heads of {d}", rope_arguments(n, n_kv, d)
+        arguments = partial(rope_arguments, n=n, n_kv=n_kv, head_dim=d)
+        name = f"RoPE, {n} and {n_kv} heads of {d}"
         yield Case(name, TritonRoPEFunction, arguments, frozen=(2, 3))
 
 

@@ -98,7 +98,8 @@ def main() -> int:
 
     from tools import compile_cases, pretended_gpu  # noqa: F401  each process needs both
 
-    missing = [name for name in names if TARGETS[name].vendor not in backends]
+    vendors = {"cuda": "nvidia", "hip": "amd"}  # as Triton's backends are called
+    missing = [name for name in names if vendors[TARGETS[name].backend] not in backends]
     names = [name for name in names if name not in missing]
     rows = compile_side_by_side(list(itertools.product(names, compile_cases.CASES)))
     found = failures(rows)

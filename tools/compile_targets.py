@@ -11,11 +11,6 @@ class Target:
     max_shared: int  # bytes of shared memory of one program, by the vendor's documentation
     allowed_spills: int = 0  # 32-bit registers per thread in memory, with Triton 3.7.1's assembler
 
-    @property
-    def vendor(self) -> str:
-        """The name of Triton's backend."""
-        return {"cuda": "nvidia", "hip": "amd"}[self.backend]
-
 
 TARGETS = {
     "sm_90": Target("cuda", 90, 32, 227 << 10),

@@ -108,11 +108,6 @@ RUNS: dict[str, dict[str, str]] = {
 }
 
 
-def commands() -> dict[str, str]:
-    """Return {record: the command that writes it} of all groups."""
-    return {name: command for group in RUNS.values() for name, command in group.items()}
-
-
 def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
     """Yield a process for each name, which has imported PyTorch and waits for its command.
 
@@ -144,20 +139,20 @@ def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> b
         return False
 
 
-def make(names: list[str], folder: Path, seconds: float | None) -> int:
+def make(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
     """Make these records; return how many of the runs failed or were left out."""
     folder.mkdir(parents=True, exist_ok=True)
     end = None if seconds is None else time.monotonic() + seconds
-    missing = len(names)
+    missing = len(commands)
     with tempfile.TemporaryDirectory() as folder_aside:
         aside = Path(folder_aside)
-        with contextlib.closing(waiting(aside, names)) as processes:
-            for name in names:
+        with contextlib.closing(waiting(aside, list(commands))) as processes:
+            for name, command in commands.items():
                 start = time.monotonic()
                 if end is not None and start >= end:
                     print(f"{name}: left out", flush=True)
                     continue
-                words = [*commands()[name].split(), "--json", str(folder / f"{name}.json")]
+                words = [*command.split(), "--json", str(folder / f"{name}.json")]
                 if words[0] == PROFILE:
                     words += ["--trace", str(aside / "trace.json")]
                 done = run(next(processes), words, None if end is None else end - start)
@@ -179,10 +174,12 @@ def main() -> int:
         for group, runs in RUNS.items():
             print(f"{group}:", *(f"    {name:<32}{runs[name]}" for name in runs), sep="\n")
         return 0
-    if unknown := [name for name in args.names if name not in commands() | RUNS]:
+    commands = {name: command for group in RUNS.values() for name, command in group.items()}
+    if unknown := [name for name in args.names if name not in commands | RUNS]:
         raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
     names = [each for name in args.names for each in RUNS.get(name, [name])]
-    return int(make(list(dict.fromkeys(names)), args.into.resolve(), args.seconds) > 0)
+    asked = {name: commands[name] for name in names}
+    return int(make(asked, args.into.resolve(), args.seconds) > 0)
 
 
 if __name__ == "__main__":

@@ -184,10 +184,8 @@ def reverse_kl() -> str:
     body = []
     for rows in by_size("reverse_kl", 4096):
         ours, compiled = rows[specs.OURS], rows[specs.COMPILED]
-        us = [
-            f"{rows[name].alone:,.0f}"
-            for name in (specs.ONE_TILE, specs.OURS, specs.TWO_KERNELS, specs.COMPILED)
-        ]
+        names = specs.ONE_TILE, specs.OURS, specs.TWO_KERNELS, specs.COMPILED
+        us = [f"{rows[name].alone:,.0f}" for name in names]
         gain = times(compiled.alone / ours.alone, 1), ours.share(ours.alone)
         extra = [f"{each.mb:,.0f}" for each in (ours, compiled)]
         body.append((f"{ours.section['size']:,}", *us, *gain, *extra))

@@ -9,7 +9,7 @@ from harness.benchmark import benchmark_tables
 from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
-from next_steps.memory import memory_estimate, memory_tables
+from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_study, frontier, ladder, longest, scaling
 from tools.page_records import load
 
@@ -20,17 +20,14 @@ LEFT_OUT = "..."
 def render(names: list[str]) -> str:
     """Return what the script that wrote these records printed."""
     records = [load(name) for name in names]
-    kind = records[0]["kind"]
-    if len(records) > 1 and kind == "profile":
-        return profile_comparison.render_comparison(*records)
-    if len(records) > 1 and kind == "scaling":
-        return scaling.render(*records)
-    if len(records) > 1:
-        return compare_runs.render(compare_runs.run_names(records), records)
+    kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
+        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "profile, several": profile_comparison.render_comparison,
+        "scaling, several": scaling.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,
-        "memory": memory_tables.render,
+        "memory": memory_profile.render,
         "estimate": memory_estimate.render,
         "benchmark": benchmark_tables.render,
         "sweep": sweep_tables.render_sweep,
@@ -75,18 +72,13 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
     return shown + ([LEFT_OUT] if any(lines[end:]) else [])
 
 
-def column_spans(rule: str) -> list[tuple[int, int]]:
-    """Return where a printed table's columns begin and end, from the rule below its heading."""
-    return [match.span() for match in re.finditer(r"-+(?:  |$)", rule)]
-
-
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
     """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
     spans, result = [], []
     for line, below in zip(lines, [*lines[1:], ""]):
         ending = ""
         if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
-            columns = column_spans(below)
+            columns = [match.span() for match in re.finditer(r"-+(?:  |$)", below)]
             spans = [(a, b) for a, b in columns if line[a:b].strip() not in names]
             if len(spans) == len(columns):
                 spans = []

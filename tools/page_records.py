@@ -68,8 +68,7 @@ class Step(NamedTuple):
         """Return the step of a fine-tuning run, or of a rung of the ladder."""
         if "step_ms" in record:
             return cls(record["step_ms"], (record["p20_ms"], record["p80_ms"]))
-        low, high = spread([1e3 * seconds for seconds in timed(record)])
-        return cls(1e3 * record["median_seconds"], (low, high))
+        return cls(1e3 * record["median_seconds"], spread([1e3 * s for s in timed(record)]))
 
     def between(self, digits: int = 0) -> str:
         return "–".join(f"{end:,.{digits}f}" for end in self.range)

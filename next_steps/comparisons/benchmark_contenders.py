@@ -1,7 +1,4 @@
-"""Who is timed: PyTorch in its several forms, our kernels, the host alone, and other libraries.
-
-These are Liger-Kernel, QuACK and bitsandbytes.
-"""
+"""Who is timed: PyTorch in several forms, our kernels, the host alone, and other libraries."""
 
 import functools
 from collections.abc import Callable
@@ -40,45 +37,37 @@ class Contenders:
     donate: bool = False  # see compile_function
 
 
-class Nothing(torch.autograd.Function):
-    """Allocate what RMSNorm or SwiGLU return, and launch no kernel: Python and autograd alone."""
+def nothing(outputs: Callable, gradients: Callable) -> Callable:
+    """Return a call that allocates what a kernel returns and launches none: the host alone.
 
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
+    `outputs` takes the inputs; `gradients` takes the upstream gradients and then the inputs.
+    """
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.save_for_backward(*inputs)
+            return outputs(*inputs)
 
+        @staticmethod
+        def backward(ctx, *upstream):
+            return gradients(*upstream, *ctx.saved_tensors)
 
-class NothingLoss(torch.autograd.Function):
-    """The same for a loss."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        ctx.save_for_backward(logits)
-        return torch.empty((), dtype=torch.float32, device=logits.device)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (logits,) = ctx.saved_tensors
-        return torch.empty_like(logits), None
+    return Nothing.apply
 
 
-class NothingRotated(torch.autograd.Function):
-    """The same for RoPE, whose backward needs neither q nor k."""
-
-    @staticmethod
-    def forward(ctx, q, k, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return torch.empty_like(q), torch.empty_like(k)
-
-    @staticmethod
-    def backward(ctx, dq_rot, dk_rot):
-        return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
+no_activation = nothing(  # of RMSNorm and of SwiGLU
+    lambda x, other: torch.empty_like(x),
+    lambda dy, x, other: (torch.empty_like(x), torch.empty_like(other)),
+)
+no_loss = nothing(
+    lambda logits, other: torch.empty((), dtype=torch.float32, device=logits.device),
+    lambda grad_output, logits, other: (torch.empty_like(logits), None),
+)
+no_rotation = nothing(
+    lambda q, k, cos, sin: (torch.empty_like(q), torch.empty_like(k)),
+    lambda dq, dk, *inputs: (torch.empty_like(dq), torch.empty_like(dk), None, None),
+)
 
 
 def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -90,7 +79,7 @@ def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
     ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
     eager = Implementation(specs.EAGER, eager_rmsnorm)
-    return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
+    return Contenders([eager, pytorch], [ours], no_activation, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
@@ -104,7 +93,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
         Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
         Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
-    return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
+    return Contenders(pytorch, ours, no_loss, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
@@ -112,7 +101,7 @@ def swiglu_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonSwiGLU()),
         Implementation(specs.IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
     ]
-    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, Nothing.apply)
+    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, no_activation)
 
 
 def rope_contenders(dtype: str) -> Contenders:
@@ -120,7 +109,7 @@ def rope_contenders(dtype: str) -> Contenders:
 
     eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
     ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
-    return Contenders([eager], [ours], NothingRotated.apply)
+    return Contenders([eager], [ours], no_rotation)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
@@ -140,15 +129,13 @@ def adamw_contenders(dtype: str) -> Contenders:
 
 
 def linear_cross_entropy_contenders(dtype: str) -> Contenders:
+    def after_linear(loss: Callable) -> Callable:
+        return lambda hidden, weight, targets: loss(F.linear(hidden, weight), targets)
+
+    name = f"F.linear + F.cross_entropy, {dtype} logits"
     pytorch = [
-        Implementation(
-            specs.EAGER,
-            lambda hidden, weight, targets: eager_cross_entropy(F.linear(hidden, weight), targets),
-        ),
-        Implementation(
-            f"F.linear + F.cross_entropy, {dtype} logits",
-            lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets),
-        ),
+        Implementation(specs.EAGER, after_linear(eager_cross_entropy)),
+        Implementation(name, after_linear(F.cross_entropy)),
     ]
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions()
@@ -179,7 +166,7 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonReverseKLLoss(), backward_again=False),
         Implementation(specs.TWO_KERNELS, lambda *logits: two_kernels(*logits).mean()),
     ]
-    return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
+    return Contenders([*eager, one_tile], ours, no_loss, donate=True)
 
 
 def nf4_contenders(dtype: str) -> Contenders:
@@ -255,62 +242,49 @@ def compile_function(function: Callable, donate: bool = False) -> Callable:
 
 
 # ---------------------------------------------------------------- other libraries
-# Each function imports its library and returns the library's implementations of one kernel.
+# Each function imports its library and returns the library's implementations of each kernel.
 
 LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
 
 
-def liger_rmsnorm() -> list[Implementation]:
-    from liger_kernel.ops import LigerRMSNormFunction
+def liger() -> dict[str, list[Implementation]]:
+    from liger_kernel import ops
+    from liger_kernel import transformers as modules
 
     # Not in place. In place it writes dx over dy, which the timing loop uses again.
-    settings = EPS, 0.0, "llama", False
-    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
-
-
-def liger_cross_entropy() -> list[Implementation]:
-    from liger_kernel.transformers import LigerCrossEntropyLoss
-
-    # The host reads the number of valid targets.
-    return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
-
-
-def liger_swiglu() -> list[Implementation]:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return [Implementation(LIGER_IN_PLACE, LigerSiLUMulFunction.apply)]
-
-
-def liger_rope() -> list[Implementation]:
-    from liger_kernel.transformers import liger_rotary_pos_emb
-
-    # It overwrites q, k and the gradients of its outputs.
-    return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
-
-
-def liger_linear_cross_entropy() -> list[Implementation]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
-    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
-
-
-def liger_reverse_kl() -> list[Implementation]:
-    from liger_kernel.transformers import LigerJSD
-
+    norm_settings = EPS, 0.0, "llama", False
+    fused_loss = modules.LigerFusedLinearCrossEntropyLoss()
     # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
-    jsd = LigerJSD(beta=1.0)
+    jsd = modules.LigerJSD(beta=1.0)
+
+    def rmsnorm(x, w):
+        return ops.LigerRMSNormFunction.apply(x, w, *norm_settings)
+
+    def linear_cross_entropy(hidden, w, targets):
+        return fused_loss(w, hidden, targets)
 
     def reverse_kl(*logits):
         return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
 
-    # It waits for grad_output.
-    return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
+    return {
+        "rmsnorm": [Implementation(LIGER, rmsnorm)],
+        # The host reads the number of valid targets.
+        "cross_entropy": [
+            Implementation(LIGER_IN_PLACE, modules.LigerCrossEntropyLoss(), waits=True)
+        ],
+        "swiglu": [Implementation(LIGER_IN_PLACE, ops.LigerSiLUMulFunction.apply)],
+        # It overwrites q, k and the gradients of its outputs.
+        "rope": [Implementation(LIGER_IN_PLACE, modules.liger_rotary_pos_emb)],
+        # The host reads that number here too.
+        "linear_cross_entropy": [Implementation(LIGER, linear_cross_entropy, waits=True)],
+        # It waits for grad_output.
+        "reverse_kl": [Implementation(f"{LIGER}, JSD of log_softmax", reverse_kl, waits=True)],
+    }
 
 
-def bitsandbytes_nf4() -> list[Implementation]:
+def bitsandbytes() -> dict[str, list[Implementation]]:
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
     table = get_4bit_type("nf4", device=DEVICE)
@@ -329,48 +303,39 @@ def bitsandbytes_nf4() -> list[Implementation]:
         )
         return dequantize_4bit(codes[:, None], state, quant_type="nf4")
 
-    return [Implementation("bitsandbytes", nf4)]
+    return {"nf4": [Implementation("bitsandbytes", nf4)]}
 
 
-def quack_rmsnorm() -> list[Implementation]:
-    import quack
-
-    return [Implementation("QuACK", lambda x, weight: quack.rmsnorm(x, weight, eps=EPS))]
-
-
-def quack_cross_entropy() -> list[Implementation]:
+def quack() -> dict[str, list[Implementation]]:
     import quack
 
     in_place = functools.partial(quack.cross_entropy, inplace_backward=True)
-    return [
-        Implementation("QuACK", quack.cross_entropy),
-        Implementation("QuACK, in place", in_place, backward_again=False),
-    ]
+    return {
+        "rmsnorm": [Implementation("QuACK", lambda x, w: quack.rmsnorm(x, w, eps=EPS))],
+        "cross_entropy": [
+            Implementation("QuACK", quack.cross_entropy),
+            Implementation("QuACK, in place", in_place, backward_again=False),
+        ],
+    }
 
 
-PACKAGES = {  # library: (its name for pip, the module)
-    "Liger-Kernel": ("liger-kernel", "liger_kernel"),
-    "QuACK": ("quack-kernels", "quack"),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
-}
-PEERS = {  # kernel: {library: what makes its implementations}
-    "rmsnorm": {LIGER: liger_rmsnorm, "QuACK": quack_rmsnorm},
-    "cross_entropy": {LIGER: liger_cross_entropy, "QuACK": quack_cross_entropy},
-    "swiglu": {LIGER: liger_swiglu},
-    "rope": {LIGER: liger_rope},
-    "linear_cross_entropy": {LIGER: liger_linear_cross_entropy},
-    "reverse_kl": {LIGER: liger_reverse_kl},
-    "nf4": {"bitsandbytes": bitsandbytes_nf4},
+OF_PLAYBOOK = "rmsnorm", "cross_entropy"
+OF_LIGER = *OF_PLAYBOOK, "swiglu", "rope", "linear_cross_entropy", "reverse_kl"
+LIBRARIES = {  # library: (its name for pip, the module, its kernels, their implementations)
+    LIGER: ("liger-kernel", "liger_kernel", OF_LIGER, liger),
+    "QuACK": ("quack-kernels", "quack", OF_PLAYBOOK, quack),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes", ("nf4",), bitsandbytes),
 }
 
 
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
     """Return the other libraries' implementations, and a sentence for each absent library."""
     found, absent = [], []
-    for name, make in PEERS.get(kernel, {}).items():
-        package, module = PACKAGES[name]
+    for name, (package, module, kernels, make) in LIBRARIES.items():
+        if kernel not in kernels:
+            continue
         try:
-            implementations = make()
+            implementations = make()[kernel]
         except Exception as error:  # whatever its import raises, ours can still be measured
             reason = f"cannot be imported ({describe(error)})"
             if isinstance(error, ModuleNotFoundError) and error.name == module:

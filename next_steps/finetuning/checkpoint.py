@@ -23,6 +23,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil  # accelerate brings it
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -33,12 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.cli.command_line import Ended, RunError, UserError
-from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.device import HAS_GPU, synchronize
 from harness.cli.output_files import UNFINISHED
 from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
-from harness.steps.parallel import TIMEOUT
+from harness.steps import parallel
 from harness.training import checkpoint_files
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
@@ -181,14 +182,8 @@ def check_data(run: Run, facts: dict) -> None:
 
 def available_memory() -> int:
     """Return the bytes of the host's memory that each of its processes can still take."""
-    page, here = os.sysconf("SC_PAGE_SIZE"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    taken = page * int(Path("/proc/self/statm").read_text().split()[1])
-    of_machine = next(
-        1024 * int(line.split()[1])
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return min(of_machine // here, host_memory() // here - taken)
+    here, taken = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), psutil.Process().memory_info().rss
+    return min(psutil.virtual_memory().available // here, host_memory() // here - taken)
 
 
 class Keeper(contextlib.AbstractContextManager):
@@ -215,7 +210,7 @@ class Keeper(contextlib.AbstractContextManager):
         self.frozen = {} if frozen is None else {"frozen_digest": frozen}
         run.described["checkpoint_seconds"] = self.seconds
         if dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self.group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
 
     def require_room(self) -> None:
         """Refuse a disk without room for the checkpoints that will be there at one time."""
@@ -256,11 +251,7 @@ class Keeper(contextlib.AbstractContextManager):
 
     def agreed_signal(self) -> int:
         """Return the signal that has come to any process, so that all save one step; 0: none."""
-        if not dist.is_initialized():
-            return self.signal
-        signals = torch.tensor(self.signal, device=DEVICE)
-        dist.all_reduce(signals, dist.ReduceOp.MAX)
-        return int(signals)
+        return int(max(parallel.gather(self.signal))[0])
 
     def end_step(self) -> None:
         """Save if a checkpoint is due; then end the run if a signal asked for that.

@@ -119,10 +119,7 @@ def learn_from(
 
 
 def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
-    """Load the model to train, with its teacher behind its loss.
-
-    Returns the student; the workload with what was left to choose; what else a record says.
-    """
+    """Return the student with its teacher behind its loss, the whole workload, and more facts."""
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))
     taught = replace(workload, model=workload.teacher, kernels=in_models)

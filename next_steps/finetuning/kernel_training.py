@@ -74,8 +74,7 @@ def take_steps(
 ) -> dict:
     """Take all steps of a run; with cuda_graph each after the first WARMUP_STEPS is one launch.
 
-    `model` is called in the place of the run's: its compiled form, or what `parallel.wrap` made of
-    it.
+    `model` is called in the place of the run's: compiled, or what `parallel.wrap` made of it.
     """
     model = run.model if model is None else model
     graph, take_step = run.workload.cuda_graph, stepping.training_step

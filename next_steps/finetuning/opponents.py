@@ -4,7 +4,6 @@ RECIPES says how each opponent's model is made.  All of them have PyTorch's fuse
 of our own runs.
 """
 
-import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +56,7 @@ def with_liger(workload: Workload) -> torch.nn.Module:
     return patched_model.load(workload)
 
 
-def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
+def with_float8(workload: Workload) -> torch.nn.Module:
     """Return the model with torchao's float8 in the layers' projections, each layer compiled alone.
 
     Without torch.compile the model would be slower than without FP8.
@@ -69,7 +68,7 @@ def with_float8(recipe: str, workload: Workload) -> torch.nn.Module:
     if reason := fp8_support():
         raise UserError(f"--opponent {workload.opponent}: {reason}")
     model = patched_model.load(workload)
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
     for layer in model.model.layers:
         convert_to_float8_training(layer, config=config)
         layer.compile()
@@ -172,8 +171,8 @@ RECIPES = {  # by the words of --opponent: what makes the model
     "compile-reduce-overhead": patched_model.load,
     "liger": with_liger,
     "unsloth": with_unsloth,
-    "torchao-tensorwise": functools.partial(with_float8, "tensorwise"),
-    "torchao-rowwise": functools.partial(with_float8, "rowwise"),
+    "torchao-tensorwise": with_float8,
+    "torchao-rowwise": with_float8,
 }
 # of torch.compile, which takes these models whole
 COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhead"}

@@ -16,18 +16,17 @@ import math
 import pkgutil
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import ROWS
 from harness.steps.stepping import trained
-from next_steps.memory.meta_attention import meta_attention
 from next_steps.patches import apply_kernels
 
 ROUNDING = 512  # bytes: the CUDA allocator's unit
@@ -47,8 +46,7 @@ KIND_OF_FUNCTION = {
     modeling_llama.apply_rotary_pos_emb: "q and k, rotated",
     modeling_llama.LlamaAttention.forward: "attention",
     apply_kernels.LlamaAttention.forward: "attention",
-    sdpa_attention_forward: "attention",
-    meta_attention: "attention",
+    apply_kernels.attend: "attention",
     modeling_llama.LlamaMLP.forward: "MLP",
     modeling_llama.LlamaDecoderLayer.forward: "residual stream",
     apply_kernels.LlamaDecoderLayer.compute: "residual stream",
@@ -133,6 +131,7 @@ class Ledger(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.living: dict[int, Block] = {}  # by the storage's address
         self.samples: list[Sample] = []  # of the step: at least one of each stage
+        self.launches = Counter()  # Triton's on meta tensors, by kernel
         self.time, self.stage = 0, (None, None)
         self.enter(None)
 

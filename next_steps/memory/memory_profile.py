@@ -17,15 +17,16 @@ import torch
 
 from harness.cli import output_files, tables
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.workload import Workload
+from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
 from harness.model.adapters import counts
+from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
 from harness.steps import stepping
+from next_steps.memory import memory_ledger as books
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.memory.memory_ledger import BATCH, Observer
-from next_steps.memory.memory_tables import plot, render
-from next_steps.memory.peak_attribution import account
+from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Observer
+from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
@@ -90,9 +91,8 @@ def report(
         torch.cuda.reset_peak_memory_stats()
     stepping.training_step(model, optimizer, steps[warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
-    snapshot_bytes = None
-    if snapshot_to:
-        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
+    of_snapshot = snapshot_to, model, optimizer, steps[warmup + 1]
+    snapshot_bytes = write_snapshot(*of_snapshot) if snapshot_to else None
     observed_step(model, optimizer, steps, ledger)
     record = {
         "kind": "memory",
@@ -111,3 +111,157 @@ def report(
     run_records.write_record(record_to, record)
     if plot_to:
         plot(record, plot_to)
+
+
+# ---------------------------------------------------------------- tables and picture
+
+FRAGMENTATION = "reserved, not allocated"
+LARGE = 0.05  # of the peak: smaller parts get no advice
+# The picture's widths, as shares of the width of all layers in the forward.  Not by time: the loss
+# would be too narrow to see.
+LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
+
+# What makes a part, or a part in one phase, smaller: a kernel, and how.
+ADVICE = {
+    books.PARAMETERS: (None, "every weight once, in --dtype"),
+    books.STATE: (None, "AdamW's two moments of every weight, in --dtype"),
+    **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
+}
+OF_SUMS = {
+    books.GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")
+}
+COLORS = {
+    books.PARAMETERS: "#4c6a92",
+    books.STATE: "#8fa9c9",
+    books.GRADIENTS: "#e8923a",
+    KEPT: "#5aa469",
+    books.LOSS: "#c8443c",
+    TEMPORARY: "#9467bd",
+    "other": "#b5b5b5",
+}
+
+
+def advice(record: dict) -> list[list[str]]:
+    """Return, for each large part: its name, the flag that makes it smaller, and how."""
+    rows = []
+    known = ADVICE | (OF_SUMS if "accumulate" in record else {})
+    for part, n_bytes in record["parts"].items():
+        if n_bytes > LARGE * record["peak_memory_bytes"] and part in known:
+            kernel, how = known.get((part, record["phase"]), known[part])
+            flag = f"--kernels {kernel}" if kernel else "-"
+            rows.append([part, f"in use: {kernel}" if kernel in record["kernels"] else flag, how])
+    return rows
+
+
+def render(record: dict) -> str:
+    """Return everything that the script prints about a step's memory."""
+    on_gpu, peak = record["device"] == "cuda", record["peak_memory_bytes"]
+    unit_name, unit = tables.decimal_unit([peak], "GB", "MB", 1e9)
+    moments = [record, *(record["phases"][phase] for phase in PHASES)]  # the peak, then the phases
+    shown = [part for part in MEASURED_PARTS if any(each["parts"][part] for each in moments)]
+
+    def row(label: str, *values: int | None) -> list[str]:
+        return [label, *(tables.number(v if v is None else v / unit, ",.2f") for v in values)]
+
+    rows = [(part, [each["parts"][part] for each in moments]) for part in shown]
+    rows.append(("Total", [peak, *(each["bytes"] for each in moments[1:])]))
+    if on_gpu:
+        rows.append((FRAGMENTATION, [each["fragmentation_bytes"] for each in moments]))
+    peak_rows = [[*row(label, of[0]), f"{100 * of[0] / peak:.1f}%"] for label, of in rows]
+    group_rows = []
+    for group in record["largest"]:
+        example = f"{group['dtype']} ({', '.join(map(str, group['shape']))})"
+        numbers = f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}"
+        group_rows.append([group["part"], group["maker"], *numbers, example])
+    where_counted = "" if on_gpu else " (CPU: the tensors' own bytes)"
+    where = books.stage_in_words(record["phase"], record["layer"], record["layers"])
+    largest = ["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"]
+    phase_rows = [row(label, *of[1:]) for label, of in rows]
+    lines = [
+        run_records.environment_line(record["environment"]),
+        workload_line(record),
+        "",
+        tables.title(f"Memory of a training step{where_counted}"),
+        f"The peak is in the {where}, at the operation {record['operation']}.",
+        "",
+        tables.table([f"At the peak, {unit_name}", "", "Share"], peak_rows),
+        "",
+        tables.table([f"Highest in each phase, {unit_name}", *PHASES], phase_rows),
+        "",
+        tables.table(largest, group_rows, ["left", "left", "right", "right", "left"]),
+    ]
+    if advised := advice(record):
+        lines += ["", tables.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
+    if on_gpu:
+        label = "Peak of the step before, without the ledger:"
+        lines += ["", " ".join([*row(label, record["unobserved_peak_bytes"]), unit_name])]
+    if record["snapshot"]:
+        lines.append(
+            f"Snapshot: {record['snapshot']} ({record['snapshot_bytes'] / 1e6:.1f} MB); "
+            "drop it on https://pytorch.org/memory_viz"
+        )
+    return "\n".join(lines)
+
+
+def width(stage: dict, n_layers: int) -> float:
+    """Return the width of a stage of the step in the picture; a layer's is 1."""
+    if stage["layer"]:
+        return 1.0
+    if stage["layer"] == EMBEDDING or stage["phase"] == "forward":
+        return EMBEDDING_WIDTH * n_layers
+    return n_layers * (OPTIMIZER_WIDTH if stage["phase"] == "optimizer" else LOSS_WIDTH)
+
+
+def plot(record: dict, path: str) -> None:
+    """Draw the parts over the step as stacked areas, with the phases and the peak, as one PNG."""
+    line = record["timeline"]
+    unit_name, unit = tables.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
+    others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
+    areas = {part: values for part, values in line["parts"].items() if part in COLORS}
+    areas["other"] = map(sum, others)
+    areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
+    heights = [sum(values) for values in zip(*areas.values())]
+    # the place of each point; each phase of every micro-batch with its beginning and end
+    at, end, phases = [], 0.0, []
+    for phase, stages in itertools.groupby(line["stages"], key=lambda stage: stage["phase"]):
+        start = end
+        for stage in stages:
+            wide = width(stage, record["layers"])
+            at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
+            end += wide
+        phases.append((phase, start, end))
+
+    figure, axis = tables.pyplot().subplots(figsize=(11, 5.5))
+    colors = [COLORS[part] for part in areas]
+    axis.stackplot(at, *areas.values(), labels=areas, colors=colors, linewidth=0)
+    top = max(heights)
+    named = set()
+    for phase, start, stop in phases:
+        axis.axvline(start, color="black", linestyle=":", linewidth=1)
+        if phase not in named:
+            axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+        named.add(phase)
+    peak_at = at[heights.index(top)]
+    axis.plot(peak_at, top, "v", color="black")
+    beside, side = (6, "left") if peak_at < end / 2 else (-6, "right")
+    axis.annotate(
+        f"peak {top:,.1f} {unit_name}",
+        (peak_at, top),
+        (beside, 4),
+        textcoords="offset points",
+        ha=side,
+        weight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
+    axis.set(xlim=(0, end), ylim=(0, 1.25 * top), xticks=[], ylabel=f"memory, {unit_name}")
+    axis.set_xlabel("the step, in order and not to scale: every layer is as wide as any other")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    env, kernels = record["environment"], ", ".join(record["kernels"]) or "none"
+    axis.set_title(
+        f"{record['model']}, {size_in_words(record)}, {record['dtype']}, "
+        f"custom kernels: {'all' if record['kernels'] == KERNELS else kernels}\n"
+        f"{env['gpu'] or 'CPU (the tensors alone)'}, {env['date']}"
+    )
+    figure.tight_layout()
+    tables.save_plot(figure, path, dpi=130)

@@ -170,8 +170,7 @@ def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
         first, length = in_stage[0].first, in_stage[-1].last + 1 - in_stage[0].first
         points = min(length, layer_points if layer else STAGE_POINTS)
         edges = [first + length * i // points for i in range(points + 1)]
-        stretches = itertools.pairwise(edges)
-        chosen += [max(range(*stretch), key=heights.__getitem__) for stretch in stretches]
+        chosen += [max(range(*s), key=heights.__getitem__) for s in itertools.pairwise(edges)]
         stages.append({"phase": phase, "layer": layer, "points": points})
     return {
         "stages": stages,
@@ -179,11 +178,8 @@ def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
     }
 
 
-def account(ledger: Ledger, workspaces: int) -> dict:
-    """Return the peak of a real step and the highest moment of each phase, in bytes and by parts.
-
-    `ledger` is an Observer.
-    """
+def account(ledger: books.Observer, workspaces: int) -> dict:
+    """Return the peak of a real step and the highest moment of each phase, in bytes by parts."""
     parts = history(ledger, workspaces)
     found = windows(ledger, parts)
 

@@ -13,8 +13,6 @@ The host's time is not counted; a GPU waits for the host where a step has few to
 and PyTorch's AdamW do not reach 90 % of a copy's rate, so the baseline takes somewhat longer.
 """
 
-import functools
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model.architecture import TORCH_DTYPES
 from harness.profiling import costs
@@ -42,7 +40,7 @@ class Work(Ledger):
     """A ledger that also counts what the operations of the last step do."""
 
     def __init__(self, sizes: costs.Sizes):
-        self.sizes, self.launches = sizes, Counter()
+        self.sizes = sizes
         super().__init__()
 
     def enter(self, phase: str | None, layer: int | None = None) -> None:
@@ -105,12 +103,9 @@ def tensors_in(tree) -> list[torch.Tensor]:
 def count_work(config: LlamaConfig, workload: Workload) -> Work:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
-    work = Work(costs.sizes_of(config, one))
-    run_step(config, one, work, work.launches)
-    return work
+    return run_step(config, one, Work(costs.sizes_of(config, one)))
 
 
-@functools.cache
 def link_rate() -> float:
     """Return GB/s from pinned memory to the GPU."""
     host = offload.pinned(LINK_BYTES)
@@ -125,18 +120,15 @@ def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]
     options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
 
-    def forward():
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def backward():
-        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
-
-    out = forward()
+    calls = {
+        "forward": lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True),
+    }
+    out = calls["forward"]()
     gradient, rates = torch.randn_like(out), {}
-    for name, call in (("forward", forward), ("backward", backward)):
+    for name, call in calls.items():
         flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6
-    synchronize()
     return rates
 
 

@@ -1,4 +1,1 @@
-"""Experiments, each a script: the ladder, scaling, FP8, long sequences.
-
-May import the rooms up to finetuning.
-"""
+"""Experiments, a script each: ladder, scaling, FP8, longest.  May import rooms up to finetuning."""

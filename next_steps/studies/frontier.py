@@ -118,7 +118,7 @@ def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None
     }
     optimizer, before, attention = None, None, {}  # attention: its rates by its shape
     for w in ways_of(workload, HAS_GPU):
-        if optimizer is None or w.kernels != before:
+        if w.kernels != before:
             optimizer, before = None, w.kernels  # free the old optimizer's moments first
             gc.collect()
             apply_kernels(set_recompute(model, None), model_kernels(w.kernels))

@@ -200,8 +200,6 @@ def render(record: dict) -> str:
     other_rows = [[each["name"], *measured(each, rungs[0])] for each in after]
     columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
     columns += ["Peak, GB", "x baseline", "Largest loss difference"]
-    headers = ["Rung", "Predicted gain, ms", "Measured gain, ms", *columns]
-    other_headers = ["Others", *columns]
     workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),
@@ -210,8 +208,8 @@ def render(record: dict) -> str:
         f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
         "",
         tables.title(f"The ladder{'' if on_gpu else tables.NOT_MEANINGFUL}"),
-        tables.table(headers, rows),
-        *(["", tables.table(other_headers, other_rows)] if other_rows else []),
+        tables.table(["Rung", "Predicted gain, ms", "Measured gain, ms", *columns], rows),
+        *(["", tables.table(["Others", *columns], other_rows)] if other_rows else []),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)

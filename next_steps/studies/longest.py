@@ -42,8 +42,6 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
-        "lengths": [],  # the lengths that fit
-        "peaks": [],
         "stopped_by": POSITIONS,
     }
     if not HAS_GPU:
@@ -55,12 +53,11 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         tried = try_length(model, optimizer, length, micro_batches)
         if isinstance(tried, str):
             too_long, record["stopped_by"] = length, tried
-            print(f"{length:>7,} tokens: more than {tried}", flush=True)
+            found = f"more than {tried}"
         else:
-            fitting[length] = tried
-            seconds, peak = tried
+            fitting[length] = seconds, peak = tried
             found = f"{seconds:6.2f} s, peak {peak / 1e9:.1f} GB"
-            print(f"{length:>7,} tokens: {found}", flush=True)
+        print(f"{length:>7,} tokens: {found}", flush=True)
         bisect = record["stopped_by"] != POSITIONS
         length = next_length(max(fitting, default=None), too_long, bisect)
         if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
@@ -74,7 +71,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         share = attention_share(model.config, workload, longest)
         record |= {"seconds": seconds, "attention_share": share}
     record["lengths"] = sorted(fitting)
-    record["peaks"] = [fitting[length][1] for length in record["lengths"]]
+    record["peaks"] = [fitting[length][1] for length in sorted(fitting)]
     print("\n" + render(record))
     run_records.write_record(record_to, record)
 

@@ -74,18 +74,15 @@ def read(paths: list[str]) -> list[dict]:
     return records
 
 
-def size_of(row: dict) -> tuple[int, int]:
-    return row["batch_size"], row["seq_len"]
-
-
 def tokens_of(row: dict) -> int:
     """Return the tokens of a step in each process."""
     return row["batch_size"] * row["seq_len"]
 
 
-def measured(record: dict) -> dict[tuple[str, tuple[int, int]], dict]:
+def measured(record: dict) -> dict[tuple[str, int, int], dict]:
     """Return the rows that fitted, by way and size."""
-    return {(r["way"], size_of(r)): r for r in record["rows"] if "failure" not in r}
+    fitted = (row for row in record["rows"] if "failure" not in row)
+    return {(row["way"], row["batch_size"], row["seq_len"]): row for row in fitted}
 
 
 def exposed_share(row: dict) -> float | None:
@@ -105,7 +102,7 @@ def ways_in(record: dict) -> list[str]:
 
 def crossover(record: dict, way: str) -> str:
     """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
-    rows = [row for (name, _), row in measured(record).items() if name == way]
+    rows = [row for row in measured(record).values() if row["way"] == way]
     shares = [(tokens_of(row), exposed_share(row)) for row in rows]
     if not shares or None in [share for _, share in shares]:
         return NOT_MEASURED
@@ -120,9 +117,9 @@ def processes_of(record: dict) -> str:
 
 def cells(row: dict, alone: dict, several: dict) -> list[str]:
     """Return a row of the table, from the `measured` rows of one process and of several."""
-    way, size = key = row["way"], size_of(row)
+    way, *size = row["way"], row["batch_size"], row["seq_len"]
     name = f"{way} {size[0]} × {size[1]:,}"
-    one, liger = alone.get(key), several.get(("Liger", size))
+    one, liger = alone.get((way, *size)), several.get(("Liger", *size))
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
@@ -185,7 +182,7 @@ def plot(records: list[dict], path: str) -> None:
     sizes = set()
     for record, style in zip(records, itertools.cycle(STYLES)):
         for way in ways_in(record):
-            rows = [row for (name, _), row in measured(record).items() if name == way]
+            rows = [row for row in measured(record).values() if row["way"] == way]
             points = sorted(
                 (tokens_of(r), 100 * exposed_share(r)) for r in rows if "exposed_us" in r
             )
