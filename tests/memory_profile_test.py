@@ -278,6 +278,8 @@ def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatc
     assert {part: found["parts"][part] for part in PARTS} == estimated["parts"]
     heights = {phase: found["phases"][phase]["bytes"] for phase in PHASES}
     assert heights == estimated["phases"]
+    peak = estimated["peak_memory_bytes"]
+    assert sum(estimated["parts"].values()) == max(heights.values()) == peak
 
 
 def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) -> Observer:
