@@ -372,7 +372,7 @@ def test_what_peft_saved_is_judged_by_the_models_name(base, tmp_path, capsys, na
 
 def test_an_adapter_of_4_bit_weights_goes_onto_the_model_they_were_made_of(base, saved, capsys):
     """Merged with them it is what QLoRA is for: the path has to do."""
-    folder, _ = saved(*RANK, "--quantize", "nf4")
+    folder, _ = saved(*RANK, "--quantize", "nf4", "--steps", "1")
     capsys.readouterr()
     flags = ["--model", base, "--adapter", str(folder)]
     for how in ([], ["--quantize", "nf4"]):
@@ -482,7 +482,10 @@ def test_the_digest_is_of_what_is_frozen_and_of_buffers():
 
 @pytest.mark.parametrize("kernels", ["none", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("targets", ["all", "mlp"])
-def test_a_profile_tells_adapters_from_projections(recorded, tmp_path, targets, kernels):
+def test_a_profile_tells_adapters_from_projections(
+    recorded, monkeypatch, tmp_path, targets, kernels
+):
+    monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     tokens = 16
     flags = ["--model", "tiny", "--seq-len", str(tokens), "--warmup", "1"]
     flags += ["--lora-rank", "4", "--lora-targets", targets]
@@ -551,7 +554,6 @@ REFUSED = {
     "rank 0": (["--lora-rank", "0"], "at least 1"),
     "alpha 0": ([*RANK[:2], "--lora-alpha", "0"], "must be a number above 0"),
     "unknown targets": ([*RANK, "--lora-targets", "conv"], "invalid choice: 'conv'"),
-    "unknown format": ([*RANK, "--quantize", "int3"], "invalid choice: 'int3'"),
     "no adapter": (["--adapter", "nowhere"], "--adapter nowhere cannot be read (No such file"),
 }
 
@@ -612,7 +614,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_an_adapter_that_does_not_fit_is_refused(saved, base, run_script, case):
-    folder, _ = saved(*RANK)
+    folder, _ = saved(*RANK, "--steps", "1")
     damage, said = DAMAGED[case]
     damage(folder)
     flags = [*SMALL, "--model", base, "--adapter", str(folder)]
