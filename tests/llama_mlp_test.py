@@ -14,6 +14,7 @@ from harness.benchmark.checking import DEVICE, Check, assert_all_passed, compare
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
 from tests.calls import Calls
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
+from tests.small_workloads import with_adapters
 from tests.subjects.fused_layer import make_mlp
 
 SMALL = (9, 40, 112)  # N, H, I
@@ -122,28 +123,14 @@ def test_mlp_backward_that_was_interrupted_cannot_be_repeated():
 # ---- The MLP, where it is not fused --------------------------------------------------------------
 
 
-class LoRALinear(torch.nn.Module):
-    """As the common libraries write it."""
-
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = torch.nn.Linear(base.in_features, rank, bias=False, device=DEVICE)
-        self.lora_B = torch.nn.Linear(rank, base.out_features, bias=False, device=DEVICE)
-
-    def forward(self, x):
-        return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(x))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("names", [PROJECTIONS, ("down_proj",), ("up_proj",)])
 def test_lora_around_the_projections(names, inplace):
-    def wrap(mlp):
-        for name in names:
-            setattr(mlp, name, LoRALinear(getattr(mlp, name)))
+    def adapt(mlp):
+        with_adapters(mlp, target_modules=list(names)).requires_grad_()
 
-    theirs, ours, x, dout = modules_and_inputs(change=wrap)
+    theirs, ours, x, dout = modules_and_inputs(change=adapt)
     ours.act_fn.inplace = inplace
     assert not is_fused(ours(x))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
