@@ -32,13 +32,13 @@ def make_mlp_inputs(dtype=torch.float32, n_rows=SMALL[0]):
 # ---- The MLP -------------------------------------------------------------------------------------
 
 
-def llama_mlp(dtype=torch.float32, hidden_act="silu", bias=False):
+def llama_mlp(dtype=torch.float32, hidden_act="silu"):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     _, H, I = SMALL
     sizes = {"hidden_size": H, "intermediate_size": I, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, hidden_act=hidden_act, mlp_bias=bias)
+    config = LlamaConfig(**sizes, hidden_act=hidden_act)
     torch.manual_seed(0)
     return LlamaMLP(config).to(DEVICE, dtype)
 
@@ -62,9 +62,9 @@ def compare_modules(theirs, ours, x, dout, run_ours=None) -> list[Check]:
     return [compare(name, found[name], ref64[name], eager[name]) for name in found]
 
 
-def modules_and_inputs(dtype=torch.float32, change=lambda mlp: None, **options):
+def modules_and_inputs(dtype=torch.float32, change=lambda mlp: None):
     """LlamaMLP after change(mlp), ours that shares its weights, x and dout."""
-    theirs = llama_mlp(dtype, **options)
+    theirs = llama_mlp(dtype)
     change(theirs)
     x, *_, dout = make_mlp_inputs(dtype)
     return theirs, TritonLlamaMLP.from_llama_mlp(theirs), x, dout
@@ -136,11 +136,6 @@ def test_lora_around_the_projections(names, inplace):
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
-def test_bias_is_added():
-    theirs, ours, x, dout = modules_and_inputs(bias=True)
-    assert_all_passed(compare_modules(theirs, ours, x, dout))
-
-
 @pytest.mark.parametrize("where", PROJECTIONS)
 @pytest.mark.parametrize(
     "register",
@@ -185,20 +180,6 @@ def test_parametrized_weight_is_used():
     weight_norm = torch.nn.utils.parametrizations.weight_norm
     theirs, ours, x, dout = modules_and_inputs(change=lambda mlp: weight_norm(mlp.up_proj))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
-
-
-def test_autocast_casts_as_it_does_for_llama_mlp():
-    theirs, ours, x, dout = modules_and_inputs()
-
-    def autocast(module):
-        return lambda x: torch.autocast(x.device.type, torch.bfloat16)(module)(x)
-
-    found = grads_of(ours, x, dout.bfloat16(), autocast(ours))
-    eager = grads_of(theirs, x, dout.bfloat16(), autocast(theirs))
-    ref64 = grads_of(theirs.double(), x.double(), dout.double())
-    assert found["out"].dtype == torch.bfloat16 and found["gate_proj.weight"].dtype == torch.float32
-    bf16 = torch.bfloat16
-    assert_all_passed([compare(n, found[n], ref64[n], eager[n], dtype=bf16) for n in found])
 
 
 def test_layer_that_keeps_its_output_raises_in_place():

@@ -20,7 +20,7 @@ from tests import packaged_model
 from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
-from tools.page_records import HERE, RESULTS, Step, load
+from tools.page_records import HERE, RESULTS, load
 
 PAGES = fill_pages.pages()
 TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
@@ -186,14 +186,6 @@ def test_a_changed_figure_is_noticed():
         digit = re.search(r"\d", match["body"]).start() + match.start("body")
         changed = text[:digit] + ("7" if text[digit] != "7" else "8") + text[digit + 1 :]
         assert fill_pages.fill(changed) == text != changed
-
-
-def test_a_ratio_of_steps_below_their_spread_is_not_printed():
-    run = {"warmup_steps": 1, "seconds": [9.0, 0.18, 0.20, 0.22], "median_seconds": 0.2}
-    first = Step.of(run)
-    assert first.ms == 200 and first.between() == "188–212" and first.between(1) == "188.0–212.0"
-    near, far = (Step.of({"step_ms": ms, "p20_ms": ms - 5, "p80_ms": ms + 5}) for ms in (190, 250))
-    assert (first.over(near), first.over(far)) == ("no difference", "0.80×")
 
 
 LINES = """\

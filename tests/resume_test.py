@@ -138,10 +138,10 @@ ALL = {"kernels": tuple(KERNELS)}
 WAYS = [  # flags, changes of the workload
     ("", {}),
     ("--accumulate 3", {}),
-    ("--accumulate 2", ADAMW),
+    ("--accumulate 2 --steps 4", ADAMW),
     ("--recompute layer", {}),
     ("--pack", {}),
-    ("--dtype bf16", ADAMW | {"stochastic_rounding": True}),
+    ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True}),
     *(
         pytest.param(f"--data {data}", ALL, marks=pytest.mark.exhaustive)
         for data in ("stdlib", "synthetic")
@@ -344,12 +344,6 @@ def change_facts(path: Path, change) -> None:
     (path / "run.json").write_text(json.dumps(facts))
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 TENSORS = "__0_0.distcp"
 NONE = "holds no checkpoint, expected a folder that --checkpoint DIR has written to"
 DIFFERS = "is damaged: its checksum differs, expected what --checkpoint wrote"
@@ -362,8 +356,6 @@ DAMAGES = {  # what becomes of step-2, and what the sentence says
         "run.json is damaged",
     ),
     "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} {DIFFERS}"),
-    # .metadata is a pickle that says where in the other files which tensor lies
-    "a flipped bit": (lambda path: flip_a_bit(path / ".metadata"), f".metadata {DIFFERS}"),
     "no checksums": (
         lambda path: (path / "checksums.json").unlink(),
         "checksums.json is missing or damaged",
@@ -387,8 +379,7 @@ def test_a_damaged_or_foreign_folder_is_refused(resumed, saved, damage):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--lr 0.5", "step-2 is of another training: lr 0.5 (not 0.001)"),
-        ("--steps 7", "another training: steps 7 (not 6)"),
+        ("--steps 7", "step-2 is of another training: steps 7 (not 6)"),
         ("--steps 2", "is of step 2, and --steps 2 leaves none to take"),
         ("--batch-size 3", "sequences in a step 3 (not 1)"),
         ("--seed 1 --pack", "seed 1 (not 0); pack True (not None)"),

