@@ -83,10 +83,9 @@ def test_module_replaces_llama_mlp_and_shares_its_weights(dtype):
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
-@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_pytorch_tanh"])
-def test_mlp_of_another_activation_is_refused_with_a_sentence(hidden_act):
-    with pytest.raises(ValueError, match=f"hidden_act is '{hidden_act}', expected 'silu'"):
-        TritonLlamaMLP.from_llama_mlp(llama_mlp(hidden_act=hidden_act))
+def test_mlp_of_another_activation_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match="hidden_act is 'gelu', expected 'silu'"):
+        TritonLlamaMLP.from_llama_mlp(llama_mlp(hidden_act="gelu"))
 
 
 WANTED = [wanted for wanted in itertools.product([False, True], repeat=4) if any(wanted)]

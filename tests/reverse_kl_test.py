@@ -403,10 +403,9 @@ def laid_out(layout, t):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("vocab", [45, 48])  # 48 is divisible by 8: repeated rows are not copied
 @pytest.mark.parametrize("student_layout, teacher_layout", PAIRS)
-def test_layouts_of_student_and_teacher(student_layout, teacher_layout, vocab):
-    student, teacher, mask = make_inputs((3, vocab))
+def test_layouts_of_student_and_teacher(student_layout, teacher_layout):
+    student, teacher, mask = make_inputs((3, 48))  # divisible by 8: repeated rows are not copied
     student, teacher = laid_out(student_layout, student), laid_out(teacher_layout, teacher)
     grad_output = torch.randn(3, device=DEVICE)
     assert_all_passed(run_checks(student, teacher, mask, grad_output, reduction="none"))
@@ -581,11 +580,10 @@ def test_launcher_of_the_backward_refuses_a_dtensor(as_dtensor):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["contiguous", "gaps of 16", "columns outermost", GAPS])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("masked", [True, False])
-def test_operators_promise_torch_compile_what_they_return(layout, reduction, masked):
+def test_operators_promise_torch_compile_what_they_return(layout, reduction):
     student, teacher, mask = make_inputs((3, 45))
     student = student if layout == "contiguous" else laid_out(layout, student)
-    mask = mask if masked else None
+    mask = None if reduction == "sum" else mask
     loss, stats, n_counted, _ = reverse_kl_forward(student, teacher, mask, 1.0, reduction)
     tests = {"test_utils": ["test_schema", "test_faketensor"]}  # they have no autograd of their own
     for gradient in (True, False):
