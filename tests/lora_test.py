@@ -144,7 +144,6 @@ def test_the_optimizer_holds_moments_of_adapters_alone(kernels):
 
 
 WAYS = {
-    "plain": [],
     "accumulate": ["--accumulate", "2"],
     "pack": ["--pack"],
     "layer": ["--recompute", "layer"],

@@ -27,8 +27,8 @@ from next_steps.memory.memory_ledger import GRADIENTS, LOSS, PARAMETERS, STATE, 
 from next_steps.memory.peak_attribution import KEPT, TEMPORARY, WORKSPACES, history, kept_blocks
 from next_steps.patches.apply_kernels import apply_kernels
 from tests.small_workloads import as_kernels_module, imported_anew
+from tools.page_records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
 MODEL_8B = ["--random-init", "--estimate"]
 REQUIRED = [
     *(f"finetune_{way}_1x512" for way in ("baseline", "optimized", "all")),

@@ -14,7 +14,6 @@ import json
 import math
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,8 +60,8 @@ from next_steps.memory.peak_attribution import (
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_real_step, estimate_of
+from tools.page_records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
 TINY = ["--memory", "--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
 SETS = pytest.mark.parametrize(
