@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU
+from harness.benchmark.checking import DEVICE, HAS_GPU
 from kernel_support import tl, triton
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -70,24 +70,11 @@ def same(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------- fp32 -> bf16
 
 
-def test_any_fp32_number_becomes_the_bf16_that_pytorch_makes_of_it():
-    bits = torch.randint(2**32, (2**16,), generator=torch.Generator().manual_seed(0)).tolist()
-    x = from_bits(bits)
-    assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
-
-
 @pytest.mark.parametrize("lower", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_bf16_number_and_what_lies_around_the_middle_to_the_next(lower):
     """All upper halves: zeros, subnormal numbers, the last finite ones, infinities, every NaN."""
     x = from_bits([(upper << 16) + lower for upper in range(2**16)])
     assert same(cast(x, torch.bfloat16), x.bfloat16()).all()
-
-
-def test_ties_go_to_even_and_what_is_too_large_to_infinity():
-    largest = torch.finfo(torch.bfloat16).max
-    x = [1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 3.4e38, -3.4e38, largest, INF, -INF]
-    expected = [1, 1 + 2.0**-6, -1, INF, -INF, largest, INF, -INF]
-    assert cast(torch.tensor(x, device=DEVICE), torch.bfloat16).tolist() == expected
 
 
 # ---------------------------------------------------------------------------- fp32 -> e4m3
@@ -227,45 +214,6 @@ def run(code: str, **env: str) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-LARGE_LOGITS = """
-import torch
-from cross_entropy_kernel import TritonCrossEntropyLoss
-torch.manual_seed(0)
-logits, targets = torch.randn(4, 1000) + 10_000, torch.randint(1000, (4,))
-others = torch.ones(4, 1000, dtype=torch.bool).scatter(1, targets[:, None], False)
-x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-TritonCrossEntropyLoss()(x, targets).backward()
-torch.nn.functional.cross_entropy(exact, targets).backward()
-for entries in (others, ~others):
-    print(((x.grad - exact.grad)[entries].norm() / exact.grad[entries].norm()).item())
-"""
-
-
-@pytest.mark.exhaustive
-def test_users_gradient_at_logits_near_10_000_is_fp32s():
-    assert all(error <= FLOOR[torch.float32] for error in run(LARGE_LOGITS))
-
-
-OPTIMIZER_STEPS = """
-import torch
-from next_steps.lessons.adamw_optimizer import TritonAdamW
-start = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-for optimizer_class in (TritonAdamW, torch.optim.AdamW):
-    weight = torch.nn.Parameter(start.bfloat16())
-    optimizer = optimizer_class([weight], lr=1e-5, weight_decay=0.0)
-    for step in range(40):
-        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        optimizer.step()
-    print(weight.detach().double().norm().item())
-"""
-
-
-@pytest.mark.exhaustive
-def test_users_bf16_weights_keep_their_norm_over_40_steps():
-    ours, pytorchs = run(OPTIMIZER_STEPS)
-    assert ours == pytest.approx(pytorchs, rel=1e-5)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first", ["kernel_support", "harness.cli.device", "rmsnorm_kernel", "triton"]
@@ -276,6 +224,7 @@ import {first}, torch, rmsnorm_kernel
 import kernel_support
 from triton.runtime.interpreter import InterpreterBuilder
 patched = InterpreterBuilder.cast_impl is kernel_support.cast_impl
+patched &= InterpreterBuilder.create_fma is kernel_support.create_fma
 x = torch.arange(8.0).view(2, 4)
 y, _ = rmsnorm_kernel.rmsnorm_forward(x, None, 0.0)  # tl.sum was compiled where triton came first
 right = torch.allclose(y, rmsnorm_kernel.rmsnorm_reference(x, None, 0.0))

@@ -10,7 +10,6 @@ import pytest
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS, ROWS, RUNGS, Facts, Sizes, launch_of
 
 HERE = Path(__file__).parents[1]  # the project's folder
-WITH_KERNELS = [row for row in ROWS if row.launches]
 
 
 def file_of(module: str) -> Path:
@@ -40,10 +39,6 @@ def launched_kernels(lesson: str) -> set[str]:
 
 def of_every_row(function):
     return pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)(function)
-
-
-def of_every_row_with_kernels(function):
-    return pytest.mark.parametrize("row", WITH_KERNELS, ids=lambda row: row.name)(function)
 
 
 def test_names_are_unique():
@@ -89,31 +84,16 @@ def test_a_kernel_that_is_not_ours_is_known_to_no_row():
     assert launch_of("vectorized_elementwise_kernel") is None
 
 
-@of_every_row_with_kernels
-def test_a_kernel_has_a_benchmark_problem(row: Facts):
-    from harness.benchmark.benchmark_specs import SPECS
-    from next_steps.comparisons import benchmark_contenders, benchmark_problems
-
-    assert row.name in SPECS
-    assert row.name in benchmark_problems.PROBLEMS and row.name in benchmark_contenders.CONTENDERS
-
-
-@of_every_row_with_kernels
-def test_a_kernel_has_a_compile_case(row: Facts):
-    from tools.compile_cases import CASES
-
-    assert CASES[row.name]
-
-
-def test_no_other_place_knows_a_kernel_that_has_no_row():
+def test_benchmark_and_compile_check_know_these_kernels_and_no_others():
     from harness.benchmark.benchmark_specs import SPECS
     from next_steps.comparisons import benchmark_contenders, benchmark_problems
     from tools.compile_cases import CASES
 
-    names = [row.name for row in WITH_KERNELS]
+    names = [row.name for row in ROWS if row.launches]
     assert list(SPECS) == names
     for table in (benchmark_problems.PROBLEMS, benchmark_contenders.CONTENDERS, CASES):
         assert set(table) == set(names)
+    assert all(CASES.values())
 
 
 @of_every_row

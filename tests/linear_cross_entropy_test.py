@@ -1,15 +1,8 @@
 """What is linear + cross-entropy's alone: its chunks, the sum of dweight over them, the scaling of
 both gradients.
 
-    python -m tests.linear_cross_entropy_test   # loss, gradients, their memory
-
 What every function has to do, this one too, is asked in tests/contracts_*_test.py.
 """
-
-from harness.cli import command_line
-
-if __name__ == "__main__":  # before PyTorch is imported, which takes seconds
-    command_line.answer_flags(__doc__)
 
 import functools
 import re
@@ -23,7 +16,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cross_entropy_test import reference_and_eager as row_reference_and_eager
 from harness.benchmark.checking import (
     DEVICE,
-    DTYPE_NAME,
     FLOOR,
     HAS_GPU,
     Check,
@@ -38,7 +30,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_reference,
     scale_gradient,
 )
-from tests import printing, tiles
+from tests import tiles
 from tests.calls import Calls
 from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
     MAGNITUDES,
@@ -50,7 +42,7 @@ from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows
 from tests.subject import Subject, checks, compare_parts, references, run
 from tests.subjects.linear_cross_entropy import FORWARD, eager_loss, make
 
-N_ROWS, H, V = (512, 4096, 128_256) if HAS_GPU else (16, 64, 300)  # the table's shape
+N_ROWS, H, V = (512, 4096, 128_256) if HAS_GPU else (16, 64, 300)  # a large shape
 SMALL_ROWS, SMALL_H, SMALL_V = 11, 16, 70
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
@@ -117,7 +109,7 @@ def test_one_chunk_and_many_give_the_reference(chunk_size, fp32_dweight, dtype):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_table_shape(dtype, gpu_memory):
+def test_large_shape(dtype, gpu_memory):
     gpu_memory(32)
     assert_all_passed(run_checks(*make_inputs((N_ROWS,), H, V, dtype)))
 
@@ -517,93 +509,21 @@ def test_offsets_of_a_large_gradient_do_not_wrap_at_32_bits(gpu_memory):
     assert gradient.amin() == 2 and gradient.amax() == 2
 
 
-MEMORY_ROWS = 8192
-WAYS = {
-    "PyTorch as Hugging Face writes it (logits.float())": eager_loss,
-    "PyTorch on bf16 logits": linear_cross_entropy_reference,
-    "ours": TritonLinearCrossEntropyLoss(),
-    "ours, fp32_dweight=True": TritonLinearCrossEntropyLoss(fp32_dweight=True),
-}
-
-
-def measure_extra_memory() -> dict[str, int]:
-    """Return each way's peak beyond hidden, weight and targets, both gradients included."""
+@needs_gpu
+@pytest.mark.parametrize("fp32_dweight", [None, True])
+def test_memory_is_both_gradients_and_one_chunk_of_logits(fp32_dweight):
+    """A chunk of 2,048 rows; summed in fp32, an fp32 dweight too."""
     torch.use_deterministic_algorithms(False)
-    hidden = torch.randn((MEMORY_ROWS, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    n_rows = 8192
+    hidden = torch.randn((n_rows, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.randn((V, H), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    targets = torch.randint(V, (MEMORY_ROWS,), device=DEVICE)
+    targets = torch.randint(V, (n_rows,), device=DEVICE)
 
-    def forward_and_backward(loss_fn):
+    def forward_and_backward():
+        loss_fn = TritonLinearCrossEntropyLoss(fp32_dweight=fp32_dweight)
         loss_fn(hidden, weight, targets).backward()
         hidden.grad = weight.grad = None  # the next run allocates them again
 
-    return {
-        way: timing.peak_extra_bytes(functools.partial(forward_and_backward, loss_fn))
-        for way, loss_fn in WAYS.items()
-    }
-
-
-def memory_is_as_promised(extra: dict[str, int]) -> bool:
-    """Two gradients and a chunk of 2,048 rows of logits; summed in fp32, an fp32 dweight too."""
-    gradients = 2 * H * (V + MEMORY_ROWS) + 4 * 2**20  # and some slack
-    in_bf16, in_fp32 = extra["ours"], extra["ours, fp32_dweight=True"]
-    return in_bf16 <= gradients + 2 * 2048 * V and in_fp32 <= gradients + 4 * H * V
-
-
-@needs_gpu
-def test_memory_is_both_gradients_and_one_chunk_of_logits():
-    extra = measure_extra_memory()
-    assert memory_is_as_promised(extra), extra
-
-
-# ---- the table -----------------------------------------------------------------------------------
-
-
-def print_errors_of_dweight() -> bool:
-    print("\nError of dweight over the number of chunks, bf16\n" + "-" * 60)
-    passed = True
-    ways = {"default": None, "summed in fp32": True, "summed in bf16": False}
-    for title, fp32_dweight in ways.items():
-        errors, eager = dweight_errors(torch.bfloat16, fp32_dweight)
-        grows = max(errors) > 2 * eager + FLOOR[torch.bfloat16]
-        verdict = "(not the default)" if fp32_dweight is False else "FAILED" if grows else "PASSED"
-        passed &= verdict != "FAILED"
-        cells = "  ".join(f"{n:>2}: {error:.2e}" for n, error in zip(N_CHUNKS, errors))
-        print(f"  {title:<16}{cells}   eager: {eager:.2e}  {verdict}")
-    return passed
-
-
-def print_memory() -> bool:
-    print("\nMemory Comparison\n" + "-" * 60)
-    if not HAS_GPU:
-        print("  (on a GPU only)")
-        return True
-    extra = measure_extra_memory()
-    shape = f"{MEMORY_ROWS:,} x {H:,}, V = {V:,}, bf16"
-    print(f"  Forward and backward, both gradients included ({shape}):")
-    for way, size in extra.items():
-        print(f"    {way:<52}{size / 1e6:>10,.1f} MB")
-    passed = memory_is_as_promised(extra)
-    print(f"  Both gradients and one chunk of logits: {'PASSED' if passed else 'FAILED'}")
-    return passed
-
-
-def main() -> int:
-    printing.title("Linear + Cross-Entropy")
-    print(f"{N_ROWS} rows, H = {H:,}, V = {V:,}.  error: against float64.", end="  ")
-    print("allowed: twice eager's, plus a floor.")
-
-    def checks_of(dtype):
-        subject = subject_of(kernel_options={"chunk_size": -(-N_ROWS // 3)})
-        inputs = make_inputs((N_ROWS,), H, V, dtype)
-        return checks(replace(subject, name=DTYPE_NAME[dtype]), *named(*inputs))
-
-    titles = "Float32", "BFloat16 (bf16 logits and gradients, fp32 loss)", "Float16 (likewise)"
-    passed = printing.cases(dict(zip(titles, DTYPES)), checks_of)
-    passed &= print_errors_of_dweight()
-    passed &= print_memory()
-    return printing.verdict("linear + cross-entropy", passed)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)
+    gradients = 2 * H * (V + n_rows) + 4 * 2**20  # and some slack
+    allowed = gradients + (4 * H * V if fp32_dweight else 2 * 2048 * V)
+    assert timing.peak_extra_bytes(forward_and_backward) <= allowed

@@ -14,7 +14,6 @@ import json
 import math
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,8 +59,8 @@ from next_steps.memory.peak_attribution import (
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_real_step, estimate_of
+from tools.page_records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
 SHAPE = 2, 9  # B, T
 TINY = ["--memory", "--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
 SETS = pytest.mark.parametrize(
@@ -277,6 +276,8 @@ def test_the_estimate_is_the_same_account_of_a_step_that_does_not_run(monkeypatc
     assert {part: found["parts"][part] for part in PARTS} == estimated["parts"]
     heights = {phase: found["phases"][phase]["bytes"] for phase in PHASES}
     assert heights == estimated["phases"]
+    peak = estimated["peak_memory_bytes"]
+    assert sum(estimated["parts"].values()) == max(heights.values()) == peak
 
 
 def with_allocator(ledger: Observer, unseen: dict[int, int], workspaces: int) -> Observer:

@@ -1,7 +1,7 @@
 """What docs/limits.md, glossary.md and troubleshooting.md say of the code is true.
 
-Each claim is a phrase that must stand in its page, and a check of what the phrase says.
-readme_test.py checks the figures that come from records.
+Each claim is a phrase that must stand in its page, and a check of what the phrase says, or the
+name of the test that checks it.  readme_test.py checks the figures that come from records.
 """
 
 import inspect
@@ -23,13 +23,11 @@ from harness.cli.flags import DEFAULT_MODEL
 from harness.cli.workload import Workload
 from harness.data.samples import IGNORE_INDEX
 from harness.model import architecture, config_file
-from harness.records import spread
 from harness.steps import timing
-from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from next_steps.patches.apply_kernels import apply_kernels
-from rmsnorm_kernel import TritonRMSNorm, TritonRMSNormFunction, rmsnorm_reference
+from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 from tools.page_records import HERE, RESULTS
 
 CLAIMS = {}  # phrase: (page, check)
@@ -69,15 +67,6 @@ def class_weights():
     )
 
 
-@says("limits", "leaves the logits as they are", "the logits hold their gradient afterwards")
-def logits_after_the_loss():
-    for inplace in (False, True):
-        logits, targets = logits_and_targets()
-        before, given = logits.detach().clone(), logits * 1
-        TritonCrossEntropyLoss(inplace=inplace)(given, targets).backward()
-        close(given, logits.grad if inplace else before)
-
-
 @says("limits", "before `TritonCrossEntropyLoss` it gives the right loss and gradient")
 def soft_caps():
     found = []
@@ -87,14 +76,6 @@ def soft_caps():
         found.append((value, *torch.autograd.grad(value, logits)))
     for mine, theirs in zip(*found):
         close(mine, theirs)
-
-
-@says("limits", "so fp16 logits are never overwritten")
-def fp16_logits():
-    logits, targets = logits_and_targets(torch.float16)
-    given = logits * 1
-    TritonCrossEntropyLoss(inplace=True)(given, targets)
-    assert torch.equal(given, logits)
 
 
 @says("limits", "`TritonRMSNormFunction.apply(x, 1 + weight, eps)` is the same formula")
@@ -157,22 +138,6 @@ def second_derivative():
     assert torch.autograd.grad(first.square().sum(), logits)[0].abs().sum() > 0
 
 
-@says("limits", "`TritonAdamW` refuses it, in its arguments and in a loaded state")
-def amsgrad():
-    p = torch.zeros(2, device=DEVICE, requires_grad=True)
-    with pytest.raises((TypeError, ValueError), match="amsgrad"):
-        TritonAdamW([p], amsgrad=True)
-    state = torch.optim.AdamW([p], amsgrad=True).state_dict()
-    with pytest.raises((TypeError, ValueError), match="amsgrad"):
-        TritonAdamW([p]).load_state_dict(state)
-
-
-@says("limits", "`apply_kernels` takes a `LlamaForCausalLM`")
-def other_models():
-    with pytest.raises(TypeError, match="LlamaForCausalLM"):
-        apply_kernels(torch.nn.Linear(2, 2))
-
-
 @says("limits", "| class weights | PyTorch", "| label smoothing | PyTorch", "| logit soft caps |")
 def arguments_that_peers_have():
     taken = inspect.signature(TritonCrossEntropyLoss).parameters
@@ -199,24 +164,13 @@ def ignored_target():
     assert IGNORE_INDEX == -100 == parameters["ignore_index"].default
 
 
+@says("troubleshooting", "eps is 1e-5 for LLaMA 3.1")
 @says(
     "glossary", "LLaMA 3.1's `rms_norm_eps` is 1e-5, not 1e-6, and there are 65 norms per forward"
 )
 def norms_of_llama():
     config = architecture.llama_3_1_8b_config()
     assert config.rms_norm_eps == 1e-5 and 2 * config.num_hidden_layers + 1 == 65
-
-
-@says("glossary", "a fifth of a run's steps are shorter than the 20th, four fifths than the 80th")
-def percentiles():
-    low, high = spread.spread([float(i) for i in range(101)])
-    assert (low, high) == (20.0, 80.0)
-
-
-@says("glossary", "of two runs whose ranges, 20th to 80th percentile, overlap")
-def no_difference():
-    assert spread.overlap((1.0, 2.0), (2.0, 3.0)) and not spread.overlap((1.0, 2.0), (2.1, 3.0))
-    assert spread.NO_DIFFERENCE == "no difference"
 
 
 # ---------------------------------------------------------------- troubleshooting.md
@@ -228,37 +182,6 @@ def largest_model_without_a_gpu():
     if not HAS_GPU:
         with pytest.raises(UserError, match="needs a CUDA GPU"):
             config_file.load_config(Workload(model=DEFAULT_MODEL, random_init=True))
-
-
-@says("troubleshooting", "its target is outside the vocabulary | -100 marks what does not count")
-def targets():
-    logits, targets = logits_and_targets()
-    targets[0] = 11
-    loss = TritonCrossEntropyLoss(reduction="none")(logits, targets)
-    assert loss[0].isnan() and loss[3] == 0 and loss[1:].isfinite().all()
-
-
-@says("troubleshooting", "eps is 1e-5 for LLaMA 3.1", "| NaN or inf in the input |")
-def nan_in_rmsnorm():
-    x = torch.ones(2, 8, device=DEVICE)
-    x[0, 0] = float("nan")
-    norm = TritonRMSNorm(8, 1e-5).to(DEVICE)
-    y = norm(x.requires_grad_())
-    y.backward(torch.ones_like(y))
-    assert x.grad[0].isnan().all() and x.grad[1].isfinite().all()
-
-
-@says("troubleshooting", "| a second backward raises | in place, its input is gone |")
-def second_backward():
-    for inplace in (False, True):
-        logits, targets = logits_and_targets()
-        loss = TritonCrossEntropyLoss(inplace=inplace)(logits * 1, targets)
-        loss.backward(retain_graph=True)
-        if inplace:
-            with pytest.raises(RuntimeError):
-                loss.backward()
-        else:
-            loss.backward()
 
 
 @says(
@@ -319,6 +242,60 @@ def ladder_gains() -> list[tuple[float, float]]:
         (before["step_ms"] - rung["predicted_ms"], before["step_ms"] - rung["step_ms"])
         for before, rung in itertools.pairwise(rungs[:6])
     ]
+
+
+# ---------------------------------------------------------------- what other tests check
+
+
+def checked_in(file: str, test: str):
+    """Return a check that this test exists: it checks what the phrase says."""
+
+    def exists():
+        assert f"def {test}(" in (HERE / "tests" / f"{file}.py").read_text()
+
+    return exists
+
+
+says("limits", "leaves the logits as they are")(
+    checked_in("contracts_autograd_test", "test_inputs_and_upstream_gradients_are_never_changed")
+)
+says("limits", "the logits hold their gradient afterwards")(
+    checked_in("cross_entropy_more_test", "test_inplace_writes_the_gradient_over_the_logits")
+)
+says("limits", "so fp16 logits are never overwritten")(
+    checked_in("cross_entropy_more_test", "test_inplace_in_fp16_waits_for_the_loss_scale")
+)
+says("limits", "`TritonAdamW` refuses it, in its arguments")(
+    checked_in("adamw_optimizer_test", "test_bad_options_are_refused_with_a_sentence")
+)
+says("limits", "`TritonAdamW` refuses it, in its arguments and in a loaded state")(
+    checked_in(
+        "adamw_optimizer_test", "test_state_that_does_not_fit_is_refused_and_changes_nothing"
+    )
+)
+says("limits", "`apply_kernels` takes a `LlamaForCausalLM`")(
+    checked_in("apply_kernels_test", "test_something_else_than_a_llama_is_refused")
+)
+says("glossary", "a fifth of a run's steps are shorter than the 20th, four fifths than the 80th")(
+    checked_in("spread_test", "test_percentiles_are_pytorchs")
+)
+says("glossary", "of two runs whose ranges, 20th to 80th percentile, overlap")(
+    checked_in("spread_test", "test_ranges_that_touch_are_no_difference")
+)
+says("troubleshooting", "its target is outside the vocabulary")(
+    checked_in(
+        "cross_entropy_more_test", "test_target_outside_the_vocabulary_gives_nan_for_its_row_only"
+    )
+)
+says("troubleshooting", "its target is outside the vocabulary | -100 marks what does not count")(
+    checked_in("cross_entropy_more_test", "test_ignored_rows_are_neither_counted_nor_trained")
+)
+says("troubleshooting", "| NaN or inf in the input |")(
+    checked_in("rmsnorm_more_test", "test_nan_stays_in_its_row")
+)
+says("troubleshooting", "| a second backward raises | in place, its input is gone |")(
+    checked_in("cross_entropy_more_test", "test_inplace_any_other_use_of_the_logits_raises")
+)
 
 
 @pytest.mark.parametrize("phrase", CLAIMS)

@@ -20,7 +20,7 @@ from tests import packaged_model
 from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
 from tools.fill_pages import MARKED
 from tools.page_outputs import COLUMNS, LEFT_OUT
-from tools.page_records import HERE, RESULTS, Step, load
+from tools.page_records import HERE, RESULTS, load
 
 PAGES = fill_pages.pages()
 TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
@@ -120,21 +120,21 @@ def test_pages_are_short_and_no_heading_occurs_twice():
         assert len(set(headings(text))) == len(headings(text)), name
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in TEXTS if blocks(TEXTS[name], "python")])
-def test_snippets_run_as_printed(name, tmp_path):
+WITH_SNIPPETS = [name for name in TEXTS if blocks(TEXTS[name], "python")]
+PRINTED = {"README.md": ["m = 5   d = 1.203", "m = 7   d = 1.587", "loss = 0.462", "True"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in PRINTED)) for n in WITH_SNIPPETS],
+)
+def test_snippets_run_as_printed_and_print_what_they_say(name, tmp_path, capsys):
     """The snippets run one after the other, as one file. A snippet uses names of earlier ones."""
     file = tmp_path / "snippets.py"
     file.write_text("\n".join(blocks(TEXTS[name], "python")))
     runpy.run_path(str(file))
-
-
-def test_the_snippets_print_what_they_say(tmp_path, capsys):
-    file = tmp_path / "snippets.py"
-    file.write_text("\n".join(blocks(TEXTS["README.md"], "python")))
-    runpy.run_path(str(file))
-    chunks, result = ["m = 5   d = 1.203", "m = 7   d = 1.587"], ["loss = 0.462", "True"]
-    assert capsys.readouterr().out.splitlines()[:4] == chunks + result
+    said = PRINTED.get(name, [])
+    assert capsys.readouterr().out.splitlines()[: len(said)] == said
 
 
 def commands() -> list[list[str]]:
@@ -186,14 +186,6 @@ def test_a_changed_figure_is_noticed():
         digit = re.search(r"\d", match["body"]).start() + match.start("body")
         changed = text[:digit] + ("7" if text[digit] != "7" else "8") + text[digit + 1 :]
         assert fill_pages.fill(changed) == text != changed
-
-
-def test_a_ratio_of_steps_below_their_spread_is_not_printed():
-    run = {"warmup_steps": 1, "seconds": [9.0, 0.18, 0.20, 0.22], "median_seconds": 0.2}
-    first = Step.of(run)
-    assert first.ms == 200 and first.between() == "188–212" and first.between(1) == "188.0–212.0"
-    near, far = (Step.of({"step_ms": ms, "p20_ms": ms - 5, "p80_ms": ms + 5}) for ms in (190, 250))
-    assert (first.over(near), first.over(far)) == ("no difference", "0.80×")
 
 
 LINES = """\

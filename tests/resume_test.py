@@ -138,11 +138,10 @@ ALL = {"kernels": tuple(KERNELS)}
 WAYS = [  # flags, changes of the workload
     ("", {}),
     ("--accumulate 3", {}),
-    ("", ADAMW),
-    ("--accumulate 2", ADAMW),
+    ("--accumulate 2 --steps 4", ADAMW),
     ("--recompute layer", {}),
     ("--pack", {}),
-    ("--dtype bf16", ADAMW | {"stochastic_rounding": True}),
+    ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True}),
     *(
         pytest.param(f"--data {data}", ALL, marks=pytest.mark.exhaustive)
         for data in ("stdlib", "synthetic")
@@ -345,12 +344,6 @@ def change_facts(path: Path, change) -> None:
     (path / "run.json").write_text(json.dumps(facts))
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 TENSORS = "__0_0.distcp"
 NONE = "holds no checkpoint, expected a folder that --checkpoint DIR has written to"
 DIFFERS = "is damaged: its checksum differs, expected what --checkpoint wrote"
@@ -363,8 +356,6 @@ DAMAGES = {  # what becomes of step-2, and what the sentence says
         "run.json is damaged",
     ),
     "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} {DIFFERS}"),
-    # .metadata is a pickle that says where in the other files which tensor lies
-    "a flipped bit": (lambda path: flip_a_bit(path / ".metadata"), f".metadata {DIFFERS}"),
     "no checksums": (
         lambda path: (path / "checksums.json").unlink(),
         "checksums.json is missing or damaged",
@@ -388,8 +379,7 @@ def test_a_damaged_or_foreign_folder_is_refused(resumed, saved, damage):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--lr 0.5", "step-2 is of another training: lr 0.5 (not 0.001)"),
-        ("--steps 7", "another training: steps 7 (not 6)"),
+        ("--steps 7", "step-2 is of another training: steps 7 (not 6)"),
         ("--steps 2", "is of step 2, and --steps 2 leaves none to take"),
         ("--batch-size 3", "sequences in a step 3 (not 1)"),
         ("--seed 1 --pack", "seed 1 (not 0); pack True (not None)"),
@@ -458,14 +448,9 @@ def model_folder(tmp_path) -> Path:
 
 OTHERWISE = {  # as many weights of the same shapes compute other numbers
     "eps": ({"rms_norm_eps": 0.1}, "rms_norm_eps 0.1 (not 1e-05)"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act gelu (not silu)"),
     "heads": (
         {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
         "num_attention_heads 2 (not 4); num_key_value_heads 1 (not 2); head_dim 16 (not 8)",
-    ),
-    "theta": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        "rope_parameters.rope_theta 500.0 (not 10000.0)",
     ),
     "scaling": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},

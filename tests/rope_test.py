@@ -73,12 +73,6 @@ def test_reference_is_hugging_faces_formula(dtype):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("B, T", [(1, 1), (1, 5), (5, 1), (3, 7)])
-def test_samples_share_their_angles(B, T):
-    assert_all_passed(check_against_float64(*make_inputs((B, T, 2, 1, 8), shared=True)))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("which", [(2,), (3,), (2, 3)], ids=["cos", "sin", "both"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 2, 16), (3, 3, 2, 1, 8), (1, 5, 2, 1, 8)])
 def test_angles_without_a_batch_are_every_samples(shape, which):
@@ -274,15 +268,6 @@ def test_operator_promises_torch_compile_what_it_returns(layout, backward):
 
 
 # ---- What only a GPU can show --------------------------------------------------------------------
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(4, 2048, 32, 8, 128), (1, 512, 32, 8, 128), (2, 100, 9, 3, 64), (1, 300, 32, 32, 80)]
-)
-def test_shapes_of_real_models(shape, dtype):
-    assert_all_passed(check_against_float64(*make_inputs(shape, dtype, shared=True)))
 
 
 @needs_gpu

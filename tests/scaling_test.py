@@ -11,11 +11,10 @@ import torch
 from harness.cli import processes
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
-from harness.model import architecture
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.studies import scaling, scaling_steps
-from tests.small_workloads import MADE_UP, smaller_config
+from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
 from tools import page_records, page_step_tables
@@ -154,11 +153,6 @@ def test_a_picture_of_what_nobody_measured_is_refused(run_script, tmp_path):
     assert outcome.code == 2 and "no record says what is exposed" in outcome.err
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-
-
 def measured_as(monkeypatch, outcomes) -> list:
     """`measure` of made-up outcomes; the models that it was called with, weakly."""
     seen = []
@@ -176,7 +170,7 @@ def tiny() -> Workload:
     return Workload(model="tiny", dtype="fp32", seq_len=8, lr=1e-5, data="synthetic")
 
 
-def test_a_record_is_kept_after_each_row(monkeypatch, small, tmp_path):
+def test_a_record_is_kept_after_each_row(monkeypatch, small_model, tmp_path):
     path = tmp_path / "record.json"
 
     def stop_at_the_second(number):
@@ -191,7 +185,7 @@ def test_a_record_is_kept_after_each_row(monkeypatch, small, tmp_path):
 
 
 def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
-    monkeypatch, small, tmp_path, capsys
+    monkeypatch, small_model, tmp_path, capsys
 ):
     path, alive = tmp_path / "record.json", []
     seen = measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
@@ -243,7 +237,7 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
     assert outcome.code == 0 and f"2 processes, {way}" in outcome.out
 
 
-def test_the_slowest_process_counts(monkeypatch, small):
+def test_the_slowest_process_counts(monkeypatch, small_model):
     """Two processes by name; the other one's numbers are made up."""
     model, called, optimizer = kernel_training.prepare(tiny())
     monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
@@ -251,7 +245,7 @@ def test_the_slowest_process_counts(monkeypatch, small):
     assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
 
 
-def test_processes_take_different_sequences_of_one_model(monkeypatch, small):
+def test_processes_take_different_sequences_of_one_model(monkeypatch, small_model):
     drawn, weights = [], []
 
     def measure(called, *rest):

@@ -3,11 +3,11 @@
 A package carries it, so that this needs no access to Hugging Face: packaged_model.py.
 """
 
+import copy
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-import torch
 
 import finetune_baseline
 import finetune_optimized
@@ -20,7 +20,9 @@ from harness.model import config_file, loading
 from next_steps.layers import fp8_layer
 from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
+from tests.lora_test import without_zeros
 from tests.small_workloads import in_float64, loss_and_gradients
+from tests.two_processes import made_once
 
 pytestmark = pytest.mark.skipif(
     not packaged_model.is_installed(),
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory) -> Path:
     """SmolLM2-135M as an ordinary model directory in fp32."""
-    return packaged_model.unpack(tmp_path_factory.mktemp("smollm"))
+    return made_once(packaged_model.unpack, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -68,18 +70,28 @@ def test_text_is_tokenized_into_words(own_cache, smollm, english):
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
 
 
+LORA = ["--lora-rank", "16", "--lr", "1e-3"]
+
+
 @pytest.mark.exhaustive
-def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(smollm, english):
-    """Against float64: on these weights some unpatched fp32 gradients are 1e-4 off themselves."""
-    workload = workload_of(flags(smollm, english, 16, "--steps", "1"))
-    model = loading.load_model(workload)
+@pytest.mark.parametrize(
+    ("more", "n_gradients"), [([], 30 * 9 + 2), (LORA, 30 * 7 * 2)], ids=["full", "LoRA"]
+)
+def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(
+    smollm, english, more, n_gradients
+):
+    """Against float64: on these weights some unpatched fp32 gradients are 1e-4 off themselves.
+
+    Each of 30 layers has 9 weights; beside them are the final norm and the embedding.  LoRA has two
+    for each of 7 projections.
+    """
+    workload = workload_of(flags(smollm, english, 16, "--steps", "1", *more))
+    model = without_zeros(patched_model.load(workload))
     batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
+    ref64 = loss_and_gradients(in_float64(copy.deepcopy(model)), batch)
     eager = loss_and_gradients(model, batch)
-    apply_kernels.apply_kernels(model)
-    found = loss_and_gradients(model, batch)
-    ref64 = loss_and_gradients(in_float64(loading.load_model(workload)), batch)
-    # the loss; 30 layers of 9 weights, the final norm, the embedding
-    assert len(found) == 1 + 30 * 9 + 2
+    found = loss_and_gradients(apply_kernels.apply_kernels(model), batch)
+    assert len(found) == 1 + n_gradients
     assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
@@ -140,35 +152,6 @@ def test_fine_tuning_with_kernels_follows_the_baseline(both):
 
 
 # ---------------------------------------------------------------- LoRA
-
-LORA = ["--lora-rank", "16", "--lr", "1e-3"]
-
-
-@pytest.mark.exhaustive
-def test_kernels_give_the_gradient_of_every_adapter_of_the_real_model(smollm, english):
-    workload = workload_of(flags(smollm, english, 16, "--steps", "1", *LORA))
-    model = patched_model.load(workload)
-    torch.manual_seed(1)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:  # at 0 the gradients of A are 0 too
-            torch.nn.init.normal_(p, std=0.01)
-    state = model.state_dict()
-    batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
-
-    def of_trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        model.zero_grad(set_to_none=True)
-        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
-        loss.backward()
-        trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        return {"loss": loss.detach(), **trained}
-
-    eager = of_trained(model)
-    found = of_trained(apply_kernels.apply_kernels(model))
-    exact = patched_model.load(workload)
-    exact.load_state_dict(state)
-    ref64 = of_trained(in_float64(exact))
-    assert len(found) == 1 + 30 * 7 * 2  # the loss; 30 layers of 7 projections
-    assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 import benchmark_kernels as bench
-import cross_entropy_kernel
 import rmsnorm_kernel
 from harness.benchmark.checking import HAS_GPU
 from harness.cli import command_line, tables
@@ -343,8 +341,3 @@ def test_nothing_is_advised_from_times_of_the_interpreter(finished):
     for sentence in (tables.NOT_MEANINGFUL, "nothing follows from them for the file."):
         assert stdout.count(sentence) == 7
     assert "The file carries" not in stdout
-
-
-def test_kernels_of_the_files_know_nothing_of_the_sweep():
-    for module in (rmsnorm_kernel, cross_entropy_kernel):
-        assert "sweep" not in Path(module.__file__).read_text()

@@ -330,22 +330,6 @@ def test_operators_promise_torch_compile_what_they_return(shape, need_y):
 
 
 @needs_gpu
-def test_offsets_beyond_int32_of_halves(monkeypatch, gpu_memory):
-    tiles.shipped_tiles(monkeypatch)
-    n_cols, tail = 14_336, 3
-    n_rows = 2**31 // n_cols + 8
-    gpu_memory(30)
-    last = make_inputs((tail, n_cols), torch.bfloat16)
-    dy = torch.zeros(n_rows, n_cols, device=DEVICE, dtype=torch.bfloat16)
-    gate, up = dy.new_zeros(n_rows, 2 * n_cols).chunk(2, -1)
-    for whole, end in zip((gate, up, dy), last):
-        whole[-tail:] = end
-    found = swiglu_forward(gate, up), *swiglu_backward(dy, gate, up)[:2]
-    for ours, expected in zip(found, run(act, *last)):
-        assert torch.equal(ours[-tail:], expected) and not ours[:-tail].any()
-
-
-@needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("odd", range(4), ids=["none", "gate", "up", "dy"])
 def test_inplace_at_any_address(dtype, odd, monkeypatch):

@@ -30,10 +30,6 @@ def reverse_kl_tiles(monkeypatch, rows: int = 2, threads: int = 8) -> None:
     monkeypatch.setattr(reverse_kl_kernel, "_options", lambda student, warps: tile)
 
 
-def swiglu_blocks(monkeypatch, size: int = 128) -> None:
-    monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", size)
-
-
 def nf4_tiles(monkeypatch, blocks: int = 4) -> None:
     monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", blocks)
 
@@ -47,7 +43,7 @@ def small_tiles(monkeypatch) -> None:
     """Of every kernel.  A GPU takes the shipped ones too where a test asks for them."""
     cross_entropy_tiles(monkeypatch)
     reverse_kl_tiles(monkeypatch)
-    swiglu_blocks(monkeypatch)
+    monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", 128)
     nf4_tiles(monkeypatch)
     fp8_tiles(monkeypatch)
 

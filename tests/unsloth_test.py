@@ -23,21 +23,15 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import DEVICE
 from harness.cli.device import HAS_GPU
-from harness.cli.workload import Workload
 from harness.model import architecture, loading
 from next_steps.finetuning import opponents
 from next_steps.patches import patched_model
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
-from tests.small_workloads import SMALL, smaller_config, tiny_workload
+from tests.small_workloads import SMALL, small_workload, smaller_config
 
-EIGHT = ["--seq-len", "8"]
 UNSLOTH = ["--opponent", "unsloth"]
 HERE = Path(__file__).parents[1]
-
-
-def small_workload(*flags: str) -> Workload:
-    return tiny_workload(*EIGHT, *flags)
 
 
 class FastLanguageModel:
@@ -61,8 +55,7 @@ class FastLanguageModel:
 
 
 @pytest.fixture
-def stand_in(monkeypatch, own_cache):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+def stand_in(monkeypatch, own_cache, small_model):
     monkeypatch.setattr(opponents, "HAS_GPU", True)
     monkeypatch.setattr(FastLanguageModel, "calls", [])
     module = SimpleNamespace(FastLanguageModel=FastLanguageModel)

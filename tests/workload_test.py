@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from harness.cli import workload
 from harness.cli.flags import finetune_parser
 from harness.cli.workload import PRETRAINED, RANDOM, Workload
 from next_steps import finetune_options
+from tools.page_records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
 WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt", "batch_size": 2}
 WHAT |= {"seq_len": 24, "seed": 3, "steps": 7, "lr": 0.25, "teacher": "other/model"}
 WHAT |= {"student_layers": 2, "temperature": 2.5}

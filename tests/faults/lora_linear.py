@@ -5,7 +5,7 @@ TESTS = "tests.lora_linear_test"  # where a test is looked for whose file is not
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_pefts_modules_have_the_gradients_of_float64": [
+    "test_any_number_of_projections": [
         ("scale dropped in the forward", "addmm_(h_one, b_one.t(), alpha=scale)", "addmm_(h_one, b_one.t())"),
         ("adapter dropped in the forward", "            as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)\n", "            pass\n"),
         ("scale dropped in dh", "addmm_(dout, b_one, beta=0, alpha=scale)", "addmm_(dout, b_one, beta=0)"),
@@ -16,8 +16,6 @@ FAULTS = {
         ("dx of the first projection alone", "dx.addmm_(dout, weight)", "dx"),
         ("dx without the adapters", "return dx if dh is None else dx.addmm_(dh, stacked)", "return dx"),
         ("da of the first for all", "da[i] if used and need_a[i] else None", "da[0] if used and need_a[i] else None"),
-    ],
-    "test_any_number_of_projections": [
         ("the first columns of h for all", "h.split(ranks(b), dim=1)", "[h[:, :rank] for rank in ranks(b)]"),
     ],
     "test_gradients_of_unused_results_are_none": [
