@@ -160,14 +160,6 @@ def test_the_profilers_own_overhead_launches_nothing(t):
     assert profile["categories"]["optimizer"]["bytes"] == cost.n_bytes  # once
 
 
-def test_a_backward_operation_belongs_where_its_forward_operation_did(t):
-    with t.range("forward"), t.range("normalization"):
-        t.call("aten::pow", "pow", 1.0, seq=7)
-    with t.range("backward"), t.backward("PowBackward0", seq=7):
-        t.call("aten::mul", "mul", 2.0)
-    assert found(t.attribute()) == {"normalization": 3.0}
-
-
 def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
     """Forward and backward; and an addition of gradients, which meet at the input, is nobody's."""
     with t.range("forward"), t.range("mlp"), t.range(WITH_ADAPTER):
@@ -207,7 +199,10 @@ def test_a_number_of_another_thread_is_another_operation(t):
 
 
 def test_of_operations_with_one_number_the_last_created_the_node(t):
-    """An operation without a gradient has the number of the next node: `arange` that of `pow`."""
+    """The backward belongs where that forward operation did.
+
+    An operation without a gradient has the number of the next node: `arange` that of `pow`.
+    """
     with t.range("rotary"):
         t.call("aten::arange", "arange", 1.0, seq=7)
     with t.range("normalization"):

@@ -143,7 +143,7 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", [*ALL, "profile_baseline"])
+@pytest.mark.parametrize("script", [EVERY_DAY, "profile_baseline", "profile_baseline --estimate"])
 @pytest.mark.parametrize(
     "values",
     [

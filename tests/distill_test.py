@@ -348,10 +348,6 @@ REFUSED = {
         [*TEACHER, "--student-layers", "2"],
         "--student-layers 2 is not fewer than the 2 of tiny",
     ),
-    "3 layers": (
-        [*TEACHER, "--student-layers", "3"],
-        "--student-layers 3 is not fewer than the 2 of tiny",
-    ),
     # an empty name is not taken for no name
     "empty teacher": (
         ["--teacher", ""],
