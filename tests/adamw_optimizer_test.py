@@ -413,11 +413,7 @@ UNFIT = [  # what makes a state unfit: of which parameter (None: the second grou
     (None, {"lr": torch.tensor(-0.5)}, r"lr is -0\.5, expected a number"),
     (None, {"betas": (0.9, 1.0)}, r"betas is \(0\.9, 1\.0\)"),
     (None, {"amsgrad": True}, "amsgrad is True, which TritonAdamW"),
-    (
-        None,
-        {"lr": 0.75},
-        r"one tensor is to be filled with 0\.5 and with 0\.75, expected",
-    ),
+    (None, {"lr": 0.75}, r"one tensor is to be filled with 0\.5 and with 0\.75, expected"),
     (None, {"params": [2]}, r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]"),
     (None, {}, r"the state is of groups of \[2\] parameters, expected \[2, 2\]"),
 ]

@@ -642,9 +642,7 @@ def test_offsets_beyond_int32(gpu_memory):
 
 
 @needs_gpu
-def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(
-    compiled_kernels,
-):
+def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
     adamw_kernel._adamw_kernel.device_caches.clear()
     for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
         for index in range(2):

@@ -340,10 +340,7 @@ def test_a_directory_that_is_not_there_is_called_that(run_script, monkeypatch, n
 
 @pytest.mark.parametrize(
     "error",
-    [
-        hub_errors.LocalEntryNotFoundError("not cached"),
-        hub_error("RepositoryNotFoundError", 404),
-    ],
+    [hub_errors.LocalEntryNotFoundError("not cached"), hub_error("RepositoryNotFoundError", 404)],
     ids=["not cached", "not found"],
 )
 def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch, tmp_path, error):

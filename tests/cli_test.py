@@ -26,13 +26,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import (
-    DEFAULT_MODEL,
-    OF_FINETUNING,
-    OF_KERNELS,
-    OF_OPTIMIZED,
-    OF_TRAINING,
-)
+from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
@@ -44,6 +38,7 @@ HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
 LESSONS = "rmsnorm_test", "cross_entropy_test"  # tests that are a step of the playbook
 GOOD_LINE = '{"prompt": "question", "completion": "answer"}'
+FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'  # fills a sequence
 
 
 @pytest.fixture
@@ -301,6 +296,8 @@ def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypa
         ("a.jsonl", b"", ["a.jsonl is empty"]),
         ("a.jsonl", b"\x80", ["a.jsonl is not UTF-8 text"]),
         ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example", "at least 2"]),
+        ("a.jsonl", f"\n{FULL_LINE}".encode(), ["line 2", "no completion token is left", "16"]),
+        ("a.jsonl", f"{FULL_LINE}\n{GOOD_LINE}".encode(), ["1 example within", "(1 skipped)"]),
     ],
 )
 def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
@@ -331,9 +328,6 @@ def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
     assert_refused(outcome, f"{path}, line 4: ", 'strings "prompt" and "completion"')
 
 
-FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'
-
-
 def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD_LINE, FULL_LINE, GOOD_LINE, FULL_LINE, GOOD_LINE]))
@@ -342,23 +336,6 @@ def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
     assert "2 examples to train on, 1 held out" in line
     assert ", 2 skipped: no completion token within --seq-len 16," in line
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["", FULL_LINE, FULL_LINE], ["line 2", "no completion token is left", "--seq-len 16"]),
-        (
-            [FULL_LINE, GOOD_LINE, FULL_LINE],
-            ["holds 1 example within --seq-len 16 (2 skipped)", "at least 2"],
-        ),
-    ],
-    ids=["none is left", "one is left"],
-)
-def test_too_few_prompts_within_the_sequence_are_refused(cli, tmp_path, lines, words):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(lines))
-    assert_refused(cli(*TINY, "--data", str(path)), *words)
 
 
 # ---------------------------------------------------------------- failures while running

@@ -147,7 +147,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- whole or not at all
 
 
-@pytest.mark.parametrize("what", ["record", "picture", "trace"])
+@pytest.mark.parametrize("what", ["picture", "trace"])
 def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
     """The old trace is not read in place of the new one."""
     path = str(small_disk / "written.png")
@@ -157,7 +157,6 @@ def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
     profiler, trace = profiled
     trace["more"] = "x" * 70_000
     write = {
-        "record": lambda: run_records.write_record(path, {"losses": [0.123456789] * 10_000}),
         "picture": lambda: tables.save_plot(figure, path),
         "trace": lambda: write_trace(profiler, path),
     }
