@@ -12,12 +12,10 @@ import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from harness.profiling import kernel_facts
 from harness.profiling.attribution import (
     WITH_ADAPTER,
     WITHOUT_ADAPTER,
     attribute,
-    category_by_name,
     communication_times,
     counted_once,
     host_waits,
@@ -252,12 +250,6 @@ LESSONS |= {"cross_entropy_inplace_kernel": "loss", "next_steps.lessons.lora_swi
 OUR_KERNELS = {  # a new kernel cannot be forgotten: the names are those in the lessons' sources
     name: category for lesson, category in LESSONS.items() for name in launched_kernels(lesson)
 }
-
-
-def test_only_kernels_of_ours_have_a_category_by_their_name():
-    assert {name: category_by_name(name) for name in OUR_KERNELS} == OUR_KERNELS
-    assert set(OUR_KERNELS.values()) < set(kernel_facts.CATEGORIES)
-    assert category_by_name("vectorized_elementwise_kernel") is None
 
 
 GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."

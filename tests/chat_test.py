@@ -63,7 +63,11 @@ def test_the_last_answer_is_trained_on_or_every_one_that_the_template_marks():
         (None, {}, ['"messages"', "chat template", "instruct"]),
         (TURNS, {"messages": "hello"}, ["no list"]),
         (TURNS, {"messages": ["hello"]}, ["message 1", "no JSON object", "user"]),
-        (TURNS, {"messages": [{"role": "human", "content": "a"}]}, ["message 1", "'human'"]),
+        (
+            TURNS,
+            {"messages": [{"role": "human", "content": "a"}]},
+            ["message 1", "'human'", "assistant"],
+        ),
         (TURNS, {"messages": [{"role": "user"}]}, ["message 1", '"content"']),
         (TURNS, {"messages": TALK[:1]}, ["no answer"]),
         (TURNS, {"messages": TALK[1:2]}, ["no answer"]),
@@ -75,7 +79,11 @@ def test_the_last_answer_is_trained_on_or_every_one_that_the_template_marks():
         (TURNS, {"tools": ["hello"]}, ['"tools"', "list"]),
         (TURNS, {"tools": "{"}, ['"tools"', "list"]),
         (TURNS, {"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
-        (TURNS, {"chat_template_kwargs": {"tokenize": True}}, ["refuses it", "tokenize"]),
+        (
+            TURNS,
+            {"chat_template_kwargs": {"tokenize": True}},
+            ["the chat template refuses it", "tokenize"],
+        ),
     ],
 )
 def test_a_line_that_no_template_can_render_is_one_sentence(template, line, words):

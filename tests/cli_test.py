@@ -296,8 +296,16 @@ def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypa
         ("a.jsonl", b"", ["a.jsonl is empty"]),
         ("a.jsonl", b"\x80", ["a.jsonl is not UTF-8 text"]),
         ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example", "at least 2"]),
-        ("a.jsonl", f"\n{FULL_LINE}".encode(), ["line 2", "no completion token is left", "16"]),
-        ("a.jsonl", f"{FULL_LINE}\n{GOOD_LINE}".encode(), ["1 example within", "(1 skipped)"]),
+        (
+            "a.jsonl",
+            f"\n{FULL_LINE}".encode(),
+            ["line 2", "no completion token is left", "--seq-len 16"],
+        ),
+        (
+            "a.jsonl",
+            f"{FULL_LINE}\n{GOOD_LINE}".encode(),
+            ["holds 1 example within --seq-len 16 (1 skipped)", "at least 2"],
+        ),
     ],
 )
 def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
