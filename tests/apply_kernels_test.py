@@ -699,11 +699,11 @@ def add_adapters(model, targets="all", trained=False, **options):
     return model
 
 
-def with_adapters(names, first, targets="all", **options):
+def with_adapters(names, first, targets="all", dtype=torch.float32, **options):
     """A model with adapters and the kernels named, of which one is there first."""
     if first == "adapters":
-        return apply_kernels(add_adapters(make_model(), targets, **options), names)
-    return add_adapters(make_model(names), targets, **options)
+        return apply_kernels(add_adapters(make_model(dtype=dtype), targets, **options), names)
+    return add_adapters(make_model(names, dtype), targets, **options)
 
 
 FIRST = pytest.mark.parametrize("first", ["adapters", "kernels"])
@@ -721,6 +721,19 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
     # a norm runs again where something in the layer needs its result: a weight, or an A of its own
     needed = 2 if trained or targets in ("all", "some") else 1
     assert launches["rmsnorm_fwd"] == N_NORMS + needed * LAYERS, "a layer is not fused"
+
+
+@pytest.mark.exhaustive
+@FIRST
+def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
+    bf16 = torch.bfloat16
+    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double())
+    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)))
+    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16))
+    trained = [name for name, value in ref64.items() if value is not None]
+    assert len(trained) == 1 + 2 * 7 * LAYERS
+    of_trained = ({name: values[name] for name in trained} for values in (ref64, found, eager))
+    assert_all_passed(checks_against(*of_trained))
 
 
 @pytest.mark.exhaustive
