@@ -193,46 +193,30 @@ def test_maximize_goes_up_the_gradient():
     assert_close(ours, theirs)
 
 
+def exponential(optimizer):
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 def sequential(optimizer):
     first, second = lr_scheduler.ConstantLR(optimizer, 0.1, 2), exponential(optimizer)
     return lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[2])
 
 
-def chained(optimizer):
-    first = lr_scheduler.ConstantLR(optimizer)
-    return lr_scheduler.ChainedScheduler([first, exponential(optimizer)])
-
-
-def exponential(optimizer):
-    return lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
-SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+SCHEDULERS = {  # the others write lr by the step() that ExponentialLR has
     "ExponentialLR": exponential,
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
-    "CyclicLR of momentum": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6, cycle_momentum=False),
-    "OneCycleLR of momentum": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2),  # and of beta1
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 6),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=3),
     "SequentialLR": sequential,
-    "ChainedScheduler": chained,
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_pytorch_gives_its_steps(name, kind):
+def test_schedulers_of_pytorch_give_their_steps(name, kind):
     """Ours has numbers, or tensors where the parameters are; PyTorch's has numbers."""
     lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=DEVICE)
     options = {"lr": 0.1} if kind == "floats" else {"lr": lr}
@@ -251,9 +235,10 @@ def test_every_scheduler_of_pytorch_gives_its_steps(name, kind):
     assert kind == "floats" or group["lr"] is lr, "a CUDA graph reads this tensor"
 
 
-def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_closure_is_evaluated_with_gradients_and_its_loss_returned(in_backward):
     p = torch.nn.Parameter(randn(5))
-    optimizer = TritonAdamW([p])
+    optimizer = TritonAdamW([p], step_in_backward=in_backward)
 
     def closure():
         optimizer.zero_grad()
@@ -263,8 +248,8 @@ def test_closure_is_evaluated_with_gradients_and_its_loss_returned():
 
     before = p.detach().clone()
     assert optimizer.step(closure).item() == before.square().sum().item()
-    assert not torch.equal(p, before)
-    assert optimizer.step() is None
+    assert not torch.equal(p, before) and optimizer.state[p]["step"] == 1
+    assert in_backward or optimizer.step() is None
 
 
 def test_autograd_notices_that_a_weight_was_changed():
@@ -428,11 +413,7 @@ UNFIT = [  # what makes a state unfit: of which parameter (None: the second grou
     (None, {"lr": torch.tensor(-0.5)}, r"lr is -0\.5, expected a number"),
     (None, {"betas": (0.9, 1.0)}, r"betas is \(0\.9, 1\.0\)"),
     (None, {"amsgrad": True}, "amsgrad is True, which TritonAdamW"),
-    (
-        None,
-        {"lr": 0.75},
-        r"one tensor is to be filled with 0\.5 and with 0\.75, expected",
-    ),
+    (None, {"lr": 0.75}, r"one tensor is to be filled with 0\.5 and with 0\.75, expected"),
     (None, {"params": [2]}, r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]"),
     (None, {}, r"the state is of groups of \[2\] parameters, expected \[2, 2\]"),
 ]
@@ -697,17 +678,19 @@ def test_step_without_a_backward_is_refused(stepping):
         optimizer.step()
 
 
-def test_gradients_of_before_are_refused():
+def test_gradients_of_before_are_refused_and_what_is_frozen_stays():
     model = Model()
     model.loss().backward()
     with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True"):
         TritonAdamW(model.parameters(), step_in_backward=True)
     model.zero_grad()
     model.bias.requires_grad_(False)
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
+    optimizer, before = TritonAdamW(model.parameters(), step_in_backward=True), weights_of(model)
+    backward_and_step(model, optimizer)
+    assert torch.equal(model.bias, before[2]) and model.bias not in optimizer.state
     model.bias.requires_grad_(True)  # too late for a hook, so that step() takes it
     backward_and_step(model, optimizer)
-    assert steps_of(optimizer) == [1, 1, 1] and model.bias in optimizer.state
+    assert steps_of(optimizer) == [2, 2, 1] and model.bias in optimizer.state
 
 
 def test_a_gradient_beside_the_one_that_the_backward_has_stepped_is_refused(stepping):
@@ -727,15 +710,6 @@ def test_two_losses_of_different_parameters_make_one_step():
     b.square().sum().backward()
     optimizer.step()
     assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
-
-
-def test_frozen_parameters_stay_as_they_are_in_the_backward_too():
-    model = Model()
-    model.hidden.requires_grad_(False)
-    before = model.hidden.detach().clone()
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
-    backward_and_step(model, optimizer)
-    assert torch.equal(model.hidden, before) and model.hidden not in optimizer.state
 
 
 def test_loaded_settings_reach_the_hooks(stepping):
@@ -790,14 +764,16 @@ def test_a_refused_constructor_leaves_no_hooks():
     assert raised.tb is not None and hooks_of([a, b]) == []
 
 
-@pytest.mark.parametrize("refused", [{"lr": -1.0}, {"betas": (0.5,)}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("refused", [{"lr": -1.0}, {"fused": True}, {}], ids=str)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
     first, second, third = make_params((4,), (5,), (6,))
     optimizer = TritonAdamW([first], step_in_backward=in_backward)
-    if not refused:
+    if in_backward and not refused:
+        third.grad = torch.ones_like(third)
+    elif not refused:
         third = torch.nn.Parameter(third.double())
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError), match=r"lr is -1\.0|fused is True|a parameter"):
         optimizer.add_param_group({"params": [second, third], **refused})
     assert params_of(optimizer) == [first] and len(optimizer.param_groups) == 1
     assert len(hooks_of([first])) == in_backward and hooks_of([second, third]) == []
@@ -805,21 +781,6 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
     (first.sum() + second.sum()).backward()
     optimizer.step()
     assert steps_of(optimizer) == [1, 1] and third not in optimizer.state
-
-
-def test_a_group_with_gradients_is_refused_before_any_hook():
-    first, second, third = make_params((4,), (5,), (6,))
-    optimizer = TritonAdamW([first], step_in_backward=True)
-    third.grad = torch.ones_like(third)
-    with pytest.raises(ValueError, match="a parameter has a gradient"):
-        optimizer.add_param_group({"params": [second, third]})
-    assert params_of(optimizer) == [first] and hooks_of([second, third]) == []
-
-
-def test_closure_works_with_steps_in_the_backward(stepping):
-    model, optimizer = stepping
-    optimizer.step(lambda: model.loss().backward())
-    assert steps_of(optimizer) == [1, 1, 1]
 
 
 def test_close_removes_the_hooks_and_step_uses_gradients_again(stepping):
@@ -941,32 +902,27 @@ def test_dtensors_of_one_process_take_the_steps_of_what_they_hold(mesh, placemen
             assert runs[1].state[q][key].placements == (placement,)
 
 
-UNFIT_PLACEMENTS = {  # name: (placements of a parameter, what the sentence says)
-    "sum to be made": (Partial(), r"the placements \(Partial\(.*, expected no Partial"),
-    "columns": (Shard(1), r"the placements \(Shard\(dim=1\),\) .* for stochastic_rounding"),
+UNFIT_DTENSORS = {  # name: (dtype and placements of a parameter, what the sentence says of it)
+    "sum to be made": (BF16, Partial(), r"has the placements \(Partial\(.*, expected no Partial"),
+    "columns": (BF16, Shard(1), r"has the placements \(Shard\(dim=1\),\) .* stochastic_rounding"),
+    "doubles": (torch.float64, Shard(0), r"is torch\.float64"),
 }
 
 
-@pytest.mark.parametrize("placement, sentence", UNFIT_PLACEMENTS.values(), ids=UNFIT_PLACEMENTS)
+@pytest.mark.parametrize("dtype, placement, sentence", UNFIT_DTENSORS.values(), ids=UNFIT_DTENSORS)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group(
-    mesh, placement, sentence, in_backward
+    mesh, dtype, placement, sentence, in_backward
 ):
-    local = torch.ones(4, 6, dtype=BF16)
-    wrapped = torch.nn.Parameter(as_dtensor(local, mesh, placement))
+    wrapped = torch.nn.Parameter(as_dtensor(torch.ones(4, 6, dtype=dtype), mesh, placement))
     options = {"step_in_backward": in_backward, "stochastic_rounding": True}
-    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
+    refused = {"match": f"a parameter {sentence}"}
+    with pytest.raises((ValueError, TypeError), **refused):
         TritonAdamW([wrapped], **options)
     optimizer = TritonAdamW(make_params((3,)), **options)
-    with pytest.raises(ValueError, match=f"a parameter has {sentence}"):
+    with pytest.raises((ValueError, TypeError), **refused):
         optimizer.add_param_group({"params": [wrapped]})
     assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
-
-
-def test_dtensors_of_doubles_are_refused(mesh):
-    wrapped = as_dtensor(torch.ones(4, 6, dtype=torch.float64), mesh, Shard(0))
-    with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
-        TritonAdamW([torch.nn.Parameter(wrapped)])
 
 
 def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(

@@ -128,11 +128,7 @@ KINDS = {  # dtype, options, micro-batches
         {"stochastic_rounding": True, "step_in_backward": True},
         1,
     ),
-    "fp32 moments, accumulated": (
-        BF16,
-        {"stochastic_rounding": True, "moments_dtype": FP32},
-        2,
-    ),
+    "fp32 moments, accumulated": (BF16, {"stochastic_rounding": True, "moments_dtype": FP32}, 2),
     "accumulated, in the backward": (FP32, {"step_in_backward": True}, 3),
 }
 

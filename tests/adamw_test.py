@@ -188,15 +188,6 @@ def test_step_continues_from_the_count_it_is_given(done):
     assert counter == done, "the launcher must leave the count to its caller"
 
 
-@pytest.mark.parametrize("eps", [1e-8, 1e-5, 1e-3])
-def test_eps_is_used_where_it_shows(eps):
-    start = randn(100)
-    grads = [1e-5 * g for g in gradients(start, 3)]
-    assert_all_passed(
-        check_against_float64("small gradients", start, grads, FP32, eps=eps, weight_decay=0.0)
-    )
-
-
 def test_zero_gradient_only_decays_the_weights():
     start, zero = randn(100), torch.zeros(100, device=DEVICE)
     change, m, v = kernel_steps(start, [zero], lr=0.5, weight_decay=0.5)
@@ -503,14 +494,8 @@ def negated(p):
     return p.grad
 
 
-def laid_out(layout):
-    shape, view = LAYOUTS[layout]
-    return view(randn(*shape)).clone(), gradients(view(randn(*shape)), 1)[0].contiguous()
-
-
 GRADIENTS = {  # a parameter, and a gradient with other strides or a bit
-    **{name: lambda name=name: laid_out(name) for name in ("transposed", "permuted 3-D")},
-    "channels last": lambda: laid_out("channels last"),
+    "transposed": lambda: (randn(5, 6).t(), randn(6, 5, seed=1)),
     "one number repeated": lambda: (randn(6, 5), torch.ones(1, 1, device=DEVICE).expand(6, 5)),
     "negated": lambda: (randn(), negated(randn())),
 }
@@ -657,9 +642,7 @@ def test_offsets_beyond_int32(gpu_memory):
 
 
 @needs_gpu
-def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(
-    compiled_kernels,
-):
+def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
     adamw_kernel._adamw_kernel.device_caches.clear()
     for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
         for index in range(2):

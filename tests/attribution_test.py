@@ -12,12 +12,10 @@ import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from harness.profiling import kernel_facts
 from harness.profiling.attribution import (
     WITH_ADAPTER,
     WITHOUT_ADAPTER,
     attribute,
-    category_by_name,
     communication_times,
     counted_once,
     host_waits,
@@ -160,14 +158,6 @@ def test_the_profilers_own_overhead_launches_nothing(t):
     assert profile["categories"]["optimizer"]["bytes"] == cost.n_bytes  # once
 
 
-def test_a_backward_operation_belongs_where_its_forward_operation_did(t):
-    with t.range("forward"), t.range("normalization"):
-        t.call("aten::pow", "pow", 1.0, seq=7)
-    with t.range("backward"), t.backward("PowBackward0", seq=7):
-        t.call("aten::mul", "mul", 2.0)
-    assert found(t.attribute()) == {"normalization": 3.0}
-
-
 def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
     """Forward and backward; and an addition of gradients, which meet at the input, is nobody's."""
     with t.range("forward"), t.range("mlp"), t.range(WITH_ADAPTER):
@@ -207,7 +197,10 @@ def test_a_number_of_another_thread_is_another_operation(t):
 
 
 def test_of_operations_with_one_number_the_last_created_the_node(t):
-    """An operation without a gradient has the number of the next node: `arange` that of `pow`."""
+    """The backward belongs where that forward operation did.
+
+    An operation without a gradient has the number of the next node: `arange` that of `pow`.
+    """
     with t.range("rotary"):
         t.call("aten::arange", "arange", 1.0, seq=7)
     with t.range("normalization"):
@@ -257,12 +250,6 @@ LESSONS |= {"cross_entropy_inplace_kernel": "loss", "next_steps.lessons.lora_swi
 OUR_KERNELS = {  # a new kernel cannot be forgotten: the names are those in the lessons' sources
     name: category for lesson, category in LESSONS.items() for name in launched_kernels(lesson)
 }
-
-
-def test_only_kernels_of_ours_have_a_category_by_their_name():
-    assert {name: category_by_name(name) for name in OUR_KERNELS} == OUR_KERNELS
-    assert set(OUR_KERNELS.values()) < set(kernel_facts.CATEGORIES)
-    assert category_by_name("vectorized_elementwise_kernel") is None
 
 
 GATHER, REDUCE = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_bf16_..."

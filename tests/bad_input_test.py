@@ -110,40 +110,33 @@ def test_a_damaged_config_is_one_sentence_with_file_and_field(run, checkpoint, s
         assert "step 1" not in outcome.out
 
 
+GELU, LONG = {"hidden_act": "gelu"}, {"hidden_size": 32_772, "head_dim": 16}
+OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
+    "swiglu": (GELU, ["hidden_act = 'gelu'", "expected 'silu'", "without swiglu"]),
+    "fused_layer": (GELU, ["hidden_act = 'gelu'", "expected 'silu'"]),
+    "rmsnorm": (LONG, ["hidden_size = 32772", "from 1 to 32,768"]),
+    "rope": ({"head_dim": 4098}, ["head_dim = 4098", "from 2 to 4,096"]),
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "finetune_baseline"])
-@pytest.mark.parametrize(
-    ("values", "kernels", "words"),
-    [
-        (
-            {"hidden_act": "gelu"},
-            "swiglu",
-            ["hidden_act = 'gelu'", "expected 'silu'", "without swiglu"],
-        ),
-        ({"hidden_act": "gelu"}, "fused_layer", ["hidden_act = 'gelu'", "expected 'silu'"]),
-        (
-            {"hidden_size": 32_772, "head_dim": 16},
-            "rmsnorm",
-            ["hidden_size = 32772", "from 1 to 32,768"],
-        ),
-        ({"head_dim": 4098}, "rope", ["head_dim = 4098", "from 2 to 4,096"]),
-    ],
-    ids=["gelu, swiglu", "gelu, fused_layer", "long rows", "long heads"],
-)
+@pytest.mark.parametrize("kernel", OF_KERNELS)
 def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
-    run, checkpoint, monkeypatch, script, values, kernels, words
+    run, checkpoint, monkeypatch, script, kernel
 ):
+    values, words = OF_KERNELS[kernel]
     monkeypatch.setattr(
         AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded")
     )
     change_config(checkpoint, intermediate_size=8, **values)
     # the ladder runs them all
-    flags = [] if script.endswith("--ladder") else ["--kernels", kernels]
+    flags = [] if script.endswith("--ladder") else ["--kernels", kernel]
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", [*ALL, "profile_baseline"])
+@pytest.mark.parametrize("script", [EVERY_DAY, "profile_baseline", "profile_baseline --estimate"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -206,29 +199,22 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
 OLD_FREQUENCIES = "self_attn.rotary_emb.inv_freq"
 
 
+LAYERS = "num_hidden_layers"
+MISFITS = [  # values of config.json, what becomes of the weights, words of the sentence
+    ({LAYERS: 1}, dict, ["9 not part", "model.layers.1.input_layernorm.weight"]),
+    ({}, lambda w: w | {BIAS: torch.ones(64)}, [f"1 not part of that model, {BIAS}"]),
+    ({"attention_bias": True}, dict, ["8 missing, model.layers.0.self_attn.k_proj.bias"]),
+    ({LAYERS: 3}, dict, ["9 missing, model.layers.2.input_layernorm.weight"]),
+    ({"intermediate_size": 128}, dict, ["6 of another shape", "0.mlp.down_proj.weight"]),
+    ({"vocab_size": 300}, dict, ["2 of another shape", "among them"]),
+    ({}, lambda w: {f"in.{name}": t for name, t in w.items()}, ["21 missing", "21 not part"]),
+]
+
+
 @pytest.mark.parametrize(
     "script", mostly(EVERY_DAY, ["finetune_baseline", "finetune_optimized", "profile_baseline"])
 )
-@pytest.mark.parametrize(
-    ("values", "change", "words"),
-    [
-        ({"num_hidden_layers": 1}, dict, ["9 not part", "model.layers.1.input_layernorm.weight"]),
-        ({}, lambda w: w | {BIAS: torch.ones(64)}, [f"1 not part of that model, {BIAS}"]),
-        ({"attention_bias": True}, dict, ["8 missing, model.layers.0.self_attn.k_proj.bias"]),
-        ({"num_hidden_layers": 3}, dict, ["9 missing, model.layers.2.input_layernorm.weight"]),
-        ({"intermediate_size": 128}, dict, ["6 of another shape", "0.mlp.down_proj.weight"]),
-        ({"vocab_size": 300}, dict, ["2 of another shape", "among them"]),
-        (
-            {},
-            lambda w: {f"wrapped.{name}": t for name, t in w.items()},
-            ["21 missing", "21 not part"],
-        ),
-    ],
-    ids=[
-        *("too many layers", "a bias too many", "no bias", "too few layers", "another shape"),
-        *("another vocabulary", "other names"),
-    ],
-)
+@pytest.mark.parametrize("values, change, words", MISFITS)
 def test_weights_that_are_not_the_configurations_are_refused(
     run, checkpoint, script, values, change, words
 ):
@@ -237,25 +223,18 @@ def test_weights_that_are_not_the_configurations_are_refused(
     assert_refused(run(script), f"the weights of {checkpoint} do not fit its config.json", *words)
 
 
-@pytest.mark.parametrize(
-    ("values", "change"),
-    [
-        ({"tie_word_embeddings": True}, dict),
-        (
-            {"tie_word_embeddings": True},
-            lambda w: {name: t for name, t in w.items() if name != "lm_head.weight"},
-        ),
-        (
-            {},
-            lambda w: w | {f"model.layers.{i}.{OLD_FREQUENCIES}": torch.ones(8) for i in range(2)},
-        ),
-        ({}, lambda w: w | {"model.rotary_emb.inv_freq": torch.ones(8)}),
-    ],
-    ids=["tied, with a head", "tied, without one", "old frequencies", "frequencies"],
-)
-def test_weights_that_are_known_to_be_superfluous_are_not_refused(run, checkpoint, values, change):
-    change_config(checkpoint, **values)
-    change_weights(checkpoint, change)
+SUPERFLUOUS = {  # what becomes of the weights
+    "a head that is tied": dict,
+    "no head": lambda w: {name: t for name, t in w.items() if name != "lm_head.weight"},
+    "old frequencies": lambda w: w | {f"model.layers.1.{OLD_FREQUENCIES}": torch.ones(8)},
+    "frequencies": lambda w: w | {"model.rotary_emb.inv_freq": torch.ones(8)},
+}
+
+
+@pytest.mark.parametrize("weights", SUPERFLUOUS)
+def test_weights_that_are_known_to_be_superfluous_are_not_refused(run, checkpoint, weights):
+    change_config(checkpoint, tie_word_embeddings="head" in weights)
+    change_weights(checkpoint, SUPERFLUOUS[weights])
     assert run("finetune_baseline").code == 0
 
 
@@ -340,10 +319,7 @@ def test_a_directory_that_is_not_there_is_called_that(run_script, monkeypatch, n
 
 @pytest.mark.parametrize(
     "error",
-    [
-        hub_errors.LocalEntryNotFoundError("not cached"),
-        hub_error("RepositoryNotFoundError", 404),
-    ],
+    [hub_errors.LocalEntryNotFoundError("not cached"), hub_error("RepositoryNotFoundError", 404)],
     ids=["not cached", "not found"],
 )
 def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch, tmp_path, error):

@@ -39,7 +39,7 @@ from harness.benchmark.benchmarking import (
     gradient_errors,
     measure_times,
 )
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.benchmark.checking import HAS_GPU
 from harness.cli import command_line, tables
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import timing
@@ -81,7 +81,8 @@ def run_small(folder: Path) -> None:
         takes = {f"--{each.flag}" for each in spec.dimensions}
         takes |= {"--tokens"} if spec.rows == "Tokens" else set()
         sizes = {flag: size for flag, size in SMALL.items() if flag in takes}
-        files = {"--json": f"{folder}/{kernel}.json", "--plot": f"{folder}/{kernel}.png"}
+        files = {"--json": f"{folder}/{kernel}.json"}
+        files |= {"--plot": f"{folder}/{kernel}.png"} if kernel == "rmsnorm" else {}
         result = run("--kernel", kernel, *chain(*(sizes | files).items()))
         assert result.returncode == 0, result.stderr
         (folder / f"{kernel}.txt").write_text(result.stdout)
@@ -163,17 +164,6 @@ def test_printed_text_is_the_rendered_record_and_rendering_changes_nothing(finis
         for _ in range(2):
             assert printed.startswith(render(record) + "\nRecord written to ")
         assert record == record_of(folder, kernel)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(HAS_GPU, reason="takes minutes on a GPU, where each kernel has a small run")
-def test_all_kernels_in_one_run_are_one_record(tmp_path):
-    file = tmp_path / "run.json"
-    result = run(*chain(*SMALL.items()), "--json", str(file))
-    assert result.returncode == 0, result.stderr
-    record = json.loads(file.read_text())
-    assert [section["kernel"] for section in record["sections"]] == list(SPECS)
-    assert result.stdout.startswith(render(record) + "\nRecord written to ")
 
 
 def test_host_time_is_measured_for_every_implementation(finished):
@@ -487,26 +477,11 @@ def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, run_script):
 
 
 @pytest.mark.parametrize("error", [0.1, math.nan, math.inf])
-def test_wrong_kernel_is_not_timed(error):
+def test_wrong_kernel_is_not_timed_and_an_accurate_one_is(error):
     errors = {EAGER: {"dx": 1e-3}, OURS: {"dx": error}}
     with pytest.raises(command_line.RunError, match=r"^ours.*dx"):
         check_ours(errors, torch.bfloat16, tokens=8)
-
-
-def test_accurate_kernel_is_timed():
-    check_ours({EAGER: {"dx": 1e-3}, OURS: {"dx": 1.5e-3}}, torch.bfloat16, tokens=8)
-
-
-def test_gradient_that_is_zero_off_the_targets_is_found():
-    """Over the whole tensor it would be nearly right: the targets' entries carry the norm."""
-    problem = problems.cross_entropy_problem(4, 100, torch.float32)
-
-    def targets_only(logits, targets):
-        at_targets = F.one_hot(targets, logits.shape[-1]).bool()
-        return F.cross_entropy(torch.where(at_targets, logits, logits.detach()), targets)
-
-    errors = gradient_errors(problem, Implementation("wrong", targets_only))
-    assert errors["target"] < 1e-6 < 0.9 < errors["other"]
+    check_ours(errors | {OURS: {"dx": 1.5e-3}}, torch.bfloat16, tokens=8)
 
 
 def test_opponents_failure_is_reported_and_ours_is_raised():
@@ -591,7 +566,14 @@ def test_compiled_function_is_one_graph_or_an_error():
 # ---------------------------------------------------------------- what is judged
 
 
+def targets_only(logits, targets):
+    """A gradient of 0 off the targets, whose entries would hide that in one norm over both."""
+    at_targets = F.one_hot(targets, logits.shape[-1]).bool()
+    return F.cross_entropy(torch.where(at_targets, logits, logits.detach()), targets)
+
+
 WRONG = {
+    "cross_entropy": ("other", targets_only),
     "swiglu": ("dgate", lambda gate, up: torch.sigmoid(gate).detach() * gate * up),
     "rope": ("rotated", lambda q, k, cos, sin: (q, k)),
     "linear_cross_entropy": ("dW other", lambda h, w, t: -(h * w[t]).sum() / len(t)),
@@ -615,7 +597,7 @@ WRONG = {
 @pytest.mark.parametrize("kernel", WRONG)
 def test_wrong_result_is_found(kernel):
     size = {"swiglu": 64, "rope": 40 * 128, "linear_cross_entropy": (16, 50), "reverse_kl": 50}
-    size |= {"fp8": 64, "fp8_casts": 64}
+    size |= {"cross_entropy": 50, "fp8": 64, "fp8_casts": 64}
     rows = SPECS[kernel].cpu_tokens[0] if kernel == "nf4" else 6
     problem = PROBLEMS[kernel](rows, size.get(kernel, ()), torch.float32)
     assert tuple(problem.exact) == SPECS[kernel].errors
@@ -731,24 +713,6 @@ def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(waits, m
     assert times["total_us"][1] > 0 and times["host_us"] > 0 and times["backward_us"] is None
     assert gradient_errors(problem, destroyer) == errors
     assert torch.equal(problem.inputs[0], before)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-def test_in_place_runs_again_and_leaves_the_problem_unchanged():
-    """Each implementation must begin from the same inputs, also after one that destroys its own."""
-    problem = problems.cross_entropy_problem(4, 100, torch.float32)
-    before = problem.inputs[0].clone()
-    in_place = Implementation(OURS, TritonCrossEntropyLoss(inplace=True))
-    call = benchmarking.Call(problem, in_place)
-    (dlogits,) = call.both()
-    assert dlogits.data_ptr() == call.copies[0].data_ptr()
-    for again in (call.both, call.from_new_graph, call.both):
-        assert again()[0].isfinite().all()
-    for _ in range(2):  # as the forward alone is timed
-        assert call.forward().isfinite()
-    assert torch.equal(problem.inputs[0], before)
-    assert problem.inputs[0].device.type == DEVICE
 
 
 def rotates_in_place(q, k, cos, sin):

@@ -36,10 +36,7 @@ LESSONS = {  # the lesson: files beside it, and what is run of it
     ),
     "reverse_kl_kernel": (["cross_entropy_kernel"], "TritonReverseKLLoss()(x, other)"),
     "fp8_kernel": ([], "dequantize(lesson.quantize_rows(x), x.dtype)"),
-    "nf4_kernel": (
-        [],
-        "nf4_dequantize(lesson.nf4_quantize(weight), (128, 128), x.dtype)",
-    ),
+    "nf4_kernel": ([], "nf4_dequantize(lesson.nf4_quantize(weight), (128, 128), x.dtype)"),
 }
 RUN = """
 def run(lesson, call):

@@ -35,11 +35,11 @@ TALK = [
 ]
 
 
-def trained(template: str | None, messages: object) -> tuple[str, str]:
+def trained(template: str | None, messages: object, **more) -> tuple[str, str]:
     """Return (the whole text, the part that is trained on), as the tokenizer's words."""
     tokenizer = tokenizer_of(WORDS, chat_template=template)
     encode = samples.Encoder.of(tokenizer, architecture.tiny_config())
-    line = json.dumps({"messages": messages})
+    line = json.dumps({"messages": messages, **more})
     made = samples.tokenize_jsonl("talk.jsonl", line, encode)
     words = tokenizer.convert_ids_to_tokens(made.tokens.tolist())
     return " ".join(words), " ".join(word for word, is_ in zip(words, made.trained) if is_)
@@ -51,35 +51,46 @@ WHOLE = (
 )
 
 
-def test_the_last_answer_is_trained_on_and_what_follows_it_left_out():
+def test_the_last_answer_is_trained_on_or_every_one_that_the_template_marks():
+    """What follows the last answer is left out."""
     assert trained(TURNS, TALK) == (WHOLE, "fine thanks <end>")
-
-
-def test_every_answer_is_trained_on_where_the_template_marks_them():
     assert trained(MARKED, TALK) == (WHOLE, "hello <end> fine thanks <end>")
 
 
 @pytest.mark.parametrize(
-    "template, messages, words",
+    "template, line, words",
     [
-        (None, TALK, ["line 1", '"messages"', "chat template", "instruct"]),
-        (TURNS, "hello", ["line 1", "no list"]),
-        (TURNS, ["hello"], ["message 1", "no JSON object", "user"]),
-        (TURNS, [{"role": "human", "content": "a"}], ["message 1", "'human'", "assistant"]),
-        (TURNS, [{"role": "user"}], ["message 1", '"content"']),
-        (TURNS, TALK[:1], ["line 1", "no answer"]),
-        (TURNS, TALK[1:2], ["line 1", "no answer"]),
-        (TURNS, [], ["line 1", "no answer"]),
-        ("{{ raise_exception('roles must alternate') }}", TALK, ["line 1", "roles must alternate"]),
-        ("{{ 1 +", TALK, ["line 1", "the chat template refuses it"]),
-        ("{{ messages|length }}" + TURNS, TALK, ["line 1", "another beginning"]),
+        (None, {}, ['"messages"', "chat template", "instruct"]),
+        (TURNS, {"messages": "hello"}, ["no list"]),
+        (TURNS, {"messages": ["hello"]}, ["message 1", "no JSON object", "user"]),
+        (
+            TURNS,
+            {"messages": [{"role": "human", "content": "a"}]},
+            ["message 1", "'human'", "assistant"],
+        ),
+        (TURNS, {"messages": [{"role": "user"}]}, ["message 1", '"content"']),
+        (TURNS, {"messages": TALK[:1]}, ["no answer"]),
+        (TURNS, {"messages": TALK[1:2]}, ["no answer"]),
+        (TURNS, {"messages": []}, ["no answer"]),
+        ("{{ raise_exception('roles must alternate') }}", {}, ["roles must alternate"]),
+        ("{{ 1 +", {}, ["the chat template refuses it"]),
+        ("{{ messages|length }}" + TURNS, {}, ["another beginning"]),
+        (TURNS, {"tools": {}}, ['"tools"', "list"]),
+        (TURNS, {"tools": ["hello"]}, ['"tools"', "list"]),
+        (TURNS, {"tools": "{"}, ['"tools"', "list"]),
+        (TURNS, {"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
+        (
+            TURNS,
+            {"chat_template_kwargs": {"tokenize": True}},
+            ["the chat template refuses it", "tokenize"],
+        ),
     ],
 )
-def test_what_no_template_can_render_is_one_sentence(template, messages, words):
+def test_a_line_that_no_template_can_render_is_one_sentence(template, line, words):
     with pytest.raises(UserError) as caught:
-        trained(template, messages)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert "\n" not in str(caught.value)
+        trained(template, **({"messages": TALK} | line))
+    said = str(caught.value)
+    assert all(word in said for word in ["line 1", *words]) and "\n" not in said, said
 
 
 def test_a_model_of_bytes_has_no_template(run_script, tmp_path):
@@ -226,26 +237,6 @@ def test_a_call_of_a_tool_needs_no_text():
     call = {"role": "assistant", "content": None, "tool_calls": [TOOLS[0]]}
     ids, _ = encoded(tokenizer, {"messages": [TALK[0], call]})
     assert tokenizer.decode(ids).endswith("<assistant> bye <end>")
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        ({"tools": {}}, ['"tools"', "list"]),
-        ({"tools": ["hello"]}, ['"tools"', "list"]),
-        ({"tools": "{"}, ['"tools"', "list"]),
-        ({"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
-        (
-            {"chat_template_kwargs": {"tokenize": True}},
-            ["the chat template refuses it", "tokenize"],
-        ),
-    ],
-)
-def test_what_cannot_be_passed_on_is_one_sentence(more, words):
-    with pytest.raises(UserError) as caught:
-        encoded(tokenizer_of(WORDS, chat_template=TURNS), {"messages": TALK, **more})
-    said = str(caught.value)
-    assert all(word in said for word in ["line 1", *words]) and "\n" not in said, said
 
 
 # ---------------------------------------------------------------- the day, which templates write

@@ -26,13 +26,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import (
-    DEFAULT_MODEL,
-    OF_FINETUNING,
-    OF_KERNELS,
-    OF_OPTIMIZED,
-    OF_TRAINING,
-)
+from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
@@ -44,6 +38,7 @@ HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
 LESSONS = "rmsnorm_test", "cross_entropy_test"  # tests that are a step of the playbook
 GOOD_LINE = '{"prompt": "question", "completion": "answer"}'
+FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'  # fills a sequence
 
 
 @pytest.fixture
@@ -69,7 +64,7 @@ def change_config(checkpoint: Path, **values) -> None:
 
 SIZES = "at least 1", ["0", "-3", "1.5", "many", str(2**70)]
 WRONG_VALUES = {  # flag: (what the sentence expects, values)
-    **dict.fromkeys(["--batch-size", "--seq-len", "--steps"], SIZES),
+    **dict.fromkeys(["--batch-size", "--seq-len", "--steps", "--accumulate"], SIZES),
     "--seed": ("at least 0", ["-1", "0.5", "random", str(2**70)]),
     "--lr": ("above 0", ["0", "-1e-5", "nan", "inf", "1e38", "fast"]),
 }
@@ -95,6 +90,8 @@ def test_unknown_kernel_is_refused_with_the_known_ones(cli, names):
         *((flags, ["--help lists the flags", flags[0]]) for flags in NO_FLAGS),
         (["--seq-len", "1"], ["--seq-len 1", "at least 2"]),
         (["--seq-len", "8193"], ["--seq-len 8193", "8192 positions of tiny"]),
+        (["--model", "/"], ["the directory / holds no config.json"]),
+        (["--data", "wikipedia"], ["--data wikipedia", "stdlib, synthetic, a .txt file or"]),
     ],
     ids=str,
 )
@@ -220,10 +217,6 @@ def test_no_network_is_said_after_the_hub_client_gave_up(cli, monkeypatch, tmp_p
     )
 
 
-def test_a_directory_without_a_model_is_refused(cli, tmp_path):
-    assert_refused(cli("--model", str(tmp_path)), str(tmp_path), "no config.json")
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -292,11 +285,6 @@ def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypa
     assert_refused(outcome, "cannot read nowhere.jsonl", "No such file")
 
 
-def test_an_unknown_kind_of_data_is_refused(cli):
-    outcome = cli(*TINY, "--data", "wikipedia")
-    assert_refused(outcome, "--data wikipedia", "stdlib, synthetic, a .txt file or")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -308,6 +296,16 @@ def test_an_unknown_kind_of_data_is_refused(cli):
         ("a.jsonl", b"", ["a.jsonl is empty"]),
         ("a.jsonl", b"\x80", ["a.jsonl is not UTF-8 text"]),
         ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example", "at least 2"]),
+        (
+            "a.jsonl",
+            f"\n{FULL_LINE}".encode(),
+            ["line 2", "no completion token is left", "--seq-len 16"],
+        ),
+        (
+            "a.jsonl",
+            f"{FULL_LINE}\n{GOOD_LINE}".encode(),
+            ["holds 1 example within --seq-len 16 (1 skipped)", "at least 2"],
+        ),
     ],
 )
 def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
@@ -338,9 +336,6 @@ def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
     assert_refused(outcome, f"{path}, line 4: ", 'strings "prompt" and "completion"')
 
 
-FULL_LINE = f'{{"prompt": "{"p" * 16}", "completion": "cut away"}}'
-
-
 def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD_LINE, FULL_LINE, GOOD_LINE, FULL_LINE, GOOD_LINE]))
@@ -349,49 +344,6 @@ def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
     assert "2 examples to train on, 1 held out" in line
     assert ", 2 skipped: no completion token within --seq-len 16," in line
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["", FULL_LINE, FULL_LINE], ["line 2", "no completion token is left", "--seq-len 16"]),
-        (
-            [FULL_LINE, GOOD_LINE, FULL_LINE],
-            ["holds 1 example within --seq-len 16 (2 skipped)", "at least 2"],
-        ),
-    ],
-    ids=["none is left", "one is left"],
-)
-def test_too_few_prompts_within_the_sequence_are_refused(cli, tmp_path, lines, words):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(lines))
-    assert_refused(cli(*TINY, "--data", str(path)), *words)
-
-
-# ---------------------------------------------------------------- the outputs
-
-
-@pytest.mark.parametrize(
-    ("flag", "path", "words"),
-    [
-        ("--json", "file/output", ["cannot write", "file/output"]),
-        ("--save", "file/output", ["cannot write", "file/output"]),
-        ("--save", "file", ["cannot write to file"]),
-    ],
-)
-def test_an_output_that_cannot_be_written_is_refused(cli, monkeypatch, tmp_path, flag, path, words):
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("in the way")
-    assert_refused(cli(*TINY, flag, path), *words)
-    assert contents(tmp_path) == {"file": b"in the way"}
-
-
-@pytest.mark.parametrize("content", ["", '{"kind": "finetune"}'])
-def test_a_refused_run_leaves_an_existing_file_alone(cli, tmp_path, content):
-    path = tmp_path / "run.json"
-    path.write_text(content)
-    assert_refused(cli(*TINY, "--json", str(path), "--data", "nowhere.txt"), "nowhere.txt")
-    assert path.read_text() == content
 
 
 # ---------------------------------------------------------------- failures while running
@@ -488,9 +440,13 @@ def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
 # ---------------------------------------------------------------- real processes
 
 
+def in_here() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(*command: str, **environment: str) -> Outcome:
     """Run a command that finds the project's modules and no GPU."""
-    env = os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""} | environment
+    env = in_here() | environment
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=HERE)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
@@ -523,42 +479,30 @@ def printing(request, tmp_path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def in_here() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
-
-
 def unread(command: list[str]) -> tuple[int, bytes]:
     """Run a command and close its output, as `| head -1` does when it has its line."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=in_here()
-    ) as started:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=in_here()) as started:
         started.stdout.close()
         said = started.stderr.read()
     return started.returncode, said
 
 
-def test_output_that_nobody_reads_ends_the_run_quietly(printing):
+def test_output_that_nobody_takes_is_no_traceback(printing):
+    """A reader has gone, the disk is full, or the output is closed."""
     assert unread(printing) == (141, b"")
+    full, closed = (run("sh", "-c", shlex.join(printing) + to) for to in (" > /dev/full", " >&-"))
+    said = "error: cannot write to standard output: No space left on device\n"
+    assert (full.code, full.err) == (1, said) and (closed.code, closed.err) == (0, "")
 
 
 def test_help_that_nobody_reads_ends_quietly():
     assert unread([sys.executable, str(HERE / "compare_runs.py"), "--help"]) == (141, b"")
 
 
-def test_output_to_a_full_disk_is_one_sentence(printing):
-    outcome = run("sh", "-c", f"{shlex.join(printing)} > /dev/full")
-    said = "error: cannot write to standard output: No space left on device\n"
-    assert (outcome.code, outcome.err) == (1, said)
-
-
 def test_a_full_disk_under_another_file_is_not_said_to_be_standard_output():
     with pytest.raises(OSError):
         command_line.run_main(raising(OSError(28, "No space left on device")))
-
-
-def test_output_that_is_closed_is_no_fault(printing):
-    outcome = run("sh", "-c", f"{shlex.join(printing)} >&-")
-    assert (outcome.code, outcome.err) == (0, "")
 
 
 def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):

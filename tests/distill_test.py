@@ -343,31 +343,19 @@ def refused(run_script, monkeypatch):
 
 
 SAME = "name two models with the same"
-REFUSED = {
-    "2 layers": (
-        [*TEACHER, "--student-layers", "2"],
-        "--student-layers 2 is not fewer than the 2 of tiny",
-    ),
-    "3 layers": (
-        [*TEACHER, "--student-layers", "3"],
-        "--student-layers 3 is not fewer than the 2 of tiny",
-    ),
-    # an empty name is not taken for no name
-    "empty teacher": (
-        ["--teacher", ""],
-        "the directory  holds no config.json, so it is not a saved model",
-    ),
-    "empty model": (
-        [*TEACHER, "--model", ""],
-        "the directory  holds no config.json, so it is not a saved model",
-    ),
-}
+NO_MODEL = "the directory  holds no config.json, so it is not a saved model"
+REFUSED = [  # an empty name is not taken for no name
+    ([*TEACHER, "--student-layers", "2"], "--student-layers 2 is not fewer than the 2 of tiny"),
+    (["--teacher", ""], NO_MODEL),
+    ([*TEACHER, "--model", ""], NO_MODEL),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_flags_without_a_model_to_learn_are_refused(refused, tmp_path, monkeypatch, case):
+@pytest.mark.parametrize("flags, sentence", REFUSED)
+def test_flags_without_a_model_to_learn_are_refused(
+    refused, tmp_path, monkeypatch, flags, sentence
+):
     monkeypatch.chdir(tmp_path)
-    flags, sentence = REFUSED[case]
     assert refused(*flags) == sentence
 
 
@@ -386,35 +374,21 @@ def saved_config(folder, **values) -> str:
     return str(folder)
 
 
-UNSUITABLE = {
-    "one layer": (
-        {"num_hidden_layers": 1},
-        [],
-        "{folder} has a single layer, which cannot be halved; name a smaller --model",
-    ),
-    "vocabulary": (
-        {"vocab_size": 300},
-        ["--model", "tiny"],
-        f"tiny has a vocabulary of 257 tokens and the teacher {{folder}} one of 300; {SAME}",
-    ),
-    "positions": (
-        {"max_position_embeddings": 4},
-        ["--model", "tiny"],
-        "--seq-len 8 is longer than the 4 positions of {folder}",
-    ),
-    "type": (
-        {"model_type": "gpt2"},
-        ["--model", "tiny"],
-        "{folder} is a 'gpt2' model; these scripts train LLaMA models",
-    ),
+ONE_LAYER = "a single layer, which cannot be halved; name a smaller --model"
+VOCABULARIES = "tiny has a vocabulary of 257 tokens and the teacher {} one of 300"
+UNSUITABLE = {  # a value in the teacher's config.json: what is said of its folder
+    ("num_hidden_layers", 1): f"{{}} has {ONE_LAYER}",
+    ("vocab_size", 300): f"{VOCABULARIES}; {SAME}",
+    ("max_position_embeddings", 4): "--seq-len 8 is longer than the 4 positions of {}",
+    ("model_type", "gpt2"): "{} is a 'gpt2' model; these scripts train LLaMA models",
 }
 
 
-@pytest.mark.parametrize("case", UNSUITABLE)
-def test_an_unsuitable_teacher_is_refused_by_its_name(refused, tmp_path, case):
-    values, flags, sentence = UNSUITABLE[case]
-    folder = saved_config(tmp_path, **values)
-    assert refused("--teacher", folder, *flags) == sentence.format(folder=folder)
+@pytest.mark.parametrize("field, value", UNSUITABLE)
+def test_an_unsuitable_teacher_is_refused_by_its_name(refused, tmp_path, field, value):
+    folder = saved_config(tmp_path, **{field: value})
+    flags = [] if field == "num_hidden_layers" else ["--model", "tiny"]
+    assert refused("--teacher", folder, *flags) == UNSUITABLE[field, value].format(folder)
 
 
 def test_another_tokenizer_with_as_many_tokens_is_refused(refused, tmp_path):

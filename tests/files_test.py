@@ -147,7 +147,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- whole or not at all
 
 
-@pytest.mark.parametrize("what", ["record", "picture", "trace"])
+@pytest.mark.parametrize("what", ["picture", "trace"])
 def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
     """The old trace is not read in place of the new one."""
     path = str(small_disk / "written.png")
@@ -157,7 +157,6 @@ def test_a_full_disk_leaves_the_file_that_was_there(small_disk, profiled, what):
     profiler, trace = profiled
     trace["more"] = "x" * 70_000
     write = {
-        "record": lambda: run_records.write_record(path, {"losses": [0.123456789] * 10_000}),
         "picture": lambda: tables.save_plot(figure, path),
         "trace": lambda: write_trace(profiler, path),
     }
@@ -323,10 +322,15 @@ def test_a_refused_run_leaves_nothing_behind(run_script, tmp_path, name):
         assert os.listdir(tmp_path) == ["link"] and (tmp_path / "link").is_symlink()
 
 
-def test_the_default_traces_folder_is_not_made_by_a_refused_run(run_script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("old", ["", '{"kind": "profile"}'])
+def test_a_refused_run_makes_no_traces_folder_and_leaves_an_old_record(
+    run_script, tmp_path, monkeypatch, old
+):
     monkeypatch.chdir(tmp_path)
-    assert_refused(run_script(profile_baseline, *TINY, "--data", "nowhere.txt"), "nowhere.txt")
-    assert not os.listdir(tmp_path)
+    Path("run.json").write_text(old)
+    flags = ["--data", "nowhere.txt", "--json", "run.json"]
+    assert_refused(run_script(profile_baseline, *TINY, *flags), "nowhere.txt")
+    assert contents(tmp_path) == {"run.json": old.encode()}
 
 
 @pytest.mark.parametrize("place", ["run.json", "new/run.json"])
@@ -382,6 +386,8 @@ for flag, name in itertools.product(("--json", "--trace"), ("sub", "sub/", "new/
 for name in ("x.xyz", "out", "png"):
     REFUSED[f"r.png file --plot {name}"] = COMPARE, [f"--plot {name} must end in .png"]
 REFUSED["--json loop"] = FINETUNE, ["cannot write loop: Too many levels"]
+for flag, name in (("--json", "file/output"), ("--save", "file/output"), ("--save", "file")):
+    REFUSED[f"{flag} {name}"] = FINETUNE, [f"cannot write {'to ' * (flag == '--save')}{name}"]
 
 
 @pytest.mark.parametrize("flags", REFUSED)

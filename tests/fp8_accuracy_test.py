@@ -29,12 +29,9 @@ CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
         (5.1, (0.0, "<=")),
     ],
 )
-def test_a_loss_is_reached_between_two_points(loss, expected):
+def test_a_loss_is_reached_between_two_points_the_first_time(loss, expected):
     assert reached(CURVE, loss, 10) == expected
-
-
-def test_a_curve_that_rises_again_has_reached_a_loss_the_first_time():
-    assert reached([5.0, 3.0, 4.0, 2.0], 3.5, 10) == (7.5, "")
+    assert reached([5.0, 3.0, 4.0, 2.0], 3.5, 10) == (7.5, ""), "a curve that rises again"
 
 
 @pytest.mark.parametrize(

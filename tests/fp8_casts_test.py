@@ -22,9 +22,9 @@ from next_steps.lessons.fp8_casts import (
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward, swiglu_reference
 from rmsnorm_kernel import rmsnorm_forward, rmsnorm_reference
-from tests.fixtures import captured, needs_gpu, pads_rows, waiting_forbidden
+from tests.fixtures import needs_gpu, pads_rows
+from tests.fp8_kernel_test import all_equal, assert_repeats_without_waiting, matrix, same
 from tests.fp8_kernel_test import make as make_rows
-from tests.fp8_kernel_test import matrix, same
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -318,10 +318,6 @@ def chain(x, weight, dy):
     return *rows, rstd, *swiglu_fp8(gate, up), *d, *y
 
 
-def all_equal(found, expected) -> bool:
-    return all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
-
-
 @pytest.mark.exhaustive
 @pads_rows
 def test_compiled_in_one_graph_it_gives_the_same_bits():
@@ -334,12 +330,7 @@ def test_compiled_in_one_graph_it_gives_the_same_bits():
 @needs_gpu
 def test_the_host_waits_for_nothing_and_a_graph_repeats_it():
     inputs = make(64, 1024), make_weight(1024), make(64, 512, seed=1)
-    expected = chain(*inputs)
-    with waiting_forbidden():
-        chain(*inputs)
-    graph, found = captured(lambda: chain(*inputs))
-    graph.replay()
-    assert all_equal(found, expected)
+    assert_repeats_without_waiting(chain, *inputs)
 
 
 # ---- What is refused -----------------------------------------------------------------------------
@@ -347,22 +338,17 @@ def test_the_host_waits_for_nothing_and_a_graph_repeats_it():
 X = torch.ones(4, 32, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    "call, error, sentence",
-    [
-        (lambda: rmsnorm_fp8(X[0], X[0], EPS), ValueError, r"x has shape \(32,\), expected"),
-        (
-            lambda: rmsnorm_fp8(X, X[0, :8], EPS),
-            ValueError,
-            r"weight has shape \(8,\), expected \(32,\)",
-        ),
-        (lambda: rmsnorm_fp8(X, X[0].double(), EPS), TypeError, "weight is torch.float64"),
-        (lambda: swiglu_fp8(X, X.half()), TypeError, "up is torch.float16, expected torch.float32"),
-        (lambda: swiglu_fp8(X, X[:2]), ValueError, r"up has shape \(2, 32\), expected \(4, 32\)"),
-        (lambda: swiglu_fp8_backward(X[:, :8], X, X), ValueError, r"dy has shape \(4, 8\)"),
-    ],
-    ids=["vector", "weight", "float64", "dtypes", "rows", "dy"],
-)
-def test_bad_input_is_refused(call, error, sentence):
-    with pytest.raises(error, match=sentence):
-        call()
+REFUSED = {
+    r"x has shape \(32,\), expected": lambda: rmsnorm_fp8(X[0], X[0], EPS),
+    r"weight has shape \(8,\), expected \(32,\)": lambda: rmsnorm_fp8(X, X[0, :8], EPS),
+    "weight is torch.float64": lambda: rmsnorm_fp8(X, X[0].double(), EPS),
+    "up is torch.float16, expected torch.float32": lambda: swiglu_fp8(X, X.half()),
+    r"up has shape \(2, 32\), expected \(4, 32\)": lambda: swiglu_fp8(X, X[:2]),
+    r"dy has shape \(4, 8\)": lambda: swiglu_fp8_backward(X[:, :8], X, X),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_bad_input_is_refused(sentence):
+    with pytest.raises(ValueError if "shape" in sentence else TypeError, match=sentence):
+        REFUSED[sentence]()

@@ -99,28 +99,6 @@ def test_each_code_is_the_nearest_by_the_definition(dtype):
     assert dtype == torch.float32 or tie.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_what_e4m3_allows(dtype):
-    """2^-4 of a normal number, half of the subnormal step below: and no less, somewhere."""
-    x = make(60, 500, dtype=dtype)
-    rows = quantize_rows(x)
-    scales = rows.scales.double()[:, None]
-    error = (matrix(rows) - x.double()).abs()
-    bound = torch.maximum(x.double().abs() * 2**-4, scales * 2**-10)
-    assert (error <= bound).all() and (error > 0.9 * bound).any()
-    twice = Rows(rows.codes, rows.scales * 2)
-    next_row = Rows(rows.codes, rows.scales.roll(1))
-    for wrong in (twice, next_row):
-        assert ((matrix(wrong) - x.double()).abs() > bound).float().mean() > 0.5
-
-
-def test_what_has_been_quantized_keeps_its_numbers():
-    """Its codes may not: a largest number that was rounded down to 224 takes half of the scale."""
-    rows = quantize_rows(make(20, 100))
-    again = quantize_rows(dequantize(rows, torch.bfloat16))
-    assert torch.equal(matrix(again), matrix(rows))
-
-
 # ---- The kernel ----------------------------------------------------------------------------------
 
 
@@ -284,13 +262,6 @@ def test_transposing_is_exact_but_for_subnormal_numbers():
     assert (error <= expected.abs().max() * 2**-17).all()
 
 
-def test_rows_of_one_magnitude_are_transposed_without_any_error():
-    x = make(40, 60)
-    x = x / x.abs().amax(1, keepdim=True)
-    rows = quantize_rows(x)
-    assert torch.equal(matrix(transpose_rows(rows)), matrix(rows).t())
-
-
 def test_columns_of_a_wider_matrix_are_transposed():
     """As those of the gradients that lie side by side."""
     rows = quantize_rows(make(20, 100))
@@ -300,7 +271,7 @@ def test_columns_of_a_wider_matrix_are_transposed():
         assert same(transpose_rows(part), transpose_rows_reference(part))
 
 
-@pytest.mark.parametrize("lengths", [(20,), (32, 16, 17), (129, 3)])
+@pytest.mark.parametrize("lengths", [(20,), (129, 3, 16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_rounded_on_the_way(lengths, dtype):
     weights = [make(n, 130, dtype=dtype, seed=n) for n in lengths]
@@ -396,6 +367,20 @@ def test_a_gpu_without_fp8_is_told_in_a_sentence(monkeypatch):
 # ---- What of the contracts holds without a gradient ----------------------------------------------
 
 
+def all_equal(found, expected) -> bool:
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
+
+
+def assert_repeats_without_waiting(function, *inputs) -> None:
+    """Hold that the host does not wait for the GPU, and that a CUDA graph gives the same bits."""
+    expected = function(*inputs)
+    with waiting_forbidden():
+        function(*inputs)
+    graph, found = captured(lambda: function(*inputs))
+    graph.replay()
+    assert all_equal(found, expected)
+
+
 def chain(x, w):
     """What a layer does with them."""
     rows = quantize_rows(x, x[:, :16])
@@ -413,12 +398,9 @@ def test_compiled_in_one_graph_it_gives_the_same_bits():
     compiled = torch.compile(chain, fullgraph=True, dynamic=True)
     for n_tokens in (48, 64, 80):
         x, w = make(n_tokens, 144), make(64, 160, seed=1)
-        found = compiled(x * 2, w)
-        assert all(
-            torch.equal(ours.float(), eager.float())
-            for ours, eager in zip(found[1:], chain(x * 2, w)[1:])
-        )
-        assert relative_error(found[0], chain(x * 2, w)[0].double()) < 1e-6
+        found, expected = compiled(x * 2, w), chain(x * 2, w)
+        assert all_equal(found[1:], expected[1:])
+        assert relative_error(found[0], expected[0].double()) < 1e-6
         with compiled_once():
             compiled(make(96, 144), w)
 
@@ -426,13 +408,7 @@ def test_compiled_in_one_graph_it_gives_the_same_bits():
 @needs_gpu
 @needs_fp8
 def test_the_host_waits_for_nothing_and_a_graph_repeats_it():
-    x, w = make(64, 144), make(64, 160, seed=1)
-    expected = chain(x, w)
-    with waiting_forbidden():
-        chain(x, w)
-    graph, found = captured(lambda: chain(x, w))
-    graph.replay()
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
+    assert_repeats_without_waiting(chain, make(64, 144), make(64, 160, seed=1))
 
 
 # ---- What is refused -----------------------------------------------------------------------------

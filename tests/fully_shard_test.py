@@ -5,7 +5,6 @@ pytest tests/fully_shard_test.py     # on two GPUs, or without any
 
 import os
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,14 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from harness.benchmark.checking import relative_error
 from harness.cli.workload import Workload
-from harness.model import architecture
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from harness.steps import parallel
 from harness.training import saving
 from next_steps.patches import apply_kernels, llama_losses
+from tests.apply_kernels_test import VOCABULARY, B, T, small_config
+from tests.small_workloads import with_adapters
 from tests.two_processes import in_two_processes, made_once, one_gpu_is_too_few, results_of_two
-
-VOCABULARY, B, T = 67, 2, 4
 
 # What is a unit of its own beside the layers: gathered when it is called, and no earlier.
 UNITS = {
@@ -31,20 +29,14 @@ UNITS = {
 }
 
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
 def make_model(
     names: list[str], device: torch.device, tied: bool = False, adapters: bool = False
 ) -> LlamaForCausalLM:
-    config = architecture.tiny_config()
-    config.update({"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48})
-    config.update({"head_dim": 8, "tie_word_embeddings": tied})
+    config = small_config(tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(device, torch.float32)
     if adapters:
-        config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
-        model = peft.inject_adapter_in_model(config, model).requires_grad_(True)
+        model = with_adapters(model).requires_grad_(True)
     return apply_kernels.apply_kernels(model.train(), names)
 
 

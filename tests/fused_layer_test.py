@@ -209,12 +209,17 @@ def test_gradient_of_the_residual_is_added():
 # ---- gate and up are overwritten: another use of them is never silently wrong --------------------
 
 
+WITH_ADAPTER = lora_subjects.swiglu_lora_inplace, lora_subjects.make_swiglu
+WITHOUT = swiglu_linear_inplace, subjects.make_swiglu
+
+
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_backward_writes_over_gate_and_up_unless_the_graph_is_kept(retain_graph):
-    (gate, up, w_down), (dout,) = make_swiglu_inputs()
+@pytest.mark.parametrize("function, make", [WITHOUT, WITH_ADAPTER], ids=["plain", "adapter"])
+def test_backward_writes_over_gate_and_up_unless_the_graph_is_kept(function, make, retain_graph):
+    (gate, up, *weights), (dout,) = made(make)()
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     mine = [t.clone() for t in leaves]
-    swiglu_linear_inplace(*mine, w_down).backward(dout, retain_graph=retain_graph)
+    function(*mine, *weights).backward(dout, retain_graph=retain_graph)
     assert all(torch.equal(t, leaf if retain_graph else leaf.grad) for t, leaf in zip(mine, leaves))
 
 
@@ -306,16 +311,6 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
     expected = gradients(lora_subjects.norm_lora_reference, *step)
     for mine, right, need in zip(found, expected, needed):
         assert relative_error(mine, right) < 5e-6 if need else mine is None
-
-
-def test_gradients_lie_over_gate_and_up_with_an_adapter_too():
-    inputs, (dout,) = (
-        list(t.values()) for t in lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
-    )
-    leaves = [t.requires_grad_() for t in inputs[:2]]
-    mine = [t.clone() for t in leaves]
-    lora_subjects.swiglu_lora_inplace(*mine, *inputs[2:]).backward(dout)
-    assert all(torch.equal(t, leaf.grad) for t, leaf in zip(mine, leaves))
 
 
 def test_swiglu_linear_with_an_adapter_keeps_h_beside_its_inputs():

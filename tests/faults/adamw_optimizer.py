@@ -8,10 +8,10 @@ FAULTS = {
     "test_equal_parameters_are_rounded_differently_and_alike_in_any_order": [
         ("every parameter is the first", "            index,\n            group[", "            0,\n            group["),
     ],
-    "test_dtensors_of_doubles_are_refused": [
+    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-doubles]": [
         ("doubles refused in the step alone", '            check_memory("a parameter", _local(p), FLOATS)\n', ""),
     ],
-    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group": [
+    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-columns]": [
         ("placements not looked at", '                _check_placements(p, group["stochastic_rounding"])\n', "                pass\n"),
     ],
     "test_a_state_placed_otherwise_is_refused": [("state of other placements", "if given != expected:", "if False:")],

@@ -26,7 +26,7 @@ FAULTS = {
     "test_forward_that_was_put_into_a_class_before_is_called[False-LlamaAttention]": [
         ("patched class bypassed", "if not exact_modules.is_as_written(base):", "if False:"),
     ],
-    "test_forward_that_a_part_had_before_is_called[model.layers.0.mlp]": [
+    "test_what_counts_the_calls_of_a_part_is_called[mlp-True-in_its_forward]": [
         ("patched module bypassed", "unchanged = is_unchanged(mlp) and", "unchanged ="),
     ],
     "test_a_kernel_that_finds_nothing_to_replace_is_refused[rmsnorm]": [
