@@ -65,7 +65,8 @@ def environment() -> dict:
 
 
 def gpu_line(env: dict) -> str:
-    return f"GPU: {env['gpu'] or 'none (CPU ' + env['cpu'] + ')'}"
+    device = env["gpu"] or f"none (CPU {env['cpu']})"
+    return f"GPU: {device}"
 
 
 def environment_line(env: dict) -> str:
