@@ -9,9 +9,13 @@ import copy
 import itertools
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import accelerate
@@ -51,6 +55,7 @@ from tests.small_workloads import as_kernels_module, assert_a_step_does_not_wait
 
 IGNORE = dataset.IGNORE_INDEX
 LAYERS, VOCABULARY = 2, 67
+HERE = Path(__file__).parents[1]  # the project's folder
 B, T = 2, 4
 
 
@@ -599,6 +604,28 @@ def test_pickled_or_copied_it_is_patched_and_on_its_own(names, through, launches
     assert_same_step(loaded, make_model())
     assert launches == expected_launches(names)
     assert all(parameter.grad is None for parameter in original.parameters())
+
+
+LOAD = """
+import sys
+import torch
+
+model, batch = torch.load(sys.argv[1], weights_only=False)
+output = model(**batch)
+print(output.logits is None, repr(output.loss.item()))
+"""
+
+
+@pytest.mark.exhaustive
+def test_pickled_model_is_loaded_by_another_process(tmp_path):
+    torch.save((make_model(MODEL_KERNELS), make_batch()), tmp_path / "model.pt")
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model.pt")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    without_logits, loss = run.stdout.split()
+    assert without_logits == "True"
+    assert float(loss) == pytest.approx(make_model()(**make_batch()).loss.item(), rel=1e-5)
 
 
 @pytest.mark.exhaustive

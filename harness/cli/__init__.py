@@ -1,4 +1,1 @@
-"""How a script is called and what it writes: flags, one workload, errors, tables, files.
-
-Imports no other room.
-"""
+"""How a script is called and what it writes: flags, errors, tables, files.  Imports no room."""

@@ -1,4 +1,1 @@
-"""What a run writes down as JSON, and how far its steps lie apart.
-
-May import the rooms up to steps.
-"""
+"""What a run writes down, and how far its steps lie apart.  May import the rooms up to steps."""

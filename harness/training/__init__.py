@@ -1,4 +1,1 @@
-"""A fine-tuning run: steps, validation, checkpoints, saving.
-
-May import the rooms up to profiling.
-"""
+"""A run: steps, validation, checkpoints, saving.  May import the rooms up to profiling."""

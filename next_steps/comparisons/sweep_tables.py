@@ -1,6 +1,6 @@
 """What --sweep prints: every setting of a launch with its time, and advice for the file."""
 
-from harness.cli.tables import NO_GPU_NOTE, NOT_MEANINGFUL, number, table, title
+from harness.cli.tables import NO_GPU_NOTE, number, table, title
 from harness.records.run_records import ceilings_card
 
 Setting = dict[str, int]  # some of KNOBS
@@ -68,7 +68,7 @@ def section_table(record: dict, section: dict) -> str:
     nothing = "These are times of the interpreter: nothing follows from them for the file."
     return "\n".join(
         [
-            title(f"Sweep: {section['launch']}, {size}{'' if on_gpu else NOT_MEANINGFUL}"),
+            title(f"Sweep: {section['launch']}, {size}", on_gpu),
             *(f"{knob}: {KNOBS[knob]}" for knob in knobs),
             f"us: median of one launcher's call, host included; % of copy: {moved} over that "
             "time, of the measured copy rate",

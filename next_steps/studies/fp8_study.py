@@ -213,7 +213,6 @@ def render_accuracy(record: dict) -> str:
 
 def render_costs(record: dict) -> str:
     """Return the two tables."""
-    mark = "" if record["environment"]["gpu"] else tables.NOT_MEANINGFUL
     casts, products = [], []
     for row in record["casts"]:
         floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
@@ -232,7 +231,7 @@ def render_costs(record: dict) -> str:
     return "\n".join(
         [
             environment_line(record["environment"]),
-            tables.title(f"FP8 in a layer: casts and products, us{mark}"),
+            tables.title("FP8 in a layer: casts and products, us", record["environment"]["gpu"]),
             f"Floor: the fused kernel's bytes at a copy's {record['copy_gbs']:,.0f} GB/s",
             "",
             tables.table(of_casts, casts),

@@ -207,7 +207,7 @@ def render(record: dict) -> str:
         f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
         f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
         "",
-        tables.title(f"The ladder{'' if on_gpu else tables.NOT_MEANINGFUL}"),
+        tables.title("The ladder", on_gpu),
         tables.table(["Rung", "Predicted gain, ms", "Measured gain, ms", *columns], rows),
         *(["", tables.table(["Others", *columns], other_rows)] if other_rows else []),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),

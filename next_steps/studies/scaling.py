@@ -161,7 +161,7 @@ def render(one: dict, *others: dict) -> str:
         title = f"Each GPU of {processes_of(record)}, and one alone"
         lines += [
             "",
-            tables.title(title + tables.NOT_MEANINGFUL * (not on_gpu)),
+            tables.title(title, on_gpu),
             tables.table(HEADERS, body(one, record)),
             *communication_lines(record),
             *record["absent"],
