@@ -25,10 +25,12 @@ from tests.fixtures import (  # noqa: F401
     compiler_pads_rows,
     far_apart,
     gpu_memory,
+    own_cache,
     poison_new_tensors,
     pyplot,
     same_random_numbers,
     saved_tiny,
+    small_model,
     small_tiles,
     unused_memory_returned,
 )
@@ -61,23 +63,9 @@ def assert_refused(outcome: Outcome, *words: str, code: int = 2) -> None:
 
 
 @pytest.fixture
-def small_model(monkeypatch):
-    """tiny, but of one layer: Triton's interpreter is slow."""
-    from tests.small_workloads import smaller_config  # with transformers, which not all tests need
-
-    monkeypatch.setattr("harness.model.architecture.tiny_config", smaller_config)
-
-
-@pytest.fixture
 def little_validation(monkeypatch):
     """One batch of it, not four: Triton's interpreter is slow."""
     monkeypatch.setattr("harness.data.dataset.VALIDATION_BATCHES", 1)
-
-
-@pytest.fixture
-def own_cache(monkeypatch, tmp_path):
-    """Tokens are not kept where those of the user's own runs are."""
-    monkeypatch.setattr("harness.data.token_cache.folder", lambda: tmp_path / "token_cache")
 
 
 @pytest.fixture

@@ -269,3 +269,17 @@ def saved_tiny(tmp_path_factory) -> Path:
 @pytest.fixture
 def checkpoint(saved_tiny, tmp_path) -> Path:
     return Path(shutil.copytree(saved_tiny, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """tiny, but of one layer: Triton's interpreter is slow."""
+    from tests.small_workloads import smaller_config  # with transformers, which not all tests need
+
+    monkeypatch.setattr("harness.model.architecture.tiny_config", smaller_config)
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Tokens are not kept where those of the user's own runs are."""
+    monkeypatch.setattr("harness.data.token_cache.folder", lambda: tmp_path / "token_cache")

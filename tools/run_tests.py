@@ -63,7 +63,8 @@ def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, i
             ("not alone and not several_gpus", workers),
             ("several_gpus and not alone", SEVERAL_AT_A_TIME),
         ]
-    workers = min(cores - 1, MOST_ON_A_GPU) if gpus else cores
+    # without a GPU one more than cores: many tests wait for a process that they have started
+    workers = min(cores - 1, MOST_ON_A_GPU) if gpus else cores + 1
     # without a GPU nothing is timed: a call more would only import all tests once more
     selections = [("alone", 0), ("not alone", workers)] if has_gpu else [("", workers)]
     if everything:

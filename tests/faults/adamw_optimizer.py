@@ -51,7 +51,7 @@ FAULTS = {
         ("what a hook returns is dropped", "state_dict if result is None else result", "state_dict"),
     ],
     "test_groups_have_their_own_settings": [
-        ("first group's lr for all", 'group["lr"], *group', 'self.param_groups[0]["lr"], *group'),
+        ("first group's lr for all", '            group["lr"],\n', '            self.param_groups[0]["lr"],\n'),
     ],
     "test_autograd_notices_that_a_weight_was_changed": [
         ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
