@@ -33,7 +33,7 @@ test: $(SETUP)
 	$(PY) -m tools.compile_check --targets sm_103
 	$(PY) -m tools.run_tests
 
-# What is run once for a change, and takes half an hour on two cores.
+# What is run once for a change, and takes 25 minutes on two cores.
 test-all: $(SETUP) compile-check
 	$(PY) -m tools.run_tests --all
 
