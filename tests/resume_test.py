@@ -282,11 +282,11 @@ def test_a_signal_in_the_last_step_ends_after_the_results(run_script, ended_afte
 def test_a_signal_that_comes_while_processes_agree_is_for_the_next_step(monkeypatch):
     keeper = checkpoint.Keeper(SimpleNamespace(), None, Checkpoints())
 
-    def comes_meanwhile(number):
+    def comes_meanwhile(signals, op):
         keeper.signal = signal.SIGTERM
-        return [(number,)]
 
-    monkeypatch.setattr(checkpoint.parallel, "gather", comes_meanwhile)
+    monkeypatch.setattr(checkpoint.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(checkpoint.dist, "all_reduce", comes_meanwhile)
     assert [keeper.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
 
 

@@ -102,8 +102,9 @@ def fp8_rate() -> float:
     n = 8192
     a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     scales = torch.ones(n, 1, device=DEVICE)
-    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    product = partial(torch._scaled_mm, a, b.t(), scales, scales.t(), **options)
+    options = {"scale_a": scales, "scale_b": scales.t()}
+    options |= {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    product = partial(torch._scaled_mm, a, b.t(), **options)
     return 2 * n**3 / time_us(product, rep_ms=400).p50 / 1e6
 
 

@@ -128,9 +128,10 @@ def notes(saved: Workload, machine: dict, workload: Workload) -> list[str]:
     from harness.records.run_records import environment
 
     here = environment()
-    changed = changes(machine, {name: here[name] for name in machine})
-    layout = "batch_size", "accumulate"
-    changed += changes(*({n: getattr(each, n) for n in layout} for each in (saved, workload)))
+    before = machine | {"batch_size": saved.batch_size, "accumulate": saved.accumulate}
+    now = {name: here[name] for name in machine}
+    now |= {"batch_size": workload.batch_size, "accumulate": workload.accumulate}
+    changed = changes(before, now)
     exact = []
     for difference in saved.differences(workload, how=True):
         name = difference.split()[0]

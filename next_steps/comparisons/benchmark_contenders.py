@@ -37,37 +37,45 @@ class Contenders:
     donate: bool = False  # see compile_function
 
 
-def nothing(outputs: Callable, gradients: Callable) -> Callable:
-    """Return a call that allocates what a kernel returns and launches none: the host alone.
+class Nothing(torch.autograd.Function):
+    """Allocate what RMSNorm or SwiGLU return, and launch no kernel: Python and autograd alone."""
 
-    `outputs` takes the inputs; `gradients` takes the upstream gradients and then the inputs.
-    """
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
 
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.save_for_backward(*inputs)
-            return outputs(*inputs)
-
-        @staticmethod
-        def backward(ctx, *upstream):
-            return gradients(*upstream, *ctx.saved_tensors)
-
-    return Nothing.apply
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
-no_activation = nothing(  # of RMSNorm and of SwiGLU
-    lambda x, other: torch.empty_like(x),
-    lambda dy, x, other: (torch.empty_like(x), torch.empty_like(other)),
-)
-no_loss = nothing(
-    lambda logits, other: torch.empty((), dtype=torch.float32, device=logits.device),
-    lambda grad_output, logits, other: (torch.empty_like(logits), None),
-)
-no_rotation = nothing(
-    lambda q, k, cos, sin: (torch.empty_like(q), torch.empty_like(k)),
-    lambda dq, dk, *inputs: (torch.empty_like(dq), torch.empty_like(dk), None, None),
-)
+class NothingLoss(torch.autograd.Function):
+    """The same for a loss."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits)
+        return torch.empty((), dtype=torch.float32, device=logits.device)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (logits,) = ctx.saved_tensors
+        return torch.empty_like(logits), None
+
+
+class NothingRotated(torch.autograd.Function):
+    """The same for RoPE, whose backward needs neither q nor k."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return torch.empty_like(q), torch.empty_like(k)
+
+    @staticmethod
+    def backward(ctx, dq_rot, dk_rot):
+        return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
 
 
 def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -79,7 +87,7 @@ def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
     ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
     eager = Implementation(specs.EAGER, eager_rmsnorm)
-    return Contenders([eager, pytorch], [ours], no_activation, compile_ours=True)
+    return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
@@ -93,7 +101,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
         Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
         Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
-    return Contenders(pytorch, ours, no_loss, compile_ours=True)
+    return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
@@ -101,7 +109,7 @@ def swiglu_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonSwiGLU()),
         Implementation(specs.IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
     ]
-    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, no_activation)
+    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, Nothing.apply)
 
 
 def rope_contenders(dtype: str) -> Contenders:
@@ -109,7 +117,7 @@ def rope_contenders(dtype: str) -> Contenders:
 
     eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
     ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
-    return Contenders([eager], [ours], no_rotation)
+    return Contenders([eager], [ours], NothingRotated.apply)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
@@ -166,7 +174,7 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonReverseKLLoss(), backward_again=False),
         Implementation(specs.TWO_KERNELS, lambda *logits: two_kernels(*logits).mean()),
     ]
-    return Contenders([*eager, one_tile], ours, no_loss, donate=True)
+    return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
 
 
 def nf4_contenders(dtype: str) -> Contenders:
@@ -242,49 +250,62 @@ def compile_function(function: Callable, donate: bool = False) -> Callable:
 
 
 # ---------------------------------------------------------------- other libraries
-# Each function imports its library and returns the library's implementations of each kernel.
+# Each function imports its library and returns the library's implementations of one kernel.
 
 LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
 
 
-def liger() -> dict[str, list[Implementation]]:
-    from liger_kernel import ops
-    from liger_kernel import transformers as modules
+def liger_rmsnorm() -> list[Implementation]:
+    from liger_kernel.ops import LigerRMSNormFunction
 
     # Not in place. In place it writes dx over dy, which the timing loop uses again.
-    norm_settings = EPS, 0.0, "llama", False
-    fused_loss = modules.LigerFusedLinearCrossEntropyLoss()
+    settings = EPS, 0.0, "llama", False
+    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
+
+
+def liger_cross_entropy() -> list[Implementation]:
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    # The host reads the number of valid targets.
+    return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
+
+
+def liger_swiglu() -> list[Implementation]:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return [Implementation(LIGER_IN_PLACE, LigerSiLUMulFunction.apply)]
+
+
+def liger_rope() -> list[Implementation]:
+    from liger_kernel.transformers import liger_rotary_pos_emb
+
+    # It overwrites q, k and the gradients of its outputs.
+    return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
+
+
+def liger_linear_cross_entropy() -> list[Implementation]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
+    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+
+
+def liger_reverse_kl() -> list[Implementation]:
+    from liger_kernel.transformers import LigerJSD
+
     # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
-    jsd = modules.LigerJSD(beta=1.0)
-
-    def rmsnorm(x, w):
-        return ops.LigerRMSNormFunction.apply(x, w, *norm_settings)
-
-    def linear_cross_entropy(hidden, w, targets):
-        return fused_loss(w, hidden, targets)
+    jsd = LigerJSD(beta=1.0)
 
     def reverse_kl(*logits):
         return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
 
-    return {
-        "rmsnorm": [Implementation(LIGER, rmsnorm)],
-        # The host reads the number of valid targets.
-        "cross_entropy": [
-            Implementation(LIGER_IN_PLACE, modules.LigerCrossEntropyLoss(), waits=True)
-        ],
-        "swiglu": [Implementation(LIGER_IN_PLACE, ops.LigerSiLUMulFunction.apply)],
-        # It overwrites q, k and the gradients of its outputs.
-        "rope": [Implementation(LIGER_IN_PLACE, modules.liger_rotary_pos_emb)],
-        # The host reads that number here too.
-        "linear_cross_entropy": [Implementation(LIGER, linear_cross_entropy, waits=True)],
-        # It waits for grad_output.
-        "reverse_kl": [Implementation(f"{LIGER}, JSD of log_softmax", reverse_kl, waits=True)],
-    }
+    # It waits for grad_output.
+    return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
 
 
-def bitsandbytes() -> dict[str, list[Implementation]]:
+def bitsandbytes_nf4() -> list[Implementation]:
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
     table = get_4bit_type("nf4", device=DEVICE)
@@ -303,39 +324,55 @@ def bitsandbytes() -> dict[str, list[Implementation]]:
         )
         return dequantize_4bit(codes[:, None], state, quant_type="nf4")
 
-    return {"nf4": [Implementation("bitsandbytes", nf4)]}
+    return [Implementation("bitsandbytes", nf4)]
 
 
-def quack() -> dict[str, list[Implementation]]:
+def quack_rmsnorm() -> list[Implementation]:
+    import quack
+
+    return [Implementation("QuACK", lambda x, weight: quack.rmsnorm(x, weight, eps=EPS))]
+
+
+def quack_cross_entropy() -> list[Implementation]:
     import quack
 
     in_place = functools.partial(quack.cross_entropy, inplace_backward=True)
-    return {
-        "rmsnorm": [Implementation("QuACK", lambda x, w: quack.rmsnorm(x, w, eps=EPS))],
-        "cross_entropy": [
-            Implementation("QuACK", quack.cross_entropy),
-            Implementation("QuACK, in place", in_place, backward_again=False),
-        ],
-    }
+    return [
+        Implementation("QuACK", quack.cross_entropy),
+        Implementation("QuACK, in place", in_place, backward_again=False),
+    ]
 
 
-OF_PLAYBOOK = "rmsnorm", "cross_entropy"
-OF_LIGER = *OF_PLAYBOOK, "swiglu", "rope", "linear_cross_entropy", "reverse_kl"
-LIBRARIES = {  # library: (its name for pip, the module, its kernels, their implementations)
-    LIGER: ("liger-kernel", "liger_kernel", OF_LIGER, liger),
-    "QuACK": ("quack-kernels", "quack", OF_PLAYBOOK, quack),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes", ("nf4",), bitsandbytes),
+LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its implementations})
+    LIGER: (
+        "liger-kernel",
+        "liger_kernel",
+        {
+            "rmsnorm": liger_rmsnorm,
+            "cross_entropy": liger_cross_entropy,
+            "swiglu": liger_swiglu,
+            "rope": liger_rope,
+            "linear_cross_entropy": liger_linear_cross_entropy,
+            "reverse_kl": liger_reverse_kl,
+        },
+    ),
+    "QuACK": (
+        "quack-kernels",
+        "quack",
+        {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
+    ),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes", {"nf4": bitsandbytes_nf4}),
 }
 
 
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
     """Return the other libraries' implementations, and a sentence for each absent library."""
     found, absent = [], []
-    for name, (package, module, kernels, make) in LIBRARIES.items():
-        if kernel not in kernels:
+    for name, (package, module, makers) in LIBRARIES.items():
+        if kernel not in makers:
             continue
         try:
-            implementations = make()[kernel]
+            implementations = makers[kernel]()
         except Exception as error:  # whatever its import raises, ours can still be measured
             reason = f"cannot be imported ({describe(error)})"
             if isinstance(error, ModuleNotFoundError) and error.name == module:

@@ -23,7 +23,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import psutil  # accelerate brings it
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -34,12 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.cli.command_line import Ended, RunError, UserError
-from harness.cli.device import HAS_GPU, synchronize
+from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.output_files import UNFINISHED
 from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
-from harness.steps import parallel
+from harness.steps.parallel import TIMEOUT
 from harness.training import checkpoint_files
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
@@ -210,7 +210,7 @@ class Keeper(contextlib.AbstractContextManager):
         self.frozen = {} if frozen is None else {"frozen_digest": frozen}
         run.described["checkpoint_seconds"] = self.seconds
         if dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
+            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def require_room(self) -> None:
         """Refuse a disk without room for the checkpoints that will be there at one time."""
@@ -251,7 +251,11 @@ class Keeper(contextlib.AbstractContextManager):
 
     def agreed_signal(self) -> int:
         """Return the signal that has come to any process, so that all save one step; 0: none."""
-        return int(max(parallel.gather(self.signal))[0])
+        if not dist.is_initialized():
+            return self.signal
+        signals = torch.tensor(self.signal, device=DEVICE)
+        dist.all_reduce(signals, dist.ReduceOp.MAX)
+        return int(signals)
 
     def end_step(self) -> None:
         """Save if a checkpoint is due; then end the run if a signal asked for that.

@@ -91,8 +91,9 @@ def report(
         torch.cuda.reset_peak_memory_stats()
     stepping.training_step(model, optimizer, steps[warmup])
     unobserved_peak = torch.cuda.max_memory_allocated() if HAS_GPU else None
-    of_snapshot = snapshot_to, model, optimizer, steps[warmup + 1]
-    snapshot_bytes = write_snapshot(*of_snapshot) if snapshot_to else None
+    snapshot_bytes = None
+    if snapshot_to:
+        snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
     observed_step(model, optimizer, steps, ledger)
     record = {
         "kind": "memory",
