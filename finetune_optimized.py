@@ -25,9 +25,9 @@ def main() -> None:
         return
 
     import torch
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     from cross_entropy_kernel import TritonCrossEntropyLoss
+    from harness.model.families import family_of
     from harness.model.loading import load_model
     from harness.model.patching import causal_lm_loss, replace_modules
     from harness.training.training_run import Run
@@ -37,7 +37,8 @@ def main() -> None:
         return TritonCrossEntropyLoss(ignore_index, inplace=True)(logits, targets)
 
     model = load_model(workload)
-    replace_modules(model, LlamaRMSNorm, TritonRMSNorm.from_llama_rmsnorm)
+    norm = family_of(model).part("RMSNorm")  # transformers' LlamaRMSNorm
+    replace_modules(model, norm, TritonRMSNorm.from_llama_rmsnorm)
     model.loss_function = causal_lm_loss(cross_entropy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
 from harness.cli import flags
@@ -30,7 +31,7 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from next_steps.patches import fp8_model
-from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, modeling_llama
+from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels
 from next_steps.patches.fp8_model import fp8_layers, layers_in_fp8
 from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
@@ -183,21 +184,29 @@ def norm_gradient(x, norm_weight, dy, dresidual):
     return x64.grad + dresidual.double(), norm64.grad
 
 
+def interleaved(ws, biases=(None, None, None)):
+    """A weight and its bias, or None, after the other."""
+    return [t for of_one in zip(ws, biases) for t in of_one]
+
+
 def norm_case(mode):
     x, norm_weight, ws = tokens(), drawn(H, mean=1.0, scale=0.2), weights(*((o, H) for o in OUT))
     # as in attention: the gradients of q and k are small beside that of v
     douts = [drawn(N, o, scale=s, seed=i) for i, (o, s) in enumerate(zip(OUT, (0.1, 0.1, 1.0)))]
     dresidual = drawn(N, H, seed=8)
-    x_leaf, norm_leaf, *w_leaves = leaves(x, norm_weight, *ws)
-    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, mode, *w_leaves)
+    biases = [drawn(o, seed=20 + i) for i, o in enumerate(OUT)]
+    x_leaf, norm_leaf, *tensors = leaves(x, norm_weight, *interleaved(ws, biases))
+    w_leaves, bias_leaves = tensors[::2], tensors[1::2]
+    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, mode, *tensors)
     torch.autograd.backward([residual, *outs], [dresidual, *douts])
     found = {"residual": residual, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
     found |= {f"out{i}": out for i, out in enumerate(outs)}
     found |= {f"dw{i}": w.grad for i, w in enumerate(w_leaves)}
+    found |= {f"dbias{i}": bias.grad for i, bias in enumerate(bias_leaves)}
 
     y = rmsnorm_reference(x, norm_weight, EPS)
     codes, _ = rmsnorm_fp8_reference(x, norm_weight, EPS)  # whose last product is not rounded twice
-    results = wide(codes) @ torch.cat([rounded(w) for w in ws]).t()
+    results = wide(codes) @ torch.cat([rounded(w) for w in ws]).t() + torch.cat(biases).double()
     dx, dnorm_weight = norm_gradient(
         x, norm_weight, rounded(*douts) @ turned_weights(*ws), dresidual
     )
@@ -208,9 +217,11 @@ def norm_case(mode):
     else:
         dws = (turned(*douts).t() @ turned_rows(codes)).split(OUT)
     expected |= {f"dw{i}": dw for i, dw in enumerate(dws)}
+    expected |= {f"dbias{i}": dout.double().sum(0) for i, dout in enumerate(douts)}
 
     x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
-    outs = [rmsnorm_reference(x64, norm64, EPS) @ w.t() for w in w64]
+    y64 = rmsnorm_reference(x64, norm64, EPS)
+    outs = [y64 @ w.t() + bias.double() for w, bias in zip(w64, biases)]
     torch.autograd.backward([x64, *outs], [dresidual.double(), *(d.double() for d in douts)])
     plain = {"dx": x64.grad, "dnorm_weight": norm64.grad}
     plain |= {f"out{i}": out.detach() for i, out in enumerate(outs)}
@@ -319,7 +330,8 @@ def test_only_what_needs_a_gradient_is_multiplied(
     ws = weights(*((o, H) for o in OUT))
     for i in trained:
         ws[i].requires_grad_()
-    _, *outs = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
+    arguments = x, norm_weight, EPS, flags.FP8_ALL, *interleaved(ws)
+    _, *outs = NormFP8LinearFunction.apply(*arguments)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
     assert products == [(N, sum(OUT)), *alone, *[(N, H)] * need_x]
@@ -335,11 +347,12 @@ def test_a_token_that_is_nan_stays_alone():
 
 def test_unused_results_have_no_gradient():
     x, norm_weight, *ws = leaves(tokens(), drawn(H), *weights(*((o, H) for o in OUT)))
-    _, _, k, _ = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
+    arguments = x, norm_weight, EPS, flags.FP8_ALL, *interleaved(ws)
+    _, _, k, _ = NormFP8LinearFunction.apply(*arguments)
     k.sum().backward()
     assert [w.grad is None for w in ws] == [True, False, True]
     w, *_ = ws
-    residual, *_ = NormFP8LinearFunction.apply(x, norm_weight, EPS, flags.FP8_ALL, *ws)
+    residual, *_ = NormFP8LinearFunction.apply(*arguments)
     x.grad = None
     residual.sum().backward()
     assert w.grad is None and torch.equal(x.grad, torch.ones_like(x))

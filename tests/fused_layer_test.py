@@ -296,8 +296,8 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
     needed = [name not in ("w_gate", "w_up") for name in inputs]
     step = list(inputs.values()), list(douts.values()), needed
 
-    def ours(x, norm_weight, *tensors):
-        tensors = *tensors, None, None
+    def ours(x, norm_weight, w_gate, a_gate, b_gate, w_up, bias_up):
+        tensors = w_gate, a_gate, b_gate, None, w_up, None, None, bias_up
         scales = lora_subjects.SCALES[0], None
         return NormLinearFunction.apply(
             x, norm_weight, EPS, keep, True, scales, (None, None), *tensors

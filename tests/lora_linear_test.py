@@ -97,7 +97,7 @@ def test_reference_is_pefts_formula():
     q = model.q
     of_one = q.base_layer.weight, q.lora_A["default"].weight, q.lora_B["default"].weight
     assert q.scaling["default"] == 1.5
-    assert torch.equal(lora_linear_reference(x, *of_one, 1.5), q(x))
+    assert torch.equal(lora_linear_reference(x, *of_one, scale=1.5), q(x))
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
@@ -207,7 +207,6 @@ class Doubled(peft.tuners.lora.Linear):
 
 MADE_SO = {
     "dropout": lambda: adapted(lora_dropout=0.5),
-    "a bias in the base layer": lambda: adapted(bias=True),
     "a bias in the adapter": lambda: adapted(lora_bias=True),
     "DoRA": lambda: adapted(use_dora=True),
     "an adapter on one of them alone": lambda: adapted(targets=["q"]),
@@ -359,7 +358,7 @@ def test_no_product_whose_result_nobody_asked_for(needed):
     x, w, a, b, *_ = (t.detach() for t in make_lora((N,), (H, 40), torch.float32)[0].values())
     need_x, need_w, need_a, need_b = needed
     leaves = [t.requires_grad_(need) for t, need in zip((x, w, a, b), needed)]
-    calls = of_a_step(lambda x: LoRALinearFunction.apply(x, (2.0,), (None,), *leaves[1:]), x)
+    calls = of_a_step(lambda x: LoRALinearFunction.apply(x, (2.0,), (None,), *leaves[1:], None), x)
     # dx is two products; dh is needed for it and for da
     expected = 3 + 2 * need_x + need_w + need_a + need_b + (need_x or need_a)
     assert sum(calls[name] for name in PRODUCTS) == expected

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import kernel_support
 import profile_baseline
@@ -23,7 +24,7 @@ from harness.model.patching import called_function
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from next_steps.memory import memory_estimate, memory_ledger, meta_step
-from next_steps.memory.memory_ledger import GRADIENTS, LOSS, PARAMETERS, STATE, modeling_llama
+from next_steps.memory.memory_ledger import GRADIENTS, LOSS, PARAMETERS, STATE
 from next_steps.memory.peak_attribution import KEPT, TEMPORARY, WORKSPACES, history, kept_blocks
 from next_steps.patches.apply_kernels import apply_kernels
 from tests.small_workloads import as_kernels_module, imported_anew

@@ -107,7 +107,7 @@ def lora_arguments(t: Make, rank: int) -> tuple:
     gate, up = t(B, T, INTERMEDIATE), t(B, T, INTERMEDIATE)
     h, b_gate, b_up = t(B * T, 2 * rank), t(INTERMEDIATE, rank), t(INTERMEDIATE, rank)
     of_down = t(H, INTERMEDIATE), t(rank, INTERMEDIATE), t(H, rank)
-    return gate, up, h, False, (1.0, 1.0, 1.0), None, b_gate, b_up, *of_down
+    return gate, up, h, False, (1.0, 1.0, 1.0), None, b_gate, b_up, *of_down, None
 
 
 def fp8_arguments(*widths: int) -> Arguments:

@@ -8,7 +8,7 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import DEFAULT_MODEL, TINY
@@ -139,7 +139,9 @@ class Data:
         return "-".join(part.samples.digest() for part in (self.train, self.validation))
 
 
-def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | None = None) -> Data:
+def load_data(
+    workload: Workload, config: PreTrainedConfig, steps: int, day: str | None = None
+) -> Data:
     """Return the micro-batches of `steps` steps in a row, and what is held out.
 
     Equal workloads get equal data.  Which sequences a step trains on, and which are held out, does
@@ -187,7 +189,7 @@ def load_data(workload: Workload, config: LlamaConfig, steps: int, day: str | No
 
 
 def load_samples(
-    workload: Workload, config: LlamaConfig, n_train: int, n_validation: int, today: date
+    workload: Workload, config: PreTrainedConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
     """Return (to train on, held out, one line about them); samples have at most seq_len tokens."""
     name, seq_len = workload.data, workload.seq_len

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import read_file
@@ -131,7 +131,10 @@ class Encoder:
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase | None, config: LlamaConfig, day: date = date.min
+        cls,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: PreTrainedConfig,
+        day: date = date.min,
     ) -> "Encoder":
         if tokenizer is None:
             return cls(None, [256] if config.vocab_size == BYTE_VOCABULARY else [])

@@ -40,7 +40,7 @@ WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*A
 
 
 def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Freeze a LlamaForCausalLM, give it the workload's adapters, if it has any, and return it.
+    """Freeze a model, give it the workload's adapters, if it has any, and return it.
 
     Adapters are drawn from the seed alone, in the workload's dtype: every process draws the same
     ones.  With `adapter` they are read from its folder.  On the meta device nothing is drawn or
@@ -245,9 +245,11 @@ def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Ten
             weight = module.dequantized()
         else:
             continue
-        for key in [key for key in merged if key.startswith(f"{name}.")]:
-            del merged[key]
+        of_module = [key for key in merged if key.startswith(f"{name}.")]
+        removed = {key.rpartition(".")[2]: merged.pop(key) for key in of_module}
         merged[f"{name}.weight"] = weight.cpu()
+        if "bias" in removed:
+            merged[f"{name}.bias"] = removed["bias"]
     return merged
 
 
@@ -291,5 +293,5 @@ def flops_per_token(config, workload: Workload, seq_len: float) -> float:
         flops -= 2.0 * rows * columns
         flops -= 2.0 * workload.lora_rank * columns if name in adapted else 0.0
     if ATTENTION[0] not in adapted:  # nor has the first layer's attention a backward
-        flops -= 4.0 * config.num_attention_heads * config.head_dim * seq_len
+        flops -= 4.0 * config.num_attention_heads * architecture.head_size(config) * seq_len
     return flops

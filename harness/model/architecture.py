@@ -1,14 +1,15 @@
-"""LLaMA's architecture: configurations known here, a model built from one, its size and work."""
+"""A model built from its configuration, its size, and the work of a token."""
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, masking_utils
 
 from harness.cli.adapter_config import ATTENTION, MLP
 from harness.cli.workload import changes
+from harness.model.families import FAMILIES
 
 IGNORE_INDEX = -100  # the label of a token that is not to be learned
 BYTE_VOCABULARY = 257  # the 256 byte values and an end-of-text token
@@ -17,37 +18,17 @@ COMPUTING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
     *("rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias"),
-    *("tie_word_embeddings", "pad_token_id"),
+    *("tie_word_embeddings", "pad_token_id", "no_rope_layers"),
 )
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
 
 
-def llama_3_1_8b_config() -> LlamaConfig:
-    """Return LLaMA 3.1 8B's configuration, so that --random-init needs no download."""
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        bos_token_id=128_000,
-        eos_token_id=128_001,
-        tie_word_embeddings=False,
-    )
+def llama_3_1_8b_config() -> PreTrainedConfig:
+    """Return LLaMA 3.1 8B's configuration."""
+    return FAMILIES["llama"].example_config()
 
 
-def tiny_config() -> LlamaConfig:
+def tiny_config() -> PreTrainedConfig:
     """Return a small LLaMA's configuration, which a CPU trains in seconds; its tokens are bytes."""
     return LlamaConfig(
         vocab_size=BYTE_VOCABULARY,
@@ -64,26 +45,26 @@ def tiny_config() -> LlamaConfig:
     )
 
 
-def with_one_layer(config: LlamaConfig) -> LlamaConfig:
+def with_one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration with one layer: layers are alike, and one is quickly built."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     return config
 
 
-def computing_fields(config: LlamaConfig) -> dict:
-    """Return what a configuration says in COMPUTING's fields, for a JSON file."""
-    said = {name: getattr(config, name) for name in COMPUTING}
+def computing_fields(config: PreTrainedConfig) -> dict:
+    """Return a configuration's values of COMPUTING's fields that it has, for a JSON file."""
+    said = {name: getattr(config, name) for name in COMPUTING if hasattr(config, name)}
     rope = said.pop("rope_parameters")
     return said | {f"rope_parameters.{name}": value for name, value in rope.items()}
 
 
-def computing_differences(saved: dict, config: LlamaConfig) -> list[str]:
+def computing_differences(saved: dict, config: PreTrainedConfig) -> list[str]:
     """Return a phrase for each field in which a configuration is not the one that was saved."""
     return changes(saved, computing_fields(config))
 
 
-def build_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
+def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
     """Return a model with random weights, ready for training."""
     with torch.device(device):
         return for_training(AutoModelForCausalLM.from_config(config, dtype=dtype))
@@ -99,40 +80,45 @@ def for_training(model: torch.nn.Module) -> torch.nn.Module:
     return model.train()
 
 
-def parameter_count(config: LlamaConfig) -> int:
-    """Count a LLaMA's parameters from its configuration, on a model without memory."""
+def parameter_count(config: PreTrainedConfig) -> int:
+    """Count a model's parameters from its configuration, on a model without memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def projection_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+def head_size(config: PreTrainedConfig) -> int:
+    """Return D, the columns of one of attention's heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def projection_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
     """Return (O, I) of each of a layer's projections, by name."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
+    heads = config.num_attention_heads * head_size(config)
+    kv_heads = config.num_key_value_heads * head_size(config)
     shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
 
 
-def projection_weights(config: LlamaConfig) -> int:
+def projection_weights(config: PreTrainedConfig) -> int:
     """Count the parameters of one layer's projections, which are all but its norms'."""
     return sum(rows * columns for rows, columns in projection_shapes(config).values())
 
 
-def matrix_weights(config: LlamaConfig) -> int:
+def matrix_weights(config: PreTrainedConfig) -> int:
     """Count the parameters that tokens are multiplied with: all but the input embedding's."""
     in_layers = config.num_hidden_layers * projection_weights(config)
     return in_layers + config.vocab_size * config.hidden_size
 
 
-def flops_per_token(config: LlamaConfig, seq_len: float) -> float:
+def flops_per_token(config: PreTrainedConfig, seq_len: float) -> float:
     """Return a trained token's FLOPs, forward + backward: 6 per matrix weight + causal attention.
 
     The input embedding is a look-up (Kaplan et al. 2020).  Attention multiplies QK^T and PV over
     half of T keys on average (PaLM's 12, halved by causality).
     """
-    attention_size = config.num_attention_heads * config.head_dim
+    attention_size = config.num_attention_heads * head_size(config)
     in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
     return 6.0 * matrix_weights(config) + in_attention
 

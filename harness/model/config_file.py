@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from transformers import LlamaConfig
-from transformers.models.llama import modeling_llama
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from harness.cli.command_line import UserError, ran_out_of_memory
 from harness.cli.device import HAS_GPU
@@ -20,6 +19,7 @@ from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.architecture import parameter_count, with_one_layer
+from harness.model.families import EXAMPLES, FAMILIES, part_outside, window_of
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -28,7 +28,7 @@ MAX_LAYERS = 10_000  # the most that a config.json may ask for
 
 def load_config(
     workload: Workload, try_step: Callable | None = None, for_gpu: bool = False
-) -> LlamaConfig:
+) -> PreTrainedConfig:
     """Return the model's configuration, or raise a UserError that says what to do.
 
     Args:
@@ -41,8 +41,8 @@ def load_config(
     no_gpu = f"{model} needs a CUDA GPU and none was found; {use}"
     if model == TINY:
         config = architecture.tiny_config()
-    elif workload.random_init and model == DEFAULT_MODEL:
-        config = architecture.llama_3_1_8b_config()
+    elif workload.random_init and model in EXAMPLES and not Path(model).is_dir():
+        config = EXAMPLES[model].example_config()
     else:
         if model == DEFAULT_MODEL and not on_gpu:
             raise UserError(no_gpu)
@@ -80,9 +80,20 @@ def read_config_file(model: str) -> dict:
         values = json.loads(content)
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
             raise ValueError("config.json is no JSON object with a model_type")
-    if (kind := values["model_type"]) != "llama":
-        raise UserError(f"{model} is a {kind!r} model; these scripts train LLaMA models")
+    if values["model_type"] not in FAMILIES:
+        raise UserError(outside_in_words(model, values))
     return values
+
+
+def outside_in_words(model: str, values: dict) -> str:
+    """Return the sentence for a config.json of a family that has no row in families.py."""
+    kind, part = values["model_type"], None
+    with suppress(Exception):  # transformers does not know this kind either, or a field is wrong
+        config = AutoConfig.for_model(**values | {"num_hidden_layers": 1})
+        with torch.device("meta"):
+            part = part_outside(AutoModelForCausalLM.from_config(config))
+    said = f"{model} is a {kind!r} model" + (f" with {part}" if part else "")
+    return f"{said}; these scripts train models of {', '.join(FAMILIES)}"
 
 
 def download_config(model: str) -> str:
@@ -172,7 +183,7 @@ FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": 
 
 def usable_config(
     model: str, values: dict, fields: dict = FIELDS, try_step: Callable | None = None
-) -> LlamaConfig:
+) -> PreTrainedConfig:
     """Return the configuration with these values, if a model of it can take a step."""
     for field, (fits, expected) in fields.items():
         value = values.get(field)
@@ -180,15 +191,15 @@ def usable_config(
             given = f"the config.json of {model} has {field} = {shortened(repr(value))}"
             raise UserError(f"{given}, expected {expected}")
 
-    def attempt(values: dict) -> LlamaConfig:
-        config = LlamaConfig.from_dict(copy.deepcopy(values))
+    def attempt(values: dict) -> PreTrainedConfig:
+        config = FAMILIES[values["model_type"]].part("Config").from_dict(copy.deepcopy(values))
         try_forward(config)
         if try_step is not None:
             try_step(with_one_layer(config))
         return config
 
     try:
-        return attempt(values)
+        config = attempt(values)
     except Exception as error:  # transformers and PyTorch raise of every kind
         if ran_out_of_memory(error):
             raise
@@ -198,6 +209,12 @@ def usable_config(
         message = f"{type(error).__name__}: {error}"
         reason = textwrap.shorten(message, 200, placeholder=" ...")
         raise UserError(f"{given}: {reason}") from error
+    if (window := window_of(config)) is not None:
+        given = (
+            f"the config.json of {model} limits attention to a sliding window of {window:,} tokens"
+        )
+        raise UserError(f"{given}, expected none: nothing here computes one")
+    return config
 
 
 def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str]:
@@ -210,9 +227,10 @@ def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str
     return found
 
 
-def try_forward(config: LlamaConfig) -> None:
+def try_forward(config: PreTrainedConfig) -> None:
     """Raise what a forward with this configuration would raise, on meta tensors."""
-    frequencies = modeling_llama.LlamaRotaryEmbedding(config).inv_freq  # (D / 2,) fp32
+    rotary = FAMILIES[config.model_type].part("RotaryEmbedding")
+    frequencies = rotary(config).inv_freq  # (D / 2,) fp32
     if not (frequencies.isfinite() & (frequencies > 0)).all():
         raise ValueError("its rotary frequencies are not all finite and above 0")
     model = architecture.build_model(with_one_layer(config), torch.float32, "meta")

@@ -57,6 +57,11 @@ def is_untouched(module: torch.nn.Module) -> bool:
     return is_unchanged(module) and not has_global_hooks()
 
 
+def is_linear(module: torch.nn.Module) -> bool:
+    """Return True if the module is x @ weight.t() + bias: both may be used without a call."""
+    return type(module) is torch.nn.Linear and is_unchanged(module)
+
+
 def is_matrix(module: torch.nn.Module) -> bool:
-    """Return True if the module is x @ weight.t(): its weight may be used without a call."""
-    return type(module) is torch.nn.Linear and module.bias is None and is_unchanged(module)
+    """Return True if the module is x @ weight.t(), without a bias."""
+    return is_linear(module) and module.bias is None

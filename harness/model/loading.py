@@ -1,7 +1,7 @@
 """The model that a workload names, with its weights, ready to be trained."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, require_interpreter
@@ -23,7 +23,7 @@ def load_model(workload: Workload) -> torch.nn.Module:
     return model
 
 
-def begin(workload: Workload) -> LlamaConfig:
+def begin(workload: Workload) -> PreTrainedConfig:
     """Return the model's configuration, set the seed, refuse what must not wait for loading."""
     config = load_config(workload)
     if workload.kernels:
@@ -34,7 +34,7 @@ def begin(workload: Workload) -> LlamaConfig:
     return config
 
 
-def make_model(workload: Workload, config: LlamaConfig) -> torch.nn.Module:
+def make_model(workload: Workload, config: PreTrainedConfig) -> torch.nn.Module:
     """Return the model with drawn or with pretrained weights."""
     if draws_weights(workload.model, workload):
         return build_model(config, TORCH_DTYPES[workload.dtype], DEVICE)

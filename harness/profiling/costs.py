@@ -54,13 +54,13 @@ def sizes_of(config, workload: Workload) -> Sizes:
     width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
     n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
     per_layer = width * n_tokens * config.num_hidden_layers
-    head_columns = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    n_heads = config.num_attention_heads + config.num_key_value_heads
     n_projections = len(architecture.projection_shapes(config))
     copies = width * workload.micro_batches * config.num_hidden_layers  # bytes per layer's number
     return Sizes(
         weights=width * trained_count(config, workload),
         stream=per_layer * config.hidden_size,
-        heads=per_layer * head_columns,
+        heads=per_layer * n_heads * architecture.head_size(config),
         inner=per_layer * config.intermediate_size,
         logits=width * n_tokens * config.vocab_size,
         layers=config.num_hidden_layers,

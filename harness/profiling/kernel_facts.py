@@ -75,7 +75,7 @@ class Facts:
     # range nor a kernel's name tells.
     functions: dict[str, str] = field(default_factory=dict)
     launches: tuple[Launch, ...] = ()
-    module: tuple[str, str] | None = None  # (our module, the module of transformers it replaces)
+    module: tuple[str, str] | None = None  # (our module, the part of a family that it replaces)
     rung: int | None = None  # its place on the ladder, the largest cost of the baseline first
     floor: tuple[str, int] | None = None  # what it still moves: (a tensor of Sizes, passes over it)
     # A category that it makes smaller without taking it over -> the diagnosis's advice.
@@ -108,7 +108,7 @@ ROWS = [
             Launch("_rmsnorm_bwd", "stream", passes=3, flops=9),  # dy, x in, dx out
             Launch("_rmsnorm_dw"),  # sums the programs' parts of dW
         ),
-        module=("TritonRMSNorm", "LlamaRMSNorm"),
+        module=("TritonRMSNorm", "RMSNorm"),
         rung=2,
         floor=("stream", 2 * 5),  # two norms: x, y; dy, x, dx
         allocates={"rmsnorm_kernel:rmsnorm_forward": "normalization"},
@@ -143,7 +143,7 @@ ROWS = [
             Launch("_swiglu_lora_fwd", "inner", passes=3, flops=10),
             Launch("_swiglu_lora_bwd", "inner", passes=6, flops=19),
         ),
-        module=("TritonLlamaMLP", "LlamaMLP"),
+        module=("TritonLlamaMLP", "MLP"),
         rung=4,
         floor=("inner", 9),  # gate, up, y; dy, gate, up, dgate, dup, y
         allocates={"next_steps.layers.llama_mlp:SwiGLUMLPFunction.forward": "MLP"},
@@ -279,7 +279,7 @@ ROWS = [
         allocates={
             "next_steps.layers.fp8_layer:qkv_fp8": "v, gate, up (fp8)",
             "next_steps.layers.fp8_layer:mlp_fp8": "v, gate, up (fp8)",
-            "next_steps.patches.fp8_model:LlamaDecoderLayer.compute": "residual stream",
+            "next_steps.patches.fp8_model:DecoderLayer.compute": "residual stream",
         },
     ),
 ]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers.models.llama import modeling_llama
 
 from harness.cli.command_line import RunError
 from harness.cli.device import HAS_GPU, synchronize
@@ -19,6 +18,7 @@ from harness.cli.output_files import write_output
 from harness.data import dataset
 from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
+from harness.model.families import FAMILIES, family_of
 from harness.profiling import attribution
 from harness.profiling.kernel_facts import ROWS
 from harness.steps import stepping, timing
@@ -27,15 +27,17 @@ from harness.steps import stepping, timing
 ALONE, TOGETHER = 7, 3
 NEEDED = ALONE + TOGETHER
 # the training step opens "forward", "backward" and "optimizer"
-RANGE_OF_CLASS = {
-    "LlamaRMSNorm": "normalization",
-    "LlamaMLP": "mlp",
-    "LlamaAttention": "attention",
-    "LlamaRotaryEmbedding": "rotary",
-    "Embedding": "embedding",
+RANGE_OF_PART = {
+    "RMSNorm": "normalization",
+    "MLP": "mlp",
+    "Attention": "attention",
+    "RotaryEmbedding": "rotary",
 }
-for ours, theirs in (row.module for row in ROWS if row.module):
-    RANGE_OF_CLASS[ours] = RANGE_OF_CLASS[theirs]
+RANGE_OF_CLASS = {
+    "Embedding": "embedding",
+    **{ours: RANGE_OF_PART[theirs] for ours, theirs in (row.module for row in ROWS if row.module)},
+    **{f.prefix + part: name for f in FAMILIES.values() for part, name in RANGE_OF_PART.items()},
+}
 
 
 # ---------------------------------------------------------------- ranges
@@ -45,13 +47,14 @@ for ours, theirs in (row.module for row in ROWS if row.module):
 def category_ranges(model: torch.nn.Module) -> Iterator[None]:
     """Open ranges around the parts of a model with or without kernels, until the context ends.
 
-    Rotary embedding and loss are functions, not modules.  LlamaAttention.forward looks
-    `apply_rotary_pos_emb` up in its module each time, so the function can be replaced there.
+    Rotary embedding and loss are functions, not modules.  Attention's forward looks
+    `apply_rotary_pos_emb` up in its Python module each time, so it can be replaced there.
     A module with `calls_no_parts` gets none: a range around a part would make it call its parts.
     """
     # another loss_function would take the place of the model's kernel
     loss = "cross_entropy_loss" if hasattr(model, "cross_entropy_loss") else "loss_function"
-    ranged = [(model, loss, "loss"), (modeling_llama, "apply_rotary_pos_emb", "rotary")]
+    modeling = family_of(model).modeling
+    ranged = [(model, loss, "loss"), (modeling, "apply_rotary_pos_emb", "rotary")]
     whole = [each for each in model.modules() if getattr(each, "calls_no_parts", False)]
     fused = {part for each in whole for part in each.modules()}
     for module in model.modules():

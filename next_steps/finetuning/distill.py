@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import LlamaConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.cli.command_line import UserError
@@ -41,7 +41,9 @@ def replace_loss(kernels: Sequence[str]) -> list[str]:
     return others + [REVERSE_KL] * (len(others) < len(kernels))
 
 
-def layers_to_keep(workload: Workload, config: LlamaConfig, teacher_config: LlamaConfig) -> int:
+def layers_to_keep(
+    workload: Workload, config: PreTrainedConfig, teacher_config: PreTrainedConfig
+) -> int:
     """Return how many layers of the model with `config` the student has."""
     model, teacher, asked = workload.model, workload.teacher, workload.student_layers
     if config.vocab_size != teacher_config.vocab_size:

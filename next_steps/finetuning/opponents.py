@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from harness.cli.adapter_config import TARGETS
 from harness.cli.command_line import UserError
@@ -22,7 +21,8 @@ from harness.cli.workload import Workload, draws_weights
 from harness.data.dataset import load_tokenizer
 from harness.model.adapters import read_adapters, use_saved
 from harness.model.architecture import TORCH_DTYPES, unpacked_sequences
-from harness.model.config_file import reading
+from harness.model.config_file import load_config, reading
+from harness.model.families import family_of
 from harness.model.loading import begin, make_model
 from harness.model.patching import replace_modules
 from harness.steps import parallel, stepping
@@ -33,26 +33,27 @@ from next_steps.patches import patched_model
 
 
 def with_rms_norm(workload: Workload) -> torch.nn.Module:
-    """Return the model with torch.nn.functional.rms_norm in place of LlamaRMSNorm's formula."""
+    """Return the model with torch.nn.functional.rms_norm in place of transformers' formula."""
 
-    def rms_norm(norm: LlamaRMSNorm) -> torch.nn.RMSNorm:
+    def rms_norm(norm: torch.nn.Module) -> torch.nn.RMSNorm:
         (hidden_size,) = norm.weight.shape
         made = torch.nn.RMSNorm(hidden_size, eps=norm.variance_epsilon, device="meta")
         made.weight = norm.weight
         return made
 
     model = patched_model.load(workload)
-    replace_modules(model, LlamaRMSNorm, rms_norm)
+    replace_modules(model, family_of(model).part("RMSNorm"), rms_norm)
     return model
 
 
 def with_liger(workload: Workload) -> torch.nn.Module:
-    """Return the model with Liger-Kernel's patch for LLaMA."""
+    """Return the model with Liger-Kernel's patch for the model's family."""
     try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        from liger_kernel.transformers import monkey_patch
     except ImportError as error:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
-    apply_liger_kernel_to_llama()
+    kind = load_config(workload).model_type
+    getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")()
     return patched_model.load(workload)
 
 
@@ -76,7 +77,7 @@ def with_float8(workload: Workload) -> torch.nn.Module:
 
 
 def with_unsloth(workload: Workload) -> torch.nn.Module:
-    """Return a LlamaForCausalLM with Unsloth's kernels, each layer compiled, in training mode.
+    """Return the model with Unsloth's kernels, each layer compiled, in training mode.
 
     Importing Unsloth changes transformers in the whole process.  With LoRA the model has Unsloth's
     own adapters, in fp32 as Unsloth makes them, and with `quantize` bitsandbytes' 4-bit weights.
@@ -122,7 +123,7 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
     return model
 
 
-def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
+def model_folder(workload: Workload, config: PreTrainedConfig, empty: str) -> str:
     """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here.
 
     Unsloth takes a model from a folder or the hub, and only together with a tokenizer.  So random
@@ -137,7 +138,7 @@ def model_folder(workload: Workload, config: LlamaConfig, empty: str) -> str:
     return empty
 
 
-def placeholder(config: LlamaConfig) -> PreTrainedTokenizerFast:
+def placeholder(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     """Make a tokenizer for Unsloth where bytes are the tokens: no text passes through it."""
     ids = {"<unknown>": 0, "<padding>": 1, "<end>": config.vocab_size - 1}
     return PreTrainedTokenizerFast(

@@ -34,7 +34,8 @@ bf16, and so are gate and up: what fused_layer.py keeps at the level mlp of reco
 
 All other parts of the model, its weights, their gradients and the optimizer stay in bf16.
 
-Limits: no bias, no adapter, no quantized weight, O and I multiples of 16; no second derivative.
+Limits: a bias at q, k and v alone, no adapter, no quantized weight, O and I multiples of 16; no
+second derivative.
 """
 
 import torch
@@ -65,6 +66,11 @@ def results(x, weights):
     """Return x @ w.t() of Rows x (N, I), for all of the weights: (N, sum of O); and scale."""
     rows = quantize_stacked(*weights)  # (sum of O, I)
     return fp8_product(x, rows, weights[0].dtype, fast=True), rows.scales.amax()
+
+
+def bias_gradients(douts, needed):
+    """Return the sum (O,) over the rows of each dout (N, O), or None; not of rounded numbers."""
+    return [dout.sum(0) if need else None for dout, need in zip(douts, needed)]
 
 
 def input_gradient(dout, weights, scale):
@@ -125,16 +131,20 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
 
 
 class NormFP8LinearFunction(torch.autograd.Function):
-    """`.apply(x, norm_weight, eps, mode, *weights)`: x, and RMSNorm(x) @ w.t() for each weight.
+    """`.apply(x, norm_weight, eps, mode, *tensors)`: x, and RMSNorm(x) @ w.t() + bias for each w.
 
-    x (..., H), norm_weight (H,), w (O, H).  The results are (..., H) and (..., O).  The latter are
-    columns of one matrix.
+    x (..., H), norm_weight (H,).  The tensors are w (O, H) and bias (O,), or None, of one
+    projection after the other; all have a bias or none has.  The results are (..., H) and (..., O).
+    The latter are columns of one matrix.
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, mode, *weights):
+    def forward(ctx, x, norm_weight, eps, mode, *tensors):
+        weights, biases = tensors[::2], tensors[1::2]
         y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
         out, scale = results(y, weights)
+        if biases[0] is not None:
+            out += torch.cat(biases)
         out = out.view(*x.shape[:-1], -1)
         ctx.eps, ctx.mode = eps, mode
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
@@ -145,8 +155,9 @@ class NormFP8LinearFunction(torch.autograd.Function):
     def backward(ctx, dresidual, *douts):
         refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, scale, *weights = ctx.saved_tensors
-        need_x, need_norm_weight, _, _, *need_weights = ctx.needs_input_grad
-        gradients = [None] * len(weights)
+        need_x, need_norm_weight, _, _, *needed = ctx.needs_input_grad
+        need_weights, need_biases = needed[::2], needed[1::2]
+        gradients = [None] * len(needed)
         used = [i for i, dout in enumerate(douts) if dout is not None]
         if not used:
             return dresidual, None, None, None, *gradients
@@ -158,8 +169,9 @@ class NormFP8LinearFunction(torch.autograd.Function):
         saved = ctx, x, norm_weight, rstd, scale, [weights[i] for i in used]
         exact = None if in_fp8 else douts
         dx, dnorm_weight, *found = norm_gradients(dout, exact, dresidual, *saved, needed)
-        for i, gradient in zip(used, found):
-            gradients[i] = gradient
+        of_biases = bias_gradients(douts, (need_biases[i] for i in used))
+        for i, *of_one in zip(used, found, of_biases):
+            gradients[2 * i : 2 * i + 2] = of_one
         return dx, dnorm_weight, None, None, *gradients
 
 
@@ -241,8 +253,9 @@ class FP8MLPFunction(torch.autograd.Function):
 
 def qkv_fp8(x, norm, attention, mode):
     """Return x (..., H), and q, k and v of norm(x); norm is a TritonRMSNorm or a LlamaRMSNorm."""
-    weights = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
-    x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    tensors = [t for projection in projections for t in (projection.weight, projection.bias)]
+    x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *tensors)
     # Attention keeps v.  If v were columns of one matrix, v would keep q and k alive.  In LLaMA 3.1
     # 8B these are five times as large, and nobody needs them once they are rotated.
     return x, q, k, v.contiguous()

@@ -25,10 +25,10 @@ Two more things that autograd does, and a Function does better:
    norm_linear returns x as its first result.  So the gradient of the branch around the norm arrives
    in the same backward.
 
-A projection may have a LoRA adapter or a quantized weight.  The products are lora_linear.py's,
-which are plain products where a projection has neither.
+A projection may have a bias, a LoRA adapter or a quantized weight.  The products are
+lora_linear.py's, which are plain products where a projection has none of these.
 
-Limits: those of the two kernels; no bias, no second derivative.
+Limits: those of the two kernels; no second derivative.
 """
 
 import torch
@@ -68,7 +68,7 @@ class NormLinearFunction(torch.autograd.Function):
         outs, h, stacked = lora.products(y, scales, bases, tensors, add)
         ctx.eps, ctx.add, ctx.scales, ctx.bases = eps, add, scales, bases
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
-        weights, b = tensors[::3], tensors[2::3]
+        weights, b = tensors[::4], tensors[2::4]
         y = y if keep else None
         ctx.save_for_backward(x, norm_weight, rstd, y, h, stacked, *weights, *b)
         return x.view_as(x), *outs, *(() if add else (h,))
@@ -83,13 +83,13 @@ class NormLinearFunction(torch.autograd.Function):
         weights, b = others[: len(douts)], others[len(douts) :]
         need_x, need_norm_weight, _, _, _, _, _, *needed = ctx.needs_input_grad
         if not ctx.add:  # who adds h @ b.t() has b's gradients
-            needed[2::3] = [False] * len(douts)
+            needed[2::4] = [False] * len(douts)
         if all(dout is None for dout in douts):
             return dresidual, *[None] * (6 + len(needed))
 
         douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
         need_dy = need_x or need_norm_weight
-        if ctx.add and (need_dy or any(needed[1::3])):
+        if ctx.add and (need_dy or any(needed[1::4])):
             dh = lora.thin_gradient(douts, h, ctx.scales, b)
         if lora.needs_input(douts, needed):
             if y is None:
@@ -109,23 +109,24 @@ class NormLinearFunction(torch.autograd.Function):
 
 
 class SwiGLULinearFunction(torch.autograd.Function):
-    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, w, a, b)`: SwiGLU and one projection.
+    """`.apply(gate, up, h, keep, scales, base, b_gate, b_up, *tensors)`: SwiGLU and a projection.
 
-    Returns (..., O) of gate and up (..., I).  The projection has base or w (O, I), and a (R, I) and
-    b (O, R) or None.  If gate and up lack their adapters, h is (N, both R), and b_gate and b_up are
-    (I, R); these three are None otherwise.  scales: of gate, up and the projection.
+    Returns (..., O) of gate and up (..., I).  The tensors are w (O, I), a (R, I), b (O, R) and
+    bias (O,) of the projection, or None; the projection has base or w.  If gate and up lack their
+    adapters, h is (N, both R), and b_gate and b_up are (I, R); these three are None otherwise.
+    scales: of gate, up and the projection.
     keep: keep SwiGLU's result for the backward, instead of computing it again.  The backward
     overwrites gate and up: use them nowhere else.  With retain_graph=True, or where one of them
     needs no gradient, gradients get memory of their own.
     """
 
     @staticmethod
-    def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b):
+    def forward(ctx, gate, up, h, keep, scales, base, b_gate, b_up, w, a, b, bias):
         if h is None:
             y = swiglu.swiglu_forward(gate, up)
         else:
             y = lora_swiglu_forward(gate, up, h, scales[:2], b_gate, b_up)
-        (out,), h_down, _ = lora.products(y, scales[2:], (base,), (w, a, b))
+        (out,), h_down, _ = lora.products(y, scales[2:], (base,), (w, a, b, bias))
         ctx.scales, ctx.base = scales, base
         y = y if keep else None
         ctx.save_for_backward(gate, up, y, h, b_gate, b_up, h_down, w, a, b)
@@ -156,8 +157,8 @@ class SwiGLULinearFunction(torch.autograd.Function):
         gradients = lora.parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
 
         douts, bs = [as_rows(dgate), as_rows(dup)], (b_gate, b_up)
-        needed_b = (False, False, need_b_gate, False, False, need_b_up)
-        of_b = lora.parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::3]
+        needed_b = (False, False, need_b_gate, False) + (False, False, need_b_up, False)
+        of_b = lora.parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::4]
         dh = lora.thin_gradient(douts, h, scales, bs) if need_h else None
         return dgate, dup, dh, None, None, None, *of_b, *gradients
 
@@ -196,14 +197,14 @@ def norm_mlp(x, norm, gate_proj, up_proj, down_proj, keep_norm=False, keep_produ
     the GPU multiplies fp32 on no matrix unit.
     """
     scales, bases, tensors = lora.arguments([gate_proj, up_proj, down_proj])
-    ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::3]]
+    ranks = [LARGEST_RANK + 1 if a is None else a.shape[0] for a in tensors[1::4]]
     if x.dtype == torch.float32 or max(ranks) > LARGEST_RANK:
         residual, gate, up = norm_linear(x, norm, gate_proj, up_proj, keep_norm=keep_norm)
         return residual, swiglu_linear(gate, up, down_proj, keep_product)
     residual, gate, up, h = NormLinearFunction.apply(
-        x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:6]
+        x, norm.weight, norm.variance_epsilon, keep_norm, False, scales[:2], bases[:2], *tensors[:8]
     )
-    b_gate, b_up, *of_down = tensors[2], tensors[5], *tensors[6:]
+    b_gate, b_up, *of_down = tensors[2], tensors[6], *tensors[8:]
     out = SwiGLULinearFunction.apply(
         gate, up, h, keep_product, scales, bases[2], b_gate, b_up, *of_down
     )

@@ -2,11 +2,12 @@
 
     out = x @ w.t() + s * (x @ a.t()) @ b.t()       x (..., I), w (O, I), a (R, I), b (O, R)
 
-No new kernel: all of it is matrix products, and the question is what happens between them.  peft
-calls w, a and b one after the other, scales what comes out and adds it: beside the product with w,
-which plain fine-tuning has too, six passes over a tensor as large as the result, and four more in
-the backward.  A product can do two of these jobs by itself: as it stores its result, it scales it,
-and adds it to what is there.  PyTorch calls that out.addmm_(h, b.t(), alpha=s).
+A projection may also have a bias (O,), which is added.  No new kernel: all of it is matrix
+products, and the question is what happens between them.  peft calls w, a and b one after the other,
+scales what comes out and adds it: beside the product with w, which plain fine-tuning has too, six
+passes over a tensor as large as the result, and four more in the backward.  A product can do two of
+these jobs by itself: as it stores its result, it scales it, and adds it to what is there.  PyTorch
+calls that out.addmm_(h, b.t(), alpha=s).
 
     h    = x @ a.t()                  (N, R), R of a few dozen: it is kept
     out  = x @ w.t()
@@ -19,7 +20,7 @@ and with dout of the result, of N rows:
     da   = dh.t() @ x                 the only reason to keep x, where w is frozen
     dx   = dout @ w
     dx  += dh @ a
-    dw   = dout.t() @ x               only if w is trained too
+    dw   = dout.t() @ x               only if w is trained too; a bias gets the sum of dout's rows
 
 q, k and v share x, as do gate and up.  So their a, one below the other, are one matrix: x is read
 once for all of their h, and dh @ a is one addition for all of them.  The matrix costs a copy of
@@ -35,7 +36,7 @@ and the sum.
 A quantized base layer has a method `dequantized`, which makes the weight.  Forward and backward
 each call it, so that the weight is not kept.
 
-Limits: no bias, no dropout, one adapter for each projection, all of one dtype; no second
+Limits: no dropout, one adapter for each projection, all of one dtype; no second
 derivative.  Other modules run peft's own code: see `is_adapted`.
 """
 
@@ -44,18 +45,19 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import linear
 
-from harness.model.exact_modules import has_global_hooks, is_unchanged
+from harness.model.exact_modules import has_global_hooks, is_linear, is_unchanged
 from kernel_support import refuse_second_derivative
 
 PEFT = "peft.tuners.lora.layer", "Linear"  # a name, so that nobody must install peft
 
 
-def lora_linear_reference(x, weight, a=None, b=None, scale=None):
-    """Return eager x @ weight.t() + scale * (x @ a.t()) @ b.t(), as peft computes it.
+def lora_linear_reference(x, weight, a=None, b=None, bias=None, scale=None):
+    """Return eager x @ weight.t() + bias + scale * (x @ a.t()) @ b.t(), as peft computes it.
 
-    x (..., I), weight (O, I), a (R, I), b (O, R).  Without a and b the adapter is left out.
+    x (..., I), weight (O, I), a (R, I), b (O, R), bias (O,).  Without a and b the adapter is left
+    out.
     """
-    out = linear(x, weight)  # (..., O)
+    out = linear(x, weight, bias)  # (..., O)
     return out if a is None else out + linear(linear(x, a), b) * scale
 
 
@@ -63,8 +65,8 @@ def lora_linear_reference(x, weight, a=None, b=None, scale=None):
 #
 # n projections share one x and take three sequences.  `scales` has n numbers, None where there is
 # no adapter.  `bases` has n layers that make their weight when it is needed, None where the weight
-# is among the tensors.  `tensors` has w (O, I), a (R, I) and b (O, R) of each projection; each of
-# the three may be None.
+# is among the tensors.  `tensors` has w (O, I), a (R, I), b (O, R) and bias (O,) of each
+# projection; each of the four may be None.
 #
 # `h` and `dh` (N, sum of R) hold the projections' parts side by side.  `stacked` (sum of R, I)
 # holds every a, one below the other.  All three are None if there is no adapter.  `douts` has a
@@ -76,14 +78,16 @@ def products(x, scales, bases, tensors, add=True):
 
     Without `add` the results are those of w alone, and the caller adds scale * h @ b.t().
     """
-    weights, a, b = tensors[::3], [t for t in tensors[1::3] if t is not None], tensors[2::3]
+    weights, b, biases = tensors[::4], tensors[2::4], tensors[3::4]
+    a = [t for t in tensors[1::4] if t is not None]
     h = stacked = None
     if a:
         stacked = a[0] if len(a) == 1 else torch.cat(a)
         h = as_rows(x) @ stacked.t()
     outs = []
-    for weight, base, h_one, b_one, scale in zip(weights, bases, parts(h, b), b, scales):
-        out = linear(x, weight if base is None else base.dequantized())
+    of_each = zip(weights, biases, bases, parts(h, b), b, scales)
+    for weight, bias, base, h_one, b_one, scale in of_each:
+        out = linear(x, weight if base is None else base.dequantized(), bias)
         if add and b_one is not None:
             as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
         outs.append(out)
@@ -104,11 +108,11 @@ def thin_gradient(douts, h, scales, b):
 
 
 def parameter_gradients(x, douts, h, dh, scales, b, needed):
-    """Return dw, da and db of each projection, in the order of `tensors`; None where not needed.
+    """Return dw, da, db and dbias of each projection, as `tensors` has them; None: not needed.
 
     Only dw and da need x (N, I).
     """
-    need_w, need_a, need_b = needed[::3], needed[1::3], needed[2::3]
+    need_w, need_a, need_b, need_bias = (needed[i::4] for i in range(4))
     da = [None] * len(b)
     if any(need and dout is not None for need, dout in zip(need_a, douts)):
         da = (dh.t() @ x).split(ranks(b))
@@ -123,6 +127,7 @@ def parameter_gradients(x, douts, h, dh, scales, b, needed):
             dout.t() @ x if used and need_w[i] else None,
             da[i] if used and need_a[i] else None,
             db,
+            dout.sum(0) if used and need_bias[i] else None,
         ]
     return gradients
 
@@ -154,7 +159,7 @@ def parts(h, b):
 
 def needs_input(douts, needed) -> bool:
     """Return True if a gradient of the parameters takes the projections' input."""
-    both = zip(douts, needed[::3], needed[1::3])
+    both = zip(douts, needed[::4], needed[1::4])
     return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
 
 
@@ -170,7 +175,7 @@ class LoRALinearFunction(torch.autograd.Function):
         ctx.scales, ctx.bases, ctx.shape = scales, bases, x.shape
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
         keep_x = needs_input(outs, ctx.needs_input_grad[3:])
-        weights, b = tensors[::3], tensors[2::3]
+        weights, b = tensors[::4], tensors[2::4]
         ctx.save_for_backward(x if keep_x else None, h, stacked, *weights, *b)
         return tuple(outs)
 
@@ -185,7 +190,7 @@ class LoRALinearFunction(torch.autograd.Function):
             return None, None, None, *[None] * len(needed)
 
         dh = None
-        if need_x or any(needed[1::3]):
+        if need_x or any(needed[1::4]):
             dh = thin_gradient(douts, h, ctx.scales, b)
         x = None if x is None else as_rows(x)
         gradients = parameter_gradients(x, douts, h, dh, ctx.scales, b, needed)
@@ -220,7 +225,7 @@ def arguments(projections: Sequence[torch.nn.Module]) -> tuple[tuple, tuple, lis
             scale = projection.scaling[name]
         scales.append(scale)
         bases.append(base if is_quantized(base) else None)
-        tensors += [None if is_quantized(base) else base.weight, a, b]
+        tensors += [None if is_quantized(base) else base.weight, a, b, base.bias]
     return tuple(scales), tuple(bases), tensors
 
 
@@ -236,9 +241,8 @@ def is_product(module: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 
 def is_base(layer: torch.nn.Module) -> bool:
-    """Return True if a layer, quantized or not, computes x @ weight.t() and nothing else."""
-    known = type(layer) is torch.nn.Linear or is_quantized(layer)
-    return known and layer.bias is None and is_unchanged(layer)
+    """Return True if a layer, quantized or not, computes x @ weight.t(), perhaps with a bias."""
+    return is_linear(layer) or (is_quantized(layer) and is_unchanged(layer))
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:
@@ -247,7 +251,7 @@ def is_quantized(layer: torch.nn.Module) -> bool:
 
 
 def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if peft's LoRA computes x @ w.t() + s * (x @ a.t()) @ b.t() and nothing else.
+    """Return True if peft's LoRA computes x @ w.t() + bias + s * (x @ a.t()) @ b.t(), no more.
 
     Each call asks anew, because adapters may have been merged, disabled or exchanged.  `dtype` is
     x's.  lora_variant: DoRA and the like.
@@ -265,7 +269,8 @@ def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     if not (without_dropout and linears and is_base(base)):
         return False
     layers = module, a, b, module.lora_dropout[name]
-    weights = [a.weight, b.weight, *([] if is_quantized(base) else [base.weight])]
+    # a quantized layer has no weight, and most layers have no bias
+    weights = [t for t in (a.weight, b.weight, base.weight, base.bias) if t is not None]
     of_dtype = all(weight.dtype == dtype for weight in weights)
     return of_dtype and all(map(is_unchanged, layers))
 

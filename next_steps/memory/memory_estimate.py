@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
@@ -32,7 +32,7 @@ CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
 TOP = 3
 
 
-def step_tryer(kernels: Sequence[str]) -> Callable[[LlamaConfig], object]:
+def step_tryer(kernels: Sequence[str]) -> Callable[[PreTrainedConfig], object]:
     """Return, for `load_config`, two steps with these kernels; they raise what a kernel refuses."""
     small = Workload(dtype="fp32", seq_len=2, kernels=tuple(kernels))
     return functools.partial(run_step, workload=small)
@@ -43,7 +43,7 @@ def try_kernels(workload: Workload) -> None:
     config_file.load_config(workload, step_tryer(workload.kernels))
 
 
-def estimate(config: LlamaConfig, workload: Workload) -> dict:
+def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
     """Return the peak of a training step in bytes, its stage, and what it is made of."""
     account = account_of_estimate(run_step(config, workload), workspaces=2 * CUBLAS_WORKSPACE)
     return {"kernels": list(workload.kernels), **account}

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.llama import modeling_llama
 
+from harness.model.families import FAMILIES
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import ROWS
 from harness.steps.stepping import trained
@@ -41,18 +41,23 @@ ALLOCATIONS = {
 MODES = "__torch_dispatch__", "<genexpr>", "<listcomp>"  # functions of modes
 
 # Who asked for a tensor in the forward: the innermost of these functions on Python's stack.
+KIND_OF_PART = {
+    "RMSNorm": "normalization",
+    "Attention": "attention",
+    "MLP": "MLP",
+    "DecoderLayer": "residual stream",
+    "Model": "embedding",
+    "ForCausalLM": LOSS,
+}
 KIND_OF_FUNCTION = {
-    modeling_llama.LlamaRMSNorm.forward: "normalization",
-    modeling_llama.apply_rotary_pos_emb: "q and k, rotated",
-    modeling_llama.LlamaAttention.forward: "attention",
-    apply_kernels.LlamaAttention.forward: "attention",
+    **{
+        f.part(part).forward: kind for f in FAMILIES.values() for part, kind in KIND_OF_PART.items()
+    },
+    **{f.modeling.apply_rotary_pos_emb: "q and k, rotated" for f in FAMILIES.values()},
+    apply_kernels.Attention.forward: "attention",
     apply_kernels.attend: "attention",
-    modeling_llama.LlamaMLP.forward: "MLP",
-    modeling_llama.LlamaDecoderLayer.forward: "residual stream",
-    apply_kernels.LlamaDecoderLayer.compute: "residual stream",
-    modeling_llama.LlamaModel.forward: "embedding",
-    modeling_llama.LlamaForCausalLM.forward: LOSS,
-    apply_kernels.LlamaForCausalLM.forward: LOSS,
+    apply_kernels.DecoderLayer.compute: "residual stream",
+    apply_kernels.ForCausalLM.forward: LOSS,
     **{
         pkgutil.resolve_name(function): kind
         for row in ROWS

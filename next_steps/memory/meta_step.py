@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from triton import KernelInterface
@@ -79,7 +79,7 @@ def counted_launches(launches: Counter) -> Iterator[None]:
         yield
 
 
-def run_step(config: LlamaConfig, workload: Workload, ledger: Ledger | None = None) -> Ledger:
+def run_step(config: PreTrainedConfig, workload: Workload, ledger: Ledger | None = None) -> Ledger:
     """Return the ledger of two training steps.  It keeps the stages of the second.
 
     The first step makes the optimizer's state.  Of a step's micro-batches MICRO_BATCHES are run:

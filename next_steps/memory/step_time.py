@@ -18,11 +18,11 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
-from harness.model.architecture import TORCH_DTYPES
+from harness.model.architecture import TORCH_DTYPES, head_size
 from harness.profiling import costs
 from harness.profiling.diagnose import TARGET
 from harness.steps import timing
@@ -100,7 +100,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def count_work(config: LlamaConfig, workload: Workload) -> Work:
+def count_work(config: PreTrainedConfig, workload: Workload) -> Work:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
     return run_step(config, one, Work(costs.sizes_of(config, one)))
@@ -113,10 +113,10 @@ def link_rate() -> float:
     return LINK_BYTES / timing.time_us(lambda: offload.transfer(there, host)).p50 / 1e3
 
 
-def attention_rates(config: LlamaConfig, workload: Workload) -> dict[str, float]:
+def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, float]:
     """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    shapes = [(workload.batch_size, n, workload.seq_len, config.head_dim) for n in heads]
+    shapes = [(workload.batch_size, n, workload.seq_len, head_size(config)) for n in heads]
     options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
 

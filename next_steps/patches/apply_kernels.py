@@ -1,4 +1,4 @@
-"""One call puts the kernels into a Hugging Face LLaMA: `apply_kernels(model)`.
+"""One call puts the kernels into a Hugging Face model: `apply_kernels(model)`.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     apply_kernels(model)                       # or apply_kernels(model, ["rmsnorm", "rope"])
@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama import modeling_llama
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.model import exact_modules
 from harness.model.exact_modules import class_of, is_unchanged, is_untouched
+from harness.model.families import FAMILIES, Family, family_of, part_outside
 from harness.model.patching import called_function, replace_modules
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
@@ -31,24 +34,27 @@ from next_steps.layers.fused_layer import norm_linear, norm_mlp
 from next_steps.layers.llama_mlp import TritonLlamaMLP
 from next_steps.layers.lora_linear import is_product, lora_linear
 from next_steps.lessons.adamw_optimizer import TritonAdamW
+from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from rmsnorm_kernel import TritonRMSNorm
 
-# the rotary kernel stands for this function and no other
-ROTARY = modeling_llama.apply_rotary_pos_emb
+# the rotary kernel stands for these functions and no other, by the family's model_type
+ROTARY = {kind: family.modeling.apply_rotary_pos_emb for kind, family in FAMILIES.items()}
 
 
 def apply_kernels(
     model: torch.nn.Module, names: Sequence[str] = tuple(MODEL_KERNELS)
 ) -> torch.nn.Module:
-    """Replace parts of a LlamaForCausalLM by the kernels named; return the model.
+    """Replace parts of a model by the kernels named; return the model.
 
     Args:
-        model: a transformers LlamaForCausalLM, on any device, in any state of training.
+        model: a causal language model of transformers, of a family in harness/model/families.py, on
+            any device, in any state of training.
         names: of MODEL_KERNELS, by default all.  fused_layer implies the norm, SwiGLU and rotary
-            kernels in its layers, linear_cross_entropy the loss in training.
+            kernels in its layers, linear_cross_entropy the loss in training.  Where a family has
+            norms on q and k, rope computes them with the rotation.
 
     A kernel stands for one class of transformers and the forward that this class was written with.
     Other parts keep their own code, also if they come after this call (exceptions are named):
@@ -58,25 +64,18 @@ def apply_kernels(
       `apply_rotary_pos_emb` that is not transformers', if they were replaced before this call;
     - a norm or an MLP with hooks, or with an activation that is not SiLU, before this call; hooks
       that come later are called;
-    - the forward, and with it the loss, of a subclass of LlamaForCausalLM;
+    - the forward, and with it the loss, of a subclass of the family's ForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
-    - a projection that is more than a matrix product with or without an adapter, such as one with
-      a bias, or with another LoRA than lora_linear's;
+    - a projection that is more than a matrix product with or without a bias and an adapter, such as
+      one with another LoRA than lora_linear's;
     - all of a model in float64, as long as it is in float64: no kernel computes in it.
 
     Raises:
-        TypeError: the model is no LlamaForCausalLM.
+        TypeError: the model is of another family, or has a part that no family here has.
         ValueError: a name is unknown, the model's activation is not SiLU, accelerate or fully_shard
             has spread the model, or a kernel finds nothing to replace (of all kernels: none does).
     """
-    llama = modeling_llama.LlamaForCausalLM
-    if not isinstance(model, llama):
-        given, advice = f"model is a {type(model).__name__}", "unwrap it first"
-        if not any(isinstance(module, llama) for module in model.modules()):
-            model_type = getattr(getattr(model, "config", None), "model_type", None)
-            given += f" of type {model_type}" if model_type else ""
-            advice = "the kernels stand for LLaMA's code alone"
-        raise TypeError(f"{given}, expected a LlamaForCausalLM: {advice}.")
+    family = require_family(model)
     names = tuple(names)
     if unknown := [name for name in names if name not in MODEL_KERNELS]:
         given = f"unknown kernel {', '.join(map(repr, unknown))}"
@@ -92,20 +91,21 @@ def apply_kernels(
         given = "fully_shard has spread the model over processes"
         raise ValueError(f"{given}, expected it whole: apply the kernels first.")
     if "rmsnorm" in names:
-        replace_modules(model, modeling_llama.LlamaRMSNorm, norm_with_kernel)
+        replace_modules(model, family.part("RMSNorm"), norm_with_kernel)
     if "swiglu" in names:
-        replace_modules(model, modeling_llama.LlamaMLP, mlp_with_kernel)
-    unchanged = modeling_llama.apply_rotary_pos_emb is ROTARY
-    own = exact_modules.is_from_package_of(modeling_llama.LlamaAttention, called_function(ROTARY))
+        replace_modules(model, family.part("MLP"), mlp_with_kernel)
+    rotary = ROTARY[family.model_type]
+    unchanged = family.modeling.apply_rotary_pos_emb is rotary
+    own = exact_modules.is_from_package_of(family.part("Attention"), called_function(rotary))
     if unchanged and own:  # the rotary function is transformers'
         if "rope" in names:
-            change_class(model, LlamaAttention)
+            change_class(model, CLASSES[Attention][family.model_type])
         if "fused_layer" in names:
-            change_class(model, LlamaDecoderLayer)
+            change_class(model, CLASSES[DecoderLayer][family.model_type])
     if set(LOSS_KERNELS) & set(names):
-        change_class(model, LlamaForCausalLM)
+        change_class(model, CLASSES[ForCausalLM][family.model_type])
         change_class(model.lm_head, Linear)
-    if type(model) is LlamaForCausalLM:
+    if isinstance(model, ForCausalLM):
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
     idle = [name for name in names if not has_kernel(model, name)]
     # whoever names all kernels wants those that find something
@@ -114,6 +114,22 @@ def apply_kernels(
         expected = "expected what transformers wrote, unchanged and without hooks"
         raise ValueError(f"{given}, {expected}: leave that kernel out.")
     return model
+
+
+def require_family(model: torch.nn.Module) -> Family:
+    """Return the model's family, or raise the TypeError that `apply_kernels` announces."""
+
+    def is_known(module: torch.nn.Module) -> bool:
+        return any(isinstance(module, family.part("ForCausalLM")) for family in FAMILIES.values())
+
+    part = part_outside(model) if isinstance(model, PreTrainedModel) else None
+    if is_known(model) and part is None:
+        return family_of(model)
+    given = f"model is a {type(model).__name__}" + (f" with {part}" if part else "")
+    expected = f"expected a causal language model of {', '.join(FAMILIES)}"
+    wrapped = not is_known(model) and any(map(is_known, model.modules()))
+    advice = "unwrap it first" if wrapped else "the kernels stand for their code alone"
+    raise TypeError(f"{given}, {expected}: {advice}.")
 
 
 def triton_adamw(
@@ -142,12 +158,12 @@ def make_optimizer(
 
 
 def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
-    """Return the kernel's module for a LlamaRMSNorm; the norm itself where somebody changed it."""
+    """Return the kernel's module for an RMSNorm; the norm itself where somebody changed it."""
     return TritonRMSNorm.from_llama_rmsnorm(norm) if is_unchanged(norm) else norm
 
 
 def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
-    """Return the kernel's module for a LlamaMLP; the MLP where it or its activation changed."""
+    """Return the kernel's module for an MLP; the MLP where it or its activation changed."""
     unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
 
@@ -163,12 +179,12 @@ def has_kernel(model: torch.nn.Module, name: str) -> bool:
 
 
 def change_class(model: torch.nn.Module, cls: type) -> None:
-    """Give every module that is exactly of `cls`'s base class the class `cls`.
+    """Give every module that is exactly of `cls`'s last base class the class `cls`.
 
     Nothing happens if somebody replaced the base class's forward.  A forward among the module's
     attributes would stay bound to that module in the copies of torch.nn.DataParallel.
     """
-    (base,) = cls.__bases__
+    base = cls.__bases__[-1]
     if not exact_modules.is_as_written(base):
         return
     for module in model.modules():
@@ -178,26 +194,44 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
 
 # ---------------------------------------------------------------- the classes
 #
-# They carry the names of their base classes: transformers writes the model's name into its
-# configuration, and FSDP finds the layers by theirs.  They stand in a file, so that pickle finds
-# them.
+# What the kernels change is the same for all families: `in_families` derives a class from it and
+# from each family's class of that name.
 
 
 def attend(
     attention, q, k, v, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
 ):
-    """Do what LlamaAttention.forward does between its projections, with the rotary kernel.
+    """Do what attention's forward does between its projections, with the rotary kernel.
 
     q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), weights.
     """
+    family = family_of(attention)
     heads = *q.shape[:-1], -1, attention.head_dim
-    q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-    rotate = ROTARY if q.dtype == torch.float64 else triton_apply_rotary_pos_emb
-    q, k = rotate(q, k, *position_embeddings)
+    q, k, v = (t.view(heads) for t in (q, k, v))  # (B, T, heads, D)
+    rotates = family.rotates is None or getattr(attention, family.rotates)
+    if rotates and family.head_norms and takes_head_norms(attention, q.dtype):
+        norms = attention.q_norm, attention.k_norm
+        weights = (norm.weight for norm in norms)
+        q, k = triton_qk_norm_rope(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            *weights,
+            norms[0].variance_epsilon,
+            *position_embeddings,
+        )
+    else:
+        if family.head_norms:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, heads, T, D)
+        if rotates:
+            in_fp64 = q.dtype == torch.float64
+            rotate = ROTARY[family.model_type] if in_fp64 else triton_apply_rotary_pos_emb
+            q, k = rotate(q, k, *position_embeddings)
+    v = v.transpose(1, 2)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
-    interface = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
-        attention.config._attn_implementation, modeling_llama.eager_attention_forward
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention.config._attn_implementation, family.modeling.eager_attention_forward
     )
     dropout = attention.attention_dropout if attention.training else 0.0
     attended, weights = interface(
@@ -206,8 +240,18 @@ def attend(
     return attended.reshape(*heads[:-2], -1), weights
 
 
-class LlamaAttention(modeling_llama.LlamaAttention):
-    """With the rotary kernel."""
+def takes_head_norms(attention: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Return True if q's and k's norms can be one kernel with the rotation of q, of this dtype."""
+    norms = attention.q_norm, attention.k_norm
+    return (
+        dtype != torch.float64
+        and all(type(norm) in NORM and is_untouched(norm) for norm in norms)
+        and norms[0].variance_epsilon == norms[1].variance_epsilon
+    )
+
+
+class Attention(torch.nn.Module):
+    """With the rotary kernel, and where q and k have norms, with these in it."""
 
     def forward(self, hidden_states, *args, **kwargs):
         """Return (output, weights or None); hidden_states and the output are (B, T, H)."""
@@ -216,7 +260,7 @@ class LlamaAttention(modeling_llama.LlamaAttention):
         return self.o_proj(attended), weights
 
 
-class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
+class DecoderLayer(torch.nn.Module):
     """With norm_linear and swiglu_linear; where these do not fit, with the forward that it had."""
 
     keep_norm, keep_product = False, False  # for the backward; recompute.py changes it
@@ -276,7 +320,7 @@ class LlamaDecoderLayer(modeling_llama.LlamaDecoderLayer):
         return residual + out
 
 
-class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+class ForCausalLM(torch.nn.Module):
     """With the loss from a kernel, where `loss_function` is what the kernels stand for."""
 
     loss_kernels: Sequence[str] = ()  # of LOSS_KERNELS, set by apply_kernels
@@ -345,17 +389,41 @@ class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         return output if return_dict else output.to_tuple()
 
 
+def in_families(part: type, bases: dict[str, type], module: str) -> dict[str, type]:
+    """Return, by model_type, a class derived from `part` and the base of each family.
+
+    The classes carry the names of their bases: transformers writes the model's name into its
+    configuration, and FSDP finds the layers by theirs.  `module` is where pickle finds them.
+    """
+    attributes = {"__module__": module, "__doc__": part.__doc__}
+    return {kind: type(base.__name__, (part, base), attributes) for kind, base in bases.items()}
+
+
+CLASSES = {  # part -> model_type -> the family's class with the kernels
+    part: in_families(part, {kind: f.part(part.__name__) for kind, f in FAMILIES.items()}, __name__)
+    for part in (Attention, DecoderLayer, ForCausalLM)
+}
+for of_part in CLASSES.values():
+    globals().update({cls.__name__: cls for cls in of_part.values()})
+
+
 # ---------------------------------------------------------------- what a kernel may stand for
 
-ATTENTION = modeling_llama.LlamaAttention, LlamaAttention
+
+def of_families(part: str, *ours: type) -> tuple[type, ...]:
+    """Return transformers' class of this part in each family, and our own."""
+    return *(family.part(part) for family in FAMILIES.values()), *ours
+
+
+ATTENTION = of_families("Attention", *CLASSES[Attention].values())
 HEAD = torch.nn.Linear, Linear
-MLP = modeling_llama.LlamaMLP, TritonLlamaMLP
-NORM = modeling_llama.LlamaRMSNorm, TritonRMSNorm
-SILU = type(modeling_llama.ACT2FN["silu"]), type(modeling_llama.ACT2FN["swish"]), TritonSwiGLU
+MLP = of_families("MLP", TritonLlamaMLP)
+NORM = of_families("RMSNorm", TritonRMSNorm)
+SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"]), TritonSwiGLU
 KERNEL_CLASSES = {
     "rmsnorm": TritonRMSNorm,
     "swiglu": TritonLlamaMLP,
-    "rope": LlamaAttention,
-    "fused_layer": LlamaDecoderLayer,
-    **dict.fromkeys(LOSS_KERNELS, LlamaForCausalLM),
+    "rope": Attention,
+    "fused_layer": DecoderLayer,
+    **dict.fromkeys(LOSS_KERNELS, ForCausalLM),
 }

@@ -1,4 +1,4 @@
-"""FP8 in a Hugging Face LLaMA: `fp8_layers(apply_kernels(model), "all")`.
+"""FP8 in a Hugging Face model: `fp8_layers(apply_kernels(model), "all")`.
 
 Each decoder layer that the fused layer stands for gets a class that derives from its own, and
 computes with the Functions of fp8_layer.py.  In each call it asks whether these still fit.
@@ -13,13 +13,14 @@ import torch
 from harness.cli.command_line import UserError
 from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
-from harness.model.exact_modules import is_matrix
+from harness.model.exact_modules import is_linear, is_matrix
+from harness.model.families import family_of
 from next_steps.layers.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
 from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
 from next_steps.patches import apply_kernels
 
 
-class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
+class DecoderLayer(torch.nn.Module):
     """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16."""
 
     fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
@@ -36,13 +37,23 @@ class LlamaDecoderLayer(apply_kernels.LlamaDecoderLayer):
         return residual + out
 
 
+FUSED = apply_kernels.CLASSES[apply_kernels.DecoderLayer]
+CLASSES = apply_kernels.in_families(DecoderLayer, FUSED, __name__)
+globals().update({cls.__name__: cls for cls in CLASSES.values()})
+
+
 def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if FP8 takes all of a layer's projections: plain weights of this dtype."""
-    projections = *layer.of_attention(), layer.self_attn.o_proj, *layer.of_mlp()
-    return all(
-        is_matrix(each) and each.weight.dtype == dtype and takes_fp8(*each.weight.shape)
-        for each in projections
-    )
+    """Return True if FP8 takes all of a layer's projections: plain weights of this dtype.
+
+    q, k and v may have biases, if all three have them.
+    """
+    qkv, others = layer.of_attention(), (layer.self_attn.o_proj, *layer.of_mlp())
+    if not (all(map(is_linear, qkv)) and all(map(is_matrix, others))):
+        return False
+    biases = {each.bias is not None for each in qkv}
+    tensors = [t for each in (*qkv, *others) for t in (each.weight, each.bias) if t is not None]
+    sizes = [size for each in (*qkv, *others) for size in each.weight.shape]
+    return len(biases) == 1 and takes_fp8(*sizes) and all(t.dtype == dtype for t in tensors)
 
 
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
@@ -57,10 +68,10 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     require_fp8()
     layers, n_fp8 = model.model.layers, 0
     for layer in layers:
-        if isinstance(layer, apply_kernels.LlamaDecoderLayer):
+        if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
             if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
-                layer.__class__, layer.fp8 = LlamaDecoderLayer, mode
+                layer.__class__, layer.fp8 = CLASSES[family_of(model).model_type], mode
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
@@ -75,14 +86,14 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 @contextlib.contextmanager
 def without_fp8(model: torch.nn.Module) -> Iterator[None]:
     """Let the layers compute in the model's own dtype meanwhile, as a saved model's layers do."""
-    layers = [layer for layer in model.model.layers if isinstance(layer, LlamaDecoderLayer)]
+    layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
     for layer in layers:
-        layer.__class__ = apply_kernels.LlamaDecoderLayer
+        layer.__class__ = FUSED[family_of(model).model_type]
     try:
         yield
     finally:
         for layer in layers:
-            layer.__class__ = LlamaDecoderLayer
+            layer.__class__ = CLASSES[family_of(model).model_type]
 
 
 def require_fp8() -> None:
@@ -96,5 +107,5 @@ def layers_in_fp8(model: torch.nn.Module, workload: Workload) -> dict:
     if workload.fp8 is None:
         return {}
     layers = model.model.layers
-    n_fp8 = sum(isinstance(layer, LlamaDecoderLayer) for layer in layers)
+    n_fp8 = sum(isinstance(layer, DecoderLayer) for layer in layers)
     return {"fp8_layers": [n_fp8, len(layers)]}

@@ -8,7 +8,7 @@ have one layer at a time in the model's own dtype, and quantizes it before the n
 """
 
 import torch
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE
 from harness.cli.workload import Workload, draws_weights
@@ -39,7 +39,7 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Put the workload's kernels and FP8 into a LlamaForCausalLM from `load`; return the model."""
+    """Put the workload's kernels and FP8 into a model from `load`; return the model."""
     apply_kernels(model, model_kernels(workload.kernels))
     if workload.fp8:
         fp8_layers(model, workload.fp8)
@@ -61,7 +61,7 @@ def load_quantized(workload: Workload) -> torch.nn.Module:
     return model
 
 
-def draw_quantized(config: LlamaConfig, dtype: torch.dtype) -> torch.nn.Module:
+def draw_quantized(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
     """Draw the weights that `build_model` draws, each part on the device and in the same order.
 
     In `build_model` a module draws when it is made, and transformers draws again when all are made.

@@ -21,18 +21,17 @@ from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize
 class NF4Linear(torch.nn.Linear):
     """x (..., in_features) times the transposed weight, which is kept in NF4 and gets no gradient.
 
-    It replaces a nn.Linear without a bias, and peft treats it as one.  It has no parameter, and
-    `weight` is None.  Codes and scales are buffers with the names of NF4's fields. fp32 buffers are
-    kept as int32 numbers of the same bits, which `half()` and `to(dtype)` leave alone.
+    It replaces a nn.Linear, and peft treats it as one.  `weight` is None, and a bias stays as
+    it is, frozen.  Codes and scales are buffers with the names of NF4's fields.  fp32 buffers
+    are kept as int32 numbers of the same bits, which `half()` and `to(dtype)` leave alone.
     """
 
     def __init__(self, linear: torch.nn.Linear):
         torch.nn.Module.__init__(self)  # nn.Linear's own would make a weight
-        if linear.bias is not None:
-            raise ValueError("bias has numbers, expected none")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", linear.bias)
+        self.requires_grad_(False)
         # of the weight where it is multiplied; peft too looks for this name
         self.compute_dtype = linear.weight.dtype
         for name, t in nf4_quantize(linear.weight)._asdict().items():
@@ -54,7 +53,8 @@ class NF4Linear(torch.nn.Linear):
         return nf4_dequantize(self.nf4, shape, self.compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return NF4LinearFunction.apply(x, (self.out_features, self.in_features), *self.nf4)
+        out = NF4LinearFunction.apply(x, (self.out_features, self.in_features), *self.nf4)
+        return out if self.bias is None else out + self.bias
 
     def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
         """Apply .to(), .half() and their like to compute_dtype too, which is no tensor's dtype."""

@@ -30,10 +30,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
-from transformers import LlamaConfig
-from transformers.models.llama import modeling_llama
+from transformers import PreTrainedConfig
 
 from harness.cli.flags import RECOMPUTE
+from harness.model.architecture import head_size
+from harness.model.families import family_of
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 
@@ -47,7 +48,7 @@ class Instead(functools.partial):
 def set_recompute(
     model: torch.nn.Module, level: str | None, offload: bool = False
 ) -> torch.nn.Module:
-    """Let the layers of a LlamaForCausalLM keep what this level says; return the model.
+    """Let the layers of a model keep what this level says; return the model.
 
     Call it after `apply_kernels`.  None: as the model was before any such call.
     """
@@ -60,7 +61,7 @@ def set_recompute(
             if isinstance(vars(module).get("forward"), Instead):
                 del module.forward
         notes, noted = Notes(number, offloader), offload
-        if isinstance(layer, apply_kernels.LlamaDecoderLayer):
+        if isinstance(layer, apply_kernels.DecoderLayer):
             # a layer that runs twice keeps, the second time, what would run a third time
             layer.keep_norm = level in (NONE, LAYER)
             layer.keep_product = level in (NONE, NORM, LAYER)
@@ -68,7 +69,9 @@ def set_recompute(
             noted = True
             for norm in norms:
                 norm.forward = Instead(notes.recomputed, norm, norm.forward)
-            if level == MLP and type(layer.mlp) is modeling_llama.LlamaMLP:  # no kernel forgets it
+            if level == MLP and type(layer.mlp) is family_of(model).part(
+                "MLP"
+            ):  # no kernel forgets it
                 layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
         if level == LAYER:
             layer.forward = Instead(checkpointed, model.config, layer, layer.forward)
@@ -153,7 +156,7 @@ class Notes:
 
 
 def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
-    """Do what LlamaMLP.forward does; the product is computed again; x and result (B, T, H)."""
+    """Do what transformers' MLP does; the product is computed again; x and result (B, T, H)."""
 
     def product(gate, up):
         return mlp.act_fn(gate) * up
@@ -161,15 +164,15 @@ def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.
     return mlp.down_proj(notes.recomputed(mlp, product, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
-def attention_pays(config: LlamaConfig, seq_len: int) -> bool:
+def attention_pays(config: PreTrainedConfig, seq_len: int) -> bool:
     """Return True if a number of attention's output saves more FLOPs than one that mlp keeps.
 
     Per token, attention's forward takes 2 T H FLOPs and its output is H numbers, so each that is
     kept saves 2 T.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products
     with a layer's P weights.  In LLaMA 3.1 8B attention pays from T = 5,072 on.
     """
-    heads = config.num_attention_heads * config.head_dim
-    projected = heads + 2 * config.num_key_value_heads * config.head_dim  # q, k, v
+    heads = config.num_attention_heads * head_size(config)
+    projected = heads + 2 * config.num_key_value_heads * head_size(config)  # q, k, v
     weights = config.hidden_size * (projected + heads + 3 * config.intermediate_size)
     # mlp keeps q, k, v, attention's output, the second residual, gate and up
     kept = projected + heads + config.hidden_size + 2 * config.intermediate_size

@@ -7,7 +7,7 @@ TESTS = "tests.exact_modules_test"  # where a test is looked for whose file is n
 FAULTS = {
     "test_a_linear_layer_without_a_bias_is_a_matrix": [
         ("subclass is a matrix", "type(module) is torch.nn.Linear", "isinstance(module, torch.nn.Linear)"),
-        ("bias forgotten", " and module.bias is None", ""),
+        ("bias forgotten", "is_linear(module) and module.bias is None", "is_linear(module)"),
     ],
     "test_a_hook_of_somebody_changes_a_module": [
         ("hooks forgotten", "return as_written and not has_hooks(module)", "return as_written"),

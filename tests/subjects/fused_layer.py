@@ -24,7 +24,7 @@ RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 def without_adapters(*weights):
     """scales, bases and tensors, as the Functions take them."""
     none = (None,) * len(weights)
-    return none, none, *(t for weight in weights for t in (weight, None, None))
+    return none, none, *(t for weight in weights for t in (weight, None, None, None))
 
 
 def norm_linear(x, norm_weight, *weights, eps=EPS):
@@ -43,7 +43,8 @@ def swiglu_linear(gate, up, weight):
 
 def swiglu_linear_inplace(gate, up, weight):
     none = (None,) * 3
-    return SwiGLULinearFunction.apply(gate, up, None, False, none, *none, weight, None, None)
+    tensors = weight, None, None, None
+    return SwiGLULinearFunction.apply(gate, up, None, False, none, *none, *tensors)
 
 
 def mlp_reference(x, w_gate, w_up, w_down):

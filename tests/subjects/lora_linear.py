@@ -45,39 +45,36 @@ def lora_linear(x, *tensors):
 
 
 def lora_reference(x, *tensors):
-    pairs = zip(tensors[::3], tensors[1::3], tensors[2::3], SCALES)
-    return tuple(lora_linear_reference(x, *of_one) for of_one in pairs)
+    of_each = tensors[:4], tensors[4:]
+    return tuple(lora_linear_reference(x, *of_one, s) for of_one, s in zip(of_each, SCALES))
 
 
-def norm_lora(x, norm_weight, w_gate, a_gate, b_gate, w_up):
-    """Two projections, one of them with an adapter."""
-    tensors = w_gate, a_gate, b_gate, w_up, None, None
+def norm_lora(x, norm_weight, w_gate, a_gate, b_gate, w_up, bias_up):
+    """Two projections, one of them with an adapter, the other with a bias."""
+    tensors = w_gate, a_gate, b_gate, None, w_up, None, None, bias_up
     scales = SCALES[0], None
     return NormLinearFunction.apply(x, norm_weight, EPS, False, True, scales, NO_BASES, *tensors)
 
 
-def norm_lora_reference(x, norm_weight, w_gate, a_gate, b_gate, w_up):
+def norm_lora_reference(x, norm_weight, w_gate, a_gate, b_gate, w_up, bias_up):
     y = rmsnorm_reference(x, norm_weight, EPS)
-    gate = lora_linear_reference(y, w_gate, a_gate, b_gate, SCALES[0])
-    return x, gate, lora_linear_reference(y, w_up)
+    gate = lora_linear_reference(y, w_gate, a_gate, b_gate, scale=SCALES[0])
+    return x, gate, lora_linear_reference(y, w_up, bias=bias_up)
 
 
-def swiglu_lora(gate, up, w_down, a_down, b_down):
+def swiglu_lora(gate, up, *of_down):
     """Of results, which its backward may overwrite."""
     gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
-    return swiglu_lora_inplace(gate, up, w_down, a_down, b_down)
+    return swiglu_lora_inplace(gate, up, *of_down)
 
 
-def swiglu_lora_inplace(gate, up, w_down, a_down, b_down):
+def swiglu_lora_inplace(gate, up, *of_down):
     scales, without = (None, None, SCALES[0]), (None,) * 3
-    return SwiGLULinearFunction.apply(
-        gate, up, None, False, scales, *without, w_down, a_down, b_down
-    )
+    return SwiGLULinearFunction.apply(gate, up, None, False, scales, *without, *of_down)
 
 
-def swiglu_lora_reference(gate, up, w_down, a_down, b_down):
-    y = swiglu_reference(gate, up)
-    return lora_linear_reference(y, w_down, a_down, b_down, SCALES[0])
+def swiglu_lora_reference(gate, up, *of_down):
+    return lora_linear_reference(swiglu_reference(gate, up), *of_down, SCALES[0])
 
 
 def lora_swiglu(gate, up, *others):
@@ -88,18 +85,18 @@ def lora_swiglu(gate, up, *others):
 
 def lora_swiglu_inplace(gate, up, h, b_gate, b_up, *of_down):
     return SwiGLULinearFunction.apply(
-        gate, up, h, False, THREE_SCALES, None, b_gate, b_up, *of_down
+        gate, up, h, False, THREE_SCALES, None, b_gate, b_up, *of_down, None
     )
 
 
 def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
     y = lora_swiglu_reference(gate, up, h, SCALES, b_gate, b_up)
-    return lora_linear_reference(y, *of_down, THREE_SCALES[2])
+    return lora_linear_reference(y, *of_down, scale=THREE_SCALES[2])
 
 
 def drawn(rows, size, dtype, seed):
     """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in),
-    of the adapters (rank, in) and (out, rank).  `up` is half as wide as gate.
+    of the adapters (rank, in) and (out, rank), biases (out,).  `up` is half as wide as gate.
     """
     H, I = size
     half = -(-I // 2)
@@ -114,6 +111,7 @@ def drawn(rows, size, dtype, seed):
         t[f"w_{name}"] = normal(width_out, width_in, scale=width_in**-0.5)
         t[f"a_{name}"] = normal(rank, width_in, scale=width_in**-0.5)
         t[f"b_{name}"] = normal(width_out, rank, scale=rank**-0.5)
+        t[f"bias_{name}"] = normal(width_out)
         t[f"d{name}"] = normal(*rows, width_out, mean=0.25)
     return t | {
         "gate": normal(*rows, I, mean=0.3, scale=2.0),
@@ -143,23 +141,30 @@ def make_both(rows, size, dtype, seed=0):
 
 
 BOTH_INPUTS = "gate", "up", "h", "b_gate", "b_up", "w_down", "a_down", "b_down"
-LORA_INPUTS = "x", "w_gate", "a_gate", "b_gate", "w_up", "a_up", "b_up"
-NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up"
-SWIGLU_INPUTS = "gate", "up", "w_down", "a_down", "b_down"
+OF_GATE, OF_UP, OF_DOWN = (
+    tuple(f"{tensor}_{name}" for tensor in ("w", "a", "b", "bias"))
+    for name in ("gate", "up", "down")
+)
+LORA_INPUTS = "x", *OF_GATE, *OF_UP
+NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up", "bias_up"
+SWIGLU_INPUTS = "gate", "up", *OF_DOWN
 make_lora = maker(LORA_INPUTS, ("gate", "up"))
 make_norm = maker(NORM_INPUTS, ("residual", "gate", "up"))
 make_swiglu = maker(SWIGLU_INPUTS, ("down",))
 
 
 def wrong_lora_gradients(inputs, douts, right):
-    x, w_gate, a_gate, b_gate, w_up, a_up, b_up = inputs.values()
+    x, w_gate, a_gate, b_gate, bias_gate, w_up, a_up, b_up, _ = inputs.values()
     dgate, dup = douts.values()
     s_gate, s_up = SCALES
     gate_part, up_part = x @ a_gate.t() @ b_gate.t(), x @ a_up.t() @ b_up.t()
     dh_gate, dh_up = s_gate * dgate @ b_gate, s_up * dup @ b_up
     plain = dgate @ w_gate + dup @ w_up
     return {
-        "gate without its adapter": {"gate": x @ w_gate.t()},
+        "gate without its adapter": {"gate": x @ w_gate.t() + bias_gate},
+        "gate without its bias": {"gate": right["gate"] - bias_gate},
+        "dbias_up with the adapter's scale": {"dbias_up": right["dbias_up"] * s_up},
+        "dbias_gate of one row": {"dbias_gate": dgate[0]},
         "gate without its scale": {"gate": right["gate"] - (s_gate - 1) * gate_part},
         "up with gate's scale": {"up": right["up"] + (s_gate - s_up) * up_part},
         "dx without the adapters": {"dx": plain},
@@ -176,7 +181,7 @@ def wrong_lora_gradients(inputs, douts, right):
 
 
 def wrong_norm_gradients(inputs, douts, right):
-    x, _, w_gate, a_gate, b_gate, w_up = inputs.values()
+    x, _, w_gate, a_gate, b_gate, w_up, _ = inputs.values()
     dresidual, dgate, dup = douts.values()
     x_hat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     plain, dh = dgate @ w_gate + dup @ w_up, SCALES[0] * dgate @ b_gate
@@ -190,7 +195,7 @@ def wrong_norm_gradients(inputs, douts, right):
 
 
 def wrong_swiglu_gradients(inputs, douts, right):
-    gate, up, w_down, a_down, b_down = inputs.values()
+    gate, up, w_down, a_down, b_down, _ = inputs.values()
     (dout,) = douts.values()
     s, dh = torch.sigmoid(gate), SCALES[0] * dout @ b_down
     plain, whole = dout @ w_down, dout @ w_down + dh @ a_down
@@ -272,7 +277,7 @@ SUBJECTS = (
         **OF_X,
         bad_input=bad_lora_input,
         bad_when_compiled="x of another width",
-        multiplied=LORA_INPUTS,
+        multiplied=tuple(name for name in LORA_INPUTS if "bias" not in name),
         **COMMON,
         **EXACT,
         exempt=EXEMPT
