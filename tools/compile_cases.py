@@ -19,6 +19,7 @@ from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_bac
 from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
 from next_steps.lessons.linear_cross_entropy_kernel import LinearCrossEntropyFunction
 from next_steps.lessons.nf4_kernel import BLOCK, GROUP, N_VALUES, NF4LinearFunction
+from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLFunction
 from next_steps.lessons.rope_kernel import TritonRoPEFunction
 from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
@@ -187,6 +188,22 @@ def rope_cases() -> Iterator[Case]:
         yield Case(name, TritonRoPEFunction, arguments, frozen=(2, 3))
 
 
+def qk_norm_rope_arguments(t: Make, *heads: int) -> tuple:
+    q, k, cos, sin = rope_arguments(t, *heads)
+    return q, k, t(q.shape[-1]), t(q.shape[-1]), 1e-6, cos, sin
+
+
+def qk_norm_rope_cases() -> Iterator[Case]:
+    for heads, frozen in (((32, 8, 128), (2, 3)), ((32, 8, 128), ()), ((16, 8, 128), ())):
+        name = f"QK norm and RoPE, {heads[0]} and {heads[1]} heads{', frozen' if frozen else ''}"
+        arguments = lambda t, heads=heads: qk_norm_rope_arguments(t, *heads)  # noqa: E731
+        yield Case(name, TritonQKNormRoPEFunction, arguments, frozen=(*frozen, 5, 6))
+    for heads in ((5, 3, 80), (8, 4, 256)):
+        name = f"QK norm and RoPE, {heads[0]} and {heads[1]} heads of {heads[2]}"
+        arguments = lambda t, heads=heads: qk_norm_rope_arguments(t, *heads)  # noqa: E731
+        yield Case(name, TritonQKNormRoPEFunction, arguments, frozen=(5, 6))
+
+
 def reverse_kl_cases() -> Iterator[Case]:
     for name, *arguments in (
         ("batchmean, V = 131,072", "batchmean", 131_072),
@@ -221,6 +238,7 @@ CASES = {  # by the names of kernel_facts.py's rows
     "swiglu": [*swiglu_cases()],
     "adamw": [*adamw_cases()],
     "rope": [*rope_cases()],
+    "qk_norm_rope": [*qk_norm_rope_cases()],
     "reverse_kl": [*reverse_kl_cases()],
     "nf4": [Case("NF4", NF4LinearFunction, nf4_arguments, frozen=(4, 5, 6))],
     "fp8": [  # e4m3 as NVIDIA has it: not gfx942

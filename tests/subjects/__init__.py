@@ -9,6 +9,7 @@ from tests.subjects import (
     linear_cross_entropy,
     lora_linear,
     nf4,
+    qk_norm_rope,
     reverse_kl,
     rmsnorm,
     rope,
@@ -17,7 +18,7 @@ from tests.subjects import (
 )
 
 LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
-LESSONS += split_cross_entropy, lora_linear, nf4
+LESSONS += split_cross_entropy, lora_linear, nf4, qk_norm_rope
 SUBJECTS: dict[str, Subject] = {
     subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
 }

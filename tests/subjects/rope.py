@@ -190,21 +190,25 @@ def rotation(B, T, D, theta=10_000.0):
 def of_tokens_before_heads(function):
     """Return the function of q and k (B, T, heads, D)."""
 
-    def turned(q, k, cos, sin):
-        outputs = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    def turned(q, k, *others):
+        outputs = function(q.transpose(1, 2), k.transpose(1, 2), *others)
         return tuple(t.transpose(1, 2) for t in as_tuple(outputs))
 
     return turned
 
 
 def of_packed_heads(
-    subject: Subject, angles=lambda t: t[:1], tokens_before_heads: bool = False
+    subject: Subject,
+    angles=lambda t: t[:1],
+    tokens_before_heads: bool = False,
+    weights: tuple[str, ...] = (),
 ) -> Subject:
     """Attention's projections: q, k and v are views of one product, and each is multiplied
     again.
 
     angles: makes what is passed of cos and sin (B, T, D).
     tokens_before_heads: the subject takes and returns (B, T, heads, D).
+    weights: inputs (D,) of the subject between k and cos.
     """
 
     def make(rows, size, dtype, seed=0):
@@ -222,6 +226,7 @@ def of_packed_heads(
             "cos": cos,
             "sin": sin,
             "heads": torch.empty(n_q_heads, n_k_heads, 0),  # their numbers, as a shape
+            **{name: normal(D) for name in weights},
         }
         return inputs, {
             name: normal(B, T, n, 6) for name, n in zip("qkv", (n_q_heads, n_k_heads, n_k_heads))
@@ -230,15 +235,16 @@ def of_packed_heads(
     def graph(function):
         turned = function if tokens_before_heads else of_tokens_before_heads(function)
 
-        def call(x, w_qkv, w_out, cos, sin, heads):
+        def call(x, w_qkv, w_out, cos, sin, heads, *weights):
             n_q_heads, n_k_heads, _ = heads.shape
             qkv = (x @ w_qkv).view(*x.shape[:2], -1, cos.shape[-1])
             q, k, v = qkv.split([n_q_heads, n_k_heads, n_k_heads], dim=2)
-            return tuple(t @ w_out for t in (*turned(q, k, cos, sin), v))
+            return tuple(t @ w_out for t in (*turned(q, k, *weights, cos, sin), v))
 
         return call
 
-    return replace(subject.called_as(graph), make=make, differentiable=("x", "w_qkv", "w_out"))
+    leaves = "x", "w_qkv", "w_out", *weights
+    return replace(subject.called_as(graph), make=make, differentiable=leaves)
 
 
 # Query and key heads: more of the one, of the other, as many, none.

@@ -1,0 +1,172 @@
+"""Qwen3's RMSNorm of each head of q and k, and RoPE of what it gives."""
+
+from functools import partial
+
+import torch
+
+from harness.benchmark.checking import DEVICE
+from next_steps.lessons import qk_norm_rope_kernel
+from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction, qk_norm_rope_reference
+from tests.subject import Subject, bad_call, refused_tensors
+from tests.subjects import rope
+
+EPS = 1e-6  # Qwen3's rms_norm_eps
+
+
+def make(rows, size, dtype, seed=0, weight_dtype=None, **options):
+    """RoPE's inputs, and weights of both signs and far from 1, one for q and another for k."""
+    inputs, douts = rope.make(rows, size, dtype, seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = {
+        f"{name}_weight": (mean + torch.randn(size[-1], generator=generator)).to(
+            DEVICE, weight_dtype or dtype
+        )
+        for name, mean in (("q", 0.5), ("k", -1.0))
+    }
+    q_and_k, angles = list(inputs.items())[:2], list(inputs.items())[2:]
+    return dict(q_and_k) | weights | dict(angles), douts
+
+
+def function(q, k, q_weight, k_weight, cos, sin, eps=EPS):
+    return TritonQKNormRoPEFunction.apply(q, k, q_weight, k_weight, eps, cos, sin)
+
+
+def reference(q, k, q_weight, k_weight, cos, sin, eps=EPS):
+    return qk_norm_rope_reference(q, k, q_weight, k_weight, eps, cos, sin)
+
+
+def eager(q, k, *others):
+    """The reference, in the dtypes of q and k where a weight or cos made it fp32."""
+    q_rot, k_rot = reference(q, k, *others)
+    return q_rot.to(q.dtype), k_rot.to(k.dtype)
+
+
+def wrong_answers(inputs, douts, right):
+    q, k, q_weight, k_weight, cos, sin = inputs.values()
+    rstd = torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + EPS)
+    q_hat = q * rstd
+
+    def turned(x, sign=1):
+        return x * cos.unsqueeze(1) + sign * rope.rotate_half(x) * sin.unsqueeze(1)
+
+    def turned_back(dy):
+        x = torch.zeros_like(dy, requires_grad=True)
+        return torch.autograd.grad(turned(x), x, dy)[0]
+
+    def dx_of(u, mean_over=1.0):
+        """RMSNorm's backward."""
+        c = (u * q_weight * q_hat).mean(-1, keepdim=True) * mean_over
+        return rstd * (u * q_weight - q_hat * c)
+
+    u = turned_back(douts["q_rot"])
+    dw_rows = u * q_hat
+    exchanged = reference(q, k, k_weight, q_weight, cos, sin)
+    return {
+        "q_rot turned, then normalized": {"q_rot": q_weight * turned(q) * rstd},
+        "q_rot with the weight after the rotation": {"q_rot": q_weight * turned(q_hat)},
+        "q_rot without the weight": {"q_rot": turned(q_hat)},
+        "q_rot with k's weight": {"q_rot": exchanged[0]},
+        "k_rot with q's weight": {"k_rot": exchanged[1]},
+        "q_rot not turned": {"q_rot": q_weight * q_hat},
+        "q_rot turned the other way": {"q_rot": turned(q_weight * q_hat, -1)},
+        "q_rot normalized over all heads": {
+            "q_rot": turned(q_weight * q / q.pow(2).mean((1, 3), keepdim=True).sqrt())
+        },
+        "dq of a gradient that was not turned back": {"dq": dx_of(douts["q_rot"])},
+        "dq of a gradient turned forward": {"dq": dx_of(turned(douts["q_rot"]))},
+        "dq without the mean": {"dq": dx_of(u, 0.0)},
+        "dq with the mean over a half": {"dq": dx_of(u, 2.0)},
+        "dq_weight of q instead of q_hat": {"dq_weight": (u * q).sum((0, 1, 2))},
+        "dq_weight without the last token": {"dq_weight": dw_rows[:, :, :-1].sum((0, 1, 2))},
+        "dq_weight without the last head": {"dq_weight": dw_rows[:, :-1].sum((0, 1, 2))},
+        "dq_weight with its halves exchanged": {
+            "dq_weight": right["dq_weight"].roll(q.shape[-1] // 2)
+        },
+        "dq_weight and dk_weight exchanged": {
+            "dq_weight": right["dk_weight"],
+            "dk_weight": right["dq_weight"],
+        },
+    }
+
+
+def bad_input():
+    x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    inputs = {"q": x, "k": x, "q_weight": a[0, 0], "k_weight": a[0, 0], "cos": a, "sin": a}
+    wide = x.repeat(1, 1, 1, 257)
+    wide_weights = {"q_weight": wide[0, 0, 0], "k_weight": wide[0, 0, 0]}
+    odd_weights = {"q_weight": a[0, 0, :15], "k_weight": a[0, 0, :15]}
+    heads = r"expected \(2, (4|k_heads), 3, 16\)"
+    table = r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): index it with"
+    rows = {
+        "q is 3-D": ({"q": x[0]}, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
+        "q of an odd D": (
+            {"q": x[..., :15], "k": x[..., :15], **odd_weights},
+            r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096",
+        ),
+        "q of a large D": ({"q": wide, "k": wide, **wide_weights}, "even D from 2 to 4,096"),
+        "k of another T": ({"k": x[:, :, :2]}, rf"k has shape \(2, 4, 2, 16\), {heads}"),
+        "k of another D": ({"k": x[..., :8]}, rf"k has shape \(2, 4, 3, 8\), {heads}"),
+        "k of another batch": ({"k": x[:1]}, rf"k has shape \(1, 4, 3, 16\), {heads}"),
+        "q_weight of all heads": (
+            {"q_weight": x[0, :, 0]},
+            r"q_weight has shape \(4, 16\), expected \(16,\)",
+        ),
+        "k_weight of another D": (
+            {"k_weight": a[0, 0, :8]},
+            r"k_weight has shape \(8,\), expected \(16,\)",
+        ),
+        "cos is a long table": ({"cos": a.repeat(1, 3, 1)[0]}, f"cos has shape {table}"),
+        "cos is unsqueezed": ({"cos": a[:, None]}, r"cos has shape \(2, 1, 3, 16\), expected"),
+        "sin of half of D": ({"sin": a[..., :8]}, r"sin has shape \(2, 3, 8\), expected"),
+    }
+    calls = {
+        name: bad_call(inputs, ValueError, said, **changed)
+        for name, (changed, said) in rows.items()
+    }
+    return calls | refused_tensors(inputs)
+
+
+HEADS, ANGLES = rope.HEADS, rope.ANGLES
+
+SUBJECTS = (
+    Subject(
+        name="qk_norm_rope",
+        kernels=(qk_norm_rope_kernel,),
+        function=function,
+        reference=reference,
+        eager=eager,
+        make=make,
+        differentiable=("q", "k", "q_weight", "k_weight"),
+        wrong_answers=wrong_answers,
+        size=rope.SIZE,
+        ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
+        + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
+        large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
+        more_layouts={
+            "q": HEADS,
+            "k": HEADS,
+            "dq_rot": HEADS,
+            "dk_rot": HEADS,
+            "cos": ANGLES,
+            "sin": ANGLES,
+        },
+        far=tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
+        + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
+        far_rows=(3, 3),
+        far_size=(3, 3, 4),
+        saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
+        in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
+        compiled_first=tuple(((5, 3), heads) for heads in rope.PACKED_HEADS),
+        compiled_next=(((5, 7), None), ((3, 4), None)),  # with the same heads
+        gpu_rows=(2, 96),
+        gpu_size=(32, 8, 128),
+        workspace=lambda inputs: 2**21,  # the partial sums of dw
+        bad_input=bad_input,
+        bad_when_compiled="k of another D",
+        refused_on_cpu="q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+        exempt={
+            "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
+            "rows_beyond_int32_in_memory": "tokens are not rows; rows_beyond_int32 has all strides",
+        },
+    ),
+)
