@@ -783,7 +783,7 @@ def test_a_peft_model_is_given_unwrapped(launches):
     torch.manual_seed(2)
     model = peft.get_peft_model(make_model(), config)
     with pytest.raises(
-        TypeError, match="expected a causal language model of llama, .*: unwrap it first"
+        TypeError, match=r"expected a causal language model of llama, .*: unwrap it first"
     ):
         apply_kernels(model)
     expected = loss_and_gradients(model)

@@ -220,7 +220,7 @@ def test_no_network_is_said_after_the_hub_client_gave_up(cli, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model_type": "gpt2"}, ["'gpt2' model", "LLaMA"]),
+        ({"model_type": "gpt2"}, ["'gpt2' model", "train models of llama, mistral"]),
         ({"model_type": "mistral"}, []),
         ({"model_type": "never_heard_of"}, []),
         ({"model_type": "never_heard_of", "auto_map": {"AutoConfig": "code.Config"}}, []),

@@ -89,7 +89,7 @@ def outside_in_words(model: str, values: dict) -> str:
     """Return the sentence for a config.json of a family that has no row in families.py."""
     kind, part = values["model_type"], None
     with suppress(Exception):  # transformers does not know this kind either, or a field is wrong
-        config = AutoConfig.for_model(**values | {"num_hidden_layers": 1})
+        config = with_one_layer(AutoConfig.for_model(**values))
         with torch.device("meta"):
             part = part_outside(AutoModelForCausalLM.from_config(config))
     said = f"{model} is a {kind!r} model" + (f" with {part}" if part else "")

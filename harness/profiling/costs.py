@@ -16,6 +16,7 @@ from harness.cli import adapter_config, flags
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.adapters import trained_count
+from harness.model.families import FAMILIES
 from harness.profiling.diagnose import flops_at_ceilings_us
 from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
 
@@ -55,18 +56,22 @@ def sizes_of(config, workload: Workload) -> Sizes:
     n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
     per_layer = width * n_tokens * config.num_hidden_layers
     n_heads = config.num_attention_heads + config.num_key_value_heads
+    heads = per_layer * n_heads * architecture.head_size(config)
+    turned = getattr(config, "no_rope_layers", None) or [1]  # SmolLM3: of each layer, 1 or 0
     n_projections = len(architecture.projection_shapes(config))
     copies = width * workload.micro_batches * config.num_hidden_layers  # bytes per layer's number
     return Sizes(
         weights=width * trained_count(config, workload),
         stream=per_layer * config.hidden_size,
-        heads=per_layer * n_heads * architecture.head_size(config),
+        heads=heads,
         inner=per_layer * config.intermediate_size,
         logits=width * n_tokens * config.vocab_size,
         layers=config.num_hidden_layers,
         width=width,
         micro_batches=workload.micro_batches,
         projection=copies * architecture.projection_weights(config) // n_projections,
+        unrotated=heads * turned.count(0) // len(turned),
+        head_norms=heads if FAMILIES[config.model_type].head_norms else 0,
         **fp8_sizes(config, workload, per_layer, copies),
     )
 

@@ -46,6 +46,8 @@ class Sizes:
     projection: int = 0  # (O, I), the mean of a layer's, once per layer and micro-batch
     quantized: int = 0  # what separate passes quantize to FP8, as bytes of the model's dtype
     transposed: int = 0  # what is transposed in FP8, in the same bytes
+    unrotated: int = 0  # q and k of the layers that do not turn them
+    head_norms: int = 0  # q and k, once per layer, where their heads have norms
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Facts:
     launches: tuple[Launch, ...] = ()
     module: tuple[str, str] | None = None  # (our module, the part of a family that it replaces)
     rung: int | None = None  # its place on the ladder, the largest cost of the baseline first
-    floor: tuple[str, int] | None = None  # what it still moves: (a tensor of Sizes, passes over it)
+    floor: dict[str, int] | None = None  # what it still moves: a tensor of Sizes, passes over it
     # A category that it makes smaller without taking it over -> the diagnosis's advice.
     advice: dict[str, str] = field(default_factory=dict)
     # A function, "module:name" -> what the tables of memory call the tensors that it asks for.
@@ -92,8 +94,7 @@ class Facts:
 
     def floor_bytes(self, sizes: Sizes) -> int:
         """Return the bytes that it still has to read and write in a step."""
-        tensor, passes = self.floor
-        return passes * getattr(sizes, tensor)
+        return sum(passes * getattr(sizes, tensor) for tensor, passes in self.floor.items())
 
 
 ROWS = [
@@ -110,7 +111,7 @@ ROWS = [
         ),
         module=("TritonRMSNorm", "RMSNorm"),
         rung=2,
-        floor=("stream", 2 * 5),  # two norms: x, y; dy, x, dx
+        floor={"stream": 2 * 5},  # two norms: x, y; dy, x, dx
         allocates={"rmsnorm_kernel:rmsnorm_forward": "normalization"},
     ),
     Facts(
@@ -145,7 +146,7 @@ ROWS = [
         ),
         module=("TritonLlamaMLP", "MLP"),
         rung=4,
-        floor=("inner", 9),  # gate, up, y; dy, gate, up, dgate, dup, y
+        floor={"inner": 9},  # gate, up, y; dy, gate, up, dgate, dup, y
         allocates={"next_steps.layers.llama_mlp:SwiGLUMLPFunction.forward": "MLP"},
     ),
     Facts(
@@ -157,7 +158,8 @@ ROWS = [
         # q, k (or their gradients) in and out
         launches=(Launch("_rope", "heads", passes=2, flops=3),),
         rung=3,
-        floor=("heads", 4),  # q, k in and out; their gradients
+        # q, k in and out; their gradients.  With norms, the backward reads q and k again.
+        floor={"heads": 4, "unrotated": -4, "head_norms": 1},
         allocates={"next_steps.lessons.rope_kernel:rope_forward": "q and k, rotated"},
     ),
     Facts(
@@ -168,7 +170,7 @@ ROWS = [
         # p, g, m, v in; p, m, v out
         launches=(Launch("_adamw", "weights", passes=7, flops=14, every_launch=False),),
         rung=1,
-        floor=("weights", 7),
+        floor={"weights": 7},
         memory={
             "gradients": "updates a weight as soon as its gradient is complete, "
             "which is then freed",
@@ -185,7 +187,7 @@ ROWS = [
         # by 1, and then it does nothing; the other kernels are cross_entropy's
         launches=(Launch("_scale"),),
         rung=5,
-        floor=("logits", 2),  # logits in, their gradient out
+        floor={"logits": 2},  # logits in, their gradient out
         memory={
             "logits and loss": "takes the loss from the hidden states, a chunk of the logits at a "
             "time"
@@ -202,7 +204,7 @@ ROWS = [
         rung=6,
         # Two additions of three passes less (q, k, v share an input), two norms of two passes
         # more: for the memory.
-        floor=("stream", 2 * 2 - 2 * 3),
+        floor={"stream": 2 * 2 - 2 * 3},
         advice={OTHER: "--kernels all: its fused layer needs fewer of them"},
         allocates={
             "next_steps.layers.fused_layer:norm_linear": "v, gate, up (norm_linear)",

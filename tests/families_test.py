@@ -1,0 +1,332 @@
+"""Does each family of models train, answer and save with the kernels as transformers' own code does?
+
+What is the same in all families is asked of LLaMA, in apply_kernels_test.py.  Asked here is what a
+row of families.py says: norms over heads, biases, layers without a rotation.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import finetune_baseline
+import finetune_optimized
+import profile_baseline
+from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
+from harness.cli.flags import FP8_ALL, RECOMPUTE
+from harness.model import architecture, packed_attention
+from harness.model.families import EXAMPLES, FAMILIES, part_outside
+from harness.profiling.kernel_facts import MODEL_KERNELS
+from next_steps.lessons import qk_norm_rope_kernel, rope_kernel
+from next_steps.memory.memory_ledger import KINDS
+from next_steps.patches.apply_kernels import apply_kernels
+from next_steps.patches.fp8_model import fp8_layers
+from next_steps.patches.quantize import quantize_model
+from next_steps.patches.recompute import set_recompute
+from tests.apply_kernels_test import (
+    VOCABULARY,
+    CountedKernel,
+    T,
+    assert_same_step,
+    checks_against,
+    loss_and_gradients,
+    make_batch,
+    padding_mask,
+)
+from tests.conftest import assert_refused
+from tests.small_workloads import in_float64, with_adapters
+
+SIZES = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+EACH = pytest.mark.parametrize("kind", FAMILIES)
+OTHERS = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "llama"])
+
+
+def small_config(kind: str, **values):
+    """The example's configuration at sizes that Triton's interpreter gets through quickly."""
+    family = FAMILIES[kind]
+    fields = family.fields | SIZES | {"vocab_size": VOCABULARY}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
+    if family.rotates:
+        fields |= {"no_rope_layer_interval": 2}  # the second layer rotates nothing
+    return family.part("Config")(**fields | values)
+
+
+def make_model(kind: str, names=(), dtype=torch.float32, **values) -> torch.nn.Module:
+    """The same random weights each time; norms' weights are not 1, and biases not 0."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(kind, **values)).to(DEVICE, dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_()
+            elif "layers" in name:
+                weight.mul_(5)  # so that the layers count beside the embedding
+    return apply_kernels(model.train(), names)
+
+
+def without_and_with(kind: str, names=MODEL_KERNELS, **values) -> list[torch.nn.Module]:
+    return [make_model(kind, each, **values) for each in ((), names)]
+
+
+# ---------------------------------------------------------------- the table
+
+
+@EACH
+def test_a_row_says_what_transformers_builds(kind):
+    family, model = FAMILIES[kind], make_model(kind)
+    attention = [layer.self_attn for layer in model.model.layers]
+    biased = {n.split(".")[-2] for n, _ in model.named_parameters() if n.endswith("bias")}
+    assert biased == set(family.bias)
+    assert all(hasattr(each, "q_norm") == family.head_norms for each in attention)
+    rotated = [bool(getattr(each, "use_rope", True)) for each in attention]
+    assert rotated == ([True, False] if family.rotates else [True, True])
+    for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer", "ForCausalLM"):
+        assert any(type(module) is family.part(part) for module in model.modules())
+    assert part_outside(model) is None
+
+
+BILLIONS = {"llama": 8.03, "mistral": 7.25, "qwen2": 7.62, "qwen3": 8.19, "smollm3": 3.08}
+
+
+@EACH
+def test_an_example_has_the_parameters_that_its_page_on_the_hub_says(kind):
+    config = FAMILIES[kind].example_config()
+    assert round(architecture.parameter_count(config) / 1e9, 2) == BILLIONS[kind]
+    projections = config.num_hidden_layers * architecture.projection_weights(config)
+    others = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    rest = architecture.parameter_count(config) - projections - others
+    assert 0 < rest < 1e6, "norms and biases"
+
+
+OUTSIDE = {
+    "gemma": ({}, "norms that multiply by 1 + weight"),
+    "gemma2": ({}, "a soft cap (attn_logit_softcapping = 50.0)"),
+    "phi3": ({"pad_token_id": None}, "packed projections (qkv_proj)"),
+    "mixtral": ({"num_local_experts": 2}, "a mixture of experts"),
+    "mistral": ({"sliding_window": 8}, "a sliding window of 8 tokens in attention"),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "a sliding window of 8 tokens in attention",
+    ),
+    "olmo2": ({}, None),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_no_row_has_is_refused_by_its_name(kind, tmp_path, run_script):
+    values, part = OUTSIDE[kind]
+    config = transformers.AutoConfig.for_model(kind, **SIZES | values | {"vocab_size": VOCABULARY})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(TypeError) as refusal:
+        apply_kernels(model)
+    said = f"model is a {type(model).__name__}" + (f" with {part}, " if part else ", ")
+    assert str(refusal.value).startswith(said + "expected a causal language model of llama, ")
+    config.save_pretrained(tmp_path)
+    outcome = run_script(finetune_baseline, "--model", str(tmp_path), "--random-init")
+    expected = part or f"these scripts train models of {', '.join(FAMILIES)}"
+    assert_refused(outcome, expected.removesuffix(" in attention"))
+
+
+# ---------------------------------------------------------------- training
+
+INPUTS = {
+    "nothing else": dict,
+    "padding on both sides": lambda: {"attention_mask": padding_mask()},
+    "packed sequences": lambda: {"position_ids": (torch.arange(T) % 2).expand(2, T).to(DEVICE)},
+}
+
+
+@OTHERS
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_training_has_the_unpatched_loss_and_gradients(kind, inputs):
+    model, patched = without_and_with(kind)
+    assert_same_step(patched, model, make_batch(**INPUTS[inputs]()))
+
+
+@pytest.mark.exhaustive
+@OTHERS
+@pytest.mark.parametrize("name", MODEL_KERNELS)
+def test_each_kernel_alone_has_the_unpatched_loss_and_gradients(kind, name):
+    model, patched = without_and_with(kind, [name])
+    assert_same_step(patched, model)
+
+
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["rope"]], ids=["all", "rope"])
+def test_norms_over_heads_are_in_the_kernel_of_the_rotation(names, monkeypatch):
+    """Equal numbers prove nothing about a kernel that does not run."""
+    launches = dict.fromkeys(("qk_norm_rope_fwd", "qk_norm_rope_bwd", "rope"), 0)
+    for module, name in zip((qk_norm_rope_kernel, qk_norm_rope_kernel, rope_kernel), launches):
+        kernel = CountedKernel(getattr(module, f"_{name}_kernel"), name, launches)
+        monkeypatch.setattr(module, f"_{name}_kernel", kernel)
+    loss_and_gradients(make_model("qwen3", names))
+    assert launches == {"qk_norm_rope_fwd": 2, "qk_norm_rope_bwd": 2, "rope": 0}
+    launches.update(dict.fromkeys(launches, 0))
+    loss_and_gradients(make_model("smollm3", names))
+    assert launches == {"qk_norm_rope_fwd": 0, "qk_norm_rope_bwd": 0, "rope": 2}, (
+        "of two layers one"
+    )
+
+
+def hooked(attention):
+    attention.q_norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def replaced(attention):
+    attention.k_norm = torch.nn.Identity()
+
+
+def with_another_eps(attention):
+    attention.q_norm.variance_epsilon = 0.5
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, with_another_eps], ids=lambda c: c.__name__)
+def test_a_head_norm_that_somebody_changed_is_called(change):
+    models, plain = without_and_with("qwen3"), loss_and_gradients(make_model("qwen3"))
+    for model in models:
+        change(model.model.layers[0].self_attn)
+    expected = loss_and_gradients(models[0])
+    assert relative_error(expected["loss"], plain["loss"]) > 1e-5, "this comparison cannot fail"
+    assert_same_step(models[1], expected)
+
+
+@OTHERS
+def test_bf16_is_at_most_twice_as_wrong_as_without_the_kernels(kind):
+    ref64 = loss_and_gradients(in_float64(make_model(kind, dtype=torch.bfloat16)))
+    eager, found = (loss_and_gradients(m) for m in without_and_with(kind, dtype=torch.bfloat16))
+    assert_all_passed(checks_against(ref64, found, eager))
+
+
+@pytest.mark.parametrize("level", RECOMPUTE)
+@OTHERS
+def test_every_level_of_recomputation_has_the_same_gradients(kind, level):
+    expected = loss_and_gradients(make_model(kind))
+    for names in ((), MODEL_KERNELS):
+        assert_same_step(set_recompute(make_model(kind, names), level), expected)
+
+
+@OTHERS
+def test_packed_samples_attend_within_themselves(kind):
+    ids = make_batch()["input_ids"].view(1, -1)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=DEVICE)
+    packed = {"position_ids": positions, "cu_seq_lens_q": ends, "max_length_q": 5}
+    batch = {"input_ids": ids, "labels": ids, **packed, "sample_lengths": (3, 5)}
+    models = without_and_with(kind)
+    together = loss_and_gradients(models[0], {"input_ids": ids, "labels": ids})
+    for model in models:
+        packed_attention.use_packed_attention(model)
+    expected = loss_and_gradients(models[0], batch)
+    assert relative_error(expected["loss"], together["loss"]) > 1e-5, "this comparison cannot fail"
+    assert_same_step(models[1], expected, batch)
+
+
+# ---------------------------------------------------------------- with adapters, 4 bits, FP8
+
+
+@OTHERS
+@pytest.mark.parametrize("quantized", [False, True])
+def test_adapters_have_the_unpatched_gradients(kind, quantized):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # NF4 takes blocks of 64
+    models = []
+    for names in ((), MODEL_KERNELS):
+        model = make_model(kind, **sizes)
+        model = with_adapters(quantize_model(model) if quantized else model)
+        models.append(apply_kernels(model, names))
+    expected = loss_and_gradients(models[0])
+    assert_same_step(models[1], expected)
+    trained = {name for name, gradient in expected.items() if gradient is not None}
+    assert all("lora" in name for name in trained - {"loss"})
+
+
+@OTHERS
+def test_fp8_takes_all_layers_and_stays_near(kind):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    plain = make_model(kind, MODEL_KERNELS, **sizes)
+    model = fp8_layers(copy.deepcopy(plain), FP8_ALL)
+    expected, found = map(loss_and_gradients, (plain, model))
+    # e4m3 has 3 bits after the point; the gradients of two layers are that far off together
+    errors = {name: relative_error(found[name], value) for name, value in expected.items()}
+    assert 0 < errors["loss"] < 0.05
+    biases = [error for name, error in errors.items() if name.endswith("bias")]
+    assert len(biases) == 2 * len(FAMILIES[kind].bias) and all(0 < e < 0.5 for e in biases)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@OTHERS
+@pytest.mark.parametrize("cache", [True, False])
+def test_generation_from_padded_prompts(kind, cache):
+    ids, mask = make_batch()["input_ids"], torch.ones(2, T, dtype=torch.int64, device=DEVICE)
+    mask[0, :2] = 0  # on the left
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": cache}
+    model, patched = (each.eval() for each in without_and_with(kind))
+    expected, found = (m.generate(ids, attention_mask=mask, **options) for m in (model, patched))
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, theirs in zip(found.logits, expected.logits, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+    batch = make_batch(attention_mask=mask)
+    mine, theirs = patched(**batch), model(**batch)
+    assert relative_error(mine.logits, theirs.logits) < 1e-5
+    assert relative_error(mine.loss, theirs.loss) < 1e-5
+
+
+# ---------------------------------------------------------------- scripts
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a family's small config.json, whose tokens are bytes."""
+
+    def save(kind: str) -> str:
+        sizes = {"vocab_size": architecture.BYTE_VOCABULARY, "num_hidden_layers": 2}
+        small_config(kind, **sizes).save_pretrained(tmp_path / kind)
+        return str(tmp_path / kind)
+
+    return save
+
+
+RUN = "--random-init", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"
+
+
+@OTHERS
+def test_scripts_train_it_with_and_without_the_kernels(kind, saved, recorded, little_validation):
+    folder = saved(kind)
+    runs = [
+        recorded(finetune_baseline, "--model", folder, *RUN),
+        *(
+            recorded(finetune_optimized, "--model", folder, *RUN, *flags)
+            for flags in ((), ("--kernels", "all"))
+        ),
+    ]
+    losses = [torch.tensor(run["losses"], dtype=torch.float64) for run in runs]
+    assert losses[0][0] != losses[0][1]
+    # PyTorch's AdamW divides by the root of a moment: a gradient near 0 may change its sign
+    assert all(relative_error(each, losses[0]) < 1e-4 for each in losses[1:])
+
+
+@pytest.mark.exhaustive
+@OTHERS
+def test_the_estimate_names_what_its_tensors_are_for(kind, saved, recorded):
+    flags = "--batch-size", "1", "--seq-len", "8", "--random-init", "--kernels", "all"
+    record = recorded(profile_baseline, "--model", saved(kind), "--estimate", *flags)
+    for estimated in record["estimates"]:
+        assert set(estimated["kept_in_layers"]) <= set(KINDS)
+
+
+@pytest.mark.exhaustive
+def test_an_example_needs_no_download(run_script):
+    for name in EXAMPLES:
+        outcome = run_script(
+            profile_baseline, "--model", name, "--random-init", "--estimate", "--seq-len", "512"
+        )
+        assert outcome.code == 0, outcome.err
