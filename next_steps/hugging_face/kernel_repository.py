@@ -80,7 +80,9 @@ def needed_modules() -> list[str]:
     found, new = set(), {LAYERS}
     while new:
         found |= new
-        new = {m for module in new for m in imported(ast.parse(path_of(module).read_text()))} - found
+        new = {
+            m for module in new for m in imported(ast.parse(path_of(module).read_text()))
+        } - found
     return sorted(found)
 
 
@@ -95,7 +97,9 @@ def with_relative_imports(text: str, modules: list[str]) -> str:
         text = re.sub(rf"^( *)import {module}\b", rf"\1from . import {name}", text, flags=re.M)
         text = re.sub(rf"^( *)from {module} import\b", rf"\1from .{name} import", text, flags=re.M)
         if parent:
-            text = re.sub(rf"^( *)from {parent} (import {name})\b", r"\1from . \2", text, flags=re.M)
+            text = re.sub(
+                rf"^( *)from {parent} (import {name})\b", r"\1from . \2", text, flags=re.M
+            )
     if left := imported(ast.parse(text)):
         raise ValueError(f"{', '.join(sorted(left))}: expected one import a line, write it so.")
     return text
@@ -105,7 +109,9 @@ def package_files(backend: str, version: int, license_id: str) -> dict[str, str]
     """Return the text of each file of a backend's folder, by its name."""
     modules = needed_modules()
     files = {
-        f"{module.rpartition('.')[2]}.py": with_relative_imports(path_of(module).read_text(), modules)
+        f"{module.rpartition('.')[2]}.py": with_relative_imports(
+            path_of(module).read_text(), modules
+        )
         for module in modules
     }
     if len(files) != len(modules):
