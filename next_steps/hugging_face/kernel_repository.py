@@ -47,16 +47,18 @@ license: {license}
 ```python
 from kernels import LayerRepository, Mode, kernelize, use_kernel_mapping
 
-def layer(name):
-    return LayerRepository("OWNER/{name}", layer_name=name, version={version}, trust_remote_code=True)
-
-mapping = {{name: {{"cuda": layer(name)}} for name in ("RMSNorm", "rotary_pos_emb")}}
+repository = {{"repo_id": "OWNER/{name}", "version": {version}, "trust_remote_code": True}}
+mapping = {{
+    name: {{"cuda": LayerRepository(layer_name=name, **repository)}}
+    for name in ("RMSNorm", "rotary_pos_emb")
+}}
 with use_kernel_mapping(mapping, inherit_mapping=False):
     kernelize(model, mode=Mode.TRAINING)  # or Mode.TRAINING | Mode.TORCH_COMPILE, or Mode.INFERENCE
 ```
 
-The layers are {layers}. Each has a backward, works inside of torch.compile, and takes fp16, bf16 and
-fp32. `RMSNorm` is y = weight * x / rms(x): do not map it to a norm that multiplies by 1 + weight.
+The layers are {layers}.
+Each has a backward, works inside of torch.compile, and takes fp16, bf16 and fp32.
+`RMSNorm` is y = weight * x / rms(x): do not use it for a norm that multiplies by 1 + weight.
 """
 
 
@@ -80,9 +82,8 @@ def needed_modules() -> list[str]:
     found, new = set(), {LAYERS}
     while new:
         found |= new
-        new = {
-            m for module in new for m in imported(ast.parse(path_of(module).read_text()))
-        } - found
+        trees = (ast.parse(path_of(module).read_text()) for module in new)
+        new = set().union(*map(imported, trees)) - found
     return sorted(found)
 
 
@@ -94,12 +95,11 @@ def with_relative_imports(text: str, modules: list[str]) -> str:
     """
     for module in modules:
         parent, _, name = module.rpartition(".")
-        text = re.sub(rf"^( *)import {module}\b", rf"\1from . import {name}", text, flags=re.M)
-        text = re.sub(rf"^( *)from {module} import\b", rf"\1from .{name} import", text, flags=re.M)
-        if parent:
-            text = re.sub(
-                rf"^( *)from {parent} (import {name})\b", r"\1from . \2", text, flags=re.M
-            )
+        changes = [(f"import {module}", f"from . import {name}")]
+        changes += [(f"from {module} import", f"from .{name} import")]
+        changes += [(f"from {parent} import {name}", f"from . import {name}")] * bool(parent)
+        for old, new in changes:
+            text = re.sub(rf"^( *){re.escape(old)}\b", rf"\1{new}", text, flags=re.MULTILINE)
     if left := imported(ast.parse(text)):
         raise ValueError(f"{', '.join(sorted(left))}: expected one import a line, write it so.")
     return text
@@ -107,13 +107,10 @@ def with_relative_imports(text: str, modules: list[str]) -> str:
 
 def package_files(backend: str, version: int, license_id: str) -> dict[str, str]:
     """Return the text of each file of a backend's folder, by its name."""
-    modules = needed_modules()
-    files = {
-        f"{module.rpartition('.')[2]}.py": with_relative_imports(
-            path_of(module).read_text(), modules
-        )
-        for module in modules
-    }
+    modules, files = needed_modules(), {}
+    for module in modules:
+        text = path_of(module).read_text()
+        files[path_of(module).name] = with_relative_imports(text, modules)
     if len(files) != len(modules):
         raise ValueError("two modules have one file name, expected a name each: rename one.")
     files["__init__.py"] = INIT.format(title=TITLE)
