@@ -89,7 +89,7 @@ def uneven_norms(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
+def in_float64(model: torch.nn.Module, norm_class: type = LlamaRMSNorm) -> torch.nn.Module:
     """Hugging Face's norm and loss compute in fp32 whatever they are given; these do not."""
 
     def norm(module):
@@ -98,7 +98,7 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
         return replacement
 
     model = model.double()
-    patching.replace_modules(model, LlamaRMSNorm, norm)
+    patching.replace_modules(model, norm_class, norm)
     model.loss_function = patching.causal_lm_loss(
         lambda logits, targets, ignore_index: torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index

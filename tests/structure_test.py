@@ -31,6 +31,7 @@ ROOMS = {
     "next_steps": [
         "lessons",
         "layers",
+        "hugging_face",
         "patches",
         "memory",
         "finetuning",

@@ -20,6 +20,8 @@ up).  In one of LLaMA 3.1 8B's 32 layers (I = 14,336), 8,192 tokens save 470 MB 
 Limits: those of the kernel; no second derivative.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from harness.model.exact_modules import has_global_hooks, is_matrix
@@ -91,12 +93,20 @@ class TritonLlamaMLP(torch.nn.Module):
         return cls(module.gate_proj, module.up_proj, module.down_proj).train(module.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        wide = x.dtype == torch.float64
-        if all(map(is_matrix, projections)) and not (has_global_hooks() or autocast or wide):
-            return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        # the kernel refuses float64: a model that was cast to float64 runs without the kernel
-        act = swiglu.swiglu_reference if gate.dtype == torch.float64 else self.act_fn
-        return self.down_proj(act(gate, up))
+        return swiglu_mlp(self, x, self.act_fn)
+
+
+def swiglu_mlp(mlp: torch.nn.Module, x: torch.Tensor, act: Callable) -> torch.Tensor:
+    """Return the MLP (..., H) of x (..., H), by the projections of `mlp`.
+
+    act(gate, up) is the kernel's SwiGLU, for projections that are more than a matrix.
+    """
+    projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    wide = x.dtype == torch.float64
+    if all(map(is_matrix, projections)) and not (has_global_hooks() or autocast or wide):
+        return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    # the kernel refuses float64: a model that was cast to float64 runs without the kernel
+    act = swiglu.swiglu_reference if gate.dtype == torch.float64 else act
+    return mlp.down_proj(act(gate, up))
