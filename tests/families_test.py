@@ -1,4 +1,4 @@
-"""Does each family of models train, answer and save with the kernels as transformers' own code does?
+"""Does each family of models train and answer with the kernels as with transformers' own code?
 
 What is the same in all families is asked of LLaMA, in apply_kernels_test.py.  Asked here is what a
 row of families.py says: norms over heads, biases, layers without a rotation.

@@ -273,7 +273,7 @@ says("limits", "`TritonAdamW` refuses it, in its arguments and in a loaded state
         "adamw_optimizer_test", "test_state_that_does_not_fit_is_refused_and_changes_nothing"
     )
 )
-says("limits", "`apply_kernels` takes models of")(
+says("limits", "`apply_kernels` takes models of [five families]")(
     checked_in("apply_kernels_test", "test_something_else_than_a_known_model_is_refused")
 )
 says("glossary", "a fifth of a run's steps are shorter than the 20th, four fifths than the 80th")(

@@ -7,6 +7,8 @@ from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.cli.flags import FP8_ALL, OPPONENTS
 from harness.cli.processes import PARALLEL
 from harness.cli.tables import number
+from harness.model.architecture import parameter_count
+from harness.model.families import FAMILIES
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
@@ -228,6 +230,19 @@ def gpus() -> str:
     return table(body, f"GPU | --model | {sizes}")
 
 
+def families() -> str:
+    """What the layers of each family have beyond LLaMA's."""
+    body = []
+    for family in FAMILIES.values():
+        norms = "q, k" if family.head_norms else ""
+        biases = ", ".join(name.removesuffix("_proj") for name in family.bias)
+        rotation = "not in every layer" if family.rotates else "in every layer"
+        billions = parameter_count(family.example_config()) / 1e9
+        name = f"`{family.example}`", f"{billions:.1f} · 10⁹"
+        body.append((f"`{family.model_type}`", *name, norms, biases, rotation))
+    return table(body, "family | example | parameters | norms over heads | biases | rotation")
+
+
 def peaks(*names: str) -> str:
     """What the memory is made of at the peak, of several memory profiles."""
     records, body = [load(name) for name in names], []
@@ -338,6 +353,6 @@ def distillation_8b() -> str:
 
 
 FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, crossovers
-FUNCTIONS += durations, quality, distillation, distillation_8b
+FUNCTIONS += families, durations, quality, distillation, distillation_8b
 TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}
