@@ -358,7 +358,8 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     hidden, vocabularies = (64, 4096), (8, 100)
     of_kernel = {"rmsnorm": hidden, "cross_entropy": vocabularies, "swiglu": hidden}
     both = tuple(itertools.product(hidden, vocabularies))
-    of_kernel |= {"rope": (40 * 128,), "adamw": ((),), "linear_cross_entropy": both}
+    of_kernel |= {"rope": (40 * 128,), "qk_norm_rope": (40 * 128,), "adamw": ((),)}
+    of_kernel |= {"linear_cross_entropy": both}
     of_kernel |= {"reverse_kl": vocabularies, "nf4": ((),), "fp8": hidden, "fp8_casts": hidden}
     sizes = [(kernel, size) for kernel, each in of_kernel.items() for size in each]
     tokens = {name: SPECS[name].tokens(HAS_GPU) for name in ("adamw", "nf4")}
@@ -411,6 +412,7 @@ WORK = {  # bytes that must be moved for a row of the input, or FLOP
     "cross_entropy": 3 * 100 * 2,
     "swiglu": 8 * 64 * 2,
     "rope": 2 * 2 * (32 + 8) * 128 * 2,
+    "qk_norm_rope": 5 * (32 + 8) * 128 * 2,
     "adamw": 14,
     "linear_cross_entropy": 3 * 2 * 64 * 100,
     "reverse_kl": 3 * 100 * 2,
@@ -576,6 +578,7 @@ WRONG = {
     "cross_entropy": ("other", targets_only),
     "swiglu": ("dgate", lambda gate, up: torch.sigmoid(gate).detach() * gate * up),
     "rope": ("rotated", lambda q, k, cos, sin: (q, k)),
+    "qk_norm_rope": ("dW", lambda q, k, q_weight, k_weight, *angles: (q * q_weight, k * k_weight)),
     "linear_cross_entropy": ("dW other", lambda h, w, t: -(h * w[t]).sum() / len(t)),
     "reverse_kl": (
         "other",

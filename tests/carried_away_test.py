@@ -26,6 +26,10 @@ LESSONS = {  # the lesson: files beside it, and what is run of it
     ),
     "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
     "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
+    "qk_norm_rope_kernel": (
+        [],
+        "triton_qk_norm_rope(q, q, q[0, 0, 0], q[0, 1, 0], 1e-6, q[:, 0], q[:, 1])[0]",
+    ),
     "linear_cross_entropy_kernel": (
         ["cross_entropy_kernel", "cross_entropy_inplace_kernel"],
         "TritonLinearCrossEntropyLoss(chunk_size=4)(x, weight, targets)",

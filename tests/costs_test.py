@@ -153,7 +153,11 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
 def test_every_kernel_of_ours_is_counted_or_moves_next_to_nothing():
     scale_by_1 = {"_scale_kernel", "_cross_entropy_scale_kernel", "_reverse_kl_bwd_kernel"}
     in_no_step = {"_plain_fwd_kernel", "_plain_bwd_kernel"}
-    small = {"_rmsnorm_dw_kernel", "_obvious_kernel"} | scale_by_1 | in_no_step
+    small = (
+        {"_rmsnorm_dw_kernel", "_qk_norm_rope_dw_kernel", "_obvious_kernel"}
+        | scale_by_1
+        | in_no_step
+    )
     names = {name for row in ROWS for name in launched_kernels(row.lesson)}
     names |= launched_kernels("cross_entropy_inplace_kernel")
     assert {name for name in names if costs.cost_of_kernel(name, 1, SIZES) is None} == small

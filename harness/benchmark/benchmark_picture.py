@@ -37,6 +37,7 @@ def line_style(name: str) -> dict:
         f"{OURS}, stochastic rounding": "^",
         specs.TWO_KERNELS: "^",
         specs.SEPARATE: "^",
+        specs.NORM_APART: "^",
         specs.PLAIN: "v",
     }
     marker = markers.get(name, "s" if name.endswith("in place") else "o")

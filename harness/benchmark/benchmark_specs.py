@@ -22,6 +22,7 @@ IN_PLACE = f"{OURS}, in place"
 TWO_KERNELS = f"{OURS}, two kernels"
 PLAIN = f"{OURS}, the plain form"
 SEPARATE = f"{OURS}, casts apart"
+NORM_APART = f"{OURS}, norm and RoPE apart"
 ONE_TILE = "Triton, a row in one tile"
 COMPILED = "torch.compile"
 HOST_FLOOR = "autograd Function that does nothing"
@@ -138,6 +139,20 @@ SPECS = {
             f"columns: of q ({Q_HEADS} heads x {HEAD_DIM}) and k ({K_HEADS} x {HEAD_DIM}), "
             f"transposed views of (B, T, heads, {HEAD_DIM}), T up to {MAX_SEQUENCE:,}",
             "in place: the results overwrite q and k, the gradients those that come in",
+        ),
+    ),
+    "qk_norm_rope": Spec(
+        "QK Norm + RoPE",
+        (512, 8192, 32_768),
+        (columns(ROPE_COLUMNS, cpu=ROPE_COLUMNS, flag=None),),
+        # Forward: reads q and k, writes both. Backward: reads both and the gradients of the
+        # results, writes the gradients of q and k. cos and sin are as in RoPE.
+        work=5,
+        errors=("rotated", "gradient", "dW"),
+        judged="errors of the rotated and of the gradients",
+        notes=(
+            f"columns: of q ({Q_HEADS} heads x {HEAD_DIM}) and k ({K_HEADS} x {HEAD_DIM}) as "
+            f"Qwen3-8B has them, (B, T, heads, {HEAD_DIM}) in memory, T up to {MAX_SEQUENCE:,}",
         ),
     ),
     "adamw": Spec(

@@ -163,6 +163,21 @@ ROWS = [
         allocates={"next_steps.lessons.rope_kernel:rope_forward": "q and k, rotated"},
     ),
     Facts(
+        name="qk_norm_rope",
+        lesson="next_steps.lessons.qk_norm_rope_kernel",
+        patches=None,  # the patch of rope puts it in, where a model has norms of q and k
+        category="rotary",
+        functions={"QKNormRoPE": "rotary"},
+        launches=(
+            Launch("_qk_norm_rope_fwd", "heads", passes=2, flops=7),  # q, k in and out
+            Launch("_qk_norm_rope_bwd", "heads", passes=3, flops=14),  # and dq_rot, dk_rot in
+            Launch("_qk_norm_rope_dw"),  # sums the programs' parts of dW
+        ),
+        allocates={
+            "next_steps.lessons.qk_norm_rope_kernel:qk_norm_rope_forward": "q and k, rotated"
+        },
+    ),
+    Facts(
         name="adamw",
         lesson="next_steps.lessons.adamw_kernel",
         patches="optimizer",

@@ -12,17 +12,24 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import describe
-from next_steps.comparisons.benchmark_problems import ADAMW, EPS, TORCH_DTYPES, eager_rmsnorm
+from next_steps.comparisons.benchmark_problems import (
+    ADAMW,
+    EPS,
+    QWEN3_EPS,
+    TORCH_DTYPES,
+    eager_rmsnorm,
+)
 from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.lessons.nf4_kernel import BLOCK, GROUP, NF4
+from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
 from next_steps.studies.fp8_costs import separate_swiglu, separate_swiglu_backward
-from rmsnorm_kernel import TritonRMSNormFunction
+from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,20 @@ class NothingRotated(torch.autograd.Function):
         return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
 
 
+class NothingNormedAndRotated(torch.autograd.Function):
+    """The same for the norm and RoPE, whose backward needs both, and gives weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin):
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        return torch.empty_like(q), torch.empty_like(k)
+
+    @staticmethod
+    def backward(ctx, dq_rot, dk_rot):
+        *inputs, _, _ = ctx.saved_tensors
+        return *(torch.empty_like(t) for t in inputs), None, None
+
+
 def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Hugging Face's loss: the logits are converted to fp32 first."""
     return cross_entropy_kernel.cross_entropy_reference(logits.float(), targets)
@@ -118,6 +139,41 @@ def rope_contenders(dtype: str) -> Contenders:
     eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
     ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
     return Contenders([eager], [ours], NothingRotated.apply)
+
+
+def norm_then_rope(norm: Callable, rope: Callable) -> Callable:
+    """Return Qwen3's order of calls: it normalizes tokens before heads, and rotates the view."""
+
+    def call(q, k, q_weight, k_weight, cos, sin):
+        pairs = (q, q_weight), (k, k_weight)
+        q, k = (norm(x.transpose(1, 2), weight).transpose(1, 2) for x, weight in pairs)
+        return rope(q, k, cos, sin)
+
+    return call
+
+
+def qk_norm_rope_contenders(dtype: str) -> Contenders:
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    def eager_norm(x, weight):
+        return rmsnorm_reference(x, weight, QWEN3_EPS)
+
+    def torch_norm(x, weight):
+        return F.rms_norm(x, weight.shape, weight, QWEN3_EPS)
+
+    def our_norm(x, weight):
+        return TritonRMSNormFunction.apply(x, weight, QWEN3_EPS)
+
+    def fused(q, k, q_weight, k_weight, cos, sin):
+        return triton_qk_norm_rope(q, k, q_weight, k_weight, QWEN3_EPS, cos, sin)
+
+    apart = norm_then_rope(our_norm, triton_apply_rotary_pos_emb)
+    pytorch = [
+        Implementation(specs.EAGER, norm_then_rope(eager_norm, apply_rotary_pos_emb)),
+        Implementation("F.rms_norm, RoPE", norm_then_rope(torch_norm, apply_rotary_pos_emb)),
+    ]
+    ours = [Implementation(specs.OURS, fused), Implementation(specs.NORM_APART, apart)]
+    return Contenders(pytorch, ours, NothingNormedAndRotated.apply)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
@@ -214,6 +270,7 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "cross_entropy": cross_entropy_contenders,
     "swiglu": swiglu_contenders,
     "rope": rope_contenders,
+    "qk_norm_rope": qk_norm_rope_contenders,
     "adamw": adamw_contenders,
     "linear_cross_entropy": linear_cross_entropy_contenders,
     "reverse_kl": reverse_kl_contenders,
@@ -284,6 +341,17 @@ def liger_rope() -> list[Implementation]:
     return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
 
 
+def liger_qk_norm_rope() -> list[Implementation]:
+    from liger_kernel.ops import LigerRMSNormFunction
+    from liger_kernel.transformers import liger_rotary_pos_emb
+
+    def norm(x, weight):
+        return LigerRMSNormFunction.apply(x, weight, QWEN3_EPS, 0.0, "llama", False)
+
+    # Its RoPE overwrites the results of its norm, and the gradients that come in.
+    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, liger_rotary_pos_emb))]
+
+
 def liger_linear_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -352,6 +420,7 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
             "cross_entropy": liger_cross_entropy,
             "swiglu": liger_swiglu,
             "rope": liger_rope,
+            "qk_norm_rope": liger_qk_norm_rope,
             "linear_cross_entropy": liger_linear_cross_entropy,
             "reverse_kl": liger_reverse_kl,
         },

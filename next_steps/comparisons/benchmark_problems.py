@@ -11,13 +11,14 @@ from harness.cli.device import DEVICE
 from next_steps.lessons.adamw_kernel import adamw_reference
 from next_steps.lessons.fp8_kernel import Rows, dequantize
 from next_steps.lessons.nf4_kernel import nf4_dequantize_reference, nf4_quantize
+from next_steps.lessons.qk_norm_rope_kernel import qk_norm_rope_reference
 from next_steps.lessons.reverse_kl_kernel import reverse_kl_reference
 from next_steps.lessons.rope_kernel import rope_reference
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-EPS = 1e-5  # LLaMA 3.1's rms_norm_eps
+EPS, QWEN3_EPS = 1e-5, 1e-6  # rms_norm_eps of LLaMA 3.1 and of Qwen3
 CHECKED_ROWS = 64  # of each gradient; float64 of all rows would not fit beside the largest inputs
 CHECKED_PARAMETERS = 2**18
 REFERENCE_CHUNK = 4096  # rows of RMSNorm differentiated in float64 at a time
@@ -112,30 +113,58 @@ def swiglu_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
     return Problem([gate, up], 2, (dy,), parts, parts(y, gradients))
 
 
-def rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
-    """Few sequences, of up to MAX_SEQUENCE tokens, in the layout of Hugging Face's attention."""
+def heads_and_angles(
+    tokens: int, dtype: torch.dtype, theta: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return q, k and gradients (B, heads, T, D), and cos and sin (1, T, D).
+
+    Few sequences, of up to MAX_SEQUENCE tokens, in the layout of Hugging Face's attention.
+    """
     torch.manual_seed(0)
     T = next(length for length in range(min(tokens, MAX_SEQUENCE), 0, -1) if tokens % length == 0)
     shapes = [(tokens // T, T, heads, HEAD_DIM) for heads in (Q_HEADS, K_HEADS)]
-    tensors = (random(*shape, dtype=dtype).transpose(1, 2) for shape in shapes * 2)
-    q, k, dq, dk = tensors  # (B, heads, T, D)
-    frequencies = 500_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
+    tensors = [random(*shape, dtype=dtype).transpose(1, 2) for shape in shapes * 2]
+    frequencies = theta ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
     angles = torch.outer(torch.arange(T, device=DEVICE), frequencies).repeat(1, 2)[None]
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)  # (1, T, D)
+    return tensors, [angles.cos().to(dtype), angles.sin().to(dtype)]
+
+
+def last_tokens(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the last tokens' q and k in one: their angles are largest."""
+    return torch.cat([t[-1, :, -CHECKED_ROWS:].flatten() for t in tensors])
+
+
+def rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
+    (q, k, dq, dk), (cos, sin) = heads_and_angles(tokens, dtype, theta=500_000.0)
 
     def parts(rotated: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> Parts:
-        # the last tokens' q and k in one: their angles are largest
-        found = {"rotated": rotated, "gradient": gradients}
-        return {
-            name: torch.cat([t[-1, :, -CHECKED_ROWS:].flatten() for t in tensors])
-            for name, tensors in found.items()
-        }
+        return {"rotated": last_tokens(rotated), "gradient": last_tokens(gradients)}
 
     inputs = [t[-1:, :, -CHECKED_ROWS:].double().requires_grad_() for t in (q, k)]
     rotated = rope_reference(*inputs, *(t[:, -CHECKED_ROWS:].double() for t in (cos, sin)))
     upstream = [t[-1:, :, -CHECKED_ROWS:].double() for t in (dq, dk)]
     gradients = torch.autograd.grad(rotated, inputs, upstream)
     return Problem([q, k, cos, sin], 2, (dq, dk), parts, parts(rotated, gradients))
+
+
+def qk_norm_rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
+    (q, k, dq, dk), angles = heads_and_angles(tokens, dtype, theta=1_000_000.0)
+    weights = [(1 + 0.1 * torch.randn(HEAD_DIM, device=DEVICE)).to(dtype) for _ in range(2)]
+
+    def parts(rotated: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> Parts:
+        *heads, dq_weight, dk_weight = gradients
+        found = {"rotated": last_tokens(rotated), "gradient": last_tokens(heads)}
+        return found | {"dW": torch.cat([dq_weight, dk_weight])}
+
+    dweights = [0.0, 0.0]
+    for sample in zip(*(t.split(1) for t in (q, k, dq, dk))):  # float64 of all is too large
+        q_rows, k_rows, *upstream = (t.double() for t in sample)
+        inputs = [t.double().requires_grad_() for t in (q_rows, k_rows, *weights)]
+        rotated = qk_norm_rope_reference(*inputs, QWEN3_EPS, *(t.double() for t in angles))
+        *heads, dq_weight, dk_weight = torch.autograd.grad(rotated, inputs, upstream)
+        dweights = [dweights[0] + dq_weight, dweights[1] + dk_weight]
+    exact = parts(tuple(t.detach() for t in rotated), (*heads, *dweights))
+    return Problem([q, k, *weights, *angles], 4, (dq, dk), parts, exact)
 
 
 def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Problem:
@@ -229,6 +258,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "cross_entropy": cross_entropy_problem,
     "swiglu": swiglu_problem,
     "rope": rope_problem,
+    "qk_norm_rope": qk_norm_rope_problem,
     "adamw": adamw_problem,
     "linear_cross_entropy": linear_cross_entropy_problem,
     "reverse_kl": reverse_kl_problem,

@@ -425,7 +425,7 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
 
 def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Return x with adjacent columns, and the strides of samples, heads and tokens."""
-    x = x if x.stride(3) == 1 else x.detach().contiguous()
+    x = x if x.stride(3) == 1 else x.contiguous()
     return x, *x.stride()[:3]
 
 

@@ -1,0 +1,357 @@
+"""What is the fused norm's and RoPE's alone: the order of the two, each tensor's own weight, eps,
+sums over many tokens, heads of any number and length.
+
+What every function has to do, this one too, is asked in tests/contracts_*_test.py.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from harness.benchmark.checking import (
+    DEVICE,
+    FLOOR,
+    HAS_GPU,
+    Check,
+    assert_all_passed,
+    relative_error,
+)
+from next_steps.lessons import qk_norm_rope_kernel
+from next_steps.lessons.qk_norm_rope_kernel import (
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
+    triton_qk_norm_rope,
+)
+from tests import subject
+from tests.fixtures import needs_gpu, poisoned_outputs
+from tests.layouts import layouts_of
+from tests.subjects import SUBJECTS
+from tests.subjects.qk_norm_rope import EPS, HEADS, make, reference
+from tests.subjects.qk_norm_rope import function as norm_and_rope
+
+QK_NORM_ROPE = SUBJECTS["qk_norm_rope"]
+pytestmark = pytest.mark.usefixtures("poison_new_tensors")
+ROWS, SIZE = (2, 3), (4, 2, 16)  # (B, T), (query heads, key heads, D)
+DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
+Inputs = dict[str, torch.Tensor]
+
+
+def with_eps(eps: float) -> subject.Subject:
+    functions = {"function": norm_and_rope, "reference": reference, "eager": reference}
+    return replace(
+        QK_NORM_ROPE, **{name: partial(function, eps=eps) for name, function in functions.items()}
+    )
+
+
+def check_against_float64(inputs: Inputs, douts: Inputs, of=QK_NORM_ROPE) -> list[Check]:
+    """q_rot, k_rot and the four gradients, each against float64."""
+    worst = max((t.dtype for t in (*inputs.values(), *douts.values())), key=FLOOR.get)
+    return subject.checks(of, inputs, douts, dtype=worst)
+
+
+def run(inputs: Inputs, douts: Inputs) -> Inputs:
+    return subject.run(QK_NORM_ROPE, QK_NORM_ROPE.function, inputs, douts)
+
+
+# ---- The numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_reference_is_qwen3s_attention_up_to_its_rotated_heads(dtype):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    inputs, _ = make(ROWS, SIZE, dtype)
+    norms = []
+    for weight in (inputs["q_weight"], inputs["k_weight"]):
+        norms.append(modeling_qwen3.Qwen3RMSNorm(SIZE[-1], EPS).to(DEVICE, dtype))
+        norms[-1].weight.data.copy_(weight)
+    # tokens before heads, as its projections give them
+    q, k = (
+        norm(x.transpose(1, 2)).transpose(1, 2)
+        for norm, x in zip(norms, (inputs["q"], inputs["k"]))
+    )
+    theirs = modeling_qwen3.apply_rotary_pos_emb(q, k, inputs["cos"], inputs["sin"])
+    assert all(map(torch.equal, reference(*inputs.values()), theirs))
+
+
+def test_a_head_is_normalized_first_and_then_turned():
+    """By a quarter turn: what a weight of the first half made large is in the second half then."""
+    inputs, _ = make(ROWS, SIZE, torch.float32)
+    inputs |= {"cos": 0 * inputs["cos"], "sin": torch.ones_like(inputs["sin"])}
+    inputs["q_weight"] = torch.cat((torch.full((8,), 100.0), torch.ones(8))).to(DEVICE)
+    q_rot, _ = norm_and_rope(*inputs.values())
+    x_hat = inputs["q"] / (inputs["q"].pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    torch.testing.assert_close(q_rot[..., 8:], 100 * x_hat[..., :8])
+    torch.testing.assert_close(q_rot[..., :8], -x_hat[..., 8:])
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_the_others_weight_changes_nothing(name):
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    before = run(inputs, douts)
+    inputs[f"{name}_weight"] = 3 * inputs[f"{name}_weight"]
+    after, other = run(inputs, douts), "k" if name == "q" else "q"
+    for part in (f"{other}_rot", f"d{other}", f"d{other}_weight"):
+        assert torch.equal(after[part], before[part])
+    torch.testing.assert_close(after[f"{name}_rot"], 3 * before[f"{name}_rot"])
+    torch.testing.assert_close(after[f"d{name}_weight"], before[f"d{name}_weight"])
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-2])
+def test_eps_is_used_where_it_shows(eps):
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    inputs |= {"q": 1e-3 * inputs["q"], "k": 1e-3 * inputs["k"]}
+    assert_all_passed(check_against_float64(inputs, douts, of=with_eps(eps)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_eps_of_zero_leaves_no_nan_from_heads_that_are_none():
+    inputs, douts = make(ROWS, (5, 3, 12), torch.float32)
+    assert_all_passed(check_against_float64(inputs, douts, of=with_eps(0.0)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_are_rounded_once(dtype):
+    # What is rounded once is float64's answer, but for ties and rounding in fp32.
+    inputs, douts = make((2, 8), (8, 2, 64), dtype)
+    ref64, (theirs,) = subject.references(QK_NORM_ROPE, inputs, douts)
+    ours = run(inputs, douts)
+    for part in ("q_rot", "k_rot", "dq", "dk"):
+        right, rounded_often = (
+            (t[part] == ref64[part].to(dtype)).float().mean() for t in (ours, theirs)
+        )
+        assert right > 0.99 > rounded_often, part
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
+        {"dtype": torch.float16, "angle_dtype": torch.float32},
+        {"dtype": torch.float32, "weight_dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_q_and_k_keep_their_dtype_whatever_the_others_are(options):
+    inputs, douts = make(ROWS, SIZE, **options)
+    found = run(inputs, douts)
+    for part in ("q_rot", "k_rot", "dq", "dk"):
+        assert found[part].dtype == options["dtype"], part
+    assert_all_passed(check_against_float64(inputs, douts))
+
+
+def test_nan_stays_in_its_head_and_in_its_weights_gradient():
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    clean = run(inputs, douts)
+    inputs["q"][1, 2, 0, 3] = math.nan
+    found = run(inputs, douts)
+    hit = torch.zeros_like(clean["q_rot"], dtype=torch.bool)
+    hit[1, 2, 0] = True
+    for part in ("q_rot", "dq"):
+        assert found[part][hit].isnan().all()
+        assert torch.equal(found[part][~hit], clean[part][~hit])
+    assert found["dq_weight"].isnan().all()
+    for part in ("k_rot", "dk", "dk_weight"):
+        assert torch.equal(found[part], clean[part])
+
+
+# ---- Heads and angles ----------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 2), (5, 3), (2, 7)], ids=str)
+def test_heads_of_real_models(heads, D):
+    """Also where the heads of k do not divide those of q, and in several groups of heads."""
+    assert_all_passed(check_against_float64(*make((3,), (*heads, D), torch.bfloat16)))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (1, 5)], ids=str)
+def test_angles_without_a_batch_are_every_samples(shape):
+    inputs, douts = make(shape, SIZE, torch.float32, shared=True)
+    shared = run(inputs, douts)
+    for name in ("cos", "sin"):
+        table = inputs[name][0]
+        without_batch = run(inputs | {name: table}, douts)
+        of_each = run(inputs | {name: table.expand(shape[0], -1, -1).contiguous()}, douts)
+        assert subject.same_bits(shared, without_batch) and subject.same_bits(shared, of_each)
+
+
+# ---- The weights' gradients ----------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dw_error_does_not_grow_with_tokens(dtype):
+    few, many = ((4, 64), (4, 16_384)) if HAS_GPU else ((1, 8), (2, 192))
+    found = [check_against_float64(*make(rows, SIZE, dtype))[-2:] for rows in (few, many)]
+    for of_few, of_many in zip(*found):
+        assert_all_passed([of_few, of_many])
+        assert of_many.error <= 2 * of_few.error + FLOOR[dtype]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n_programs", [1, 3, 100])
+def test_any_number_of_programs_gives_the_same_gradients(n_programs, monkeypatch):
+    monkeypatch.setattr(qk_norm_rope_kernel, "_programs", lambda device: n_programs)
+    assert_all_passed(check_against_float64(*make((2, 10), SIZE, torch.float32)))
+
+
+@pytest.mark.parametrize("n_partials, D", [(1, 16), (127, 80), (128, 16), (300, 20)])
+def test_no_partial_sum_is_lost_at_the_end(n_partials, D):
+    partial_sums = torch.randn(n_partials, 2, D, device=DEVICE)
+    dw = torch.full((2, D), math.nan, device=DEVICE)
+    block = qk_norm_rope_kernel.DW_BLOCK
+    qk_norm_rope_kernel._qk_norm_rope_dw_kernel[(-(-D // block["BLOCK_COLS"]), 2)](
+        partial_sums, dw[0], dw[1], n_partials, D, **block
+    )
+    assert relative_error(dw, partial_sums.double().sum(0)) < FLOOR[torch.float32]
+
+
+def test_frozen_weights_get_no_gradient_and_no_buffer():
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    leaves = subject.leaves_of(QK_NORM_ROPE, inputs, ("q", "k"))
+    with poisoned_outputs() as shapes:
+        outputs = norm_and_rope(*leaves.values())
+        torch.autograd.backward(outputs, list(douts.values()))
+    q_and_k = [tuple(leaves[name].shape) for name in ("q", "k")]
+    assert shapes == 2 * q_and_k  # the rotated, their gradients; neither rstd nor sums nor dw
+    q, k, q_weight, k_weight, cos, sin = inputs.values()
+    arguments = *douts.values(), q, k, q_weight, k_weight, EPS, cos, sin
+    *gradients, dq_weight, dk_weight = qk_norm_rope_backward(*arguments, need_weights=False)
+    assert dq_weight is None and dk_weight is None
+    with_weights = qk_norm_rope_backward(*arguments)
+    assert all(map(torch.equal, gradients, with_weights))
+
+
+@pytest.mark.parametrize("trained", ["q_weight", "k_weight"])
+def test_one_weight_may_be_frozen(trained):
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    leaves = subject.leaves_of(QK_NORM_ROPE, inputs, ("q", "k", trained))
+    torch.autograd.backward(norm_and_rope(*leaves.values()), list(douts.values()))
+    assert leaves[trained].grad is not None
+    assert torch.equal(leaves[trained].grad, run(inputs, douts)[f"d{trained}"])
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+DENSE = [f"dimensions {a} and {b} exchanged" for a, b in ((0, 1), (0, 2), (1, 2))]
+LAYOUTS = {name: layout.place for name, layout in layouts_of(4).items()} | HEADS
+
+
+def laid_out(layout):
+    """Return heads (2, 4, 3, 16) laid out so, and the other arguments of the forward."""
+    _, _, q_weight, k_weight, cos, sin = make((2, 3), SIZE, torch.float32)[0].values()
+    x = LAYOUTS[layout](torch.randn(2, 4, 3, 16, device=DEVICE))
+    return x, (q_weight, k_weight, EPS, cos, sin)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", *DENSE])
+def test_results_have_the_layout_of_the_inputs(layout):
+    """The gradients too, however those that come in are laid out."""
+    x, others = laid_out(layout)
+    assert all(t.stride() == x.stride() for t in qk_norm_rope_forward(x, x, *others))
+    dy = torch.randn(x.shape, device=DEVICE)
+    dq, dk, *_ = qk_norm_rope_backward(dy, dy, x, x, *others)
+    assert dq.stride() == dk.stride() == x.stride()
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if laid_out(n)[0].stride(3) == 1])
+def test_adjacent_columns_are_not_copied(layout, monkeypatch):
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(qk_norm_rope_kernel, "_qk_norm_rope_fwd_kernel", kernel)
+    x, others = laid_out(layout)
+    qk_norm_rope_forward(x, x, *others)
+    q, k, *_ = kernel.__getitem__.return_value.call_args.args
+    assert [q[0][0].data_ptr(), k[0][0].data_ptr()] == 2 * [x.data_ptr()]
+
+
+# ---- The contract with autograd, and the function ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t, lambda t: t[..., ::2]], ids=["adjacent columns", "copied columns"]
+)
+def test_launchers_keep_out_of_autograd(view):
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    q, k, *others, cos, sin = (view(t) for t in inputs.values())
+    leaves = [t.detach().requires_grad_() for t in (q, k)]
+    rotated = qk_norm_rope_forward(*leaves, *others, EPS, cos, sin)
+    upstream = [view(t) for t in douts.values()]
+    gradients = qk_norm_rope_backward(*upstream, *leaves, *others, EPS, cos, sin)
+    assert not any(t.requires_grad for t in (*rotated, *gradients))
+
+
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_gradient_of_the_angles_is_refused_not_silently_dropped(name):
+    inputs, _ = make(ROWS, SIZE, torch.float32)
+    inputs[name].requires_grad_()
+    with pytest.raises(ValueError, match="cos or sin requires grad, expected constants"):
+        norm_and_rope(*inputs.values())
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_unsqueeze_dim_is_honoured(unsqueeze_dim):
+    # as many heads as tokens: mixed up, nothing would raise
+    inputs, _ = make((2, 4), (4, 4, 16), torch.float32)
+    expected = norm_and_rope(*inputs.values())
+    q, k, q_weight, k_weight, cos, sin = inputs.values()
+    q, k = (t if unsqueeze_dim == 1 else t.transpose(1, 2) for t in (q, k))
+    found = triton_qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unsqueeze_dim)
+    for ours, right in zip(found, expected):
+        assert torch.equal(ours if unsqueeze_dim == 1 else ours.transpose(1, 2), right)
+        assert ours.stride() == q.stride()
+
+
+def test_other_unsqueeze_dim_is_refused_with_a_sentence():
+    q, k, q_weight, k_weight, cos, sin = make(ROWS, SIZE, torch.float32)[0].values()
+    with pytest.raises(ValueError, match=r"unsqueeze_dim is 0, expected 1 for \(B, heads, T, D\)"):
+        triton_qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unsqueeze_dim=0)
+
+
+def test_backward_names_what_it_was_given():
+    inputs, douts = make(ROWS, SIZE, torch.float32)
+    q, k, q_weight, k_weight, cos, sin = inputs.values()
+    dq_rot, dk_rot = douts.values()
+    with pytest.raises(ValueError, match=r"dk_rot has shape \(2, 2, 2, 16\), expected"):
+        qk_norm_rope_backward(dq_rot, dk_rot[:, :, :2], q, k, q_weight, k_weight, EPS, cos, sin)
+
+
+# ---- torch.compile, and what only a GPU can show -------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operators_promise_torch_compile_what_they_return(layout, need_weights):
+    x, others = laid_out(layout)
+    forward, backward = (
+        launcher.operator for launcher in (qk_norm_rope_forward, qk_norm_rope_backward)
+    )
+    torch.library.opcheck(forward, (x, x, *others))
+    torch.library.opcheck(backward, (x, x, x, x, *others, need_weights))
+
+
+@needs_gpu
+def test_offsets_beyond_int32(gpu_memory):
+    n_heads, D, tail = 8, 128, 3
+    T = 2**31 // (n_heads * D) + 8  # the last tokens start beyond 2**31 elements
+    gpu_memory(30)
+    inputs, _ = make((1, tail), (n_heads, 1, D), torch.bfloat16)
+    q, k, *weights, cos, sin = inputs.values()
+    expected = qk_norm_rope_forward(q, k, *weights, EPS, cos, sin)
+    for shape in ((1, T, n_heads, D), (1, n_heads, T, D)):
+        far = torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16)
+        far = far.transpose(1, 2) if shape[1] == T else far
+        far[:, :, -tail:] = q
+        table = torch.zeros(2, 1, T, D, device=DEVICE, dtype=torch.bfloat16)
+        table[0, :, -tail:], table[1, :, -tail:] = cos, sin
+        far_rot, _ = qk_norm_rope_forward(far, far[:, :1], *weights, EPS, *table)
+        assert torch.equal(far_rot[:, :, -tail:], expected[0]) and not far_rot[:, :, :-tail].any()
+        del far, far_rot
