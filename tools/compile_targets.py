@@ -13,6 +13,7 @@ class Target:
 
 
 TARGETS = {
+    "sm_89": Target("cuda", 89, 32, 99 << 10),
     "sm_90": Target("cuda", 90, 32, 227 << 10),
     "sm_100": Target("cuda", 100, 32, 227 << 10, allowed_spills=2),
     "sm_103": Target("cuda", 103, 32, 227 << 10),
