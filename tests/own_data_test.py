@@ -23,7 +23,7 @@ PAIRS, TALKS = blocks(PAGE, "json")
 OF_A_MODEL, OF_ADAPTERS = blocks(PAGE, "python")
 MODEL, *COMMANDS = blocks(PAGE, "bash")[0].replace("\\\n", " ").splitlines()
 MODEL = re.fullmatch('model="(.+)"', MODEL)[1]
-MORE = ["--dtype", "fp32", "--seq-len", "48", "--steps", "4", "--lr", "0.02"]
+MORE = ["--dtype", "fp32", "--seq-len", "48", "--steps", "6", "--lr", "0.005"]
 
 # In plain transformers: the loss of the held-out line, which is the last one.
 LOSS = """

@@ -218,7 +218,7 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
 MODELS = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 SIZES = "1x512", "4x2048"
 CARDS = 12, 16, 24, 48, 80  # GB
-TRAINED = {"": "all weights", "_lora": "LoRA", "_qlora": "NF4"}
+TRAINED = {"": "full", "_lora": "LoRA", "_qlora": "NF4"}
 
 
 def estimated(model: str, size: str, trained: str = "") -> list[int]:
