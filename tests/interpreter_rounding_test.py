@@ -214,23 +214,38 @@ def run(code: str, **env: str) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
+COMPILES = "torch._inductor.runtime.triton_helpers"  # what torch.compile imports
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "first", ["kernel_support", "harness.cli.device", "rmsnorm_kernel", "triton"]
+    "first",
+    ["kernel_support", "harness.cli.device", "rmsnorm_kernel", "triton", COMPILES]
+    + ["transformers.trainer", "transformers, triton", "peft", "accelerate"],
 )
 def test_import_order_does_not_matter(first):
     code = f"""
-import {first}, torch, rmsnorm_kernel
+import {first}, sys
+early = "triton" in sys.modules
+import torch, rmsnorm_kernel
 import kernel_support
 from triton.runtime.interpreter import InterpreterBuilder
 patched = InterpreterBuilder.cast_impl is kernel_support.cast_impl
 patched &= InterpreterBuilder.create_fma is kernel_support.create_fma
-x = torch.arange(8.0).view(2, 4)
-y, _ = rmsnorm_kernel.rmsnorm_forward(x, None, 0.0)  # tl.sum was compiled where triton came first
-right = torch.allclose(y, rmsnorm_kernel.rmsnorm_reference(x, None, 0.0))
-print(int(kernel_support.INTERPRETED), int(patched and right))
+# tl.sum and others were compiled where triton came first
+languages = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+for holder in [*languages, kernel_support.tl.tensor]:
+    patched &= kernel_support.JITFunction not in map(type, vars(holder).values())
+norm, x = rmsnorm_kernel.TritonRMSNorm(4, 1e-5), torch.arange(8.0).view(2, 4).requires_grad_()
+y, dy = norm(x), torch.randn(2, 4)
+expected = rmsnorm_kernel.rmsnorm_reference(x, norm.weight, 1e-5)
+dx, expected_dx = (torch.autograd.grad(each, x, dy)[0] for each in (y, expected))
+right = torch.allclose(y, expected) and torch.allclose(dx, expected_dx, atol=1e-6)
+print(int(early), int(kernel_support.INTERPRETED), int(patched), int(right))
 """
-    assert run(code) == [1, 1]
+    early, *others = run(code)
+    assert others == [1, 1, 1]
+    assert early or first == "accelerate", "this order tests nothing"
 
 
 @pytest.mark.exhaustive

@@ -2,9 +2,12 @@
 be true.
 """
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 
 import pytest
 from transformers.utils import is_kernels_available
@@ -123,7 +126,8 @@ def test_pages_are_short_and_no_heading_occurs_twice():
         assert len(set(headings(text))) == len(headings(text)), name
 
 
-WITH_SNIPPETS = [name for name in TEXTS if blocks(TEXTS[name], "python")]
+OWN_DATA = "docs/own_data.md"  # own_data_test.py runs its snippets after its commands
+WITH_SNIPPETS = [name for name in TEXTS if blocks(TEXTS[name], "python") and name != OWN_DATA]
 PRINTED = {"README.md": ["m = 5   d = 1.203", "m = 7   d = 1.587", "loss = 0.462", "True"]}
 
 
@@ -140,6 +144,23 @@ def test_snippets_run_as_printed_and_print_what_they_say(name, tmp_path, capsys)
     runpy.run_path(str(file))
     said = PRINTED.get(name, [])
     assert capsys.readouterr().out.splitlines()[: len(said)] == said
+
+
+@pytest.mark.exhaustive
+def test_own_code_runs_from_another_folder_with_the_printed_line(tmp_path):
+    (line,), (snippet, *_) = (
+        blocks(TEXTS["docs/own_code.md"], each) for each in ("bash", "python")
+    )
+    (tmp_path / "own.py").write_text(snippet)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(before: str) -> subprocess.CompletedProcess:
+        said = {"cwd": tmp_path, "env": inherited, "capture_output": True, "text": True}
+        return subprocess.run(f"{before}{shlex.quote(sys.executable)} own.py", shell=True, **said)
+
+    assert "No module named 'next_steps'" in run("").stderr
+    found = run(line.replace("/path/to/this/folder", shlex.quote(str(HERE))))
+    assert found.stdout.split("\n")[:2] == ["None", "torch.Size([1, 8, 64])"], found.stderr
 
 
 def commands() -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Compile every kernel for every supported GPU, on a machine that needs none.
 
-    python -m tools.compile_check    # sm_90, sm_100, sm_103 (GB300), sm_120, gfx942: minutes
+    python -m tools.compile_check    # sm_89, sm_90, sm_100, sm_103 (GB300), sm_120, gfx942: minutes
     python -m tools.compile_check --targets sm_103
 
 The autograd Functions that users call (compile_cases.py) launch the kernels on a GPU that is not

@@ -9,15 +9,17 @@ class Target:
     arch: int | str
     warp_size: int
     max_shared: int  # bytes of shared memory of one program, by the vendor's documentation
+    gpus: str
     allowed_spills: int = 0  # 32-bit registers per thread in memory, with Triton 3.7.1's assembler
 
 
 TARGETS = {
-    "sm_90": Target("cuda", 90, 32, 227 << 10),
-    "sm_100": Target("cuda", 100, 32, 227 << 10, allowed_spills=2),
-    "sm_103": Target("cuda", 103, 32, 227 << 10),
-    "sm_120": Target("cuda", 120, 32, 99 << 10, allowed_spills=2),
-    "gfx942": Target("hip", "gfx942", 64, 64 << 10),
+    "sm_89": Target("cuda", 89, 32, 99 << 10, "RTX 4090, L4, L40S"),
+    "sm_90": Target("cuda", 90, 32, 227 << 10, "H100, H200"),
+    "sm_100": Target("cuda", 100, 32, 227 << 10, "B200, GB200", allowed_spills=2),
+    "sm_103": Target("cuda", 103, 32, 227 << 10, "B300, GB300"),
+    "sm_120": Target("cuda", 120, 32, 99 << 10, "RTX 5090, RTX PRO 6000", allowed_spills=2),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10, "MI300X, MI325X"),
 }
 
 

@@ -1,12 +1,15 @@
 """The pages' tables of the kernels, from records of benchmark_kernels.py."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_picture import rate_at
 from harness.benchmark.benchmark_tables import megabytes, microseconds
 from harness.cli.tables import number
-from tools.page_records import load, per_cent, table, times
+from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
+from tools.compile_targets import TARGETS
+from tools.page_records import RESULTS, load, per_cent, table, times
 
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
@@ -206,7 +209,19 @@ def ceilings() -> str:
     return table(body, f"{record['environment']['gpu']} | measured | how")
 
 
-TABLES = {
-    each.__name__: each
-    for each in (benchmark, errors, sizes, dtypes, kernels, prediction, reverse_kl, ceilings)
-}
+def targets() -> str:
+    """What every kernel is compiled for, and how many of the records each of them has made."""
+    records = (load(path.stem) for path in RESULTS.glob("*.json"))
+    made = Counter(record.get("environment", {}).get("compute_capability") for record in records)
+    body = []
+    for name, target in TARGETS.items():
+        capability = divmod(target.arch, 10) if target.backend == "cuda" else ()
+        n_made = made["{}.{}".format(*capability)] if capability else 0
+        fp8 = "yes" if capability >= FIRST_CAPABILITY else "no"
+        shared = f"{target.max_shared >> 10} KiB"
+        body.append((f"`{name}`", target.gpus, shared, fp8, str(n_made or "none")))
+    return table(body, "target | GPUs | shared memory of a program | FP8 | records")
+
+
+FUNCTIONS = benchmark, errors, sizes, dtypes, kernels, prediction, reverse_kl, ceilings, targets
+TABLES = {function.__name__: function for function in FUNCTIONS}

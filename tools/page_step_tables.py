@@ -217,15 +217,30 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
 # ---------------------------------------------------------------- memory and several GPUs
 
 
+MODELS = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
+SIZES = "1x512", "4x2048"
+CARDS = 12, 16, 24, 48, 80  # GB
+TRAINED = {"": "full", "_lora": "LoRA", "_qlora": "NF4"}
+
+
+def estimated(model: str, size: str, trained: str = "") -> list[int]:
+    """Return the bytes at the peak that the estimator finds, without and with all kernels."""
+    estimates = load(f"estimate_{model}_{size}{trained}")["estimates"]
+    return [estimate["peak_memory_bytes"] for estimate in estimates]
+
+
+def fits(n_bytes: int, memory: int) -> bool:
+    """Return True if a GPU of so many GB has room for a step, and a little to spare."""
+    return n_bytes < 0.95e9 * memory
+
+
 def gpus() -> str:
     """Which model trains on which GPU, by the estimator, in GB. Brackets: it does not fit."""
     body = []
-    for memory, model in ((24, "Llama-3.2-1B"), (48, "Llama-3.2-3B"), (80, "Llama-3.1-8B")):
-        records = [load(f"estimate_{model}_{size}") for size in ("1x512", "4x2048")]
-        estimates = [estimate for record in records for estimate in record["estimates"]]
-        peaks = [gb(estimate["peak_memory_bytes"]) for estimate in estimates]
-        peaks = [peak if float(peak) < 0.95 * memory else f"({peak})" for peak in peaks]
-        body.append((f"{memory} GB", f"`{records[0]['model']}`", *peaks))
+    for memory, model in zip((24, 48, 80), MODELS):
+        peaks = [peak for size in SIZES for peak in estimated(model, size)]
+        cells = [gb(peak) if fits(peak, memory) else f"({gb(peak)})" for peak in peaks]
+        body.append((f"{memory} GB", f"`meta-llama/{model}`", *cells))
     sizes = "1 × 512, none | --kernels all | 4 × 2,048, none | --kernels all"
     return table(body, f"GPU | --model | {sizes}")
 
@@ -241,6 +256,21 @@ def families() -> str:
         name = f"`{family.example}`", f"{billions:.1f} · 10⁹"
         body.append((f"`{family.model_type}`", *name, norms, biases, rotation))
     return table(body, "family | example | parameters | norms over heads | biases | rotation")
+
+
+def cards() -> str:
+    """The largest model that trains on each card with all kernels, and its peak in GB."""
+    columns = [(size, trained) for trained in TRAINED for size in SIZES]
+    body = []
+    for memory in CARDS:
+        body.append([f"{memory} GB"])
+        for size, trained in columns:
+            peaks = {model: estimated(model, size, trained)[-1] for model in MODELS}
+            fitting = [model for model in MODELS if fits(peaks[model], memory)]
+            words = [f"{model.rpartition('-')[2]}: {gb(peaks[model])}" for model in fitting]
+            body[-1].append(words[-1] if words else "–")
+    headers = [f"{TRAINED[trained]}, {in_words(size)}" for size, trained in columns]
+    return table(body, " | ".join(["card", *headers]))
 
 
 def peaks(*names: str) -> str:
@@ -352,7 +382,7 @@ def distillation_8b() -> str:
     return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
-FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, peaks, longest, crossovers
+FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
 FUNCTIONS += families, durations, quality, distillation, distillation_8b
 TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}

@@ -87,11 +87,21 @@ def products(x, scales, bases, tensors, add=True):
     outs = []
     of_each = zip(weights, biases, bases, parts(h, b), b, scales)
     for weight, bias, base, h_one, b_one, scale in of_each:
-        out = linear(x, weight if base is None else base.dequantized(), bias)
+        weight = weight if base is None else base.dequantized()
+        out = linear(x, weight) if bias is None else biased(x, weight, bias)
         if add and b_one is not None:
             as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
         outs.append(out)
     return outs, h, stacked
+
+
+def biased(x, weight, bias):
+    """Return linear(x, weight, bias), which its user may change in place.
+
+    PyTorch's own is a view of a matrix, and autograd forbids to change a view that a Function made.
+    """
+    out = torch.addmm(bias, as_rows(x), weight.t())  # (N, O)
+    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[1]))  # as in x @ w.t()
 
 
 def thin_gradient(douts, h, scales, b):
