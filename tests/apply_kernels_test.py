@@ -155,7 +155,7 @@ def assert_same_step(found, expected, batch=None) -> None:
     assert_equal(loss_and_gradients(found, batch), said)
 
 
-def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
+def checks_against(ref64: dict, found: dict, eager: dict, dtype=torch.bfloat16) -> list[Check]:
     """Check the loss, and all gradients as one: in so small a model one may be off by chance."""
     # Hugging Face takes the loss in fp32
     ref64 = {name: value.double() for name, value in ref64.items()}
@@ -167,8 +167,8 @@ def checks_against(ref64: dict, found: dict, eager: dict) -> list[Check]:
 
     losses = found["loss"].float(), ref64["loss"], eager["loss"].float()
     return [
-        compare("loss", *losses, torch.bfloat16),
-        compare("gradients", *map(together, (found, ref64, eager)), torch.bfloat16),
+        compare("loss", *losses, dtype),
+        compare("gradients", *map(together, (found, ref64, eager)), dtype),
     ]
 
 
