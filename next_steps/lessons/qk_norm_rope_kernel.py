@@ -83,7 +83,7 @@ def qk_norm_rope_reference(q, k, q_weight, k_weight, eps, cos, sin):
 
 @triton.jit(do_not_specialize=["T"])
 def _qk_norm_rope_fwd_kernel(
-    q,  # (x, weight, y, n_heads): x and y are each a pointer and strides, of _heads_of
+    q,  # (x, weight, y, n_heads): x and y each as _heads_of takes them
     k,  # likewise
     cos,  # (B, T, D): its pointer, and the strides of samples and tokens
     sin,  # (B, T, D), likewise
@@ -201,7 +201,7 @@ def _store_halves(ptrs, y1, y2, mask, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens", "T"])
 def _qk_norm_rope_bwd_kernel(
-    q,  # (dy, x, weight, dx, n_heads): dy, x and dx are each a pointer and strides, of _heads_of
+    q,  # (dy, x, weight, dx, n_heads): the first two and dx each as _heads_of takes them
     k,  # likewise
     cos,  # (B, T, D): its pointer, and the strides of samples and tokens
     sin,  # (B, T, D), likewise
@@ -230,27 +230,26 @@ def _qk_norm_rope_bwd_kernel(
     for number in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
         batch, token = _place_of(number, T)
         q1, q2 = _load_halves(_heads_of(q_x, batch, token, q_heads, cols), q_mask, HALF)
-        dq1, dq2 = _load_halves(_heads_of(q_dy, batch, token, q_heads, cols), q_mask, HALF)
+        q_dy1, q_dy2 = _load_halves(_heads_of(q_dy, batch, token, q_heads, cols), q_mask, HALF)
         k1, k2 = _load_halves(_heads_of(k_x, batch, token, k_heads, cols), k_mask, HALF)
-        dk1, dk2 = _load_halves(_heads_of(k_dy, batch, token, k_heads, cols), k_mask, HALF)
+        k_dy1, k_dy2 = _load_halves(_heads_of(k_dy, batch, token, k_heads, cols), k_mask, HALF)
         c1, c2 = _load_row(_row_of(cos, batch, token, cols), cols, HALF)
         s1, s2 = _load_row(_row_of(sin, batch, token, cols), cols, HALF)
 
-        x_hat1, x_hat2, rstd = _normalized(q1, q2, eps, HALF)
-        u1, u2 = _turned_back(dq1, dq2, c1, c2, s1, s2)
-        q_ptrs = _heads_of(q_dx, batch, token, q_heads, cols)
-        _store_dx(q_ptrs, u1, u2, qw1, qw2, x_hat1, x_hat2, rstd, q_mask, HALF)
-        if dw_partial_ptr is not None:  # nor are these lines compiled for frozen weights
-            dqw1 += u1 * x_hat1
-            dqw2 += u2 * x_hat2
-
-        x_hat1, x_hat2, rstd = _normalized(k1, k2, eps, HALF)
-        u1, u2 = _turned_back(dk1, dk2, c1, c2, s1, s2)
-        k_ptrs = _heads_of(k_dx, batch, token, k_heads, cols)
-        _store_dx(k_ptrs, u1, u2, kw1, kw2, x_hat1, x_hat2, rstd, k_mask, HALF)
+        ptrs = _heads_of(q_dx, batch, token, q_heads, cols)
+        dw1, dw2 = _store_dx(
+            ptrs, q_dy1, q_dy2, q1, q2, qw1, qw2, c1, c2, s1, s2, eps, q_mask, HALF
+        )
+        if dw_partial_ptr is not None:  # nor are the next lines compiled for frozen weights
+            dqw1 += dw1
+            dqw2 += dw2
+        ptrs = _heads_of(k_dx, batch, token, k_heads, cols)
+        dw1, dw2 = _store_dx(
+            ptrs, k_dy1, k_dy2, k1, k2, kw1, kw2, c1, c2, s1, s2, eps, k_mask, HALF
+        )
         if dw_partial_ptr is not None:
-            dkw1 += u1 * x_hat1
-            dkw2 += u2 * x_hat2
+            dkw1 += dw1
+            dkw2 += dw2
 
     if dw_partial_ptr is not None:
         row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -259,24 +258,24 @@ def _qk_norm_rope_bwd_kernel(
         _store_sums(ptrs + 2 * HALF, dkw1, dkw2, k_mask, cols, HALF)
 
 
+# Returns dw (heads, HALF) of both halves, not yet summed over heads.
 @triton.jit
-def _turned_back(dy1, dy2, c1, c2, s1, s2):
+def _store_dx(
+    dx_ptrs, dy1, dy2, x1, x2, w1, w2, c1, c2, s1, s2, eps, mask, HALF: tl.constexpr
+):  # fmt: skip
+    x_hat1, x_hat2, rstd = _normalized(x1, x2, eps, HALF)
     dy1, dy2 = dy1.to(tl.float32), dy2.to(tl.float32)
     u1 = dy1 * c1[None, :] + dy2 * s2[None, :]
     u2 = dy2 * c2[None, :] - dy1 * s1[None, :]
-    return u1, u2
-
-
-@triton.jit
-def _store_dx(ptrs, u1, u2, w1, w2, x_hat1, x_hat2, rstd, mask, HALF: tl.constexpr):
-    dx_hat1, dx_hat2 = u1 * w1[None, :], u2 * w2[None, :]
-    c = (tl.sum(dx_hat1 * x_hat1 + dx_hat2 * x_hat2, axis=1) / (2 * HALF))[:, None]
-    _store_halves(ptrs, rstd * (dx_hat1 - x_hat1 * c), rstd * (dx_hat2 - x_hat2 * c), mask, HALF)
+    uw1, uw2 = u1 * w1[None, :], u2 * w2[None, :]
+    mean = (tl.sum(uw1 * x_hat1 + uw2 * x_hat2, axis=1) / (2 * HALF))[:, None]
+    _store_halves(dx_ptrs, rstd * (uw1 - x_hat1 * mean), rstd * (uw2 - x_hat2 * mean), mask, HALF)
+    return u1 * x_hat1, u2 * x_hat2
 
 
 @triton.jit
 def _store_sums(ptrs, dw1, dw2, mask, cols, HALF: tl.constexpr):
-    # Lanes beyond the last head hold NaN if eps is 0: there x and x's rstd are 0 and infinite.
+    # Where eps is 0, lanes beyond the last head hold NaN: their x is 0, and so is their mean.
     dw1 = tl.sum(tl.where(mask, dw1, 0.0), axis=0)
     dw2 = tl.sum(tl.where(mask, dw2, 0.0), axis=0)
     _store_halves(ptrs, dw1, dw2, cols < HALF, HALF)
