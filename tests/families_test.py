@@ -16,6 +16,7 @@ import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
 from harness.cli.flags import FP8_ALL, RECOMPUTE
+from harness.data import dataset
 from harness.model import architecture, packed_attention
 from harness.model.families import EXAMPLES, FAMILIES, part_outside
 from harness.profiling.kernel_facts import MODEL_KERNELS
@@ -36,7 +37,7 @@ from tests.apply_kernels_test import (
     padding_mask,
 )
 from tests.conftest import assert_refused
-from tests.small_workloads import in_float64, with_adapters
+from tests.small_workloads import in_float64, tiny_workload, with_adapters
 
 SIZES = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
@@ -328,6 +329,12 @@ def test_the_estimate_names_what_its_tensors_are_for(kind, saved, recorded):
     record = recorded(profile_baseline, "--model", saved(kind), "--estimate", *flags)
     for estimated in record["estimates"]:
         assert set(estimated["kept_in_layers"]) <= set(KINDS)
+
+
+def test_an_example_with_random_weights_asks_for_no_tokenizer(monkeypatch):
+    monkeypatch.setattr(dataset.AutoTokenizer, "from_pretrained", None)
+    for name in EXAMPLES:
+        assert dataset.load_tokenizer(tiny_workload("--model", name, "--random-init")) is None
 
 
 @pytest.mark.exhaustive

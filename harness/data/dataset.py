@@ -11,12 +11,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
-from harness.cli.flags import DEFAULT_MODEL, TINY
+from harness.cli.flags import TINY
 from harness.cli.workload import Workload, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
 from harness.model.architecture import IGNORE_INDEX
-from harness.model.config_file import reading
+from harness.model.config_file import drawn_example, reading
 
 VALIDATION_BATCHES = 4  # each of the sequences of a whole step
 
@@ -230,7 +230,7 @@ def load_samples(
 def load_tokenizer(workload: Workload):
     """Return the model's tokenizer; None if it has none: then UTF-8 bytes are the tokens."""
     model = workload.model
-    if model == TINY or (workload.random_init and model == DEFAULT_MODEL):
+    if model == TINY or drawn_example(workload):
         return None
     if Path(model).is_dir() and not any(Path(model).glob("token*")):
         return None

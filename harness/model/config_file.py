@@ -19,7 +19,7 @@ from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.architecture import parameter_count, with_one_layer
-from harness.model.families import EXAMPLES, FAMILIES, part_outside, window_of
+from harness.model.families import EXAMPLES, FAMILIES, Family, part_outside, window_of
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
@@ -41,8 +41,8 @@ def load_config(
     no_gpu = f"{model} needs a CUDA GPU and none was found; {use}"
     if model == TINY:
         config = architecture.tiny_config()
-    elif workload.random_init and model in EXAMPLES and not Path(model).is_dir():
-        config = EXAMPLES[model].example_config()
+    elif family := drawn_example(workload):
+        config = family.example_config()
     else:
         if model == DEFAULT_MODEL and not on_gpu:
             raise UserError(no_gpu)
@@ -57,6 +57,13 @@ def load_config(
     if not on_gpu and parameter_count(config) > CPU_PARAMETER_LIMIT:
         raise UserError(no_gpu)
     return config
+
+
+def drawn_example(workload: Workload) -> Family | None:
+    """Return the family whose example gets random weights, so that nothing is downloaded."""
+    if not workload.random_init or Path(workload.model).is_dir():
+        return None
+    return EXAMPLES.get(workload.model)
 
 
 def read_config_file(model: str) -> dict:
