@@ -31,8 +31,8 @@ ROOMS = {
     "next_steps": [
         "lessons",
         "layers",
-        "hugging_face",
         "patches",
+        "hugging_face",
         "memory",
         "finetuning",
         "studies",

@@ -1,1 +1,1 @@
-"""The kernels as a repository for Hugging Face's package `kernels`.  May import lessons, layers."""
+"""Hugging Face's own ways: a repository for its package `kernels`, and TRL.  May import patches."""

@@ -1,0 +1,173 @@
+"""TRL's SFTTrainer with the kernels: fine-tune on a jsonl file, in full or with LoRA.
+
+    python -m next_steps.hugging_face.sft --data FILE.jsonl                     # all kernels
+    python -m next_steps.hugging_face.sft --data FILE.jsonl --kernels none      # as TRL ships
+    python -m next_steps.hugging_face.sft --data FILE.jsonl --opponent liger    # TRL's own switch
+
+`train` is the part to copy: docs/trainer.md says why each of its settings is there.
+"""
+
+import importlib.util
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+from harness.cli import command_line
+from harness.cli.command_line import UserError
+from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, Parser, row
+from harness.cli.output_files import check_outputs
+from harness.cli.tables import title
+from harness.cli.workload import Workload, kernels_in_words, model_line
+from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
+
+TRAINING = "--model", "--random-init", "--batch-size", "--seq-len", "--seed", "--dtype"
+TRAINING += "--accumulate", "--lora-rank", "--lora-alpha", "--lora-targets", "--json"
+FLAGS = {flag: OF_TRAINING[flag] for flag in TRAINING}
+FLAGS |= {flag: OF_FINETUNING[flag] for flag in ("--steps", "--lr")}
+FLAGS["--data"] = row(
+    "jsonl with 'prompt' and 'completion', or 'messages'", required=True, metavar="FILE.jsonl"
+)
+FLAGS["--opponent"] = row("Liger-Kernel's layers, by use_liger_kernel=True", choices=["liger"])
+
+
+def train(workload: Workload):
+    """Fine-tune as the workload says; return the trainer, whose model is trained."""
+    from transformers import Trainer
+    from trl import SFTConfig, SFTTrainer
+
+    from harness.cli.device import HAS_GPU
+    from harness.data.dataset import load_tokenizer
+    from harness.model.adapters import peft_config
+    from harness.model.loading import load_model
+    from next_steps.lessons.adamw_optimizer import TritonAdamW
+    from next_steps.patches.apply_kernels import apply_kernels, model_kernels
+
+    class ModelLossTrainer(SFTTrainer):
+        """With the loss that the model computes; SFTTrainer never asks the model for it."""
+
+        def compute_loss(self, *args, **kwargs):
+            return Trainer.compute_loss(self, *args, **kwargs)
+
+    config = SFTConfig(
+        bf16=False,  # no autocast: the model has its dtype, and under autocast no kernel runs
+        gradient_checkpointing=False,  # with it each layer runs its parts one by one
+        max_length=workload.seq_len,
+        per_device_train_batch_size=workload.batch_size,
+        gradient_accumulation_steps=workload.micro_batches,
+        learning_rate=workload.lr,
+        max_steps=workload.steps,
+        seed=workload.seed,
+        use_liger_kernel=workload.opponent == "liger",
+        use_cpu=not HAS_GPU,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        include_num_input_tokens_seen="non_padding",  # the log then has tokens and seconds
+    )
+    model = apply_kernels(load_model(workload), model_kernels(workload.kernels))
+    if workload.lora_rank is not None:  # adapters in fp32, peft's default, would keep their code
+        from peft import get_peft_model
+
+        model = get_peft_model(model, peft_config(workload), autocast_adapter_dtype=False)
+    optimizer = None
+    if "adamw" in workload.kernels:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = TritonAdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+    tokenizer = load_tokenizer(workload) or byte_tokenizer()
+    trainer_class = ModelLossTrainer if {*LOSS_KERNELS} & {*workload.kernels} else SFTTrainer
+    trainer = trainer_class(
+        model,
+        config,
+        train_dataset=read_examples(workload.data, tokenizer),
+        processing_class=tokenizer,
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    return trainer
+
+
+def read_examples(path: str, tokenizer):
+    """Return the examples of a jsonl file as a `datasets.Dataset`.
+
+    Raises:
+        UserError: the file cannot be read, or its examples are not for this tokenizer.
+    """
+    from datasets import load_dataset
+
+    from harness.model.config_file import reading
+
+    with reading(f"--data {path}"):
+        examples = load_dataset("json", data_files=path, split="train")
+    columns = {*examples.column_names}
+    if not ({"prompt", "completion"} <= columns or "messages" in columns):
+        given = f"--data {path} has {', '.join(map(repr, sorted(columns)))}"
+        raise UserError(f"{given}, expected 'prompt' and 'completion', or 'messages'")
+    if "messages" in columns and not tokenizer.chat_template:
+        given = f"--data {path} has 'messages', and this model's tokenizer no chat template"
+        raise UserError(f"{given}: take an instruct model, or give 'prompt' and 'completion'")
+    return examples
+
+
+def byte_tokenizer():
+    """Return a tokenizer for a model without one: UTF-8 bytes are the tokens, 256 is the end."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<end>": 256}
+    model = models.BPE(ids, [], byte_fallback=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), eos_token="<end>", pad_token="<end>"
+    )
+
+
+def report(trainer, workload: Workload) -> dict:
+    """Print a result block and return the record, from the trainer's log: an entry ends a step."""
+    from harness.model.adapters import counts
+    from harness.records.run_records import environment
+    from harness.records.spread import timed
+    from harness.steps.timing import peak_memory_bytes
+
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    record = {"kind": "sft", "environment": environment()}
+    record |= workload.as_record() | counts(trainer.model.config, workload)
+    record["losses"] = losses = [entry["loss"] for entry in log]
+    for name, key in (("seconds", "train_runtime"), ("tokens", "num_input_tokens_seen")):
+        record[name] = [after - before for before, after in pairwise([0, *(e[key] for e in log)])]
+    record["warmup_steps"] = WARMUP_STEPS if len(log) > WARMUP_STEPS else 0
+    seconds = timed(record)
+    record["median_seconds"] = statistics.median(seconds)
+    record["tokens_per_second"] = sum(timed(record, "tokens")) / sum(seconds)
+    record["peak_memory_bytes"] = peak_memory_bytes()
+    print(title("SFTTrainer Results", record["environment"]["gpu"]))
+    print(f"{model_line(record)}\nKernels: {kernels_in_words(record)}")
+    print(f"Median time per step: {record['median_seconds']:.3f} s")
+    print(f"Average throughput: {record['tokens_per_second']:,.0f} tokens/sec")
+    print(f"Peak memory: {record['peak_memory_bytes'] / 1e9:.1f} GB")
+    print(f"Loss: {losses[0]:.4f} in step 1, {losses[-1]:.4f} in step {len(losses)}")
+    return record
+
+
+def main() -> None:
+    parser = Parser(__doc__, FLAGS)
+    parser.add_kernels(KERNELS, default="all")
+    args = parser.parse_args()
+    check_outputs(args)
+    if not args.data.endswith(".jsonl"):
+        raise UserError(f"--data {args.data}: expected a .jsonl file")
+    for package, flag in {"trl": True, "liger_kernel": args.opponent}.items():
+        if flag and importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install {package.replace('_', '-')}")
+    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+    from harness.records.run_records import write_record
+
+    workload = Workload.from_flags(args, HAS_GPU)
+    if workload.opponent:
+        workload = replace(workload, kernels=())
+    if n := workload.world_size:
+        raise UserError(f"this script is for one process and torchrun started {n}")
+    write_record(args.json, report(train(workload), workload))
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

@@ -1,0 +1,108 @@
+"""TRL's SFTTrainer trains with the kernels what it trains without; what the script refuses."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness.cli.workload import Workload
+from next_steps.hugging_face import sft
+from tests.apply_kernels_test import launches  # noqa: F401
+from tests.conftest import assert_refused
+from tests.small_workloads import jsonl
+
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="needs the package trl (pip install trl)"
+)
+LENGTH, STEPS = 12, 2
+# of different lengths, so that micro-batches weigh differently; one is cut
+EXAMPLES = (
+    *(("ab", "cdefg"), ("a", "b"), ("abcdefgh", "ijklmnop"), ("é", "ü")),
+    *(("ab", "c"), ("", "abcd"), ("abcdef", "g"), ("a", "bcdefgh")),
+)
+FLAGS = ["--model", "tiny", "--dtype", "fp32", "--lr", "1e-2"]
+FLAGS += ["--seq-len", str(LENGTH), "--steps", str(STEPS), "--batch-size", "2", "--accumulate", "2"]
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch, small_model) -> Iterator[str]:
+    """A file of examples, which `datasets` reads without progress bars and keeps in no cache."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield str(jsonl(tmp_path / "examples.jsonl", *EXAMPLES))
+    datasets.enable_progress_bars()
+
+
+@needs_trl
+@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]], ids=["full", "lora"])
+def test_kernels_change_no_loss(recorded, data, lora, launches):  # noqa: F811
+    flags = [sft, *FLAGS, "--data", data, *lora]
+    baseline = recorded(*flags, "--kernels", "none")
+    assert not launches
+    first, last = baseline["losses"]
+    assert abs(last - first) > 1e-2, "nothing was learned: this comparison cannot fail"
+    assert "mean_token_accuracy" in baseline["printed"]
+    lengths = [min(len("".join(each).encode()) + 1, LENGTH) for each in EXAMPLES]
+    assert sum(baseline["tokens"]) == sum(lengths)  # an epoch, without padding
+
+    n_calls, n_trained = 2 * STEPS, 14 if lora else 12
+    for kernels in ("rmsnorm,swiglu,rope,fused_layer", "all"):
+        launches.clear()
+        record = recorded(*flags, "--kernels", kernels)
+        assert record["losses"] == pytest.approx(baseline["losses"], rel=1e-4)
+        assert record["tokens"] == baseline["tokens"]
+        # the fused layer computes its norms again in the backward
+        assert launches["rmsnorm_fwd"] == n_calls * 5 and launches["rope"] == n_calls * 2
+        has_all = kernels == "all"
+        assert launches["cross_entropy_inplace"] == n_calls * has_all
+        assert launches["adamw"] == STEPS * n_trained * has_all
+        # TRL's loss also makes these metrics
+        assert ("mean_token_accuracy" in record["printed"]) == (not has_all)
+
+
+@needs_trl
+def test_adapters_have_the_models_dtype(data):
+    """In peft's default, fp32, the fused layer would leave them to peft."""
+    lora = {"lora_rank": 4, "lora_alpha": 4.0, "lora_targets": "all"}
+    sizes = {"model": "tiny", "dtype": "bf16", "seq_len": LENGTH, "steps": 1, "lr": 1e-3}
+    trainer = sft.train(Workload(data=data, **sizes, **lora))
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert dtypes == {torch.bfloat16}
+    assert trainer.accelerator.mixed_precision == "no"
+
+
+def test_bytes_are_the_tokens_of_a_model_without_a_tokenizer():
+    tokenizer = sft.byte_tokenizer()
+    text = "naïve\n <end"
+    assert tokenizer(text)["input_ids"] == [*text.encode()]
+    assert tokenizer("a<end>")["input_ids"] == [97, 256]
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
+
+
+@needs_trl
+def test_data_that_do_not_fit_are_refused(run_script, data, tmp_path):
+    file = tmp_path / "other.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for content, said in (
+        ({"question": "a"}, "expected 'prompt' and 'completion', or 'messages'"),
+        ({"messages": messages}, "no chat template"),
+    ):
+        file.write_text(json.dumps(content) + "\n")
+        assert_refused(run_script(sft, *FLAGS, "--data", str(file)), str(file), said)
+    file.write_text("no JSON\n")
+    assert_refused(run_script(sft, *FLAGS, "--data", str(file)), str(file), "could not be loaded")
+
+
+def test_flags_that_do_not_fit_are_refused(run_script, monkeypatch):
+    given = ["--data", "a.jsonl"]
+    assert_refused(run_script(sft, "--data", "stdlib"), "--data stdlib", "a .jsonl file")
+    flags = ["--opponent", "liger", "--kernels", "all"]
+    assert_refused(run_script(sft, *given, *flags), "--kernels does nothing with --opponent")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert_refused(run_script(sft, *given), "trl is not installed: pip install trl")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "trl" or None)
+    assert_refused(run_script(sft, *given, "--opponent", "liger"), "pip install liger-kernel")
