@@ -2,6 +2,7 @@
 be true.
 """
 
+import importlib.util
 import os
 import re
 import runpy
@@ -19,7 +20,7 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from next_steps.comparisons import sweep_kernels
-from next_steps.hugging_face import kernel_repository
+from next_steps.hugging_face import kernel_repository, sft
 from next_steps.studies import fp8_study, frontier, make_samples, scaling
 from tests import packaged_model
 from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
@@ -57,6 +58,7 @@ MODULES = {
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.make_samples": make_samples,
     "next_steps.hugging_face.kernel_repository": kernel_repository,
+    "next_steps.hugging_face.sft": sft,
     "tests.packaged_model": packaged_model,
     "next_steps.studies.scaling": scaling,
     "tools.compile_check": compile_check,
@@ -139,6 +141,8 @@ def test_snippets_run_as_printed_and_print_what_they_say(name, tmp_path, capsys)
     """The snippets run one after the other, as one file. A snippet uses names of earlier ones."""
     if name == "docs/hub_kernels.md" and not is_kernels_available():
         pytest.skip("transformers finds no package `kernels` that it takes")
+    if name == "docs/trainer.md" and importlib.util.find_spec("trl") is None:
+        pytest.skip("needs the package trl (pip install trl)")
     file = tmp_path / "snippets.py"
     file.write_text("\n".join(blocks(TEXTS[name], "python")))
     runpy.run_path(str(file))

@@ -49,8 +49,8 @@ def train(workload: Workload):
             return Trainer.compute_loss(self, *args, **kwargs)
 
     config = SFTConfig(
-        bf16=False,  # no autocast: the model has its dtype, and under autocast no kernel runs
-        gradient_checkpointing=False,  # with it each layer runs its parts one by one
+        bf16=False,  # the model has its dtype; under autocast no fused layer runs
+        gradient_checkpointing=False,  # nor with this
         max_length=workload.seq_len,
         per_device_train_batch_size=workload.batch_size,
         gradient_accumulation_steps=workload.micro_batches,
@@ -66,7 +66,7 @@ def train(workload: Workload):
         include_num_input_tokens_seen="non_padding",  # the log then has tokens and seconds
     )
     model = apply_kernels(load_model(workload), model_kernels(workload.kernels))
-    if workload.lora_rank is not None:  # adapters in fp32, peft's default, would keep their code
+    if workload.lora_rank is not None:  # beside adapters in fp32, peft's default, it does not run
         from peft import get_peft_model
 
         model = get_peft_model(model, peft_config(workload), autocast_adapter_dtype=False)
@@ -163,6 +163,8 @@ def main() -> None:
 
     workload = Workload.from_flags(args, HAS_GPU)
     if workload.opponent:
+        if not HAS_GPU:
+            raise UserError("--opponent liger needs a CUDA GPU and none was found")
         workload = replace(workload, kernels=())
     if n := workload.world_size:
         raise UserError(f"this script is for one process and torchrun started {n}")
