@@ -76,9 +76,10 @@ def qk_norm_rope_reference(q, k, q_weight, k_weight, eps, cos, sin):
     return rotate(norm(q, q_weight)), rotate(norm(k, k_weight))
 
 
-# ---- The forward: some heads of one token's q and k ------------------------------------------
+# ---- The forward: some heads of one token's q or k -------------------------------------------
 #
-# T changes from batch to batch, and must not compile a kernel each time.
+# A program's share is BLOCK_HEADS heads.  The first n_q_blocks programs of a token have q's, the
+# others k's.  T changes from batch to batch, and must not compile a kernel each time.
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -89,50 +90,44 @@ def _qk_norm_rope_fwd_kernel(
     sin,  # (B, T, D), likewise
     T,
     eps,
+    n_q_blocks,
     HALF: tl.constexpr,  # D / 2
     BLOCK_HALF: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # heads of q in a program
-    BLOCK_K: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
-    q_x, q_weight, q_y, n_q_heads = q
-    k_x, k_weight, k_y, n_k_heads = k
+    block = tl.program_id(1)
+    if block < n_q_blocks:
+        _forward(q, cos, sin, T, eps, block, HALF, BLOCK_HALF, BLOCK_HEADS)
+    else:
+        _forward(k, cos, sin, T, eps, block - n_q_blocks, HALF, BLOCK_HALF, BLOCK_HEADS)
+
+
+@triton.jit
+def _forward(
+    tensors, cos, sin, T, eps, block, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    x, weight, y, n_heads = tensors
     batch, token = _place_of(tl.program_id(0), T)
     cols = tl.arange(0, BLOCK_HALF)
-    q_heads, q_mask = _my_heads(n_q_heads, cols, HALF, BLOCK_Q)
-    k_heads, k_mask = _my_heads(n_k_heads, cols, HALF, BLOCK_K)
-
-    # All loads before the first store: the program waits for memory only once.
-    q1, q2 = _load_halves(_heads_of(q_x, batch, token, q_heads, cols), q_mask, HALF)
-    k1, k2 = _load_halves(_heads_of(k_x, batch, token, k_heads, cols), k_mask, HALF)
+    heads, mask = _my_heads(block, n_heads, cols, HALF, BLOCK_HEADS)
+    x1, x2 = _load_halves(_heads_of(x, batch, token, heads, cols), mask, HALF)
     c1, c2 = _load_row(_row_of(cos, batch, token, cols), cols, HALF)
     s1, s2 = _load_row(_row_of(sin, batch, token, cols), cols, HALF)
-    qw1, qw2 = _load_row(q_weight + cols, cols, HALF)
-    kw1, kw2 = _load_row(k_weight + cols, cols, HALF)
+    w1, w2 = _load_row(weight + cols, cols, HALF)
 
-    q_ptrs = _heads_of(q_y, batch, token, q_heads, cols)
-    _store_rotated(q_ptrs, q1, q2, qw1, qw2, c1, c2, s1, s2, eps, q_mask, HALF)
-    k_ptrs = _heads_of(k_y, batch, token, k_heads, cols)
-    _store_rotated(k_ptrs, k1, k2, kw1, kw2, c1, c2, s1, s2, eps, k_mask, HALF)
-
-
-@triton.jit
-def _store_rotated(y_ptrs, x1, x2, w1, w2, c1, c2, s1, s2, eps, mask, HALF: tl.constexpr):
-    x_hat1, x_hat2, _ = _normalized(x1, x2, eps, HALF)
-    # x_hat is (heads, HALF), w1 is (HALF,): [None, :] lets every head have it.
-    n1, n2 = x_hat1 * w1[None, :], x_hat2 * w2[None, :]
-    y1 = n1 * c1[None, :] - n2 * s1[None, :]
-    y2 = n2 * c2[None, :] + n1 * s2[None, :]
-    _store_halves(y_ptrs, y1, y2, mask, HALF)
-
-
-# x_hat (heads, HALF) of both halves, and rstd (heads, 1).
-@triton.jit
-def _normalized(x1, x2, eps, HALF: tl.constexpr):
-    # bf16 becomes fp32 here and not where it is loaded: until then it takes half the registers.
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-    # The columns beyond HALF are 0 and add nothing.
-    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
-    return x1 * rstd, x2 * rstd, rstd
+    rstd = tl.rsqrt(_sum_of_squares(x1, x2) / (2 * HALF) + eps)[:, None]
+    n1, n2 = x1 * rstd * _for_heads(w1), x2 * rstd * _for_heads(w2)
+    y1 = n1 * _for_heads(c1) - n2 * _for_heads(s1)
+    y2 = n2 * _for_heads(c2) + n1 * _for_heads(s2)
+    _store_halves(_heads_of(y, batch, token, heads, cols), y1, y2, mask, HALF)
+
+
+# (heads,).  The columns beyond HALF are 0 and add nothing.
+@triton.jit
+def _sum_of_squares(x1, x2):
+    return tl.sum(x1 * x1 + x2 * x2, axis=1)
 
 
 # ---- Where things lie ------------------------------------------------------------------------
@@ -145,8 +140,8 @@ def _place_of(number, T):
 
 
 @triton.jit
-def _my_heads(n_heads, cols, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    heads = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _my_heads(block, n_heads, cols, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    heads = block.to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     return heads, (heads < n_heads)[:, None] & (cols < HALF)[None, :]
 
 
@@ -172,8 +167,14 @@ def _load_halves(ptrs, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _load_row(ptrs, cols, HALF: tl.constexpr):
-    first, second = _load_halves(ptrs, cols < HALF, HALF)
-    return first.to(tl.float32), second.to(tl.float32)
+    return _load_halves(ptrs, cols < HALF, HALF)
+
+
+# As fp32 (1, HALF), which every head gets: here, and not where it is loaded, so that bf16 takes half
+# the registers until then.
+@triton.jit
+def _for_heads(row):
+    return row.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def _store_halves(ptrs, y1, y2, mask, HALF: tl.constexpr):
     tl.store(ptrs + HALF, y2.to(ptrs.dtype.element_ty), mask=mask)
 
 
-# ---- The backward: as many programs as run at once, each in a loop over tokens ---------------
+# ---- The backward: programs in a loop over tokens --------------------------------------------
 #
 # Given dy = dL/dy, find dx = dL/dx and dw = dL/dw.  Let n = w * x_hat, and u = dL/dn.  n1 is in y1
 # and in y2, and so is n2:
@@ -193,7 +194,10 @@ def _store_halves(ptrs, y1, y2, mask, HALF: tl.constexpr):
 # What is left is RMSNorm's backward (rmsnorm_kernel.py derives it), of each head, with u for dy:
 #
 #   dw = u * x_hat, summed over tokens and heads
-#   dx = rstd * (u * w - x_hat * mean(u * w * x_hat))
+#   dx = rstd * (u * w - x_hat * mean(u * w * x_hat))       mean(u * w * x_hat)
+#                                                                = rstd * mean(u * w * x)
+#
+# In the last form the mean does not wait for rstd: both sums over columns run at the same time.
 #
 # Which tokens a program adds up in dw, and in which order, is fixed.  So is the order in which the
 # last kernel adds the programs' sums: a GPU gives the same bits every time.
@@ -201,110 +205,94 @@ def _store_halves(ptrs, y1, y2, mask, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens", "T"])
 def _qk_norm_rope_bwd_kernel(
-    q,  # (dy, x, weight, dx, n_heads): the first two and dx each as _heads_of takes them
-    k,  # likewise
+    q,  # (dy, x, weight, dx, n_heads, dw_partial_ptr): dy, x and dx each as _heads_of takes them;
+    k,  # likewise; dw_partial_ptr (n_programs, blocks, D) fp32, or None: not needed
     cos,  # (B, T, D): its pointer, and the strides of samples and tokens
     sin,  # (B, T, D), likewise
-    dw_partial_ptr,  # (n_programs, n_groups, 2, D) fp32, of q and of k; None: not needed
     n_tokens,  # B * T
     T,
     eps,
+    n_q_blocks,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
-    q_dy, q_x, q_weight, q_dx, n_q_heads = q
-    k_dy, k_x, k_weight, k_dx, n_k_heads = k
-    cols = tl.arange(0, BLOCK_HALF)
-    q_heads, q_mask = _my_heads(n_q_heads, cols, HALF, BLOCK_Q)
-    k_heads, k_mask = _my_heads(n_k_heads, cols, HALF, BLOCK_K)
-    qw1, qw2 = _load_row(q_weight + cols, cols, HALF)
-    kw1, kw2 = _load_row(k_weight + cols, cols, HALF)
-    dqw1 = tl.zeros((BLOCK_Q, BLOCK_HALF), dtype=tl.float32)
-    dqw2 = tl.zeros((BLOCK_Q, BLOCK_HALF), dtype=tl.float32)
-    dkw1 = tl.zeros((BLOCK_K, BLOCK_HALF), dtype=tl.float32)
-    dkw2 = tl.zeros((BLOCK_K, BLOCK_HALF), dtype=tl.float32)
+    block = tl.program_id(1)
+    n_k_blocks = tl.num_programs(1) - n_q_blocks
+    if block < n_q_blocks:
+        _backward(q, cos, sin, n_tokens, T, eps, block, n_q_blocks, HALF, BLOCK_HALF, BLOCK_HEADS)
+    else:
+        block -= n_q_blocks
+        _backward(k, cos, sin, n_tokens, T, eps, block, n_k_blocks, HALF, BLOCK_HALF, BLOCK_HEADS)
 
-    for number in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0), num_stages=STAGES):
+
+@triton.jit
+def _backward(
+    tensors, cos, sin, n_tokens, T, eps, block, n_blocks, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    dy, x, weight, dx, n_heads, dw_partial_ptr = tensors
+    cols = tl.arange(0, BLOCK_HALF)
+    heads, mask = _my_heads(block, n_heads, cols, HALF, BLOCK_HEADS)
+    w1, w2 = _load_row(weight + cols, cols, HALF)
+    dw1 = tl.zeros((BLOCK_HEADS, BLOCK_HALF), dtype=tl.float32)
+    dw2 = tl.zeros((BLOCK_HEADS, BLOCK_HALF), dtype=tl.float32)
+    for number in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0)):
         batch, token = _place_of(number, T)
-        q1, q2 = _load_halves(_heads_of(q_x, batch, token, q_heads, cols), q_mask, HALF)
-        q_dy1, q_dy2 = _load_halves(_heads_of(q_dy, batch, token, q_heads, cols), q_mask, HALF)
-        k1, k2 = _load_halves(_heads_of(k_x, batch, token, k_heads, cols), k_mask, HALF)
-        k_dy1, k_dy2 = _load_halves(_heads_of(k_dy, batch, token, k_heads, cols), k_mask, HALF)
+        x1, x2 = _load_halves(_heads_of(x, batch, token, heads, cols), mask, HALF)
+        dy1, dy2 = _load_halves(_heads_of(dy, batch, token, heads, cols), mask, HALF)
         c1, c2 = _load_row(_row_of(cos, batch, token, cols), cols, HALF)
         s1, s2 = _load_row(_row_of(sin, batch, token, cols), cols, HALF)
 
-        ptrs = _heads_of(q_dx, batch, token, q_heads, cols)
-        dw1, dw2 = _store_dx(
-            ptrs, q_dy1, q_dy2, q1, q2, qw1, qw2, c1, c2, s1, s2, eps, q_mask, HALF
-        )
-        if dw_partial_ptr is not None:  # nor are the next lines compiled for frozen weights
-            dqw1 += dw1
-            dqw2 += dw2
-        ptrs = _heads_of(k_dx, batch, token, k_heads, cols)
-        dw1, dw2 = _store_dx(
-            ptrs, k_dy1, k_dy2, k1, k2, kw1, kw2, c1, c2, s1, s2, eps, k_mask, HALF
-        )
-        if dw_partial_ptr is not None:
-            dkw1 += dw1
-            dkw2 += dw2
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        dy1, dy2 = dy1.to(tl.float32), dy2.to(tl.float32)
+        u1 = dy1 * _for_heads(c1) + dy2 * _for_heads(s2)
+        u2 = dy2 * _for_heads(c2) - dy1 * _for_heads(s1)
+        uw1, uw2 = u1 * _for_heads(w1), u2 * _for_heads(w2)
+        rstd = tl.rsqrt(_sum_of_squares(x1, x2) / (2 * HALF) + eps)[:, None]
+        mean = rstd * (tl.sum(uw1 * x1 + uw2 * x2, axis=1) / (2 * HALF))[:, None]
+        x1, x2 = x1 * rstd, x2 * rstd  # x_hat from here on
+        dx1, dx2 = rstd * (uw1 - x1 * mean), rstd * (uw2 - x2 * mean)
+        _store_halves(_heads_of(dx, batch, token, heads, cols), dx1, dx2, mask, HALF)
+        if dw_partial_ptr is not None:  # nor are these lines compiled for frozen weights
+            dw1 += u1 * x1
+            dw2 += u2 * x2
 
     if dw_partial_ptr is not None:
-        row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        ptrs = dw_partial_ptr + row * (4 * HALF) + cols
-        _store_sums(ptrs, dqw1, dqw2, q_mask, cols, HALF)
-        _store_sums(ptrs + 2 * HALF, dkw1, dkw2, k_mask, cols, HALF)
-
-
-# Returns dw (heads, HALF) of both halves, not yet summed over heads.
-@triton.jit
-def _store_dx(
-    dx_ptrs, dy1, dy2, x1, x2, w1, w2, c1, c2, s1, s2, eps, mask, HALF: tl.constexpr
-):  # fmt: skip
-    x_hat1, x_hat2, rstd = _normalized(x1, x2, eps, HALF)
-    dy1, dy2 = dy1.to(tl.float32), dy2.to(tl.float32)
-    u1 = dy1 * c1[None, :] + dy2 * s2[None, :]
-    u2 = dy2 * c2[None, :] - dy1 * s1[None, :]
-    uw1, uw2 = u1 * w1[None, :], u2 * w2[None, :]
-    mean = (tl.sum(uw1 * x_hat1 + uw2 * x_hat2, axis=1) / (2 * HALF))[:, None]
-    _store_halves(dx_ptrs, rstd * (uw1 - x_hat1 * mean), rstd * (uw2 - x_hat2 * mean), mask, HALF)
-    return u1 * x_hat1, u2 * x_hat2
-
-
-@triton.jit
-def _store_sums(ptrs, dw1, dw2, mask, cols, HALF: tl.constexpr):
-    # Where eps is 0, lanes beyond the last head hold NaN: their x is 0, and so is their mean.
-    dw1 = tl.sum(tl.where(mask, dw1, 0.0), axis=0)
-    dw2 = tl.sum(tl.where(mask, dw2, 0.0), axis=0)
-    _store_halves(ptrs, dw1, dw2, cols < HALF, HALF)
+        # Where eps is 0, lanes beyond the last head hold NaN: their x is 0, and so is their mean.
+        dw1 = tl.sum(tl.where(mask, dw1, 0.0), axis=0)
+        dw2 = tl.sum(tl.where(mask, dw2, 0.0), axis=0)
+        row = tl.program_id(0) * n_blocks + block
+        _store_halves(dw_partial_ptr + row * (2 * HALF) + cols, dw1, dw2, cols < HALF, HALF)
 
 
 # Columns and the two weights in parallel, partial sums in a loop: a fixed order, unlike atomics.
-@triton.jit(do_not_specialize=["n_partials"])
+@triton.jit(do_not_specialize=["n_programs"])
 def _qk_norm_rope_dw_kernel(
-    dw_partial_ptr,  # (n_partials, 2, n_cols) fp32
-    dq_weight_ptr,  # (n_cols,)
-    dk_weight_ptr,  # (n_cols,)
-    n_partials,
+    q,  # (dw_partial_ptr, dweight_ptr, blocks): (n_programs, blocks, n_cols) fp32, and (n_cols,)
+    k,  # likewise
+    n_programs,
     n_cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    which = tl.program_id(1)
+    if tl.program_id(1) == 0:
+        _sum_partials(q, n_programs, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    else:
+        _sum_partials(k, n_programs, n_cols, BLOCK_ROWS, BLOCK_COLS)
+
+
+@triton.jit
+def _sum_partials(tensors, n_programs, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    dw_partial_ptr, dweight_ptr, n_blocks = tensors
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
-    for start in tl.range(0, n_partials, BLOCK_ROWS):
+    for start in tl.range(0, n_programs * n_blocks, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
-        tile = dw_partial_ptr + (2 * rows + which)[:, None] * n_cols + cols[None, :]
-        mask = (rows < n_partials)[:, None] & (cols < n_cols)[None, :]
-        sums += tl.load(tile, mask=mask, other=0.0)
+        mask = (rows < n_programs * n_blocks)[:, None] & (cols < n_cols)[None, :]
+        sums += tl.load(dw_partial_ptr + rows[:, None] * n_cols + cols[None, :], mask, other=0.0)
     dw = tl.sum(sums, axis=0)
-    if which == 0:
-        tl.store(dq_weight_ptr + cols, dw.to(dq_weight_ptr.dtype.element_ty), mask=cols < n_cols)
-    else:
-        tl.store(dk_weight_ptr + cols, dw.to(dk_weight_ptr.dtype.element_ty), mask=cols < n_cols)
+    tl.store(dweight_ptr + cols, dw.to(dweight_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 # ---- Launchers -------------------------------------------------------------------------------
@@ -331,16 +319,17 @@ def qk_norm_rope_forward(q, k, q_weight, k_weight, eps, cos, sin):
     """
     q_rot, k_rot = _forward_results(q, k, q_weight, k_weight, eps, cos, sin)
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
-    n_groups, options = _options(n_q_heads, n_k_heads, D // 2, False)
-    if B * T * n_groups > 0:
+    (n_q_blocks, n_k_blocks), options = _options(n_q_heads, n_k_heads, D // 2, False)
+    if B * T * (n_q_blocks + n_k_blocks) > 0:
         with support.on_device_of(q):
-            _qk_norm_rope_fwd_kernel[(B * T, n_groups)](
+            _qk_norm_rope_fwd_kernel[(B * T, n_q_blocks + n_k_blocks)](
                 (_strided(q), q_weight.contiguous(), _strided(q_rot), n_q_heads),
                 (_strided(k), k_weight.contiguous(), _strided(k_rot), n_k_heads),
                 _angles(cos),
                 _angles(sin),
                 T,
                 eps,
+                n_q_blocks,
                 HALF=D // 2,
                 **options,
                 enable_fp_fusion=True,
@@ -378,35 +367,37 @@ def qk_norm_rope_backward(
         dq_rot, dk_rot, q, k, q_weight, k_weight, eps, cos, sin, need_weights
     )
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
-    n_groups, options = _options(n_q_heads, n_k_heads, D // 2, True)
-    if B * T * n_groups == 0:
+    blocks, options = _options(n_q_heads, n_k_heads, D // 2, True)
+    n_blocks = sum(blocks)
+    if B * T * n_blocks == 0:
         zeros = (None if t is None else t.zero_() for t in (dq_weight, dk_weight))
         return dq, dk, *zeros
-    n_programs = min(B * T, max(1, _programs(q.device) // n_groups))
-    dw_partial = None  # (n_programs, n_groups, 2, D) fp32
+    # Without dw nothing is added up, and a program has one token: then a GPU shares them best.
+    n_programs, parts = B * T, [None, None]
     if need_weights:
-        dw_partial = q.new_empty((n_programs, n_groups, 2, D), dtype=torch.float32)
+        n_programs = min(B * T, max(1, _programs(q.device) // n_blocks))
+        sizes = ((n_programs, n, D) for n in blocks)
+        parts = [q.new_empty(size, dtype=torch.float32) for size in sizes]
     q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
     with support.on_device_of(q):
-        _qk_norm_rope_bwd_kernel[(n_programs, n_groups)](
-            (_strided(dq_rot), _strided(q), q_weight, _strided(dq), n_q_heads),
-            (_strided(dk_rot), _strided(k), k_weight, _strided(dk), n_k_heads),
+        _qk_norm_rope_bwd_kernel[(n_programs, n_blocks)](
+            (_strided(dq_rot), _strided(q), q_weight, _strided(dq), n_q_heads, parts[0]),
+            (_strided(dk_rot), _strided(k), k_weight, _strided(dk), n_k_heads, parts[1]),
             _angles(cos),
             _angles(sin),
-            dw_partial,
             B * T,
             T,
             eps,
+            blocks[0],
             HALF=D // 2,
             **options,
             enable_fp_fusion=True,
         )
         if need_weights:
             _qk_norm_rope_dw_kernel[(-(-D // DW_BLOCK["BLOCK_COLS"]), 2)](
-                dw_partial,
-                dq_weight,
-                dk_weight,
-                n_programs * n_groups,
+                (parts[0], dq_weight, blocks[0]),
+                (parts[1], dk_weight, blocks[1]),
+                n_programs,
                 D,
                 **DW_BLOCK,
                 enable_fp_fusion=True,
@@ -439,29 +430,24 @@ DW_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_COLS": 16, "num_warps": 8}  # not tuned
 
 
 @functools.cache  # what it computes takes the host as long as a launch
-def _options(n_q_heads: int, n_k_heads: int, half: int, backward: bool) -> tuple[int, dict]:
-    """Return the number of groups of heads, and the options of a launch.
+def _options(n_q_heads: int, n_k_heads: int, half: int, backward: bool) -> tuple[tuple, dict]:
+    """Return the numbers of blocks of heads in q and in k, and the options of a launch.
 
-    A program takes up to 1,024 elements of each half of q, and a thread 8: one access in bf16.
-    Compiled for sm_90, the backward then takes 128 registers a thread.  Not tuned.
+    A program takes up to 512 elements of each half, and a thread 8: one access in bf16.  Not tuned.
     """
     block_half = triton.next_power_of_2(half)
     n_heads = triton.next_power_of_2(max(n_q_heads, n_k_heads, 1))
-    share = max(1, n_heads * block_half // 1024)  # a program takes so small a share of the heads
-    block_q, block_k = (
-        triton.next_power_of_2(max(1, triton.cdiv(n, share))) for n in (n_q_heads, n_k_heads)
-    )
-    n_groups = max(triton.cdiv(n_q_heads, block_q), triton.cdiv(n_k_heads, block_k))
-    warps = min(8, max(1, max(block_q, block_k) * block_half // 256))
-    options = {"BLOCK_HALF": block_half, "BLOCK_Q": block_q, "BLOCK_K": block_k}
-    return n_groups, options | {"num_warps": warps} | ({"STAGES": 2} if backward else {})
+    block_heads = max(1, min(n_heads, 512 // block_half))
+    blocks = triton.cdiv(n_q_heads, block_heads), triton.cdiv(n_k_heads, block_heads)
+    warps = min(8, max(1, block_heads * block_half // 256))
+    return blocks, {"BLOCK_HALF": block_half, "BLOCK_HEADS": block_heads, "num_warps": warps}
 
 
 def _programs(device: torch.device) -> int:
-    """Return the number of programs of the backward, of all groups together.  Not tuned."""
+    """Return the number of programs of a backward with dw, all blocks together.  Not tuned."""
     if device.type != "cuda":
         return 4  # few enough to make the programs loop on a CPU too
-    return 4 * support.n_multiprocessors(device)
+    return 8 * support.n_multiprocessors(device)
 
 
 def _check(q, k, q_weight, k_weight, cos, sin, dq_rot=None, dk_rot=None) -> None:
