@@ -64,6 +64,7 @@ class StubContext(SimpleNamespace):
 @contextlib.contextmanager
 def pretend_gpu():
     """Have CUDA tensors without memory, on a GPU with an H100's multiprocessors and cache."""
+    backend = triton.runtime.driver.active.get_current_target().backend
 
     def properties(device) -> SimpleNamespace:
         arch = triton.runtime.driver.active.get_current_target().arch  # 103 or "gfx942"
@@ -80,6 +81,7 @@ def pretend_gpu():
     }
     with (
         mock.patch.multiple(torch.cuda, **of_cuda),
+        mock.patch.object(torch.version, "hip", "0" if backend == "hip" else None),
         mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),  # aligned
         FakeTensorMode(),
         torch.no_grad(),
