@@ -1,7 +1,7 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
     python -m tools.make_records                                  # list the runs
-    python -m tools.make_records kernels steps lora fp8           # all runs, into results/
+    python -m tools.make_records kernels steps lora families fp8  # all runs, into results/
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -30,6 +30,7 @@ SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
 PROFILE, BASELINE, OPTIMIZED = (
     f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
 )
+QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
 AHEAD = 3  # processes: one runs, the others wait
@@ -89,6 +90,13 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+    },
+    "families": {
+        "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",
+        "qwen3_all_4x2048": f"{OPTIMIZED} {QWEN3} {ALL} --steps 12",
+        "qwen3_liger_4x2048": f"{OPTIMIZED} {QWEN3} --opponent liger --steps 12",
+        "qwen3_compile_4x2048": f"{OPTIMIZED} {QWEN3} --opponent compile --steps 12",
+        "qwen3_unsloth_4x2048": f"{OPTIMIZED} {QWEN3} --opponent unsloth --steps 12",
     },
     "fp8": {
         "fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",

@@ -63,6 +63,7 @@ def gain_of_step(label: str, base: dict, ours: dict, other: dict | None = None) 
 # runs of a GPU, one after the other: Hugging Face's, ours, those of others
 SETS_OF_RUNS = {
     "LoRA": ("lora_baseline", "lora_all", "lora_compile", "lora_liger", "lora_unsloth"),
+    "Qwen": ("qwen3_baseline", "qwen3_all", "qwen3_compile", "qwen3_liger"),
     "FP8": ("fp8_baseline", "fp8_all", "fp8_torchao_tensorwise", "fp8_torchao_rowwise"),
 }
 
