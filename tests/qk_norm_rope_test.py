@@ -197,10 +197,11 @@ def test_dw_error_does_not_grow_with_tokens(dtype):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("n_programs", [1, 3, 100])
+@pytest.mark.parametrize("n_programs", [1, 8, 100])
 def test_any_number_of_programs_gives_the_same_gradients(n_programs, monkeypatch):
+    """Also where q has one block of heads and k has three: 1, 2 or 20 programs for each."""
     monkeypatch.setattr(qk_norm_rope_kernel, "_programs", lambda device, num_warps: n_programs)
-    assert_all_passed(check_against_float64(*make((2, 10), SIZE, torch.float32)))
+    assert_all_passed(check_against_float64(*make((2, 10), (2, 5, 512), torch.float32)))
 
 
 @pytest.mark.parametrize("n_programs, D", [(1, 16), (127, 80), (64, 16), (150, 20)])
