@@ -6,7 +6,7 @@ TESTS = "tests.fp8_layer_test"  # where a test is looked for whose file is not n
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
     "test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted": [
-        ("odd shapes taken", " and takes_fp8(*each.weight.shape)", ""),
+        ("odd shapes taken", " and takes_fp8(*sizes)", ""),
     ],
     "test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does": [
         (
@@ -14,7 +14,7 @@ FAULTS = {
             "if not takes_layer(self, hidden_states.dtype):",
             "if False:",
         ),
-        ("biases dropped", "is_matrix(each)", "type(each) is torch.nn.Linear"),
+        ("biases dropped", "all(map(is_matrix, others))", "all(map(is_linear, others))"),
     ],
     "test_evaluation_and_generation_compute_so_too": [
         (
