@@ -53,7 +53,7 @@ def small_config(kind: str, **values):
     family = FAMILIES[kind]
     fields = family.fields | SIZES | {"vocab_size": VOCABULARY}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
-    if family.rotates:
+    if "no_rope_layer_interval" in fields:
         fields |= {"no_rope_layer_interval": 2}  # the second layer rotates nothing
     return family.part("Config")(**fields | values)
 
@@ -126,16 +126,24 @@ OUTSIDE = {
 }
 
 
+def model_outside(kind: str) -> torch.nn.Module:
+    fields = SIZES | OUTSIDE[kind][0] | {"vocab_size": VOCABULARY}
+    return AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_no_row_has_is_named(kind):
+    assert part_outside(model_outside(kind)) == OUTSIDE[kind][1]
+
+
 @pytest.mark.parametrize("kind", OUTSIDE)
 def test_what_no_row_has_is_refused_by_its_name(kind, tmp_path, run_script):
-    values, part = OUTSIDE[kind]
-    config = transformers.AutoConfig.for_model(kind, **SIZES | values | {"vocab_size": VOCABULARY})
-    model = AutoModelForCausalLM.from_config(config)
+    model, part = model_outside(kind), OUTSIDE[kind][1]
     with pytest.raises(TypeError) as refusal:
         apply_kernels(model)
     said = f"model is a {type(model).__name__}" + (f" with {part}, " if part else ", ")
     assert str(refusal.value).startswith(said + "expected a causal language model of llama, ")
-    config.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     outcome = run_script(finetune_baseline, "--model", str(tmp_path), "--random-init")
     expected = part or f"these scripts train models of {', '.join(FAMILIES)}"
     assert_refused(outcome, expected.removesuffix(" in attention"))

@@ -50,4 +50,21 @@ FAULTS = {
     "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
         ("the user's loss bypassed", " and self.loss_function is ForCausalLMLoss", ""),
     ],
+    "tests.families_test::test_training_has_the_unpatched_loss_and_gradients[nothing else-qwen3]": [
+        ("head norms with k's weight", "(norm.weight for norm in norms)", "(norms[1].weight for norm in norms)"),
+        ("head norms left out", " family.head_norms", " False", 2),
+    ],
+    "tests.families_test::test_training_has_the_unpatched_loss_and_gradients[nothing else-smollm3]": [
+        ("rotation in a layer that has none", "family.rotates is None or getattr(attention, family.rotates)", "True"),
+    ],
+    "tests.families_test::test_norms_over_heads_are_in_the_kernel_of_the_rotation": [
+        ("the norms' kernel never used", "takes_head_norms(attention, q.dtype):", "False:"),
+    ],
+    "tests.families_test::test_a_head_norm_that_somebody_changed_is_called[hooked]": [
+        ("a head norm's hooks bypassed", "type(norm) in NORM and is_untouched(norm) for", "type(norm) in NORM for"),
+        ("changed head norms left out", "q, k = attention.q_norm(q), attention.k_norm(k)", "pass"),
+    ],
+    "tests.families_test::test_a_head_norm_that_somebody_changed_is_called[with_another_eps]": [
+        ("q's eps for k", "        and norms[0].variance_epsilon == norms[1].variance_epsilon\n", ""),
+    ],
 }  # fmt: skip

@@ -18,6 +18,10 @@ FAULTS = {
         ("da of the first for all", "da[i] if used and need_a[i] else None", "da[0] if used and need_a[i] else None"),
         ("the first columns of h for all", "h.split(ranks(b), dim=1)", "[h[:, :rank] for rank in ranks(b)]"),
     ],
+    "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[lora_linear-fp32]": [
+        ("bias forgotten", "linear(x, weight) if bias is None else biased(x, weight, bias)", "linear(x, weight)"),
+        ("dbias of one row", "dout.sum(0) if", "dout[0] if"),
+    ],
     "test_gradients_of_unused_results_are_none": [
         ("zeros for what nobody used", "        ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used\n", ""),
         ("noise for what nobody used", "            dh_one.zero_()\n", "            dh_one.fill_(1)\n"),
@@ -35,7 +39,7 @@ FAULTS = {
     ],
     "test_quantized_weight_is_made_in_the_forward_and_in_the_backward_and_not_kept": [
         ("another weight in the backward", "            weight = weight if base is None else base.dequantized()\n", "            weight = weight if base is None else base.weight\n"),
-        ("the weight as it is kept", "linear(x, weight if base is None else base.dequantized())", "linear(x, weight if base is None else base.weight)"),
+        ("the weight as it is kept", "base.dequantized()\n        out =", "base.weight\n        out ="),
     ],
     "test_what_peft_makes_otherwise_runs_pefts_code": [
         ("dropout bypassed", "without_dropout and linears", "linears"),
