@@ -34,13 +34,17 @@ New ideas of Triton, after those of rmsnorm_kernel.py and rope_kernel.py:
 1. *One reduction over two tiles.*  The rotation needs the halves of a head apart, the norm's mean
    needs both.  The squares of two tiles (heads, D/2) are added element by element, in registers.
    Only then `tl.sum(..., axis=1)` adds the columns of each head, which lie in several threads.
-2. *Nothing is saved.*  The backward needs x anyway, and a whole head is in its registers.  So it
+2. *Two reductions at once.*  mean(u * w * x_hat) is rstd * mean(u * w * x).  In this form the
+   backward's second sum over columns does not wait for rstd.
+3. *Nothing is saved.*  The backward needs x anyway, and a whole head is in its registers.  So it
    computes rstd again, instead of writing one number per head in the forward and reading it back.
-3. *The sum over heads comes last.*  dw adds up over tokens and heads.  Each thread adds to its own
-   elements of a tile (heads, D/2), token after token.  A sum over heads crosses warps, through
-   shared memory, so each program takes it once, at its end.
-4. *A tuple may hold tuples.*  All that belongs to q is one argument, and so is all of k: one launch
-   serves two tensors, each with a weight and a number of heads of its own.
+4. *The sum over heads comes last.*  dw adds up over tokens and heads.  Each thread adds to its own
+   elements of a tile (heads, D/2), token after token.  A sum over heads crosses threads, so each
+   program takes it once, at its end.  Frozen weights need no sum: then a program has one token.
+5. *A program is for q or for k.*  All of its threads take the same branch.  All that belongs to q
+   is one argument, a tuple that holds tuples, and so is all of k.
+6. *A cap on registers.*  `maxnreg` limits the registers of a thread, so that a multiprocessor runs
+   12 programs of the backward at once.  More loads are then on their way.
 
 Limits: fp16, bf16, fp32; q_rot and k_rot have the dtypes of q and k (eager makes them fp32 where a
 weight or cos is fp32); even D up to 4,096; all columns are turned, and x[j] with x[j + D/2]; no
