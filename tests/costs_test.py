@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import profile_baseline
 from harness.cli.workload import Workload
 from harness.model import architecture
+from harness.model.families import FAMILIES
 from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
 from harness.profiling.costs import NOTHING, Cost
@@ -253,6 +254,17 @@ def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
 
 
 @pytest.mark.parametrize("fp8, n_products", [("all", 3), ("inputs", 2)])
+def test_norms_over_heads_and_layers_without_rotation_are_counted():
+    one, sizes = Workload(seq_len=512), {}
+    for kind, family in FAMILIES.items():
+        sizes[kind] = costs.sizes_of(family.example_config(), one)
+    heads = 2 * 512 * 36 * (32 + 8) * 128  # of Qwen3-8B: bytes, tokens, layers, q and k
+    assert sizes["qwen3"].heads == sizes["qwen3"].head_norms == heads
+    of_smollm3 = sizes["smollm3"]
+    assert of_smollm3.unrotated * 4 == of_smollm3.heads and of_smollm3.head_norms == 0
+    assert sizes["llama"].unrotated == sizes["llama"].head_norms == 0
+
+
 def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products):
     config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
     plain = Workload(model="tiny", dtype="bf16", kernels=("fused_layer",))
