@@ -253,7 +253,6 @@ def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
         assert ms == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("fp8, n_products", [("all", 3), ("inputs", 2)])
 def test_norms_over_heads_and_layers_without_rotation_are_counted():
     one, sizes = Workload(seq_len=512), {}
     for kind, family in FAMILIES.items():
@@ -265,6 +264,7 @@ def test_norms_over_heads_and_layers_without_rotation_are_counted():
     assert sizes["llama"].unrotated == sizes["llama"].head_norms == 0
 
 
+@pytest.mark.parametrize("fp8, n_products", [("all", 3), ("inputs", 2)])
 def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products):
     config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
     plain = Workload(model="tiny", dtype="bf16", kernels=("fused_layer",))
