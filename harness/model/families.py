@@ -11,6 +11,8 @@ memory.  So a further family of the same parts is a row.  `part_outside` names w
 """
 
 import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -166,6 +168,13 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def source_of(function: Callable) -> str:
+    """Return a function's source; "" where Python does not find it."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return ""
+
+
 def part_outside(model: torch.nn.Module) -> str | None:
     """Return in words a part of a causal language model that no family here has; None: no part.
 
@@ -180,8 +189,8 @@ def part_outside(model: torch.nn.Module) -> str | None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
             return f"a soft cap ({name} = {getattr(config, name)})"
-    norms = {type(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
-    if any("+ self.weight" in inspect.getsource(norm) for norm in norms):
+    norms = {type(m).forward for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
+    if any("+ self.weight" in source_of(forward) for forward in norms):
         return "norms that multiply by 1 + weight"
     if (window := window_of(config)) is not None:
         return f"a sliding window of {window:,} tokens in attention"

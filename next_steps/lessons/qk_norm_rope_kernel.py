@@ -420,7 +420,10 @@ def _output_like(x: torch.Tensor) -> torch.Tensor:
 
 def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Return x with adjacent columns, and the strides of samples, heads and tokens."""
-    x = x if x.stride(3) == 1 else x.contiguous()
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride())]
+    if x.stride(3) == 1 and 1 not in strides:  # Triton 3.6 forgets a 1 in a tuple of tuples
+        return x, *strides
+    x = x.detach().contiguous()
     return x, *x.stride()[:3]
 
 
