@@ -330,6 +330,18 @@ def test_scripts_train_it_with_and_without_the_kernels(kind, saved, recorded, li
     assert all(relative_error(each, losses[0]) < 1e-4 for each in losses[1:])
 
 
+@OTHERS
+def test_a_student_with_half_of_the_layers_is_saved(kind, saved, run_script, tmp_path):
+    """The lists of what each layer is are cut too: transformers refuses longer ones."""
+    folder = str(tmp_path / "student")
+    outcome = run_script(
+        finetune_optimized, "--teacher", saved(kind), *RUN, "--kernels", "rope", "--save", folder
+    )
+    assert outcome.code == 0, outcome.err
+    (layer,) = AutoModelForCausalLM.from_pretrained(folder).model.layers
+    assert getattr(layer.self_attn, "use_rope", True)
+
+
 @pytest.mark.exhaustive
 @OTHERS
 def test_the_estimate_names_what_its_tensors_are_for(kind, saved, recorded):

@@ -48,8 +48,16 @@ def tiny_config() -> PreTrainedConfig:
 def with_one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration with one layer: layers are alike, and one is quickly built."""
     config = copy.deepcopy(config)
-    config.num_hidden_layers = 1
+    keep_layers(config, 1)
     return config
+
+
+def keep_layers(config: PreTrainedConfig, n: int) -> None:
+    """Let a configuration have its first n layers."""
+    config.num_hidden_layers = n
+    for of_layers in ("layer_types", "no_rope_layers"):
+        if kinds := getattr(config, of_layers, None):
+            setattr(config, of_layers, kinds[:n])
 
 
 def computing_fields(config: PreTrainedConfig) -> dict:

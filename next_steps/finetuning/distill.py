@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
 from harness.data.dataset import load_tokenizer
-from harness.model.architecture import flops_per_token
+from harness.model.architecture import flops_per_token, keep_layers
 from harness.model.config_file import load_config
 from harness.model.loading import load_model
 from harness.model.patching import causal_lm_loss
@@ -134,7 +134,7 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     teacher = load_model(taught).eval().requires_grad_(False)
     student = load_model(workload)
     student.model.layers = student.model.layers[:n_layers]
-    student.config.num_hidden_layers = n_layers
+    keep_layers(student.config, n_layers)
     for model in (teacher, student):
         apply_kernels(model, in_models)
     learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels)
