@@ -232,6 +232,14 @@ def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     return rows, rows.stride(0)
 
 
+def output_like(x: torch.Tensor) -> torch.Tensor:
+    """Return memory for a result, in x's order of dimensions if columns are the innermost."""
+    out = torch.empty_like(x)
+    if out.stride(-1) != 1:  # x is not dense, or its columns are not the innermost in memory
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out
+
+
 @functools.cache
 def n_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU."""

@@ -11,6 +11,7 @@ from kernel_support import (
     as_rows,
     check_tensors,
     operator,
+    output_like,
     refuse_second_derivative,
     refuse_to_overwrite,
 )
@@ -117,6 +118,16 @@ def test_rows_have_adjacent_columns(make):
     found = rows.as_strided((n_rows, n_cols), (stride, 1))
     assert torch.equal(found, t.reshape(n_rows, n_cols))
     assert rows is t or rows.data_ptr() == t.data_ptr() or not t.is_contiguous()
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "a number"])
+def test_an_output_has_adjacent_columns_and_its_inputs_order_of_dimensions(name):
+    t = LAYOUTS[name]()
+    out = output_like(t)
+    assert out.shape == t.shape and out.dtype == t.dtype
+    assert out.stride(-1) == 1
+    in_order = torch.empty_like(t).stride()
+    assert out.stride() == (in_order if in_order[-1] == 1 else torch.empty(t.shape).stride())
 
 
 def test_only_contiguous_results_with_memory_of_their_own_are_overwritten():

@@ -30,8 +30,9 @@ from tests import subject
 from tests.fixtures import needs_gpu, poisoned_outputs
 from tests.layouts import layouts_of
 from tests.subjects import SUBJECTS
-from tests.subjects.qk_norm_rope import EPS, HEADS, make, reference
+from tests.subjects.qk_norm_rope import EPS, make, reference
 from tests.subjects.qk_norm_rope import function as norm_and_rope
+from tests.subjects.rope import HEADS
 
 QK_NORM_ROPE = SUBJECTS["qk_norm_rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")

@@ -194,14 +194,16 @@ def qk_norm_rope_arguments(t: Make, *heads: int) -> tuple:
 
 
 def qk_norm_rope_cases() -> Iterator[Case]:
-    for heads, frozen in (((32, 8, 128), (2, 3)), ((32, 8, 128), ()), ((16, 8, 128), ())):
-        name = f"QK norm and RoPE, {heads[0]} and {heads[1]} heads{', frozen' if frozen else ''}"
+    for words, heads, frozen in (
+        ("32 and 8 heads, frozen", (32, 8, 128), (2, 3)),
+        ("32 and 8 heads", (32, 8, 128), ()),
+        ("16 and 8 heads", (16, 8, 128), ()),
+        ("5 and 3 heads of 80", (5, 3, 80), ()),
+        ("8 and 4 heads of 256", (8, 4, 256), ()),
+    ):
         arguments = lambda t, heads=heads: qk_norm_rope_arguments(t, *heads)  # noqa: E731
+        name = f"QK norm and RoPE, {words}"
         yield Case(name, TritonQKNormRoPEFunction, arguments, frozen=(*frozen, 5, 6))
-    for heads in ((5, 3, 80), (8, 4, 256)):
-        name = f"QK norm and RoPE, {heads[0]} and {heads[1]} heads of {heads[2]}"
-        arguments = lambda t, heads=heads: qk_norm_rope_arguments(t, *heads)  # noqa: E731
-        yield Case(name, TritonQKNormRoPEFunction, arguments, frozen=(5, 6))
 
 
 def reverse_kl_cases() -> Iterator[Case]:

@@ -155,7 +155,7 @@ def family_of(model: torch.nn.Module) -> Family:
 
 # ---------------------------------------------------------------- what is outside
 
-# parts of the names of modules -> the part of a model that they are
+# names of modules
 PACKED = "qkv_proj", "gate_up_proj", "query_key_value", "c_attn", "Wqkv"
 EXPERTS = "experts", "router"
 
@@ -180,11 +180,10 @@ def part_outside(model: torch.nn.Module) -> str | None:
 
     The model may be on the meta device.
     """
-    config, names = model.config, [name for name, _ in model.named_modules()]
-    kinds = {name.rpartition(".")[2] for name in names}
-    if any(name in kinds for name in EXPERTS):
+    config, names = model.config, {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if names.intersection(EXPERTS):
         return "a mixture of experts"
-    if packed := [name for name in PACKED if name in kinds]:
+    if packed := [name for name in PACKED if name in names]:
         return f"packed projections ({packed[0]})"
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:

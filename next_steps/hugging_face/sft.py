@@ -39,6 +39,7 @@ def train(workload: Workload):
     from harness.data.dataset import load_tokenizer
     from harness.model.adapters import peft_config
     from harness.model.loading import load_model
+    from harness.steps import stepping
     from next_steps.lessons.adamw_optimizer import TritonAdamW
     from next_steps.patches.apply_kernels import apply_kernels, model_kernels
 
@@ -72,8 +73,8 @@ def train(workload: Workload):
         model = get_peft_model(model, peft_config(workload), autocast_adapter_dtype=False)
     optimizer = None
     if "adamw" in workload.kernels:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = TritonAdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+        options = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        optimizer = TritonAdamW(stepping.trained(model), **options)
     tokenizer = load_tokenizer(workload) or byte_tokenizer()
     trainer_class = ModelLossTrainer if {*LOSS_KERNELS} & {*workload.kernels} else SFTTrainer
     trainer = trainer_class(

@@ -305,7 +305,7 @@ def _sum_partials(tensors, n_programs, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_C
 def _forward_results(q, k, q_weight, k_weight, eps, cos, sin):
     """The forward's results, not yet written."""
     _check(q, k, q_weight, k_weight, cos, sin)
-    return _output_like(q), _output_like(k)
+    return support.output_like(q), support.output_like(k)
 
 
 @support.operator(
@@ -345,7 +345,7 @@ def _backward_results(dq_rot, dk_rot, q, k, q_weight, k_weight, eps, cos, sin, n
     """The backward's results, not yet written."""
     _check(q, k, q_weight, k_weight, cos, sin, dq_rot, dk_rot)
     dweights = [torch.empty_like(w) if need_weights else None for w in (q_weight, k_weight)]
-    return _output_like(q), _output_like(k), *dweights
+    return support.output_like(q), support.output_like(k), *dweights
 
 
 @support.operator(
@@ -408,14 +408,6 @@ def qk_norm_rope_backward(
                 enable_fp_fusion=True,
             )
     return dq, dk, dq_weight, dk_weight
-
-
-def _output_like(x: torch.Tensor) -> torch.Tensor:
-    """Return memory for a result, in x's order of dimensions if columns are the innermost."""
-    out = torch.empty_like(x)
-    if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out
 
 
 def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:

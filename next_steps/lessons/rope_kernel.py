@@ -177,7 +177,7 @@ def rope_backward(dq_rot, dk_rot, cos, sin):
 def _results(q, k, cos, sin, backward):
     """The results, not yet written."""
     _check(q, k, cos, sin, backward)
-    return _output_like(q), _output_like(k)
+    return support.output_like(q), support.output_like(k)
 
 
 @support.operator(
@@ -215,14 +215,6 @@ def _launch(q, k, cos, sin, backward):
 def _adjacent(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return x with adjacent columns: x itself, or a copy in `out`, which the result overwrites."""
     return x if x.stride(3) == 1 else out.copy_(x.detach())
-
-
-def _output_like(x: torch.Tensor) -> torch.Tensor:
-    """Return memory for a result, in x's order of dimensions if columns are the innermost."""
-    out = torch.empty_like(x)
-    if out.stride(3) != 1:  # x is not dense, or its columns are not the innermost in memory
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out
 
 
 def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:

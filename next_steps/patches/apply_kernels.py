@@ -119,16 +119,14 @@ def apply_kernels(
 def require_family(model: torch.nn.Module) -> Family:
     """Return the model's family, or raise the TypeError that `apply_kernels` announces."""
 
-    def is_known(module: torch.nn.Module) -> bool:
-        return any(isinstance(module, family.part("ForCausalLM")) for family in FAMILIES.values())
-
+    known = of_families("ForCausalLM")
     part = part_outside(model) if isinstance(model, PreTrainedModel) else None
-    if is_known(model) and part is None:
+    if isinstance(model, known) and part is None:
         return family_of(model)
     given = f"model is a {type(model).__name__}" + (f" with {part}" if part else "")
     expected = f"expected a causal language model of {', '.join(FAMILIES)}"
-    wrapped = not is_known(model) and any(map(is_known, model.modules()))
-    advice = "unwrap it first" if wrapped else "the kernels stand for their code alone"
+    inside = any(isinstance(module, known) for module in model.modules() if module is not model)
+    advice = "unwrap it first" if inside else "the kernels stand for their code alone"
     raise TypeError(f"{given}, {expected}: {advice}.")
 
 

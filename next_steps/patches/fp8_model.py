@@ -66,12 +66,12 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     if mode not in FP8_MODES:
         raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")
     require_fp8()
-    layers, n_fp8 = model.model.layers, 0
+    layers, n_fp8, in_fp8 = model.model.layers, 0, CLASSES[family_of(model).model_type]
     for layer in layers:
         if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
             if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
-                layer.__class__, layer.fp8 = CLASSES[family_of(model).model_type], mode
+                layer.__class__, layer.fp8 = in_fp8, mode
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
@@ -86,14 +86,15 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 @contextlib.contextmanager
 def without_fp8(model: torch.nn.Module) -> Iterator[None]:
     """Let the layers compute in the model's own dtype meanwhile, as a saved model's layers do."""
+    kind = family_of(model).model_type
     layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
     for layer in layers:
-        layer.__class__ = FUSED[family_of(model).model_type]
+        layer.__class__ = FUSED[kind]
     try:
         yield
     finally:
         for layer in layers:
-            layer.__class__ = CLASSES[family_of(model).model_type]
+            layer.__class__ = CLASSES[kind]
 
 
 def require_fp8() -> None:

@@ -55,6 +55,7 @@ def set_recompute(
     if level not in (None, *RECOMPUTE):
         raise ValueError(f"level is {level!r}, expected None or one of {', '.join(RECOMPUTE)}.")
     offloader = Offloader(model) if offload else None
+    plain_mlp = family_of(model).part("MLP")
     for number, layer in enumerate(model.model.layers):
         norms = layer.input_layernorm, layer.post_attention_layernorm
         for module in (layer, layer.mlp, *norms):
@@ -69,9 +70,7 @@ def set_recompute(
             noted = True
             for norm in norms:
                 norm.forward = Instead(notes.recomputed, norm, norm.forward)
-            if level == MLP and type(layer.mlp) is family_of(model).part(
-                "MLP"
-            ):  # no kernel forgets it
+            if level == MLP and type(layer.mlp) is plain_mlp:  # no kernel forgets it
                 layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
         if level == LAYER:
             layer.forward = Instead(checkpointed, model.config, layer, layer.forward)

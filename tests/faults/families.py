@@ -32,9 +32,9 @@ FAULTS = {
         ("a soft cap not refused", "if getattr(config, name, None) is not None:", "if False:"),
     ],
     "test_what_no_row_has_is_named[phi3]": [
-        ("packed projections not refused", "if name in kinds]:", "if False]:"),
+        ("packed projections not refused", "if name in names]:", "if False]:"),
     ],
     "test_what_no_row_has_is_named[mixtral]": [
-        ("experts not refused", "if any(name in kinds for name in EXPERTS):", "if False:"),
+        ("experts not refused", "if names.intersection(EXPERTS):", "if False:"),
     ],
 }  # fmt: skip

@@ -24,6 +24,10 @@ FAULTS = {
         ("columns taken for adjacent", "rows if rows.stride(1) == 1 else rows.contiguous()", "rows"),
         ("rows taken for adjacent", "return rows, rows.stride(0)", "return rows, n_cols"),
     ],
+    "test_an_output_has_adjacent_columns_and_its_inputs_order_of_dimensions": [
+        ("columns anywhere", "if out.stride(-1) != 1:", "if False:"),
+        ("always contiguous", "if out.stride(-1) != 1:", "if True:"),
+    ],
     "test_only_contiguous_results_with_memory_of_their_own_are_overwritten": [
         ("a leaf", "if leaf or shared or not", "if shared or not"),
         ("a view of a leaf", "if compiling or t._base is None else t._base", "if True else t._base"),

@@ -126,8 +126,6 @@ def bad_input():
     return calls | refused_tensors(inputs)
 
 
-HEADS, ANGLES = rope.HEADS, rope.ANGLES
-
 SUBJECTS = (
     Subject(
         name="qk_norm_rope",
@@ -142,28 +140,11 @@ SUBJECTS = (
         ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
         + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
         large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
-        more_layouts={
-            "q": HEADS,
-            "k": HEADS,
-            "dq_rot": HEADS,
-            "dk_rot": HEADS,
-            "cos": ANGLES,
-            "sin": ANGLES,
-        },
-        far=tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
-        + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
-        far_rows=(3, 3),
-        far_size=(3, 3, 4),
+        **rope.OF_HEADS,
         saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
         in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
-        compiled_first=tuple(((5, 3), heads) for heads in rope.PACKED_HEADS),
-        compiled_next=(((5, 7), None), ((3, 4), None)),  # with the same heads
-        gpu_rows=(2, 96),
-        gpu_size=(32, 8, 128),
         workspace=lambda inputs: 2**21,  # the partial sums of dw
         bad_input=bad_input,
-        bad_when_compiled="k of another D",
-        refused_on_cpu="q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         exempt={
             "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
             "rows_beyond_int32_in_memory": "tokens are not rows; rows_beyond_int32 has all strides",

@@ -253,6 +253,22 @@ HEADS_OF_ANY_NUMBER = (
     *((3, 0), (0, 3), (0, 0)),
 )
 
+OF_HEADS = {  # of every function of q, k, cos and sin
+    "more_layouts": {
+        **dict.fromkeys(("q", "k", "dq_rot", "dk_rot"), HEADS),
+        **dict.fromkeys(("cos", "sin"), ANGLES),
+    },
+    "far": tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
+    + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
+    "far_rows": (3, 3),
+    "far_size": (3, 3, 4),
+    "compiled_first": tuple(((5, 3), heads) for heads in PACKED_HEADS),
+    "compiled_next": (((5, 7), None), ((3, 4), None)),  # with the same heads
+    "gpu_rows": (2, 96),
+    "gpu_size": (32, 8, 128),
+    "bad_when_compiled": "k of another D",
+    "refused_on_cpu": "q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
+}
 SUBJECTS = (
     Subject(
         name="rope",
@@ -267,28 +283,11 @@ SUBJECTS = (
         ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
         + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
         large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
-        more_layouts={
-            "q": HEADS,
-            "k": HEADS,
-            "dq_rot": HEADS,
-            "dk_rot": HEADS,
-            "cos": ANGLES,
-            "sin": ANGLES,
-        },
-        far=tuple((name, dim) for name in ("q", "k", "dq_rot", "dk_rot") for dim in (0, 1, 2))
-        + tuple((name, dim) for name in ("cos", "sin") for dim in (0, 1)),
-        far_rows=(3, 3),
-        far_size=(3, 3, 4),
+        **OF_HEADS,
         saved=("cos", "sin"),
         in_a_graph=of_packed_heads,
-        compiled_first=tuple(((5, 3), heads) for heads in PACKED_HEADS),
-        compiled_next=(((5, 7), None), ((3, 4), None)),  # with the same heads
-        gpu_rows=(2, 96),
-        gpu_size=(32, 8, 128),
         workspace=lambda inputs: 2**20,
         bad_input=bad_input,
-        bad_when_compiled="k of another D",
-        refused_on_cpu="q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
         exempt={
             "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
             "rows_beyond_int32_in_memory": "tokens are not rows; rope_test has both orders",
