@@ -383,7 +383,25 @@ def distillation_8b() -> str:
     return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
 
 
+def trainer() -> str:
+    """TRL's SFTTrainer by whose layers and whose loss; gain: over the first row."""
+    rows = {
+        "`--kernels none`": "sft_none",
+        "`--opponent liger`": "sft_liger",
+        "`--kernels rmsnorm,swiglu,rope,fused_layer`": "sft_layers",
+        "`--kernels all`": "sft_all",
+    }
+    records, body = [load(name) for name in rows.values()], []
+    for label, run in zip(rows, records):
+        step, losses = Step.of(run), (f"{run['losses'][i]:.4f}" for i in (0, -1))
+        cells = f"{step.ms:.1f}", step.between(1), f"{run['tokens_per_second']:,.0f}"
+        gain = "" if run is records[0] else Step.of(records[0]).over(step)
+        body.append((label, *cells, gain, gb(run["peak_memory_bytes"]), *losses))
+    columns = "step, ms | p20–p80 | tokens/s | gain | peak, GB | loss, step 1 | step 8"
+    return table(body, f"{size_label(records[0])}, LoRA | {columns}")
+
+
 FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
-FUNCTIONS += families, durations, quality, distillation, distillation_8b
+FUNCTIONS += trainer, families, durations, quality, distillation, distillation_8b
 TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}
