@@ -254,7 +254,7 @@ def test_adapters_have_the_unpatched_gradients(kind, quantized):
     models = []
     for names in ((), MODEL_KERNELS):
         model = make_model(kind, **sizes)
-        model = with_adapters(quantize_model(model) if quantized else model)
+        model = with_adapters(quantize_model(model, "nf4") if quantized else model)
         models.append(apply_kernels(model, names))
     expected = loss_and_gradients(models[0])
     assert_same_step(models[1], expected)

@@ -48,7 +48,7 @@ def make_model(**settings) -> torch.nn.Module:
     config.update(settings)
     torch.manual_seed(0)
     model = architecture.build_model(config, torch.float32, DEVICE)
-    return quantize_model(uneven_norms(model))
+    return quantize_model(uneven_norms(model), "nf4")
 
 
 def assert_same_state(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -125,7 +125,7 @@ def test_one_graph_under_torch_compile():
 
 def test_projections_are_quantized_and_nothing_else():
     plain = loading.load_model(tiny_workload())
-    model = quantize_model(copy.deepcopy(plain))
+    model = quantize_model(copy.deepcopy(plain), "nf4")
     kinds = {name: type(module) for name, module in model.named_modules()}
     quantized = [name for name, kind in kinds.items() if kind is NF4Linear]
     assert len(quantized) == 7 * 2
@@ -147,7 +147,7 @@ def test_weights_are_those_of_load_model(pretrained, dtype, tmp_path):
         loading.load_model(tiny_workload("--seed", "4")).save_pretrained(tmp_path)
         workload = replace(workload, model=str(tmp_path))
     model = load_quantized(workload)
-    assert_same_state(model, quantize_model(loading.load_model(workload)))
+    assert_same_state(model, quantize_model(loading.load_model(workload), "nf4"))
     buffers = dict(loading.load_model(workload).named_buffers())
     found = dict(model.named_buffers())
     assert all(torch.equal(found[name], t) for name, t in buffers.items())
@@ -160,9 +160,9 @@ def test_drawn_weights_of_a_head_that_is_the_embedding():
     torch.manual_seed(5)
     plain = architecture.build_model(copy.deepcopy(config), torch.float32, DEVICE)
     torch.manual_seed(5)
-    model = draw_quantized(config, torch.float32)
+    model = draw_quantized(config, torch.float32, "nf4")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert_same_state(model, quantize_model(plain))
+    assert_same_state(model, quantize_model(plain, "nf4"))
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
@@ -185,9 +185,9 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
     def on_gpu(layer: torch.nn.Module) -> bool:
         return any(p.is_meta == pretrained and p.ndim > 1 for p in layer.parameters())
 
-    def count(layer: torch.nn.Module) -> None:
+    def count(layer: torch.nn.Module, kept_as: str) -> None:
         counts.append([on_gpu(each) for each in models[0].model.layers].count(True))
-        quantize_layer(layer)
+        quantize_layer(layer, kept_as)
 
     monkeypatch.setattr(patched_model, "quantize_layer", count)
     load_quantized(workload)
@@ -200,7 +200,7 @@ def test_the_peak_of_loading_is_that_of_one_layer():
     config.update({"num_hidden_layers": 4, "vocab_size": 1000})
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = draw_quantized(config, torch.bfloat16)
+    model = draw_quantized(config, torch.bfloat16, "nf4")
     kept = torch.cuda.memory_allocated() - before
     numbers = architecture.projection_weights(config)
     assert kept < 0.52 * 4 * numbers + 2 * 3 * 1000 * 4096
@@ -218,7 +218,7 @@ def test_what_cannot_be_quantized_is_refused_with_a_sentence():
     model = loading.load_model(tiny_workload())
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(UserError, match=r"up_proj .* infinite or NaN .*: leave --quantize out"):
-        quantize_model(model)
+        quantize_model(model, "nf4")
 
 
 # ---- With adapters -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_model_whose_projections_are_no_longer_plain_is_refused(change):
     """The adapters were quantized too, or nothing was, without a word."""
     model = change(loading.load_model(tiny_workload()))
     with pytest.raises(UserError, match=r"a layer's plain matrices are .*quantize once, before"):
-        quantize_model(model)
+        quantize_model(model, "nf4")
 
 
 def test_peft_takes_it_for_a_linear_layer():

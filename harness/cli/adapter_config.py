@@ -17,6 +17,7 @@ ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
 # by the words of --lora-targets: the projections that get adapters
 TARGETS = {"all": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
+SHARING = ATTENTION[:3], ATTENTION[3:], MLP[:2], MLP[2:]  # projections of one input
 SETTINGS = "lora_rank", "lora_alpha", "lora_targets"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MODEL_CONFIG = "config.json"  # transformers' name

@@ -32,7 +32,7 @@ DTYPES = "bf16", "fp32"
 SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
-FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"
+FP8_ALL, FP8_INPUTS, FP8_COMPACT = FP8_MODES = "all", "inputs", "compact"
 QUANTIZED = ("nf4",)
 # not averaged: the first steps compile kernels and fill the allocator's cache
 WARMUP_STEPS = 2
@@ -145,7 +145,8 @@ OF_FINETUNING = {
 OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
     "--fp8": row(
         "the fused layer's matrix products in FP8: all of them, or 'inputs', those that make "
-        f"outputs and inputs' gradients (default: {FP8_ALL})",
+        "outputs and inputs' gradients; 'compact', with LoRA: half the frozen weights' memory "
+        f"(default: {FP8_ALL})",
         nargs="?",
         const=FP8_ALL,
         choices=FP8_MODES,
@@ -271,8 +272,14 @@ RULES = read_rules(f"""
     $flag trains the weights: leave $other out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
---fp8 with --lora-rank, --adapter
-    $flag is for plain weights, $other for frozen ones beside adapters: leave one of the two out
+--fp8 {FP8_INPUTS} with --lora-rank, --adapter
+    $flag is about the gradients of weights, which $other freezes: take --fp8 {FP8_ALL}
+--fp8 {FP8_COMPACT} without --lora-rank, --adapter
+    $flag keeps weights that are frozen: take --fp8 {FP8_ALL}, or add --lora-rank R
+--fp8 with --quantize
+    $flag keeps frozen weights in 8 bits, $other in 4: leave one of the two out
+--fp8 and --lora-rank, --fp8 and --adapter without one process, --parallel ddp
+    $flag keeps the frozen weights whole in each process, which fsdp does not: add --parallel ddp
 --fp8 with --dtype fp32 and a CUDA GPU
     $flag stands for products of bf16, and --dtype is fp32: leave one of the two out
 --checkpoint-every *, --keep * without --checkpoint

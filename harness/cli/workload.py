@@ -69,6 +69,16 @@ class Workload:
         return self.batch_size * (self.world_size or 1)
 
     @property
+    def frozen_as(self) -> str | None:
+        """Return how frozen weights are kept: "nf4", "fp8 all", "fp8 compact"; None: as they are.
+
+        Where all weights are trained, none is frozen.
+        """
+        if self.lora_rank is None:
+            return None
+        return self.quantize or (f"fp8 {self.fp8}" if self.fp8 else None)
+
+    @property
     def is_on_the_page(self) -> bool:
         """Return True if a step is the one that finetune_baseline.py shows."""
         ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph

@@ -134,7 +134,8 @@ def said_of_base(folder: str) -> dict:
 
 def kept_as(workload: Workload) -> str:
     """Return how frozen weights are kept; digests compare only what is kept in one way."""
-    return f"{workload.quantize or 'plain'} {workload.dtype}"
+    form, _, _ = (workload.frozen_as or "plain").partition(" ")  # all modes of FP8 have one digest
+    return f"{form} {workload.dtype}"
 
 
 def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
@@ -226,23 +227,35 @@ def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Te
     return {in_file: weights[name] for name, in_file in names.items()}
 
 
-def merged_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
+def merged_weights(
+    model: torch.nn.Module, weights: dict, originals: dict | None = None
+) -> dict[str, torch.Tensor]:
     """Return the state_dict of the ordinary model in which the adapters are part of W.
 
     W + scaling * B @ A is computed in fp32, and rounded once.  The results are in the host's
     memory: a model that was trained with quantized weights need not fit the GPU without them.
+
+    Args:
+        weights: the model's state_dict, whole.
+        originals: W of quantized projections, by the names of an ordinary model's state_dict; None:
+            W is what the codes stand for.
     """
     merged = dict(weights)
+
+    def unquantized(name: str, layer: torch.nn.Module) -> torch.Tensor:
+        return layer.dequantized() if originals is None else originals[f"{name}.weight"]
+
     for name, module in model.named_modules():
         if has_adapter(module):
             base = module.base_layer
             quantized = hasattr(base, "dequantized")
-            w = base.dequantized() if quantized else weights[f"{name}.base_layer.weight"]
+            plain = f"{name}.base_layer.weight"
+            w = unquantized(name, base) if quantized else weights[plain]
             a, b = (weights[f"{name}.lora_{matrix}.{NAME}.weight"].float() for matrix in "AB")
             thin = b.to(w.device), a.to(w.device)
             weight = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME]).to(w.dtype)
         elif hasattr(module, "dequantized") and not name.endswith(".base_layer"):
-            weight = module.dequantized()
+            weight = unquantized(name, module)
         else:
             continue
         of_module = [key for key in merged if key.startswith(f"{name}.")]

@@ -41,6 +41,17 @@ def make_model(workload: Workload, config: PreTrainedConfig) -> torch.nn.Module:
     return for_training(load_weights(workload))
 
 
+def original_weights(workload: Workload) -> dict[str, torch.Tensor]:
+    """Return the state_dict of the workload's model before anything of it was quantized.
+
+    Pretrained weights are in the host's memory.  Drawn ones are where they are drawn.
+    """
+    config = begin(workload)
+    if draws_weights(workload.model, workload):
+        return make_model(workload, config).state_dict()
+    return load_weights(workload, "cpu").state_dict()
+
+
 def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
     """Return the pretrained model on a device."""
     with reading(f"the weights of {workload.model}"):

@@ -21,6 +21,7 @@ from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
 from harness.model.adapters import adapter_weights, facts_of_base, merged_weights, peft_config
 from harness.model.architecture import computing_differences, computing_fields
+from harness.model.loading import original_weights
 from harness.steps.parallel import whole_weights
 
 # transformers' names
@@ -75,7 +76,11 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
         return
     if workload.lora_rank is not None:
         weights = model.state_dict() if weights is None else weights
-        weights = (adapter_weights if adapters_alone else merged_weights)(model, weights)
+        if adapters_alone:
+            weights = adapter_weights(model, weights)
+        else:  # FP8 is a way to compute, and nobody asked for rounded weights
+            originals = original_weights(workload) if workload.fp8 else None
+            weights = merged_weights(model, weights, originals)
     try:
         with unfinished_folder(folder) as (unfinished, target):
             if adapters_alone:

@@ -34,7 +34,8 @@ A sum is also rounded less often: once, as it is stored.  peft rounds the thin p
 and the sum.
 
 A quantized base layer has a method `dequantized`, which makes the weight.  Forward and backward
-each call it, so that the weight is not kept.
+each call it, so that the weight is not kept.  Layers that multiply their codes have `results` and
+`input_gradient` besides, for all layers that share an input: frozen_fp8.py.
 
 Limits: no dropout, one adapter for each projection, all of one dtype; no second
 derivative.  Other modules run peft's own code: see `is_adapted`.
@@ -84,15 +85,24 @@ def products(x, scales, bases, tensors, add=True):
     if a:
         stacked = a[0] if len(a) == 1 else torch.cat(a)
         h = as_rows(x) @ stacked.t()
-    outs = []
-    of_each = zip(weights, biases, bases, parts(h, b), b, scales)
-    for weight, bias, base, h_one, b_one, scale in of_each:
-        weight = weight if base is None else base.dequantized()
-        out = linear(x, weight) if bias is None else biased(x, weight, bias)
+    outs = base_results(x, weights, biases, bases)
+    for out, h_one, b_one, scale in zip(outs, parts(h, b), b, scales):
         if add and b_one is not None:
             as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
-        outs.append(out)
     return outs, h, stacked
+
+
+def base_results(x, weights, biases, bases):
+    """Return a list of x @ w.t() + bias (..., O), each in memory of its own."""
+    if multiply_codes(bases):
+        outs = bases[0].results(as_rows(x), bases)  # (N, O)
+        outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases)]
+        return [unflattened(out, x) for out in outs]
+    weights = (w if base is None else base.dequantized() for w, base in zip(weights, bases))
+    return [
+        linear(x, weight) if bias is None else biased(x, weight, bias)
+        for weight, bias in zip(weights, biases)
+    ]
 
 
 def biased(x, weight, bias):
@@ -100,7 +110,11 @@ def biased(x, weight, bias):
 
     PyTorch's own is a view of a matrix, and autograd forbids to change a view that a Function made.
     """
-    out = torch.addmm(bias, as_rows(x), weight.t())  # (N, O)
+    return unflattened(torch.addmm(bias, as_rows(x), weight.t()), x)
+
+
+def unflattened(out, x):
+    """Return out (N, O) as (..., O), with x's other dimensions; autograd takes it for no view."""
     return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[1]))  # as in x @ w.t()
 
 
@@ -144,9 +158,13 @@ def parameter_gradients(x, douts, h, dh, scales, b, needed):
 
 def input_gradient(douts, dh, stacked, bases, weights):
     """Return dx (N, I), the sum over all projections.  At least one of douts is there."""
+    there = [each for each in zip(douts, bases, weights) if each[0] is not None]
     dx = None
-    for dout, base, weight in zip(douts, bases, weights):
-        if dout is not None:
+    if multiply_codes(bases):
+        douts, bases, _ = zip(*there)
+        dx = bases[0].input_gradient(douts, bases)
+    else:
+        for dout, base, weight in there:
             weight = weight if base is None else base.dequantized()
             dx = dout @ weight if dx is None else dx.addmm_(dout, weight)
     return dx if dh is None else dx.addmm_(dh, stacked)
@@ -258,6 +276,11 @@ def is_base(layer: torch.nn.Module) -> bool:
 def is_quantized(layer: torch.nn.Module) -> bool:
     """Return True if a layer's class has a method that makes the weight anew each time."""
     return hasattr(type(layer), "dequantized")
+
+
+def multiply_codes(bases: Sequence[torch.nn.Module | None]) -> bool:
+    """Return True if all of these layers multiply what their weights are kept as."""
+    return all(hasattr(type(base), "input_gradient") for base in bases)
 
 
 def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:

@@ -89,8 +89,8 @@ def run_step(config: PreTrainedConfig, workload: Workload, ledger: Ledger | None
     # transformers looks at positions; here they have no values
     with architecture.unpacked_sequences(), counted_launches(ledger.launches), ledger:
         model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
-        if workload.quantize:
-            quantize.quantize_model(model)
+        if workload.frozen_as:
+            quantize.quantize_model(model, workload.frozen_as)
         add_adapters(model, workload)
         if model.config._attn_implementation != "eager":
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION, meta_attention)

@@ -108,5 +108,7 @@ def layers_in_fp8(model: torch.nn.Module, workload: Workload) -> dict:
     if workload.fp8 is None:
         return {}
     layers = model.model.layers
+    if workload.frozen_as:  # every projection multiplies codes, whoever calls it
+        return {"fp8_layers": [len(layers), len(layers)]}
     n_fp8 = sum(isinstance(layer, DecoderLayer) for layer in layers)
     return {"fp8_layers": [n_fp8, len(layers)]}

@@ -34,14 +34,14 @@ def load(workload: Workload) -> torch.nn.Module:
     if workload.adapter is not None:
         # a wrong one is refused here, not after minutes of loading
         read_adapters(workload, load_config(workload))
-    load_base = load_quantized if workload.quantize else loading.load_model
+    load_base = load_quantized if workload.frozen_as else loading.load_model
     return add_adapters(load_base(workload), workload)
 
 
 def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Put the workload's kernels and FP8 into a model from `load`; return the model."""
     apply_kernels(model, model_kernels(workload.kernels))
-    if workload.fp8:
+    if workload.fp8 and not workload.frozen_as:
         fp8_layers(model, workload.fp8)
     return set_recompute(model, workload.recompute, workload.offload)
 
@@ -50,18 +50,18 @@ def load_quantized(workload: Workload) -> torch.nn.Module:
     """Return `load_model`'s model, quantized; the GPU has at most one layer that is not."""
     config = loading.begin(workload)
     if draws_weights(workload.model, workload):
-        model = draw_quantized(config, TORCH_DTYPES[workload.dtype])
+        model = draw_quantized(config, TORCH_DTYPES[workload.dtype], workload.frozen_as)
     else:
         model = for_training(load_weights(workload, "cpu"))
         for layer in model.model.layers:
-            quantize_layer(layer.to(DEVICE))
+            quantize_layer(layer.to(DEVICE), workload.frozen_as)
         model = model.to(DEVICE)
     if workload.pack:
         use_packed_attention(model)
     return model
 
 
-def draw_quantized(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+def draw_quantized(config: PreTrainedConfig, dtype: torch.dtype, kept_as: str) -> torch.nn.Module:
     """Draw the weights that `build_model` draws, each part on the device and in the same order.
 
     In `build_model` a module draws when it is made, and transformers draws again when all are made.
@@ -80,7 +80,7 @@ def draw_quantized(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Mod
             part.to_empty(device=DEVICE)
             part.apply(model._init_weights)
             if part in base.layers:
-                quantize_layer(part)
+                quantize_layer(part, kept_as)
     model.tie_weights()
     with torch.device(DEVICE):
         base.rotary_emb = type(base.rotary_emb)(config)  # its buffers are computed
