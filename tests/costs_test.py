@@ -279,6 +279,21 @@ def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products):
     assert without - within == pytest.approx(saved, rel=1e-9)
 
 
+def test_with_lora_fp8_takes_two_products_of_frozen_weights_but_for_the_first_inputs():
+    config = architecture.llama_3_1_8b_config()
+    workload = Workload(seq_len=512, lora_rank=16, lora_alpha=16, lora_targets="all", fp8="all")
+    of_all = 4 * 32 * 218_103_808 - 2 * 4096 * 6144  # q, k and v of the first layer
+    assert costs.fp8_flops_per_token(config, workload) == of_all
+    tokens, weights = 2 * 32 * 512, 2 * 32 * 218_103_808  # bytes of one number each
+    x, qkv, inner = 4096, 6144, 14_336
+    sizes = costs.sizes_of(config, workload)
+    inputs, gradients = 3 * x + inner, qkv + x + 2 * inner + x
+    assert sizes.quantized == tokens * (inputs + gradients) - tokens // 32 * qkv
+    assert sizes.transposed == 0
+    compact = costs.sizes_of(config, replace(workload, fp8="compact"))
+    assert compact.transposed == weights and compact.quantized == sizes.quantized
+
+
 def test_what_fp8_quantizes_and_transposes_in_a_step():
     """Numbers of LLaMA 3.1 8B, by hand: docs/fp8_layer.md has those per token."""
     config = architecture.llama_3_1_8b_config()

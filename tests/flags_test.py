@@ -56,9 +56,20 @@ finetune_optimized [--student-layers 1, --temperature 1]
 finetune_baseline [--lora-alpha 8, --lora-targets mlp, --merge]
 profile_baseline [--quantize nf4]
     FLAG is for LoRA: add --lora-rank R or --adapter DIR, or leave FLAG out
-profile_baseline --kernels all --fp8 [--lora-rank 2]
-finetune_optimized --kernels all --fp8 inputs [--adapter x]
-    OTHER is for plain weights, FLAG for frozen ones beside adapters: leave one of the two out
+profile_baseline --kernels all --lora-rank 2 --fp8 inputs
+    --fp8 inputs is about the gradients of weights, which --lora-rank freezes: take --fp8 all
+finetune_optimized --kernels all --adapter x --fp8 inputs
+    --fp8 inputs is about the gradients of weights, which --adapter freezes: take --fp8 all
+profile_baseline --kernels all --fp8 compact
+    --fp8 compact keeps weights that are frozen: take --fp8 all, or add --lora-rank R
+finetune_optimized --kernels all --lora-rank 2 --quantize nf4 --fp8
+    --fp8 keeps frozen weights in 8 bits, --quantize in 4: leave one of the two out
+torchrun finetune_optimized --kernels all --fp8 --lora-rank 2
+    --fp8 all keeps the frozen weights whole in each process, which fsdp does not: add --parallel
+    ddp
+torchrun profile_baseline --kernels all --fp8 compact --adapter x
+    --fp8 compact keeps the frozen weights whole in each process, which fsdp does not: add
+    --parallel ddp
 torchrun finetune_baseline [--cuda-graph, --offload]
 torchrun finetune_optimized [--teacher tiny, --ladder, --longest]
 torchrun profile_baseline [--estimate, --memory]
@@ -140,6 +151,13 @@ ALLOWED = [
     "torchrun finetune_baseline --lora-rank 2 --quantize nf4 --parallel ddp",
     "torchrun finetune_optimized --opponent liger --pack --accumulate 2",
     "finetune_optimized --kernels all --fp8 --dtype fp32 --pack",
+    "finetune_optimized --kernels all --lora-rank 2 --fp8",
+    "finetune_optimized --kernels all --lora-rank 2 --fp8 compact",
+    "finetune_optimized --kernels all --adapter x --fp8 compact --save x --merge",
+    "torchrun finetune_optimized --kernels all --fp8",
+    "torchrun finetune_optimized --kernels all --lora-rank 2",
+    "torchrun finetune_optimized --kernels all --lora-rank 2 --fp8 --parallel ddp",
+    "torchrun finetune_optimized --kernels all --adapter x --fp8 --parallel ddp",
     "finetune_optimized --opponent compile-reduce-overhead --accumulate 1",
     "GPU finetune_optimized --kernels all --stochastic-rounding --cuda-graph --steps 3",
     "GPU finetune_optimized --ladder --dtype fp32 --plot x.png",
@@ -279,10 +297,9 @@ PAGES = {  # a page, its words: command lines that are refused
         for beside in ("--opponent liger", "--teacher tiny", "--ladder", "--longest")
         for flag in ("--checkpoint", "--resume")
     ],
-    ("lora", "Only `--teacher`, `--fp8` and `--opponent torchao-...`"): [
+    ("lora", "Only `--teacher` and `--opponent torchao-...`"): [
         "finetune_optimized --teacher tiny --lora-rank 2",
         "finetune_optimized --opponent torchao-rowwise --lora-rank 2",
-        "profile_baseline --kernels all --fp8 --lora-rank 2",
     ],
     ("lora", "several processes need `--parallel ddp`"): [
         "torchrun finetune_baseline --lora-rank 2 --quantize nf4"

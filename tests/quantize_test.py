@@ -13,7 +13,7 @@ from harness.model import architecture, loading
 from harness.model.adapters import merged_weights
 from harness.model.patching import replace_modules
 from harness.profiling.kernel_facts import MODEL_KERNELS
-from next_steps.patches import patched_model
+from next_steps.patches import patched_model, quantize
 from next_steps.patches.apply_kernels import apply_kernels
 from next_steps.patches.patched_model import draw_quantized, load_quantized
 from next_steps.patches.quantize import NF4Linear, quantize_model
@@ -29,6 +29,7 @@ from tests.small_workloads import (
 )
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
+NF4 = "--lora-rank", "4", "--quantize", "nf4"
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -142,7 +143,7 @@ def test_projections_are_quantized_and_nothing_else():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pretrained", [False, True], ids=["drawn", "pretrained"])
 def test_weights_are_those_of_load_model(pretrained, dtype, tmp_path):
-    workload = tiny_workload("--dtype", dtype, "--seed", "3")
+    workload = tiny_workload("--dtype", dtype, "--seed", "3", *NF4)
     if pretrained:
         loading.load_model(tiny_workload("--seed", "4")).save_pretrained(tmp_path)
         workload = replace(workload, model=str(tmp_path))
@@ -170,10 +171,10 @@ def test_never_more_than_one_layer_is_on_the_gpu_in_its_own_dtype(
     pretrained, tmp_path, monkeypatch
 ):
     """The meta device stands for the GPU, or for the host's memory where weights are drawn."""
-    workload = tiny_workload()
+    workload = tiny_workload(*NF4)
     if pretrained:
         loading.load_model(workload).save_pretrained(tmp_path)
-        workload = tiny_workload("--model", str(tmp_path))
+        workload = tiny_workload("--model", str(tmp_path), *NF4)
         monkeypatch.setattr(patched_model, "DEVICE", "meta")
     counts, models = [], []
     quantize_layer = patched_model.quantize_layer
@@ -212,7 +213,7 @@ def test_the_peak_of_loading_is_that_of_one_layer():
 
 
 def test_what_cannot_be_quantized_is_refused_with_a_sentence():
-    with pytest.raises(UserError, match=r"gate_proj .* shape \(161, 30\), 4,830 numbers"):
+    with pytest.raises(UserError, match=r"gate_proj, .* shape \(161, 30\), 4,830 numbers"):
         config = {"hidden_size": 30, "intermediate_size": 161, "head_dim": 32}
         make_model(**config, num_attention_heads=2)
     model = loading.load_model(tiny_workload())
@@ -224,12 +225,13 @@ def test_what_cannot_be_quantized_is_refused_with_a_sentence():
 # ---- With adapters -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [with_adapters, quantize_model], ids=["adapters", "twice"])
-def test_a_model_whose_projections_are_no_longer_plain_is_refused(change):
+@pytest.mark.parametrize("kept_as", quantize.KINDS)
+def test_a_model_whose_projections_are_no_longer_plain_is_refused(kept_as):
     """The adapters were quantized too, or nothing was, without a word."""
-    model = change(loading.load_model(tiny_workload()))
-    with pytest.raises(UserError, match=r"a layer's plain matrices are .*quantize once, before"):
-        quantize_model(model, "nf4")
+    adapted, twice = (loading.load_model(tiny_workload()) for _ in range(2))
+    for model in (with_adapters(adapted), quantize_model(twice, kept_as)):
+        with pytest.raises(UserError, match=r"a layer's plain matrices are .*quantize once, bef"):
+            quantize_model(model, kept_as)
 
 
 def test_peft_takes_it_for_a_linear_layer():

@@ -32,7 +32,8 @@ DTYPES = "bf16", "fp32"
 SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
-FP8_ALL, FP8_INPUTS, FP8_COMPACT = FP8_MODES = "all", "inputs", "compact"
+FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
+FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
 QUANTIZED = ("nf4",)
 # not averaged: the first steps compile kernels and fill the allocator's cache
 WARMUP_STEPS = 2
@@ -149,7 +150,7 @@ OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
         f"(default: {FP8_ALL})",
         nargs="?",
         const=FP8_ALL,
-        choices=FP8_MODES,
+        choices=(*FP8_MODES, FP8_COMPACT),
     ),
 }
 OF_OPTIMIZED = {

@@ -15,7 +15,7 @@ import torch
 from harness.cli import adapter_config, flags
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.adapters import trained_count
+from harness.model.adapters import WITHOUT_GRADIENT, trained_count
 from harness.model.families import FAMILIES
 from harness.profiling.diagnose import flops_at_ceilings_us
 from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
@@ -77,10 +77,11 @@ def sizes_of(config, workload: Workload) -> Sizes:
 
 
 def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
-    """Return `quantized` and `transposed` of Sizes, as fp8_layer.py does it; nothing without FP8.
+    """Return `quantized` and `transposed` of Sizes; nothing without FP8.
 
-    Weights that are transposed come in as bf16: three bytes, not two.  `per_layer` are bytes of one
-    number for each token in each layer, `copies` of one for each layer and micro-batch.
+    So fp8_layer.py does it, and with LoRA frozen_fp8.py.  Weights that fp8_layer.py transposes come
+    in as bf16: three bytes, not two.  `per_layer` are bytes of one number for each token in each
+    layer, `copies` of one for each layer and micro-batch.
     """
     if workload.fp8 is None:
         return {}
@@ -90,10 +91,17 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     sharing = adapter_config.ATTENTION[:3], adapter_config.MLP[:2]  # projections of one input
     qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
     results = qkv + rows["o_proj"] + rows["down_proj"]  # their gradients come in bf16
+    inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
+    if workload.frozen_as:
+        first = sum(rows[name] for name in WITHOUT_GRADIENT[workload.lora_targets])
+        unused = per_layer // config.num_hidden_layers * first  # no gradients arrive there
+        return {
+            "quantized": per_layer * (inputs + results + gate_up) - unused,
+            "transposed": weights if workload.fp8 == flags.FP8_COMPACT else 0,
+        }
     if workload.fp8 == flags.FP8_INPUTS:
         numbers = columns["o_proj"] + results + gate_up
         return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
-    inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
     return {
         "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
         "transposed": weights * 3 // 2 + per_layer * (results + gate_up + inputs),
@@ -121,13 +129,21 @@ def least_ms(
     one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
     sizes = sizes_of(config, one)
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
-    # --fp8 takes over 2 FLOPs for each weight, in each of up to 3 products
-    n_products = {None: 0, flags.FP8_INPUTS: 2, flags.FP8_ALL: 3}[workload.fp8]
-    n_weights = config.num_hidden_layers * architecture.projection_weights(config)
-    in_fp8 = 2.0 * n_products * n_weights  # per token
-    flops = n_tokens * flops_per_token, n_tokens * in_fp8
+    flops = n_tokens * flops_per_token, n_tokens * fp8_flops_per_token(config, workload)
     flops_us = flops_at_ceilings_us(*flops, ceilings)
     return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
+
+
+def fp8_flops_per_token(config, workload: Workload) -> float:
+    """Return the FLOPs of a token that --fp8 takes over: 2 for each weight in each product."""
+    if workload.fp8 is None:
+        return 0.0
+    n_weights = config.num_hidden_layers * architecture.projection_weights(config)
+    if workload.frozen_as:  # outputs and inputs' gradients, but where none is needed
+        shapes = architecture.projection_shapes(config)
+        names = WITHOUT_GRADIENT[workload.lora_targets]
+        return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
+    return (4.0 if workload.fp8 == flags.FP8_INPUTS else 6.0) * n_weights
 
 
 class Operand(NamedTuple):

@@ -39,7 +39,7 @@ FAULTS = {
     ],
     "test_quantized_weight_is_made_in_the_forward_and_in_the_backward_and_not_kept": [
         ("another weight in the backward", "            weight = weight if base is None else base.dequantized()\n", "            weight = weight if base is None else base.weight\n"),
-        ("the weight as it is kept", "base.dequantized()\n        out =", "base.weight\n        out ="),
+        ("the weight as it is kept", "base.dequantized() for w, base", "base.weight for w, base"),
     ],
     "test_what_peft_makes_otherwise_runs_pefts_code": [
         ("dropout bypassed", "without_dropout and linears", "linears"),
