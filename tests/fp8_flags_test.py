@@ -79,7 +79,7 @@ def test_other_runs_say_nothing_of_it(run_script, tmp_path, small_model):
 def test_the_mode_reaches_the_layers(small_model):
     for mode in ("all", "inputs"):
         model, *_ = kernel_training.prepare(workload_of(*SMALL, *FP8, mode))
-        assert [layer.fp8 for layer in model.model.layers] == [mode]
+        assert [layer.casts.mode for layer in model.model.layers] == [mode]
 
 
 def test_a_run_is_not_resumed_with_other_products():

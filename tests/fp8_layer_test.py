@@ -5,6 +5,7 @@ What is rounded, and how, is asked in fp8_kernel_test.py and fp8_casts_test.py.
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -16,8 +17,14 @@ from harness.cli.command_line import UserError
 from harness.cli.flags import RECOMPUTE
 from harness.model import architecture
 from harness.model.loading import load_model
+from harness.steps import stepping
 from next_steps.layers import fp8_layer
-from next_steps.layers.fp8_layer import FP8LinearFunction, FP8MLPFunction, NormFP8LinearFunction
+from next_steps.layers.fp8_layer import (
+    Casts,
+    FP8LinearFunction,
+    FP8MLPFunction,
+    NormFP8LinearFunction,
+)
 from next_steps.lessons.fp8_casts import (
     rmsnorm_fp8_reference,
     swiglu_fp8_backward_reference,
@@ -31,7 +38,7 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from next_steps.patches import fp8_model
-from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels
+from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, make_optimizer
 from next_steps.patches.fp8_model import fp8_layers, layers_in_fp8
 from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
@@ -163,7 +170,7 @@ def hold(found, expected, allowed=ALLOWED):
 def linear_case(mode):
     x, (w,), dout = tokens(), weights((OUT[0], H)), drawn(N, OUT[0], seed=9)
     x_leaf, w_leaf = leaves(x, w)
-    out = FP8LinearFunction.apply(x_leaf, mode, w_leaf)
+    out = FP8LinearFunction.apply(x_leaf, Casts(mode), w_leaf)
     out.backward(dout)
     found = {"out": out, "dx": x_leaf.grad, "dw": w_leaf.grad}
     exact = mode == flags.FP8_INPUTS
@@ -197,7 +204,7 @@ def norm_case(mode):
     biases = [drawn(o, seed=20 + i) for i, o in enumerate(OUT)]
     x_leaf, norm_leaf, *tensors = leaves(x, norm_weight, *interleaved(ws, biases))
     w_leaves, bias_leaves = tensors[::2], tensors[1::2]
-    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, mode, *tensors)
+    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, Casts(mode), *tensors)
     torch.autograd.backward([residual, *outs], [dresidual, *douts])
     found = {"residual": residual, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
     found |= {f"out{i}": out for i, out in enumerate(outs)}
@@ -234,7 +241,7 @@ def mlp_case(mode):
     w_gate, w_up, w_down = ws = weights((I, H), (I, H), (H, I))
     dout, dresidual = drawn(N, H, seed=7), drawn(N, H, seed=8)
     x_leaf, norm_leaf, *w_leaves = leaves(x, norm_weight, *ws)
-    residual, out = FP8MLPFunction.apply(x_leaf, norm_leaf, EPS, mode, *w_leaves)
+    residual, out = FP8MLPFunction.apply(x_leaf, norm_leaf, EPS, Casts(mode), *w_leaves)
     torch.autograd.backward([residual, out], [dresidual, dout])
     names = "gate", "up", "down"
     found = {"residual": residual, "out": out, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
@@ -244,9 +251,10 @@ def mlp_case(mode):
     # of it may be another code.
     y = rmsnorm_reference(x, norm_weight, EPS)
     codes, _ = rmsnorm_fp8_reference(x, norm_weight, EPS)
-    both, _ = fp8_layer.results(codes, [w_gate, w_up])
-    _, scale_down = fp8_layer.results(quantize_rows_reference(drawn(N, I)), [w_down])
-    dinner = fp8_layer.input_gradient(quantize_rows_reference(dout), [w_down], scale_down)
+    here = Casts(mode), ""
+    both, _ = fp8_layer.results(codes, [w_gate, w_up], *here)
+    _, scale_down = fp8_layer.results(quantize_rows_reference(drawn(N, I)), [w_down], *here)
+    dinner = fp8_layer.input_gradient(quantize_rows_reference(dout), [w_down], scale_down, *here)
     gate, up = both.chunk(2, dim=1)
     dboth, inner = swiglu_fp8_backward_reference(dinner, gate, up)
     if mode == flags.FP8_INPUTS:
@@ -310,7 +318,7 @@ def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exa
     x, (w,) = drawn(n_rows, H), weights((OUT[0], H))
     dout = drawn(n_rows, OUT[0], seed=3)
     x_leaf, w_leaf = leaves(x, w)
-    out = FP8LinearFunction.apply(x_leaf, flags.FP8_ALL, w_leaf)
+    out = FP8LinearFunction.apply(x_leaf, Casts(flags.FP8_ALL), w_leaf)
     out.backward(dout)
     assert torch.equal(w_leaf.grad, dout.t() @ x)
     hold({"out": out}, {"out": rounded(x) @ rounded(w).t()})
@@ -330,7 +338,7 @@ def test_only_what_needs_a_gradient_is_multiplied(
     ws = weights(*((o, H) for o in OUT))
     for i in trained:
         ws[i].requires_grad_()
-    arguments = x, norm_weight, EPS, flags.FP8_ALL, *interleaved(ws)
+    arguments = x, norm_weight, EPS, Casts(flags.FP8_ALL), *interleaved(ws)
     _, *outs = NormFP8LinearFunction.apply(*arguments)
     torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     alone = [(OUT[i], H) for i in trained] if len(trained) < 3 else [(sum(OUT), H)]
@@ -341,13 +349,13 @@ def test_only_what_needs_a_gradient_is_multiplied(
 def test_a_token_that_is_nan_stays_alone():
     x, (w,) = drawn(N, H), weights((OUT[0], H))
     x[5, 2] = torch.nan
-    out = FP8LinearFunction.apply(x, flags.FP8_ALL, w)
+    out = FP8LinearFunction.apply(x, Casts(flags.FP8_ALL), w)
     assert out[5].isnan().all() and out.isnan().any(1).sum() == 1
 
 
 def test_unused_results_have_no_gradient():
     x, norm_weight, *ws = leaves(tokens(), drawn(H), *weights(*((o, H) for o in OUT)))
-    arguments = x, norm_weight, EPS, flags.FP8_ALL, *interleaved(ws)
+    arguments = x, norm_weight, EPS, Casts(flags.FP8_ALL), *interleaved(ws)
     _, _, k, _ = NormFP8LinearFunction.apply(*arguments)
     k.sum().backward()
     assert [w.grad is None for w in ws] == [True, False, True]
@@ -361,7 +369,7 @@ def test_unused_results_have_no_gradient():
 @MODES
 def test_a_second_derivative_is_refused(mode):
     x, (w,) = tokens(), weights((OUT[0], H))
-    out = FP8LinearFunction.apply(*leaves(x), mode, *leaves(w))
+    out = FP8LinearFunction.apply(*leaves(x), Casts(mode), *leaves(w))
     with pytest.raises(RuntimeError, match="no second derivative"):
         out.sum().backward(create_graph=True)
 
@@ -577,7 +585,9 @@ def test_an_unknown_mode_is_refused():
 
 def test_another_mode_for_a_model_in_fp8_is_taken():
     model = fp8_layers(make_model("all"), "inputs")
-    assert counted(model) == [2, 2] and {layer.fp8 for layer in model.model.layers} == {"inputs"}
+    assert counted(model) == [2, 2] and {layer.casts.mode for layer in model.model.layers} == {
+        "inputs"
+    }
 
 
 def biased(layer):
@@ -602,3 +612,70 @@ def test_a_gpu_without_fp8_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     with pytest.raises(UserError, match="--fp8: Old GPU is of sm_80"):
         fp8_layers(make_model(), "all")
+
+
+# ---- Several micro-batches ----------------------------------------------------------------------
+
+
+def counted_casts(monkeypatch) -> Counter:
+    """How often weights are rounded from now on, by function."""
+    calls = Counter()
+    for name in ("quantize_stacked", "quantize_transposed"):
+        cast = getattr(fp8_layer, name)
+        monkeypatch.setattr(
+            fp8_layer,
+            name,
+            lambda *a, name=name, cast=cast, **k: calls.update([name]) or cast(*a, **k),
+        )
+    return calls
+
+
+def test_weights_are_rounded_once_in_a_step_from_the_second_step_on(monkeypatch):
+    """Two layers of four groups each; in the first step anew in each of three micro-batches."""
+    calls, model = counted_casts(monkeypatch), make_model("all")
+    optimizer = make_optimizer(model, 1e-2, ["adamw"])
+    counts = []
+    for _ in range(3):
+        stepping.training_step(model, optimizer, [batch()] * 3)
+        counts.append([calls[name] for name in ("quantize_stacked", "quantize_transposed")])
+        calls.clear()
+        assert all(layer.casts.kept is None for layer in model.model.layers)
+    assert counts == [[24, 24], [8, 8], [8, 8]]
+    stepping.training_step(model, optimizer, [batch()])
+    assert calls["quantize_stacked"] == calls["quantize_transposed"] == 8
+    assert all(layer.casts.kept is None for layer in model.model.layers)
+
+
+def test_kept_codes_change_no_number():
+    losses = []
+    for keeps in (True, False):
+        model = make_model("all")
+        if not keeps:
+            del model.between_micro_batches
+        optimizer = make_optimizer(model, 1e-2, ["adamw"])
+        batches = [batch(), batch()]
+        losses.append([stepping.training_step(model, optimizer, batches) for _ in range(4)])
+        losses[-1] += [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(*losses))
+    assert not torch.equal(losses[0][0], losses[0][3])
+
+
+@pytest.mark.parametrize("one_more", [0, 1])
+def test_codes_are_kept_where_they_fit_beside_the_peak(monkeypatch, one_more):
+    model = make_model("all")
+    n_bytes = 2 * sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1_000_000))
+    peak = 949_999 - n_bytes + one_more
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    assert model.between_micro_batches.finds_room() == (not one_more)
+
+
+def test_an_interrupted_step_keeps_nothing():
+    model = make_model("all")
+    model.between_micro_batches.n_steps = 1
+    with pytest.raises(KeyboardInterrupt), model.between_micro_batches():
+        loss_and_gradients(model, batch())
+        assert all(len(layer.casts.kept) == 8 for layer in model.model.layers)
+        raise KeyboardInterrupt
+    assert all(layer.casts.kept is None for layer in model.model.layers)

@@ -77,10 +77,13 @@ def training_step(
         return loss.detach()
 
     accumulating = getattr(optimizer, "accumulating", contextlib.nullcontext)
-    with accumulating(), parallel.unreduced(model):
-        # added one by one: a compiled model writes over the loss that it returned before
-        loss_before = sum(add_gradients(batch) for batch in earlier)
-    loss = add_gradients(last)
+    inner = getattr(model, "module", model)  # of DDP
+    keeping = getattr(inner, "between_micro_batches", None) if earlier else None
+    with keeping() if keeping else contextlib.nullcontext():
+        with accumulating(), parallel.unreduced(model):
+            # added one by one: a compiled model writes over the loss that it returned before
+            loss_before = sum(add_gradients(batch) for batch in earlier)
+        loss = add_gradients(last)
     with torch.profiler.record_function("optimizer"):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

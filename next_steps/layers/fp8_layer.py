@@ -26,17 +26,22 @@ Only the weights' largest scale is kept in FP8 from forward to backward.  With i
 `quantize_transposed` rounds and turns the weights in one pass.  Each norm's and o's x is kept in
 bf16, and so are gate and up: what fused_layer.py keeps at the level mlp of recompute.py.
 
-`mode` says how the weights' gradients are made:
+`Casts.mode` says how the weights' gradients are made:
 
     all      by products of FP8, too
     inputs   by products of the bf16 tensors, as without FP8.  A step whose tokens are no multiple
              of 16 makes them so, too
+
+`Casts.kept` keeps the weights' codes from one micro-batch to the next: two bytes for each number.
 
 All other parts of the model, its weights, their gradients and the optimizer stay in bf16.
 
 Limits: a bias at q, k and v alone, no adapter, no quantized weight, O and I multiples of 16; no
 second derivative.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -56,15 +61,34 @@ from next_steps.lessons.fp8_kernel import (
 from next_steps.lessons.swiglu_kernel import swiglu_backward
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward
 
+QKV, O, GATE_UP, DOWN = "qkv", "o", "gate, up", "down"  # projections that share an input
+
+
+class Casts(NamedTuple):
+    """How a layer rounds to FP8."""
+
+    mode: str  # of flags.FP8_MODES
+    kept: dict[str, Rows] | None = None  # the weights' codes, until a step ends; None: none is kept
+
+    def once(self, name: str, make: Callable[[], Rows]) -> Rows:
+        """Return what `make` returns, or what it returned before if that is kept."""
+        if self.kept is None:
+            return make()
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+
 # ---- The products
 #
 # Projections share x (N, I).  Their weights (O, I) lie one below the other, their results and the
 # results' gradients side by side: (N, sum of O).  `scale` () is the largest of the weights' scales.
+# `name` is what a layer calls these projections.
 
 
-def results(x, weights):
+def results(x, weights, casts, name):
     """Return x @ w.t() of Rows x (N, I), for all of the weights: (N, sum of O); and scale."""
-    rows = quantize_stacked(*weights)  # (sum of O, I)
+    rows = casts.once(name, lambda: quantize_stacked(*weights))  # (sum of O, I)
     return fp8_product(x, rows, weights[0].dtype, fast=True), rows.scales.amax()
 
 
@@ -73,9 +97,11 @@ def bias_gradients(douts, needed):
     return [dout.sum(0) if need else None for dout, need in zip(douts, needed)]
 
 
-def input_gradient(dout, weights, scale):
+def input_gradient(dout, weights, scale, casts, name):
     """Return dx (N, I), the sum over all of the weights, of Rows dout (N, sum of O)."""
-    turned = quantize_transposed(*weights, scale=scale)  # (I, sum of O)
+    turned = casts.once(  # (I, sum of O)
+        f"{name}, turned", lambda: quantize_transposed(*weights, scale=scale)
+    )
     return fp8_product(dout, turned, weights[0].dtype, fast=True)
 
 
@@ -102,7 +128,7 @@ def takes_weight_gradients(mode: str, n_rows: int) -> bool:
     return mode == FP8_ALL and takes_fp8(n_rows)
 
 
-def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, weights, needed):
+def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, weights, name, needed):
     """Return dx (..., H), dnorm_weight (H,) and dw (O, H) of each weight, or None: see `needed`.
 
     A norm and projections have made their results of x (..., H).
@@ -123,7 +149,7 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
     if not (need_x or need_norm_weight):
         return [None, None, *gradients]
 
-    dy = input_gradient(dout, weights, scale)  # (N, H)
+    dy = input_gradient(dout, weights, scale, ctx.casts, name)  # (N, H)
     dx, dnorm_weight = rmsnorm_backward(dy.view(x.shape), x, norm_weight, rstd, need_norm_weight)
     if dresidual is not None:
         dx.add_(dresidual)
@@ -131,7 +157,7 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
 
 
 class NormFP8LinearFunction(torch.autograd.Function):
-    """`.apply(x, norm_weight, eps, mode, *tensors)`: x, and RMSNorm(x) @ w.t() + bias for each w.
+    """`.apply(x, norm_weight, eps, casts, *tensors)`: x, and RMSNorm(x) @ w.t() + bias for each w.
 
     x (..., H), norm_weight (H,).  The tensors are w (O, H) and bias (O,), or None, of one
     projection after the other; all have a bias or none has.  The results are (..., H) and (..., O).
@@ -139,14 +165,14 @@ class NormFP8LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, mode, *tensors):
+    def forward(ctx, x, norm_weight, eps, casts, *tensors):
         weights, biases = tensors[::2], tensors[1::2]
         y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
-        out, scale = results(y, weights)
+        out, scale = results(y, weights, casts, QKV)
         if biases[0] is not None:
             out += torch.cat(biases)
         out = out.view(*x.shape[:-1], -1)
-        ctx.eps, ctx.mode = eps, mode
+        ctx.eps, ctx.casts = eps, casts
         ctx.set_materialize_grads(False)  # None, not zeros, for a result that nobody used
         ctx.save_for_backward(x, norm_weight, rstd, scale, *weights)
         return x.view_as(x), *out.split([len(weight) for weight in weights], dim=-1)
@@ -159,16 +185,17 @@ class NormFP8LinearFunction(torch.autograd.Function):
         need_weights, need_biases = needed[::2], needed[1::2]
         gradients = [None] * len(needed)
         used = [i for i, dout in enumerate(douts) if dout is not None]
+        name = QKV if len(used) == len(douts) else f"{QKV} {used}"
         if not used:
             return dresidual, None, None, None, *gradients
 
         douts = [as_rows(douts[i]) for i in used]  # (N, O)
         needed = [need_x, need_norm_weight, *(need_weights[i] for i in used)]
-        in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
+        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(douts[0]))
         dout = quantize_rows(*douts) if in_fp8 or any(needed[:2]) else None  # (N, sum of O)
         saved = ctx, x, norm_weight, rstd, scale, [weights[i] for i in used]
         exact = None if in_fp8 else douts
-        dx, dnorm_weight, *found = norm_gradients(dout, exact, dresidual, *saved, needed)
+        dx, dnorm_weight, *found = norm_gradients(dout, exact, dresidual, *saved, name, needed)
         of_biases = bias_gradients(douts, (need_biases[i] for i in used))
         for i, *of_one in zip(used, found, of_biases):
             gradients[2 * i : 2 * i + 2] = of_one
@@ -176,16 +203,16 @@ class NormFP8LinearFunction(torch.autograd.Function):
 
 
 class FP8LinearFunction(torch.autograd.Function):
-    """`.apply(x, mode, weight)`: x @ weight.t() of x (..., I), weight (O, I).
+    """`.apply(x, casts, weight)`: x @ weight.t() of x (..., I), weight (O, I).
 
     The backward rounds x again.  So x is kept as it is, which takes no memory where x is kept
     anyway.
     """
 
     @staticmethod
-    def forward(ctx, x, mode, weight):
-        out, scale = results(quantize_rows(as_rows(x)), [weight])
-        ctx.mode, ctx.shape = mode, x.shape
+    def forward(ctx, x, casts, weight):
+        out, scale = results(quantize_rows(as_rows(x)), [weight], casts, O)
+        ctx.casts, ctx.shape = casts, x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, scale)
         return out.view(*x.shape[:-1], -1)
 
@@ -195,29 +222,30 @@ class FP8LinearFunction(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         need_x, _, need_weight = ctx.needs_input_grad
         douts = [as_rows(dout)]  # (N, O)
-        in_fp8 = takes_weight_gradients(ctx.mode, len(douts[0]))
+        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(douts[0]))
         rounded = quantize_rows(*douts) if in_fp8 or need_x else None
         dx = dw = None
         if need_weight:
             x = quantize_rows(as_rows(x)) if in_fp8 else as_rows(x)  # again
             (dw,) = weight_gradients(rounded if in_fp8 else douts, x, [weight], [True])
         if need_x:
-            dx = input_gradient(rounded, [weight], scale).view(ctx.shape)
+            dx = input_gradient(rounded, [weight], scale, ctx.casts, O).view(ctx.shape)
         return dx, None, dw
 
 
 class FP8MLPFunction(torch.autograd.Function):
-    """`.apply(x, norm_weight, eps, mode, w_gate, w_up, w_down)`: x, and the MLP of RMSNorm(x).
+    """`.apply(x, norm_weight, eps, casts, w_gate, w_up, w_down)`: x, and the MLP of RMSNorm(x).
 
     Both results are (..., H).  norm_weight (H,), w_gate and w_up (I, H), w_down (H, I).
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, mode, w_gate, w_up, w_down):
+    def forward(ctx, x, norm_weight, eps, casts, w_gate, w_up, w_down):
         y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
-        both, scale = results(y, [w_gate, w_up])  # (N, 2 I), ()
-        out, scale_down = results(swiglu_fp8(*both.chunk(2, dim=1)), [w_down])
-        ctx.eps, ctx.mode = eps, mode
+        both, scale = results(y, [w_gate, w_up], casts, GATE_UP)  # (N, 2 I), ()
+        inner = swiglu_fp8(*both.chunk(2, dim=1))
+        out, scale_down = results(inner, [w_down], casts, DOWN)
+        ctx.eps, ctx.casts = eps, casts
         ctx.set_materialize_grads(False)
         scales = scale, scale_down
         ctx.save_for_backward(x, norm_weight, rstd, both, *scales, w_gate, w_up, w_down)
@@ -232,9 +260,9 @@ class FP8MLPFunction(torch.autograd.Function):
             return dresidual, *[None] * 6
 
         dout, (gate, up) = as_rows(dout), both.chunk(2, dim=1)  # (N, H), (N, I)
-        in_fp8 = takes_weight_gradients(ctx.mode, len(dout))
+        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(dout))
         rounded = quantize_rows(dout)
-        dinner = input_gradient(rounded, [w_down], scale_down)  # (N, I)
+        dinner = input_gradient(rounded, [w_down], scale_down, ctx.casts, DOWN)  # (N, I)
         dw_down = douts = None
         if in_fp8:
             dboth, inner = swiglu_fp8_backward(dinner, gate, up)  # (N, 2 I), (N, I)
@@ -247,21 +275,28 @@ class FP8MLPFunction(torch.autograd.Function):
         del dinner, inner, rounded  # memory for what follows
         saved = ctx, x, norm_weight, rstd, scale, weights
         needed = need_x, need_norm_weight, *need_weights
-        dx, dnorm_weight, *gradients = norm_gradients(dboth, douts, dresidual, *saved, needed)
+        dx, dnorm_weight, *gradients = norm_gradients(
+            dboth, douts, dresidual, *saved, GATE_UP, needed
+        )
         return dx, dnorm_weight, None, None, *gradients, dw_down
 
 
-def qkv_fp8(x, norm, attention, mode):
+def qkv_fp8(x, norm, attention, casts):
     """Return x (..., H), and q, k and v of norm(x); norm is a TritonRMSNorm or a LlamaRMSNorm."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     tensors = [t for projection in projections for t in (projection.weight, projection.bias)]
-    x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *tensors)
+    x, q, k, v = NormFP8LinearFunction.apply(x, norm.weight, norm.variance_epsilon, casts, *tensors)
     # Attention keeps v.  If v were columns of one matrix, v would keep q and k alive.  In LLaMA 3.1
     # 8B these are five times as large, and nobody needs them once they are rotated.
     return x, q, k, v.contiguous()
 
 
-def mlp_fp8(x, norm, mlp, mode):
+def o_fp8(x, attention, casts):
+    """Return attention's output (..., H) of what its heads attended to, x (..., heads * D)."""
+    return FP8LinearFunction.apply(x, casts, attention.o_proj.weight)
+
+
+def mlp_fp8(x, norm, mlp, casts):
     """Return x (..., H), and mlp(norm(x)); the MLP is a TritonLlamaMLP or a LlamaMLP."""
     weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-    return FP8MLPFunction.apply(x, norm.weight, norm.variance_epsilon, mode, *weights)
+    return FP8MLPFunction.apply(x, norm.weight, norm.variance_epsilon, casts, *weights)

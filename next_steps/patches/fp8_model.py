@@ -6,7 +6,7 @@ computes with the Functions of fp8_layer.py.  In each call it asks whether these
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,25 +15,27 @@ from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
-from next_steps.layers.fp8_layer import FP8LinearFunction, mlp_fp8, qkv_fp8
+from next_steps.layers.fp8_layer import Casts, mlp_fp8, o_fp8, qkv_fp8
 from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
 from next_steps.patches import apply_kernels
+
+SHARE = 0.95  # of a GPU's memory, that tensors may fill
 
 
 class DecoderLayer(torch.nn.Module):
     """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16."""
 
-    fp8 = FP8_ALL  # of flags.FP8_MODES; `fp8_layers` sets it
+    casts = Casts(FP8_ALL)  # `fp8_layers` sets it, and `KeptCodes` while it keeps
 
     def compute(self, hidden_states, **kwargs):
         """Do what the layer does, in FP8 where all projections fit."""
         if not takes_layer(self, hidden_states.dtype):
             return super().compute(hidden_states, **kwargs)
-        attention = self.self_attn
-        residual, *projected = qkv_fp8(hidden_states, self.input_layernorm, attention, self.fp8)
+        attention, casts = self.self_attn, self.casts
+        residual, *projected = qkv_fp8(hidden_states, self.input_layernorm, attention, casts)
         attended, _ = apply_kernels.attend(attention, *projected, **kwargs)
-        residual = residual + FP8LinearFunction.apply(attended, self.fp8, attention.o_proj.weight)
-        residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, self.fp8)
+        residual = residual + o_fp8(attended, attention, casts)
+        residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, casts)
         return residual + out
 
 
@@ -71,7 +73,7 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
         if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
             if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
-                layer.__class__, layer.fp8 = in_fp8, mode
+                layer.__class__, layer.casts = in_fp8, Casts(mode)
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
@@ -80,7 +82,42 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):
         warnings.warn(f"{given}, those that are {expected}.", stacklevel=2)
+    model.between_micro_batches = KeptCodes(layers)
     return model
+
+
+class KeptCodes:
+    """A context around a step of several micro-batches: no weight changes before its end.
+
+    The layers keep the codes of their weights meanwhile, if there is room for them on the GPU.  The
+    first step keeps nothing, and shows how much room the others will have.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]):
+        self.layers = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+        self.n_steps, self.has_room = 0, False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self.n_steps == 1:
+            self.has_room = self.finds_room()
+        self.n_steps += 1
+        for layer in self.layers if self.has_room else ():
+            layer.casts = layer.casts._replace(kept={})
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.casts = layer.casts._replace(kept=None)
+
+    def finds_room(self) -> bool:
+        """Return True if the codes fit beside the most that was allocated until now."""
+        if not self.layers[0].mlp.down_proj.weight.is_cuda:
+            return True
+        matrices = (p for layer in self.layers for p in layer.parameters() if p.ndim == 2)
+        n_bytes = 2 * sum(p.numel() for p in matrices)  # as they are, and turned
+        _, total = torch.cuda.mem_get_info()
+        return torch.cuda.max_memory_allocated() + n_bytes < SHARE * total
 
 
 @contextlib.contextmanager
