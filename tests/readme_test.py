@@ -21,7 +21,7 @@ import finetune_optimized
 import profile_baseline
 from next_steps.comparisons import sweep_kernels
 from next_steps.hugging_face import kernel_repository, sft
-from next_steps.studies import fp8_study, frontier, make_samples, scaling
+from next_steps.studies import fp8_study, frontier, make_samples, scaling, weight_values
 from tests import packaged_model
 from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
 from tools.fill_pages import MARKED
@@ -57,6 +57,7 @@ MODULES = {
     "next_steps.studies.fp8_study": fp8_study,
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.make_samples": make_samples,
+    "next_steps.studies.weight_values": weight_values,
     "next_steps.hugging_face.kernel_repository": kernel_repository,
     "next_steps.hugging_face.sft": sft,
     "tests.packaged_model": packaged_model,
