@@ -19,9 +19,7 @@ def test_the_formula_by_hand():
     """6 x 7,504,658,432 weights + 6 x 32 layers x 4,096 x 4,096 = 48.249 GFLOP a token."""
     assert 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096 == 48_249_176_064
     found = speed_cells(STATION)
-    assert (
-        found["TFLOP/s"] == "1,398"
-    )  # 28,966 x 0.048249; without the head 1,306
+    assert found["TFLOP/s"] == "1,398"  # 28,966 x 0.048249; without the head 1,306
     assert found["MFU"] == "56 %"  # of 2,500
     assert found["shape"] == "4 × 4,096 × 16"
     assert speed_cells(STATION | {"precision": "FP8, LoRA"})["MFU"] == "28 %"

