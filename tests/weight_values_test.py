@@ -2,11 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harness.cli.command_line import RunError
+from harness.cli.command_line import RunError, UserError
 from harness.cli.workload import Workload
 from harness.model.loading import load_model
 from harness.records import run_records
@@ -48,6 +49,13 @@ def test_the_spreads_are_those_of_a_trained_model(tmp_path):
     assert TRAINED["lm_head"] == TRAINED["embed_tokens"]
     for name, expected in found.items():
         assert expected == pytest.approx(TRAINED[name], abs=0.0011), name
+
+
+def test_a_model_with_other_weights_is_refused():
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(2, 2)})
+    model.config = SimpleNamespace(initializer_range=0.02)
+    with pytest.raises(UserError, match=r"q_proj\.bias, which LLaMA has not"):
+        draw(model, "trained")
 
 
 def test_both_ways_run_in_turns_and_are_recorded(tmp_path, run_script, small_model):

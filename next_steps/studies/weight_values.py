@@ -19,7 +19,7 @@ import statistics
 from dataclasses import replace
 
 from harness.cli import command_line, flags, tables
-from harness.cli.command_line import RunError
+from harness.cli.command_line import RunError, UserError
 from harness.cli.flags import OF_TRAINING
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words
@@ -52,15 +52,20 @@ HEADERS = ["Weights", "Step, ms", "p20 to p80", "W", "MHz", "Loss"]
 
 
 def draw(model, way: str) -> None:
-    """Draw all weights in place, from the model's own distribution or a trained model's."""
+    """Draw all weights in place, as the model draws them or with a trained model's spread.
+
+    Raises:
+        UserError: the model is no LLaMA.
+    """
     import torch
 
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            is_norm = weight.dim() == 1
-            own = (1.0, 0.0) if is_norm else (0.0, model.config.initializer_range)
-            weight.normal_(*(own if way == "random" else TRAINED[name.split(".")[-2]]))
+            if (kind := name.split(".")[-2]) not in TRAINED or name.endswith("bias"):
+                raise UserError(f"the model has {name}, which LLaMA has not: name a LLaMA model")
+            own = (1.0, 0.0) if "norm" in kind else (0.0, model.config.initializer_range)
+            weight.normal_(*(own if way == "random" else TRAINED[kind]))
 
 
 def measure(workload: Workload) -> dict:
