@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from harness.steps.power import PowerMeter, power_in_words
+from harness.steps.power import PowerMeter, joules_per_token, power_in_words
 
 
 @pytest.fixture
@@ -67,3 +67,11 @@ def test_power_that_cannot_be_read_is_said_to_be_unknown(said, monkeypatch, has_
         assert meter.thread is None
     assert meter.reading() is None
     assert power_in_words(None).startswith("not known (pip install nvidia-ml-py")
+
+
+def test_joules_are_watts_by_tokens_a_second_of_one_gpu():
+    record = {"tokens_per_second": 1000.0, "power": {"watts": 650.0}}
+    assert joules_per_token(record) == 0.65
+    assert joules_per_token(record | {"tokens_per_second_per_gpu": 500.0}) == 1.3
+    assert joules_per_token(record | {"power": None}) is None
+    assert joules_per_token({"tokens_per_second": 1000.0}) is None

@@ -232,6 +232,13 @@ def test_the_result_block_says_the_clock():
     assert wrong["Speed of light"].startswith("200 % of"), "a floor that is too high must be seen"
 
 
+def test_the_result_block_says_the_energy_of_a_token_if_watts_were_read():
+    power = {"watts": 693.0, "mhz": 1485.0, "readings": 9}
+    rows = block_rows(GPU_RUN | {"power": power, "tokens_per_second": 12_600.0})
+    assert rows["Energy"] == "55.0 mJ a token"
+    assert "Energy" not in block_rows(GPU_RUN | {"power": None})
+
+
 def test_older_records_have_a_result_block():
     new = ("profiled_steps", "busy_ms", "least_ms", "ceilings")
     rows = block_rows({key: value for key, value in GPU_RUN.items() if key not in new})

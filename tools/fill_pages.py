@@ -44,10 +44,13 @@ def pages() -> list[Path]:
 
 def fill(text: str) -> str:
     """Return a page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_step_tables
+    from tools import page_kernel_tables, page_published_tables, page_step_tables
     from tools.page_outputs import output_block
 
-    tables = page_kernel_tables.TABLES | page_step_tables.TABLES | {"flags": flags.page}
+    modules = page_kernel_tables, page_published_tables, page_step_tables
+    tables = {"flags": flags.page}
+    for module in modules:
+        tables |= module.TABLES
 
     def computed(match: re.Match) -> str:
         if match["kind"] == "output":

@@ -1,12 +1,12 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
-    python -m tools.make_records                                  # list the runs
-    python -m tools.make_records kernels steps lora families fp8  # all runs, into results/
+    python -m tools.make_records                                             # list the runs
+    python -m tools.make_records kernels steps lora published families fp8   # all runs
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
-random weights; the largest needs 114 GB of GPU memory.  fp8_study needs a model with trained
+random weights; the largest needs 117 GB of GPU memory.  fp8_study needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
 wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
 So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
@@ -30,6 +30,8 @@ SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
 PROFILE, BASELINE, OPTIMIZED = (
     f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
 )
+LONG = "--random-init --batch-size 1 --seq-len 8192 --accumulate 16"
+STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
@@ -78,8 +80,6 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {LORA} --opponent unsloth",
         "qlora_bf16_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",  # beside the next
         "qlora_all_1x512": f"{OPTIMIZED} {SMALL} {QLORA} {ALL} --cuda-graph",
-        "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
-        f"--accumulate 16 {LORA} {ALL} --steps 4",
         "qlora_bf16_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
         "qlora_all_4x2048": f"{OPTIMIZED} {LARGE} {QLORA} {ALL} --steps 12",
         "profile_full_4x2048": f"{PROFILE} {LARGE}",  # of the same run as those below
@@ -90,6 +90,16 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+    },
+    "published": {  # the shapes of others' published figures, docs/how_good.md
+        "full_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --steps 4",
+        "fp8_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --fp8 --steps 4",
+        "full_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --steps 4",
+        "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
+        "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
+        f"--accumulate 16 {LORA} {ALL} --steps 4",
+        "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
+        "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",

@@ -74,3 +74,10 @@ def power_in_words(reading: dict | None) -> str:
         return "not known (pip install nvidia-ml-py, and steps of a tenth of a second)"
     medians = f"medians of {reading['readings']} readings"
     return f"{reading['watts']:,.0f} W at {reading['mhz']:,.0f} MHz ({medians})"
+
+
+def joules_per_token(record: dict) -> float | None:
+    """Return a GPU's measured watts divided by its tokens a second; None where none were read."""
+    power = record.get("power")
+    per_gpu = record.get("tokens_per_second_per_gpu", record["tokens_per_second"])
+    return power and power["watts"] / per_gpu

@@ -39,7 +39,7 @@ from harness.profiling.profiler import measure_ceilings
 from harness.records.run_records import environment, environment_line, write_record
 from harness.records.spread import spread, timed, waited
 from harness.steps import parallel
-from harness.steps.power import PowerMeter, power_in_words
+from harness.steps.power import PowerMeter, joules_per_token, power_in_words
 from harness.steps.timing import datasheet_tflops, peak_memory_bytes
 from harness.training.resuming import COLUMNS
 from harness.training.saving import refuse_another_model, save_model
@@ -304,6 +304,8 @@ def result_block(record: dict) -> str:
     }
     if "power" in record:
         rows["Power and clock:"] = power_in_words(record["power"])
+        if joules := joules_per_token(record):
+            rows["Energy:"] = f"{1e3 * joules:.1f} mJ a token"
     ceilings = "at the measured ceilings, without the host"
     rows["Speed of light:"] = share_of_step(record, "least_ms", ceilings)
     if "data_seconds" in record:

@@ -1,0 +1,61 @@
+"""The page that places our step among published figures: one formula, and rows only of records."""
+
+import json
+
+import pytest
+
+from tests.page_run_tables_test import cells, run
+from tools import page_records
+from tools.page_published_tables import PLACED, published, published_ours, speed_cells
+from tools.page_records import load
+
+STATION = {
+    "model": "meta-llama/Llama-3.1-8B", "gpu": "GB300", "precision": "bf16", "batch_size": 4,
+    "seq_len": 4096, "accumulate": 16, "tokens_per_second_per_gpu": 28_966,
+}  # fmt: skip
+
+
+def test_the_formula_by_hand():
+    """6 x 7,504,658,432 weights + 6 x 32 layers x 4,096 x 4,096 = 48.249 GFLOP a token."""
+    assert 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096 == 48_249_176_064
+    found = speed_cells(STATION)
+    assert found["TFLOP/s"] == "1,398"  # 28,966 x 0.048249; without the head 1,306
+    assert found["MFU"] == "56 %"  # of 2,500
+    assert found["shape"] == "4 × 4,096 × 16"
+    assert speed_cells(STATION | {"precision": "FP8, LoRA"})["MFU"] == "28 %"
+    assert speed_cells(STATION | {"gpu": "H100 96GB HBM2e"})["MFU"] == "–"
+
+
+@pytest.mark.parametrize("source, tflops", [("Megatron-Bridge", [744, 1576, 1933])])
+def test_the_formula_gives_what_a_source_computes_itself(source, tflops):
+    rows = [row for row in load("published")["rows"] if row["source"] == source]
+    assert [speed_cells(row)["TFLOP/s"] for row in rows] == [f"{each:,}" for each in tflops]
+
+
+def test_every_published_row_has_a_source_and_says_what_differs():
+    record = load("published")
+    assert {row["source"] for row in record["rows"]} == record["sources"].keys()
+    assert all(row["differs"] for row in record["rows"])
+    headers, _, *body = cells(published())
+    assert len(body) == len(record["rows"]) and headers[-1] == "not like for like"
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
+
+    def write(name: str, **more) -> None:
+        made = {"model": STATION["model"], "environment": {"gpu": "NVIDIA H200"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run(1.0, **made, **more)))
+
+    return write
+
+
+def test_a_run_without_record_has_no_row(recorded):
+    assert len(cells(published_ours())) == 2
+    recorded(PLACED[-1], power={"watts": 655.36}, fp8="all", kernels=["rmsnorm"], lora_rank=16)
+    recorded(PLACED[0], power=None)
+    _, _, unread, read = cells(published_ours())
+    assert unread[:3] == ["Hugging Face", "H200", "bf16"] and unread[-2:] == ["–", "–"]
+    assert read[:3] == ["`--kernels all --fp8`", "H200", "FP8, LoRA"]
+    assert read[-2:] == ["655", "80.0"]  # 655.36 W / 8,192 tokens/s

@@ -1,0 +1,91 @@
+"""The tables of docs/how_good.md: published figures and our own runs, by one formula."""
+
+from harness.model.architecture import flops_per_token
+from harness.model.families import EXAMPLES
+from harness.steps.power import joules_per_token
+from harness.steps.timing import datasheet_tflops
+from tools import page_records
+from tools.make_records import RUNS
+from tools.page_records import load, per_cent, size_label, table
+from tools.page_step_tables import run_label
+
+OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
+PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
+PLACED += tuple(name for name in RUNS["published"] if not name.startswith("weight_values"))
+IN_BOTH = "GPU | precision | shape | tokens/s | TFLOP/s | MFU"  # columns
+
+
+def peak_tflops(gpu: str, precision: str) -> float | None:
+    """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
+    bf16 = datasheet_tflops(gpu)
+    return bf16 and bf16 * OF_BF16[precision.split(",")[0]]
+
+
+def short_gpu(name: str) -> str:
+    return name.removeprefix("NVIDIA ").split()[0]
+
+
+def speed_cells(row: dict) -> dict[str, str]:
+    """Return a row of published.json, or one of ours, by the one formula that the page prints."""
+    rate = row["tokens_per_second_per_gpu"]
+    config = EXAMPLES[row["model"]].example_config()
+    tflops = rate * flops_per_token(config, row["seq_len"]) / 1e12
+    peak = peak_tflops(row["gpu"], row["precision"])
+    return {
+        "precision": row["precision"],
+        "shape": size_label(row),
+        "tokens/s": f"{rate:,.0f}",
+        "TFLOP/s": f"{tflops:,.0f}",
+        "MFU": per_cent(tflops / peak) if peak else "–",
+    }
+
+
+def published() -> str:
+    """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU."""
+    body = [
+        {"source": row["source"], "GPU": f"{row['gpus']} {short_gpu(row['gpu'])}"}
+        | speed_cells(row)
+        | {"not like for like": row["differs"]}
+        for row in load("published")["rows"]
+    ]
+    return table(body, f"source | {IN_BOTH} | not like for like")
+
+
+def published_sources() -> str:
+    """Where each published figure stands."""
+    return table(load("published")["sources"].items(), "source | address")
+
+
+def published_peaks() -> str:
+    """The dense peaks that MFU is a share of, of each GPU whose peak is known."""
+    found = {}
+    for row in load("published")["rows"]:
+        for precision in ("bf16", row["precision"].split(",")[0]):
+            if peak := peak_tflops(row["gpu"], precision):
+                found.setdefault(short_gpu(row["gpu"]), {})[precision] = peak
+    body = [
+        (gpu, *(f"{peaks[p]:,.0f}" if p in peaks else "" for p in OF_BF16))
+        for gpu, peaks in found.items()
+    ]
+    return table(body, " | ".join(["dense peak, TFLOP/s", *OF_BF16]))
+
+
+def published_ours() -> str:
+    """Our own runs in the same columns, and their energy; a run without record has no row."""
+    body = []
+    for run in (load(name) for name in PLACED if (page_records.RESULTS / f"{name}.json").exists()):
+        precision = ("FP8" if run.get("fp8") else "bf16") + ", LoRA" * ("lora_rank" in run)
+        row = run | {"precision": precision, "gpu": run["environment"]["gpu"]}
+        row["tokens_per_second_per_gpu"] = run["tokens_per_second"]
+        joules = joules_per_token(run)
+        body.append(
+            {"ours": run_label(run), "GPU": short_gpu(row["gpu"])}
+            | speed_cells(row)
+            | {"W": f"{run['power']['watts']:,.0f}" if joules else "–"}
+            | {"mJ a token": f"{1e3 * joules:.1f}" if joules else "–"}
+        )
+    return table(body, f"ours | {IN_BOTH} | W | mJ a token")
+
+
+FUNCTIONS = published, published_sources, published_peaks, published_ours
+TABLES = {function.__name__: function for function in FUNCTIONS}
