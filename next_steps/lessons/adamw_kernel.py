@@ -144,6 +144,36 @@ def _store(
 # ==== Second part: the step ===================================================================
 
 
+# What the settings, numbers or pointers to one, and the count of steps make of all elements.
+@triton.jit
+def _factors(step, lr, beta1, beta2, eps, weight_decay):
+    log_beta1, rate1 = _scalar(beta1[0]), _scalar(beta1[1])
+    log_beta2, rate2 = _scalar(beta2[0]), _scalar(beta2[1])
+    lr, eps = _scalar(lr), _scalar(eps)
+    decay = 1.0 - lr * _scalar(weight_decay)
+    step_size = lr / _one_minus_power(log_beta1, step)
+    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
+    return rate1, rate2, decay, step_size, sqrt_scale, eps
+
+
+# A number, or the number that a pointer points to, in fp32.
+@triton.jit
+def _scalar(value):
+    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
+        value = tl.load(value)
+    return tl.cast(value, tl.float32)
+
+
+# The new p, m, v of elements in fp32.
+@triton.jit
+def _step(p, g, m, v, factors):
+    rate1, rate2, decay, step_size, sqrt_scale, eps = factors
+    m = m + (g - m) * rate1
+    v = v * (1.0 - rate2) + g * g * rate2
+    p = p * decay - step_size * m / (tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
+    return p, m, v
+
+
 # ---- The kernel: a block of one parameter
 #
 # A shard's blocks are those of the whole parameter, so an element draws the same bits whoever holds
@@ -173,12 +203,7 @@ def _adamw_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     step = tl.load(steps_done_ptr) + 1.0
-    log_beta1, rate1 = _scalar(beta1[0]), _scalar(beta1[1])
-    log_beta2, rate2 = _scalar(beta2[0]), _scalar(beta2[1])
-    lr, eps = _scalar(lr), _scalar(eps)
-    decay = 1.0 - lr * _scalar(weight_decay)
-    step_size = lr / _one_minus_power(log_beta1, step)
-    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
+    factors = _factors(step, lr, beta1, beta2, eps, weight_decay)
 
     n, offset = extent[0], extent[1]
     block = tl.program_id(0) + offset // BLOCK_SIZE
@@ -193,22 +218,10 @@ def _adamw_kernel(
     v = tl.load(v_ptr + lane, mask=mask).to(tl.float32)
     if MAXIMIZE:
         g = -g
-
-    m = m + (g - m) * rate1
-    v = v * (1.0 - rate2) + g * g * rate2
-    p = p * decay - step_size * m / (tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
-
+    p, m, v = _step(p, g, m, v, factors)
     _store(p_ptr, lane, mask, p, seed, block, 0, index, step, BLOCK_SIZE)
     _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)
     _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)
-
-
-# A number, or the number that a pointer points to, in fp32.
-@triton.jit
-def _scalar(value):
-    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
-        value = tl.load(value)
-    return tl.cast(value, tl.float32)
 
 
 # ---- The launcher
