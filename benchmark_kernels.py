@@ -149,6 +149,8 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
         return f"--sweep knows the settings of {' and '.join(SWEPT)} alone, not of {kernel}"
     if args.dtype == "fp16" and kernel == "adamw":
         return "adamw is not measured in fp16: PyTorch's moments would be fp16 and ours fp32"
+    if args.dtype != "bf16" and kernel == "adamw8":
+        return f"adamw8 is measured in bf16, not in {args.dtype}: PyTorch has no 8-bit moments"
     if unused and args.kernel == kernel:  # with all kernels, each takes what concerns it
         return f"--{unused[0]} changes nothing for --kernel {kernel}: leave it out"
     return None

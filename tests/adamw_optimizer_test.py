@@ -832,7 +832,11 @@ BAD_OPTIONS = [
     ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),
     ("betas", 0.9, "betas is 0.9, expected two numbers"),
     ("betas", (torch.tensor(1.5), torch.tensor(0.5)), r"betas is \(tensor\(1.5000\), .*, expected"),
-    ("moments_dtype", FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
+    (
+        "moments_dtype",
+        FP16,
+        "moments_dtype is torch.float16, expected float32, bfloat16, uint8 or None",
+    ),
     ("seed", -1, "seed is -1, expected a whole number from 0"),
     ("seed", 1.5, "seed is 1.5, expected a whole number from 0"),
     ("seed", True, "seed is True, expected a whole number from 0"),

@@ -169,6 +169,21 @@ SPECS = {
             "PyTorch's default on a GPU is foreach",
         ),
     ),
+    "adamw8": Spec(
+        "AdamW, 8-bit moments",
+        (LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),
+        (),
+        work=3,  # reads p and g, writes p
+        beside=4 + 16 / 256,  # reads and writes the codes of m and v, and two scales of a block
+        errors=("update",),
+        cpu_tokens=(CPU_PARAMETERS,),
+        rows="Parameters",
+        judged="error of what a step adds to the weights",
+        notes=(
+            "one call is one step; the bytes are those of 8-bit moments, also where moments are "
+            "bf16; the moments before the step are bf16 numbers, in all rows the same",
+        ),
+    ),
     "linear_cross_entropy": Spec(
         "Linear + Cross-Entropy",
         (512, 8192),

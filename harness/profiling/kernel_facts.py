@@ -183,7 +183,7 @@ ROWS = [
         patches="optimizer",
         category="optimizer",
         # p, g, m, v in; p, m, v out
-        launches=(Launch("_adamw", "weights", passes=7, flops=14, every_launch=False),),
+        launches=(Launch("_adamw_kernel", "weights", passes=7, flops=14, every_launch=False),),
         rung=1,
         floor={"weights": 7},
         memory={
@@ -192,6 +192,15 @@ ROWS = [
             ("temporaries", "optimizer"): "updates in one pass: no intermediate result as large as "
             "the weights",
         },
+    ),
+    Facts(
+        name="adamw8",
+        lesson="next_steps.lessons.adamw8",
+        patches=None,  # --moments 8bit puts it in the place of adamw's kernel
+        category="optimizer",
+        # in bf16: p, g in, p out; the codes of m and v, two of which are as long as one number, and
+        # the scales, in and out
+        launches=(Launch("_adamw8", "weights", passes=5.03, flops=32, every_launch=False),),
     ),
     Facts(
         name="linear_cross_entropy",

@@ -192,6 +192,17 @@ def adamw_contenders(dtype: str) -> Contenders:
     return Contenders(pytorch, ours, compile_pytorch=False)
 
 
+def adamw8_contenders(dtype: str) -> Contenders:
+    ours = functools.partial(TritonAdamW, **ADAMW, moments_dtype=torch.uint8)
+    rounded = functools.partial(ours, stochastic_rounding=True)
+    wide = functools.partial(TritonAdamW, **ADAMW)
+    fused = functools.partial(torch.optim.AdamW, **ADAMW, fused=True)
+    pytorch = [Implementation("torch.optim.AdamW, fused=True", fused, waits=True)]
+    rows = {"": ours, ", stochastic rounding": rounded, f", {dtype} moments": wide}
+    found = [Implementation(f"{specs.OURS}{words}", make) for words, make in rows.items()]
+    return Contenders(pytorch, found, compile_pytorch=False)
+
+
 def linear_cross_entropy_contenders(dtype: str) -> Contenders:
     def after_linear(loss: Callable) -> Callable:
         return lambda hidden, weight, targets: loss(F.linear(hidden, weight), targets)
@@ -272,6 +283,7 @@ CONTENDERS: dict[str, Callable[[str], Contenders]] = {
     "rope": rope_contenders,
     "qk_norm_rope": qk_norm_rope_contenders,
     "adamw": adamw_contenders,
+    "adamw8": adamw8_contenders,
     "linear_cross_entropy": linear_cross_entropy_contenders,
     "reverse_kl": reverse_kl_contenders,
     "nf4": nf4_contenders,
@@ -395,6 +407,50 @@ def bitsandbytes_nf4() -> list[Implementation]:
     return [Implementation("bitsandbytes", nf4)]
 
 
+def optimizer_filled_by(make: Callable, fill: Callable) -> Callable:
+    """Return what makes an optimizer whose load_state_dict is fill(its own state, the given one).
+
+    These optimizers load no floats into codes.  A step makes their state, and is then undone.
+    """
+
+    def optimizer_of(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        (p,) = params
+        before, optimizer = p.clone(), make(params)
+        optimizer.step()
+        p.copy_(before)
+        optimizer.load_state_dict = lambda given: fill(optimizer.state[p], given["state"][0])
+        return optimizer
+
+    return optimizer_of
+
+
+def torchao_adamw8() -> list[Implementation]:
+    from torchao.optim import AdamW8bit
+
+    def fill(state, given):
+        for key, t in given.items():
+            state[key].copy_(t)
+
+    # torch.compile makes its kernel; lr and the count of steps are on the CPU.
+    make = optimizer_filled_by(functools.partial(AdamW8bit, **ADAMW), fill)
+    return [Implementation("torchao, AdamW8bit", make, waits=True)]
+
+
+def bitsandbytes_adamw8() -> list[Implementation]:
+    from bitsandbytes.functional import quantize_blockwise
+    from bitsandbytes.optim import AdamW8bit
+
+    def fill(state, given):
+        state["step"] = int(given["step"])
+        for number, key in (1, "exp_avg"), (2, "exp_avg_sq"):
+            code, absmax, out = (state[f"{name}{number}"] for name in ("qmap", "absmax", "state"))
+            block = -(-out.numel() // absmax.numel())
+            quantize_blockwise(given[key].float(), code, absmax, out, blocksize=block)
+
+    make = optimizer_filled_by(functools.partial(AdamW8bit, **ADAMW), fill)
+    return [Implementation("bitsandbytes, AdamW8bit", make, waits=True)]  # after each parameter
+
+
 def quack_rmsnorm() -> list[Implementation]:
     import quack
 
@@ -430,7 +486,12 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
         "quack",
         {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
     ),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes", {"nf4": bitsandbytes_nf4}),
+    "bitsandbytes": (
+        "bitsandbytes",
+        "bitsandbytes",
+        {"nf4": bitsandbytes_nf4, "adamw8": bitsandbytes_adamw8},
+    ),
+    "torchao": ("torchao", "torchao", {"adamw8": torchao_adamw8}),
 }
 
 

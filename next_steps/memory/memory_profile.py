@@ -82,7 +82,7 @@ def report(
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, workload.kernels)
+    optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
     batches = [batch.to(DEVICE) for batch in data.train]
     steps = stepping.in_steps(batches, workload.micro_batches)
     for batches in steps[:warmup]:
