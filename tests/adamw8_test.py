@@ -36,7 +36,6 @@ from tests.adamw_test import (
     WITH_GAPS,
     all_equal,
     counted,
-    eager_steps,
     gradients,
     randn,
 )
@@ -185,21 +184,21 @@ def test_an_outlier_costs_precision_in_its_own_block_alone():
     assert same.tolist() == [True, False, True, True]
 
 
-@pytest.mark.parametrize("small", [1e-3, 1e-5, 1e-7])
+@pytest.mark.parametrize("small", [1e-3, 1e-7, 1e-12])
 def test_no_step_explodes_where_one_element_of_a_block_is_large(small):
     """If v had a code for 0, eps alone would divide m, whose block has another scale."""
-    start = torch.zeros(BLOCK, device=DEVICE)
-    large = small * torch.ones(BLOCK, device=DEVICE)
-    large[3], later = 1.0, torch.zeros(BLOCK, device=DEVICE)
-    later[3] = -9.0  # m of the large element becomes small, its v stays
-    settings = {"lr": 1.0, "weight_decay": 0.0}
-    ours, moments = kernel_steps(start, [large, later, later], **settings)
-    exact, _, _ = eager_steps(start.double(), [g.double() for g in (large, later, later)],
-                              1.0, (0.9, 0.999), 1e-8, 0.0)  # fmt: skip
+    start, zero = torch.zeros(2, BLOCK, device=DEVICE)
+    m = torch.full((BLOCK,), 1e8 * small, device=DEVICE)
+    v = m.square()
+    v[3] = 1e16  # of a gradient that has become small since
+    moments, p = quantize_moments(m, v), start.clone()
+    settings = (1.0, 0.9, 0.999, 1e-8, 0.0)
+    wide = (t.double() for t in (start, zero, m, v))
+    exact, _, _ = adamw_reference(*wide, 10, *settings)
+    adamw8_step(p, zero, *moments, counted(9), *settings)
     others = torch.arange(BLOCK, device=DEVICE) != 3
-    assert ours[others].abs().max() <= 2 * exact[others].abs().max()
-    _, v = dequantize_moments(moments, FP32)
-    assert (v > 0).all()
+    assert 0 < p[others].abs().max() <= 1.5 * exact[others].abs().max()
+    assert (moments.m[others] > 0).all()
 
 
 def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():

@@ -374,19 +374,20 @@ def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
     train_all(coded, wide, steps=1)
 
 
-def test_codes_of_another_size_are_refused():
+def test_codes_of_another_size_or_type_are_refused():
     saved = []
     for shape in ((257,), (256,)):
         optimizer = TritonAdamW(make_params(shape), moments_dtype=torch.uint8)
         train(optimizer, random_grads(optimizer, 1))
         saved.append(copy.deepcopy(optimizer.state_dict()))
-    before = everything(optimizer)
-    saved[1]["state"][0]["scales"] = saved[0]["state"][0]["scales"]
-    with pytest.raises(ValueError, match=r"scales of .* 0 has shape \(2, 2\), expected \(2, 1\)"):
-        optimizer.load_state_dict(saved[1])
-    saved[1]["state"][0]["exp_avg"] = saved[1]["state"][0]["exp_avg"].float()
-    with pytest.raises(TypeError, match=r"exp_avg of .* is torch\.float32, expected torch\.int8"):
-        optimizer.load_state_dict(saved[1])
+    before, codes = everything(optimizer), saved[1]["state"][0]
+    floats, scales = codes["exp_avg"].float(), saved[0]["state"][0]["scales"]
+    for error, wrong, sentence in (
+        (ValueError, {"scales": scales}, r"scales of .* 0 has shape \(2, 2\), expected \(2, 1\)"),
+        (TypeError, {"exp_avg": floats}, r"exp_avg of .* is torch\.float32, expected torch\.int8"),
+    ):
+        with pytest.raises(error, match=sentence):
+            optimizer.load_state_dict({**saved[1], "state": {0: {**codes, **wrong}}})
     assert equal(everything(optimizer), before)
 
 

@@ -56,6 +56,18 @@ FAULTS = {
     "test_autograd_notices_that_a_weight_was_changed": [
         ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
     ],
+    "test_run_continues_with_the_same_bits[bf16, 8-bit moments-load_state_dict]": [
+        ("scales not loaded", "expected_tensors |= zip(CODED_MOMENTS, codes)", "expected_tensors |= zip(PLAIN_MOMENTS, codes)"),
+    ],
+    "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
+        ("v loaded without its m", "(loaded[key].float() for key in PLAIN_MOMENTS)", "(loaded['exp_avg_sq'].float() for key in PLAIN_MOMENTS)"),
+    ],
+    "test_codes_of_another_size_or_type_are_refused": [
+        ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
+    ],
+    "test_a_dtensor_gets_no_8_bit_moments": [
+        ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
+    ],
     "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [
         ("count not loaded", "_with_keys_of(state[p], loaded[p]).items():", "list(loaded[p].items())[1:]:"),
     ],
