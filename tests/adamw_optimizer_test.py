@@ -1057,11 +1057,13 @@ def one_cycle(optimizer):
 @needs_gpu
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("changing", [halving, one_cycle], ids=["by hand", "by a scheduler"])
-def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(changing, in_backward):
+@pytest.mark.parametrize("moments", [None, torch.uint8], ids=["bf16", "8 bits"])
+def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(changing, in_backward, moments):
     def make():
         model = Model(BF16)
         lr, *betas = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
         options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+        options["moments_dtype"] = moments
         optimizer = TritonAdamW(model.parameters(), lr, tuple(betas), **options)
         return model, optimizer, changing(optimizer)
 

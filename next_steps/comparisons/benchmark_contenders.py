@@ -197,11 +197,13 @@ def adamw_contenders(dtype: str) -> Contenders:
 def adamw8_contenders(dtype: str) -> Contenders:
     ours = functools.partial(TritonAdamW, **ADAMW, moments_dtype=torch.uint8)
     rounded = functools.partial(ours, stochastic_rounding=True)
-    wide = functools.partial(TritonAdamW, **ADAMW)
     fused = functools.partial(torch.optim.AdamW, **ADAMW, fused=True)
     pytorch = [Implementation("torch.optim.AdamW, fused=True", fused, waits=True)]
-    rows = {"": ours, ", stochastic rounding": rounded, f", {dtype} moments": wide}
-    found = [Implementation(f"{specs.OURS}{words}", make) for words, make in rows.items()]
+    found = [
+        Implementation(specs.OURS, ours),
+        Implementation(f"{specs.OURS}, stochastic rounding", rounded),
+        Implementation(specs.WIDE_MOMENTS, functools.partial(TritonAdamW, **ADAMW)),
+    ]
     return Contenders(pytorch, found, compile_pytorch=False)
 
 
