@@ -1,7 +1,7 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
-    python -m tools.make_records                                  # list the runs
-    python -m tools.make_records kernels steps lora families fp8  # all runs, into results/
+    python -m tools.make_records                                          # list the runs
+    python -m tools.make_records kernels steps lora moments families fp8  # all, into results/
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -90,6 +90,12 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+    },
+    "moments": {
+        "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
+        "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
+        "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
+        "moments_accuracy": "next_steps.studies.fp8_study moments --model runs/smollm2 --jobs 10",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",
