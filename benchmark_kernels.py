@@ -12,7 +12,8 @@ same run.  All are timed in the same way.  Every result is compared with float64
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
-    next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's, ours, others'
+    next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's and ours
+    next_steps/comparisons/benchmark_peers.py        those of other libraries
 """
 
 import argparse
@@ -79,7 +80,8 @@ def benchmark(
     """Return the kernel's section of the record, and sentences about what is absent from it."""
     from harness.benchmark import benchmarking
     from harness.cli.device import HAS_GPU
-    from next_steps.comparisons.benchmark_contenders import find_peers, implementations
+    from next_steps.comparisons.benchmark_contenders import implementations
+    from next_steps.comparisons.benchmark_peers import find_peers
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]
@@ -149,6 +151,8 @@ def refusal(kernel: str, args: argparse.Namespace) -> str | None:
         return f"--sweep knows the settings of {' and '.join(SWEPT)} alone, not of {kernel}"
     if args.dtype == "fp16" and kernel == "adamw":
         return "adamw is not measured in fp16: PyTorch's moments would be fp16 and ours fp32"
+    if args.dtype != "bf16" and kernel == "adamw8":
+        return f"adamw8 is measured in bf16, not in {args.dtype}: PyTorch has no 8-bit moments"
     if unused and args.kernel == kernel:  # with all kernels, each takes what concerns it
         return f"--{unused[0]} changes nothing for --kernel {kernel}: leave it out"
     return None

@@ -65,7 +65,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     sizes = costs.sizes_of(model.config, workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
     data = load_data(workload, model.config, n_steps + profiler.NEEDED)
-    optimizer = apply_kernels.make_optimizer(model, 1e-5, kernels, capturable=graph)
+    optimizer = apply_kernels.make_optimizer(
+        model, 1e-5, kernels, moments=workload.moments, capturable=graph
+    )
     loader = Loader(data.train, workload.micro_batches)
     steps = list(itertools.islice(loader, n_steps))
     warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
@@ -168,6 +170,7 @@ def default_trace(workload: Workload) -> str:
         "+".join(workload.kernels) or "baseline",
         workload.lora_rank and f"lora{workload.lora_rank}-{workload.lora_targets}",
         workload.quantize,
+        workload.moments and f"{workload.moments}-moments",
         workload.fp8 and f"fp8-{workload.fp8}",
         workload.accumulate and f"accumulate{workload.accumulate}",
         workload.recompute,

@@ -21,7 +21,8 @@ from torch.optim import lr_scheduler
 
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import adamw_optimizer
-from next_steps.lessons.adamw_optimizer import TritonAdamW
+from next_steps.lessons.adamw8 import dequantize_moments, quantize_moments
+from next_steps.lessons.adamw_optimizer import CODED_MOMENTS, TritonAdamW
 from tests.adamw_test import (
     BF16,
     EXPANDED,
@@ -269,6 +270,7 @@ SAVED = {
     "fp32": (FP32, {}),
     "bf16, stochastic": (BF16, STOCHASTIC),
     "bf16, fp32 moments": (BF16, STOCHASTIC | {"moments_dtype": FP32}),
+    "bf16, 8-bit moments": (BF16, STOCHASTIC | {"moments_dtype": torch.uint8}),
     "tensors": (FP32, TENSORS | {"maximize": True}),
     "fp16": (FP16, {}),
 }
@@ -352,6 +354,41 @@ def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
     target.load_state_dict(source.state_dict())
     for state in target.state.values():
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32
+
+
+def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
+    """So a run of PyTorch's AdamW goes on with 8-bit moments, and the other way round."""
+    params = [make_params((30, 40), (7,), dtype=BF16) for _ in range(3)]
+    torchs = torch.optim.AdamW(params[0])
+    coded, wide = (TritonAdamW(p, moments_dtype=t) for p, t in zip(params[1:], (torch.uint8, FP32)))
+    train(torchs, random_grads(torchs, 2))
+    coded.load_state_dict(torchs.state_dict())
+    wide.load_state_dict(through_a_file(coded.state_dict()))
+    for p, q, r in zip(*params):
+        given, codes, found = torchs.state[p], coded.state[q], wide.state[r]
+        expected = quantize_moments(*(given[key].float() for key in STATE[1:]))
+        assert all(torch.equal(codes[key], t) for key, t in zip(CODED_MOMENTS, expected))
+        assert codes["step"] == found["step"] == 2
+        for key, t in zip(STATE[1:], dequantize_moments(expected, FP32)):
+            assert torch.equal(found[key], t) and t.any()
+    train_all(coded, wide, steps=1)
+
+
+def test_codes_of_another_size_or_type_are_refused():
+    saved = []
+    for shape in ((257,), (256,)):
+        optimizer = TritonAdamW(make_params(shape), moments_dtype=torch.uint8)
+        train(optimizer, random_grads(optimizer, 1))
+        saved.append(copy.deepcopy(optimizer.state_dict()))
+    before, codes = everything(optimizer), saved[1]["state"][0]
+    floats, scales = codes["exp_avg"].float(), saved[0]["state"][0]["scales"]
+    for error, wrong, sentence in (
+        (ValueError, {"scales": scales}, r"scales of .* 0 has shape \(2, 2\), expected \(2, 1\)"),
+        (TypeError, {"exp_avg": floats}, r"exp_avg of .* is torch\.float32, expected torch\.int8"),
+    ):
+        with pytest.raises(error, match=sentence):
+            optimizer.load_state_dict({**saved[1], "state": {0: {**codes, **wrong}}})
+    assert equal(everything(optimizer), before)
 
 
 @pytest.mark.exhaustive
@@ -516,6 +553,7 @@ def same_weights(model, weights):
 IN_BACKWARD = {  # dtype, options
     "fp32": (FP32, {"lr": 0.05}),
     "bf16, stochastic": (BF16, {"lr": 0.05, "stochastic_rounding": True}),
+    "8-bit moments": (BF16, {"lr": 0.05, "moments_dtype": torch.uint8}),
     "tensors on the CPU": (FP32, dict(zip(("lr", "betas"), (TENSORS["lr"], TENSORS["betas"])))),
     "tensors on the GPU": (FP32, {"device": DEVICE} | TENSORS),
     "maximize": (FP32, {"maximize": True}),
@@ -832,7 +870,7 @@ BAD_OPTIONS = [
     ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),
     ("betas", 0.9, "betas is 0.9, expected two numbers"),
     ("betas", (torch.tensor(1.5), torch.tensor(0.5)), r"betas is \(tensor\(1.5000\), .*, expected"),
-    ("moments_dtype", FP16, "moments_dtype is torch.float16, expected float32, bfloat16 or None"),
+    ("moments_dtype", FP16, "moments_dtype is torch.float16, expected float32, bfloat16, uint8"),
     ("seed", -1, "seed is -1, expected a whole number from 0"),
     ("seed", 1.5, "seed is 1.5, expected a whole number from 0"),
     ("seed", True, "seed is True, expected a whole number from 0"),
@@ -925,6 +963,13 @@ def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_n
     assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
 
 
+def test_a_dtensor_gets_no_8_bit_moments(mesh):
+    wrapped = torch.nn.Parameter(as_dtensor(torch.ones(4, 6), mesh, Shard(0)))
+    sentence = "a parameter is a DTensor, whose shards may end inside of blocks, and moments_dtype"
+    with pytest.raises(ValueError, match=sentence):
+        TritonAdamW([wrapped], moments_dtype=torch.uint8)
+
+
 def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(
     mesh, monkeypatch
 ):
@@ -1012,11 +1057,13 @@ def one_cycle(optimizer):
 @needs_gpu
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("changing", [halving, one_cycle], ids=["by hand", "by a scheduler"])
-def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(changing, in_backward):
+@pytest.mark.parametrize("moments", [None, torch.uint8], ids=["bf16", "8 bits"])
+def test_replays_of_a_cuda_graph_are_the_steps_of_a_run_without_one(changing, in_backward, moments):
     def make():
         model = Model(BF16)
         lr, *betas = torch.tensor([0.05, 0.9, 0.95], device=DEVICE)
         options = {"stochastic_rounding": True, "step_in_backward": in_backward}
+        options["moments_dtype"] = moments
         optimizer = TritonAdamW(model.parameters(), lr, tuple(betas), **options)
         return model, optimizer, changing(optimizer)
 

@@ -19,7 +19,12 @@ from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed
 from harness.cli import command_line
 from kernel_support import tl, triton
 from next_steps.lessons import adamw_kernel
-from next_steps.lessons.adamw_kernel import _one_minus_power, _store, adamw_reference, adamw_step
+from next_steps.lessons.adamw_kernel import (
+    _one_minus_power,
+    adamw_reference,
+    adamw_step,
+    store_rounded,
+)
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests import printing
 from tests.fixtures import needs_gpu
@@ -218,9 +223,9 @@ def test_numbers_and_tensors_give_the_same_bits(betas, device):
 
 def test_tensors_on_the_cpu_are_read_by_the_host_and_those_of_the_gpu_are_left_there():
     gpu, number = torch.device("cuda", 0), torch.tensor(0.25)
-    read = adamw_kernel._number_for(gpu, "lr", number)
+    read = adamw_kernel.number_for(gpu, "lr", number)
     assert type(read) is float and read == 0.25
-    assert adamw_kernel._number_for(number.device, "lr", number) is number
+    assert adamw_kernel.number_for(number.device, "lr", number) is number
 
 
 @pytest.mark.exhaustive
@@ -251,7 +256,7 @@ def round_kernel(x_ptr, out_ptr, seed, index, step, TENSOR: tl.constexpr, BLOCK_
     block = tl.program_id(0)
     lane = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     x, step = tl.load(x_ptr + lane), tl.cast(step, tl.float32)
-    _store(out_ptr, lane, lane >= 0, x, seed, block, TENSOR, index, step, BLOCK_SIZE)
+    store_rounded(out_ptr, lane, lane >= 0, x, seed, block, TENSOR, index, step, BLOCK_SIZE)
 
 
 def rounded(x, seed=0, index=0, step=1, tensor=0):

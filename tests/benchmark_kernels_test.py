@@ -44,6 +44,7 @@ from harness.cli import command_line, tables
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import timing
 from next_steps.comparisons import benchmark_contenders as contenders
+from next_steps.comparisons import benchmark_peers
 from next_steps.comparisons import benchmark_problems as problems
 from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
 from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -367,7 +368,8 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
     record = json.loads((tmp_path / "run.json").read_text())
     found = [[s["kernel"], s["size"]] for s in record["sections"]]
     assert found == json.loads(json.dumps(sizes))
-    assert record["absent"] == ["QuACK: not installed"]
+    refused = "adamw8 is measured in bf16, not in fp32: PyTorch has no 8-bit moments"
+    assert record["absent"] == [refused, "QuACK: not installed"]
     assert outcome.out.count("all sizes") == 7
 
 
@@ -387,7 +389,8 @@ def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, mon
     monkeypatch.setattr(bench, "render", lambda record: "; ".join(record["absent"]))
     outcome = run_script(bench, "--dtype", "fp16")
     assert outcome.code == 0 and "adamw is not measured in fp16" in outcome.out
-    kernels = [kernel for kernel in SPECS if kernel != "adamw"]
+    assert "adamw8 is measured in bf16, not in fp16" in outcome.out
+    kernels = [kernel for kernel in SPECS if not kernel.startswith("adamw")]
     assert list(dict.fromkeys(asked)) == kernels  # each at some sizes
 
 
@@ -402,9 +405,24 @@ def test_plot_is_a_picture(finished, tmp_path):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module, *_) in contenders.LIBRARIES.items():
+    for name, (_, module, *_) in benchmark_peers.LIBRARIES.items():
         if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
+
+
+def test_an_optimizer_that_loads_no_floats_begins_with_the_problems_state():
+    filled = []
+
+    def fill(state, given):
+        filled.append((state["step"].item(), given["step"]))
+        state["exp_avg"].copy_(given["exp_avg"])
+
+    p = torch.ones(3)
+    p.grad = torch.ones(3)
+    optimizer = benchmark_peers.optimizer_filled_by(torch.optim.AdamW, fill)([p])
+    assert torch.equal(p, torch.ones(3)), "the step that makes the state is undone"
+    optimizer.load_state_dict({"state": {0: {"step": 9, "exp_avg": torch.full((3,), 7.0)}}})
+    assert filled == [(1.0, 9)] and (optimizer.state[p]["exp_avg"] == 7).all()
 
 
 WORK = {  # bytes that must be moved for a row of the input, or FLOP
@@ -414,6 +432,7 @@ WORK = {  # bytes that must be moved for a row of the input, or FLOP
     "rope": 2 * 2 * (32 + 8) * 128 * 2,
     "qk_norm_rope": 5 * (32 + 8) * 128 * 2,
     "adamw": 14,
+    "adamw8": 10 + 2 * 2 * 4 / 256,
     "linear_cross_entropy": 3 * 2 * 64 * 100,
     "reverse_kl": 3 * 100 * 2,
     "nf4": 2 + 1 / 2 + 1 / 64 + 1 / 4096,
@@ -544,7 +563,7 @@ def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "kernel", [k for k in SPECS if k not in ("rmsnorm", "cross_entropy", "adamw")]
+    "kernel", [k for k in SPECS if k not in ("rmsnorm", "cross_entropy", "adamw", "adamw8")]
 )
 def test_functions_that_are_compiled_are_one_graph(kernel):
     size = {"swiglu": 16, "rope": 40 * 128, "linear_cross_entropy": (16, 20), "reverse_kl": 50}

@@ -15,7 +15,7 @@ from harness.model.families import FAMILIES
 from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
 from harness.profiling.costs import NOTHING, Cost
-from harness.profiling.kernel_facts import OTHER, ROWS, RUNGS, Sizes
+from harness.profiling.kernel_facts import FACTS, OTHER, ROWS, RUNGS, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -251,6 +251,18 @@ def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
         ms = costs.least_ms(config, workload, n_tokens, 1e6, ceilings)
         expected = n_tokens * 1e6 / 0.5e9 + (weights + n_tokens * per_token) / 2e6
         assert ms == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype, n_bytes", [("bf16", 10 + 16 / 256), ("fp32", 16 + 16 / 256)])
+def test_8_bit_moments_are_read_and_written_as_bytes(dtype, n_bytes):
+    config = architecture.tiny_config()
+    workload = Workload(dtype=dtype, seq_len=8, kernels=("adamw",), moments="8bit")
+    sizes = costs.sizes_of(config, workload)
+    necessary = FACTS["adamw"].floor_bytes(sizes)
+    assert necessary == pytest.approx(n_bytes * architecture.parameter_count(config), rel=1e-4)
+    if dtype == "bf16":  # what the kernel moves, by its own row
+        moved = costs.cost_of_kernel("_adamw8_kernel", 1, sizes).n_bytes
+        assert moved == pytest.approx(necessary, rel=1e-3)
 
 
 def test_norms_over_heads_and_layers_without_rotation_are_counted():

@@ -34,6 +34,8 @@ CHECKPOINTS = "--checkpoint x, --checkpoint-every 2, --keep 2, --resume x"
 # each is refused: GIVEN in the sentence, or FLAG without its value.  OTHER is the flag before.
 REFUSED = f"""
 finetune_optimized --ladder [--opponent liger, --longest, --fp8, --stochastic-rounding, --save x]
+finetune_optimized --ladder [--moments 8bit]
+finetune_optimized --opponent liger [--moments 8bit]
 finetune_optimized --ladder [--kernels rmsnorm, --kernels rmsnorm,cross_entropy, --kernels none]
 finetune_optimized --ladder [--recompute none, --offload, --cuda-graph, {CHECKPOINTS}]
 finetune_optimized --opponent liger [--longest, --kernels all, --fp8, --stochastic-rounding]
@@ -96,6 +98,11 @@ finetune_optimized --stochastic-rounding
     out
 finetune_optimized --stochastic-rounding --kernels adamw
     --stochastic-rounding is for bf16 and does nothing in fp32: add --dtype bf16
+profile_baseline --moments 8bit --kernels rmsnorm
+    --moments needs the adamw kernel: add --kernels all, or leave --moments out
+torchrun finetune_optimized --kernels all --moments 8bit
+    --moments cuts what a process holds into blocks, and fsdp's shards may end inside of one: add
+    --parallel ddp
 finetune_baseline --lora-rank 2 --merge
     --merge changes what --save writes: add --save DIR, or leave --merge out
 finetune_optimized --opponent unsloth --lora-rank 4 --quantize nf4 --save x --merge
@@ -149,6 +156,8 @@ ALLOWED = [
     "finetune_baseline --adapter x --quantize nf4 --merge --save x --lora-alpha 2",
     "finetune_baseline --lora-rank 2 --quantize nf4 --lora-targets mlp",
     "torchrun finetune_baseline --lora-rank 2 --quantize nf4 --parallel ddp",
+    "torchrun finetune_optimized --kernels adamw --moments 8bit --parallel ddp",
+    "profile_baseline --kernels all --moments 8bit --estimate",
     "torchrun finetune_optimized --opponent liger --pack --accumulate 2",
     "finetune_optimized --kernels all --fp8 --dtype fp32 --pack",
     "finetune_optimized --kernels all --lora-rank 2 --fp8",

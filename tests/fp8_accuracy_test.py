@@ -92,6 +92,26 @@ def test_every_seed_trains_in_every_mode(
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
 
 
+def test_every_seed_trains_with_both_kinds_of_moments(
+    run_script, monkeypatch, tmp_path, own_cache, little_validation
+):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    monkeypatch.setattr(fp8_study, "KERNELS", ["adamw"])  # the interpreter is slow
+    path = tmp_path / "record.json"
+    size = ["--model", "tiny", "--steps", "3", "--seeds", "2", "--batch-size", "2"]
+    outcome = run_script(fp8_study, "moments", *size, "--seq-len", "8", "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    record = json.loads(path.read_text())
+    assert [(run["seed"], run["moments"]) for run in record["runs"]] == [
+        (seed, mode) for seed in (0, 1) for mode in (None, "8bit")
+    ]
+    wide, coded = (run["losses"] for run in record["runs"][:2])
+    # the first step is the same to the bit, and the loss after it
+    assert wide[:2] == coded[:2] and wide[2] != coded[2]
+    assert "Accuracy of 8-bit moments, 2 seeds" in outcome.out and "moments 8bit" in outcome.out
+    assert fp8_study.render_accuracy(record) in outcome.out
+
+
 def trained_elsewhere(workload, every):
     return {"seed": workload.seed, "process": os.getpid(), "median_seconds": 0.1}
 

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,17 @@ def test_a_step_in_the_backward_never_has_all_gradients():
     assert every["parts"][GRADIENTS] == pytest.approx(weights, rel=0.02)
     assert one["parts"][GRADIENTS] < 0.2 * weights
     assert one["phases"]["optimizer"] < one["peak_memory_bytes"]
+
+
+def test_8_bit_moments_are_codes_and_scales():
+    config = architecture.tiny_config()
+    workload = Workload(dtype="bf16", seq_len=4, kernels=("adamw",))
+    wide, coded = (
+        memory_estimate.estimate(config, replace(workload, moments=each))["parts"][STATE]
+        for each in (None, "8bit")
+    )
+    # small tensors take 512 bytes, whatever is in them
+    assert 0.5 < coded / wide < 0.6
 
 
 def test_tied_embeddings_are_one_parameter():

@@ -296,7 +296,7 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
     calls = []
     real_step, real_profile = stepping.training_step, profiler.profiled_step
 
-    def make_optimizer(model, lr, kernels, capturable):
+    def make_optimizer(model, lr, kernels, moments, capturable):
         assert capturable  # on a CPU it cannot be
         return stepping.make_optimizer(model, lr)
 

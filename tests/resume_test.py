@@ -110,7 +110,8 @@ def trained(monkeypatch, tmp_path, ended_after, little_validation):
             for name, state in tensors["optimizer"].items()
             for key, t in state.items()
         }
-        assert len(states) == 3 * len(list(made[0].parameters()))
+        each = 4 if workload.moments else 3  # scales, too
+        assert len(states) == each * len(list(made[0].parameters()))
         return {"record": record, **tensors["model"], **states}
 
     return train
@@ -142,6 +143,7 @@ WAYS = [  # flags, changes of the workload
     ("--recompute layer", {}),
     ("--pack", {}),
     ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True}),
+    ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True, "moments": "8bit"}),
     *(
         pytest.param(f"--data {data}", ALL, marks=pytest.mark.exhaustive)
         for data in ("stdlib", "synthetic")
@@ -154,6 +156,12 @@ def test_a_resumed_run_is_the_run_that_was_not_ended(trained, examples, flags, c
     """Across an epoch's edge: step 5 of one sample each begins the second one."""
     workload = tiny_workload(*SMALL, "--data", examples, *flags.split())
     same_in_pieces(trained, replace(workload, **changes))
+
+
+def test_a_run_is_not_resumed_with_other_moments():
+    wide, coded = (replace(tiny_workload(), **ADAMW, moments=each) for each in (None, "8bit"))
+    assert resuming.refused_differences(wide, coded) == ["moments 8bit (not None)"]
+    assert resuming.refused_differences(coded, coded) == []
 
 
 @pytest.mark.exhaustive

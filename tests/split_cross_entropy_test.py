@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, assert_all_passed
-from next_steps.lessons.split_cross_entropy import TritonSplitCrossEntropyLoss
+from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
 from tests.subject import compare_parts, references, run
 from tests.subjects.cross_entropy import MEAN, eager, make_of_rows, reference
 from tests.two_processes import in_two_processes, one_gpu_is_too_few

@@ -16,6 +16,7 @@ WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt"
 WHAT |= {"seq_len": 24, "seed": 3, "steps": 7, "lr": 0.25, "teacher": "other/model"}
 WHAT |= {"student_layers": 2, "temperature": 2.5}
 HOW = {"kernels": ("rmsnorm", "adamw"), "stochastic_rounding": True, "fp8": "inputs"}
+HOW |= {"moments": "8bit"}
 EVERYTHING = Workload(**WHAT, **HOW, cuda_graph=True, warmup=5)
 
 
@@ -62,6 +63,7 @@ FLAGS = [
     ["--kernels", "none"],
     ["--kernels", "all", "--stochastic-rounding", "--cuda-graph", "--lr", "1e-4"],
     ["--kernels", "all", "--fp8", "--steps", "4"],
+    ["--kernels", "adamw", "--moments", "8bit"],
     ["--kernels", "fused_layer", "--fp8", "inputs"],
     ["--opponent", "liger", "--batch-size", "4"],
     ["--lora-rank", "4", "--lora-alpha", "6", "--lora-targets", "mlp"],
@@ -174,11 +176,13 @@ def test_a_teacher_that_the_other_lacks_is_a_difference():
 
 
 def test_what_a_run_used_is_named_in_new_and_in_older_records():
-    new = replace(EVERYTHING, fp8=None).as_record()
+    new = replace(EVERYTHING, fp8=None, moments=None).as_record()
     older = {"kernels": ["rmsnorm", "adamw", "stochastic_rounding", "cuda_graph"]}
     expected = "rmsnorm, adamw, stochastic_rounding, cuda_graph"
     assert workload.kernels_in_words(new) == workload.kernels_in_words(older) == expected
     assert new["kernels"] == ["rmsnorm", "adamw"]
+    coded = Workload(kernels=("adamw",), moments="8bit").as_record()
+    assert workload.kernels_in_words(coded) == "adamw, 8bit moments"
     opponent = Workload(opponent="liger").as_record()
     assert workload.kernels_in_words(opponent) == "Liger-Kernel, fused AdamW"
     assert opponent["kernels"] == []

@@ -180,6 +180,15 @@ def adamw_cases() -> Iterator[Case]:
     yield Case(f"AdamW, {UNALIGNED}", adamw_step, unaligned)
 
 
+def adamw8_cases() -> Iterator[Case]:
+    for rounding, dtypes in ((False, {}), (True, BF16)):
+        how = {"moments_dtype": torch.uint8, "stochastic_rounding": rounding}
+        name = f"AdamW, 8-bit moments, stochastic: {rounding}"
+        yield Case(name, adamw_step, partial(adamw_arguments, **how), **dtypes)
+    tensors = partial(adamw_arguments, tensors=("lr", "betas"), moments_dtype=torch.uint8)
+    yield Case("AdamW, 8-bit moments, lr and betas in tensors", adamw_step, tensors, **BF16)
+
+
 def rope_cases() -> Iterator[Case]:
     yield Case("RoPE", TritonRoPEFunction, rope_arguments, frozen=(2, 3))
     for n, n_kv, d in ((32, 32, 128), (128, 8, 128), (32, 32, 80)):
@@ -239,6 +248,7 @@ CASES = {  # by the names of kernel_facts.py's rows
     ],
     "swiglu": [*swiglu_cases()],
     "adamw": [*adamw_cases()],
+    "adamw8": [*adamw8_cases()],
     "rope": [*rope_cases()],
     "qk_norm_rope": [*qk_norm_rope_cases()],
     "reverse_kl": [*reverse_kl_cases()],

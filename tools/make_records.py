@@ -1,7 +1,7 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
-    python -m tools.make_records                                             # list the runs
-    python -m tools.make_records kernels steps lora published families fp8   # all runs
+    python -m tools.make_records                          # list the runs
+    python -m tools.make_records kernels steps lora moments published families fp8   # all runs
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -75,6 +75,8 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
         "lora_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth --steps 12",
         "lora_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
+        "lora_fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 --steps 12",
+        "lora_fp8_compact_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 compact --steps 12",
         "lora_baseline_1x512": f"{BASELINE} {SMALL} {LORA}",
         "lora_all_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",
         "lora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {LORA} --opponent unsloth",
@@ -98,8 +100,16 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
         "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
         f"--accumulate 16 {LORA} {ALL} --steps 4",
+        "lora_fp8_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
+        f"--accumulate 16 {LORA} {ALL} --fp8 --steps 4",
         "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
         "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
+    },
+    "moments": {
+        "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
+        "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
+        "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
+        "moments_accuracy": "next_steps.studies.fp8_study moments --model runs/smollm2 --jobs 10",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",

@@ -25,6 +25,7 @@ COLOURS = {
     "Liger": "#CC79A7",
     "QuACK": "#009E73",
     "bitsandbytes": "#009E73",
+    "torchao": "#E69F00",
     specs.HOST_FLOOR: "#000000",
 }
 
@@ -38,6 +39,7 @@ def line_style(name: str) -> dict:
         specs.TWO_KERNELS: "^",
         specs.SEPARATE: "^",
         specs.NORM_APART: "^",
+        specs.WIDE_MOMENTS: "v",
         specs.PLAIN: "v",
     }
     marker = markers.get(name, "s" if name.endswith("in place") else "o")

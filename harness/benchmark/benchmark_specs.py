@@ -1,7 +1,7 @@
 """What benchmark_kernels.py measures of each kernel: sizes, least work, words of the table.
 
 This imports no PyTorch.  In next_steps/comparisons/ are the inputs (benchmark_problems.py) and the
-implementations (benchmark_contenders.py).
+implementations (benchmark_contenders.py, and of other libraries benchmark_peers.py).
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ TWO_KERNELS = f"{OURS}, two kernels"
 PLAIN = f"{OURS}, the plain form"
 SEPARATE = f"{OURS}, casts apart"
 NORM_APART = f"{OURS}, norm and RoPE apart"
+WIDE_MOMENTS = f"{OURS}, bf16 moments"
 ONE_TILE = "Triton, a row in one tile"
 COMPILED = "torch.compile"
 HOST_FLOOR = "autograd Function that does nothing"
@@ -167,6 +168,21 @@ SPECS = {
         notes=(
             "one call is one step, which has no forward and no backward; "
             "PyTorch's default on a GPU is foreach",
+        ),
+    ),
+    "adamw8": Spec(
+        "AdamW, 8-bit moments",
+        (LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),
+        (),
+        work=3,  # reads p and g, writes p
+        beside=4 + 16 / 256,  # reads and writes the codes of m and v, and two scales of a block
+        errors=("update",),
+        cpu_tokens=(CPU_PARAMETERS,),
+        rows="Parameters",
+        judged="error of what a step adds to the weights",
+        notes=(
+            "one call is one step; the bytes are those of 8-bit moments, also where moments are "
+            "bf16; the moments before the step are bf16 numbers, in all rows the same",
         ),
     ),
     "linear_cross_entropy": Spec(

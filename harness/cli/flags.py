@@ -35,6 +35,7 @@ RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the on
 FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
 FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
 QUANTIZED = ("nf4",)
+MOMENTS = ("8bit",)  # AdamW's, if not in --dtype
 # not averaged: the first steps compile kernels and fill the allocator's cache
 WARMUP_STEPS = 2
 # next_steps/finetuning/opponents.py makes them
@@ -144,6 +145,7 @@ OF_FINETUNING = {
     "--resume": row("go on from the newest checkpoint in DIR, to the bit", metavar="DIR"),
 }
 OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
+    "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
     "--fp8": row(
         "the fused layer's matrix products in FP8: all of them, or 'inputs', those that make "
         "outputs and inputs' gradients; 'compact', with LoRA: half the frozen weights' memory "
@@ -237,9 +239,9 @@ RULES = read_rules(f"""
 --trace, --stacks, --cuda-graph with --memory
 --ladder, --longest, --opponent with --teacher
     $flag trains on labels, $other does not: leave one of the two out
---opponent, --longest, --kernels, --fp8, --stochastic-rounding, --recompute, --offload,
+--opponent, --longest, --kernels, --moments, --fp8, --stochastic-rounding, --recompute, --offload,
 --cuda-graph, --save, {CHECKPOINTS} with --ladder
---longest, --kernels, --fp8, --stochastic-rounding, --recompute, --offload,
+--longest, --kernels, --moments, --fp8, --stochastic-rounding, --recompute, --offload,
 {CHECKPOINTS} with --opponent
 --fp8, --recompute, --offload, --lora-rank, --adapter, {CHECKPOINTS} with --teacher
 --data, --batch-size, --pack, --steps, --lr, --cuda-graph, --save,
@@ -256,7 +258,7 @@ RULES = read_rules(f"""
 
 --student-layers, --temperature without --teacher
     $flag needs --teacher, the model to distil: add it, or leave $flag out
---stochastic-rounding without --kernels adamw
+--moments, --stochastic-rounding without --kernels adamw
     $flag needs the adamw kernel: add --kernels all, or leave $flag out
 --stochastic-rounding with --dtype fp32
     $flag is for bf16 and does nothing in fp32: add --dtype bf16
@@ -269,6 +271,9 @@ RULES = read_rules(f"""
     leave --merge or --quantize out
 --quantize without one process, --parallel ddp
     $flag keeps the frozen weights whole in each process, which fsdp does not: add --parallel ddp
+--moments without one process, --parallel ddp
+    $flag cuts what a process holds into blocks, and fsdp's shards may end inside of one:
+    add --parallel ddp
 --opponent torchao* with --lora-rank, --adapter
     $flag trains the weights: leave $other out
 --fp8 without --kernels fused_layer

@@ -48,6 +48,7 @@ class Workload:
     world_size: int | None = None  # processes, if torchrun started several; no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
+    moments: str | None = field(default=None, compare=False)  # of flags.MOMENTS
     stochastic_rounding: bool = field(default=False, compare=False)
     fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES, or FP8_COMPACT
     recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
@@ -206,6 +207,7 @@ def kernels_in_words(record: dict) -> str:
         names.append("fp8" if record["fp8"] == FP8_ALL else f"fp8 {record['fp8']}")
         if "fp8_layers" in record:
             names[-1] += " in {} of {} layers".format(*record["fp8_layers"])
+    names += [f"{record['moments']} moments"] if "moments" in record else []
     names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
     names += [f"recompute {record['recompute']}"] if "recompute" in record else []
     names += ["offload"] if "offload" in record else []

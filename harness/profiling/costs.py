@@ -54,6 +54,7 @@ def sizes_of(config, workload: Workload) -> Sizes:
     """Return the sizes of a configuration's model, for all micro-batches of a step."""
     width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
     n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
+    trained = trained_count(config, workload)
     per_layer = width * n_tokens * config.num_hidden_layers
     n_heads = config.num_attention_heads + config.num_key_value_heads
     heads = per_layer * n_heads * architecture.head_size(config)
@@ -61,7 +62,7 @@ def sizes_of(config, workload: Workload) -> Sizes:
     n_projections = len(architecture.projection_shapes(config))
     copies = width * workload.micro_batches * config.num_hidden_layers  # bytes per layer's number
     return Sizes(
-        weights=width * trained_count(config, workload),
+        weights=width * trained,
         stream=per_layer * config.hidden_size,
         heads=heads,
         inner=per_layer * config.intermediate_size,
@@ -72,6 +73,8 @@ def sizes_of(config, workload: Workload) -> Sizes:
         projection=copies * architecture.projection_weights(config) // n_projections,
         unrotated=heads * turned.count(0) // len(turned),
         head_norms=heads if FAMILIES[config.model_type].head_norms else 0,
+        # a code is a byte, and each 256 have an fp32 scale
+        coded=round((width - 1 - 4 / 256) * trained) if workload.moments else 0,
         **fp8_sizes(config, workload, per_layer, copies),
     )
 

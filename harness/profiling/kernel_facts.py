@@ -8,7 +8,7 @@ rows.  A new kernel needs:
     a patch              next_steps/patches/apply_kernels.py, for --kernels
     a benchmark problem  its sizes in harness/benchmark/benchmark_specs.py, its inputs and
                          exact results in next_steps/comparisons/benchmark_problems.py, its
-                         opponents in next_steps/comparisons/benchmark_contenders.py
+                         opponents in benchmark_contenders.py and benchmark_peers.py there
     a subject            in the tests, for the contracts that every kernel keeps, and a file of
                          tests of its own
     a compile case       tools/compile_cases.py
@@ -48,6 +48,7 @@ class Sizes:
     transposed: int = 0  # what is transposed in FP8, in the same bytes
     unrotated: int = 0  # q and k of the layers that do not turn them
     head_norms: int = 0  # q and k, once per layer, where their heads have norms
+    coded: int = 0  # what --moments 8bit saves in a pass over one of AdamW's moments
 
 
 @dataclass(frozen=True)
@@ -183,15 +184,24 @@ ROWS = [
         patches="optimizer",
         category="optimizer",
         # p, g, m, v in; p, m, v out
-        launches=(Launch("_adamw", "weights", passes=7, flops=14, every_launch=False),),
+        launches=(Launch("_adamw_kernel", "weights", passes=7, flops=14, every_launch=False),),
         rung=1,
-        floor={"weights": 7},
+        floor={"weights": 7, "coded": -4},  # m and v in and out
         memory={
             "gradients": "updates a weight as soon as its gradient is complete, "
             "which is then freed",
             ("temporaries", "optimizer"): "updates in one pass: no intermediate result as large as "
             "the weights",
         },
+    ),
+    Facts(
+        name="adamw8",
+        lesson="next_steps.lessons.adamw8",
+        patches=None,  # --moments 8bit puts it in the place of adamw's kernel
+        category="optimizer",
+        # in bf16: p, g in, p out; the codes of m and v, two of which are as long as one number, and
+        # the scales, in and out
+        launches=(Launch("_adamw8", "weights", passes=5.03, flops=42, every_launch=False),),
     ),
     Facts(
         name="linear_cross_entropy",

@@ -115,8 +115,10 @@ def refused_differences(saved: Workload, workload: Workload) -> list[str]:
     without_layout = {"batch_size": 1, "accumulate": None, "world_size": None}
     before, now = replace(saved, **without_layout), replace(workload, **without_layout)
     different = before.differences(now)
-    if saved.fp8 != workload.fp8:  # FP8 rounds otherwise
-        different.append(f"fp8 {workload.fp8} (not {saved.fp8})")
+    for name in ("fp8", "moments"):  # which round otherwise
+        before, now = getattr(saved, name), getattr(workload, name)
+        if now != before:
+            different.append(f"{name} {now} (not {before})")
     expected, given = (each.sequences * each.micro_batches for each in (saved, workload))
     if given != expected:
         different.append(f"sequences in a step {given} (not {expected})")

@@ -260,6 +260,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "rope": rope_problem,
     "qk_norm_rope": qk_norm_rope_problem,
     "adamw": adamw_problem,
+    "adamw8": adamw_problem,
     "linear_cross_entropy": linear_cross_entropy_problem,
     "reverse_kl": reverse_kl_problem,
     "nf4": nf4_problem,

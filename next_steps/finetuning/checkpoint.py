@@ -43,7 +43,7 @@ from harness.steps.parallel import TIMEOUT
 from harness.training import checkpoint_files
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
-from next_steps.lessons.adamw_optimizer import TritonAdamW
+from next_steps.lessons.adamw_optimizer import TritonAdamW, new_state
 from next_steps.patches.offload import OF_THE_HOST, host_memory
 
 ONE_PROCESS = "torch.distributed is disabled"  # PyTorch's warning: without torchrun that is so
@@ -65,8 +65,11 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def make_states(optimizer: torch.optim.Optimizer) -> None:
     """Give an AdamW that has taken no step the states of a first step, to be filled."""
     for group in optimizer.param_groups:
-        on_gpu = isinstance(optimizer, TritonAdamW) or group["capturable"] or group["fused"]
+        on_gpu = group["capturable"] or group["fused"]
         for p in group["params"]:
+            if isinstance(optimizer, TritonAdamW):
+                optimizer.state[p] = new_state(p, group["moments_dtype"])
+                continue
             optimizer.state[p] = {
                 "step": torch.zeros((), device=p.device if on_gpu else "cpu"),  # () fp32
                 "exp_avg": torch.zeros_like(p),
@@ -216,7 +219,8 @@ class Keeper(contextlib.AbstractContextManager):
         """Refuse a disk without room for the checkpoints that will be there at one time."""
         folder, every, keep = (getattr(self.checkpoints, n) for n in ("folder", "every", "keep"))
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
-        n_bytes = 3 * sum(p.numel() * p.element_size() for p in trained)  # with two moments
+        wide = self.run.workload.moments is None  # are the two moments as wide as p?
+        n_bytes = sum(p.nbytes + 2 * (p.nbytes if wide else p.numel()) for p in trained)
         last, taken = self.run.workload.steps - 1, len(self.run.losses)
         to_come = last // every - taken // every if every else 1
         n = min(to_come, keep + 1 - min(keep, len(checkpoint_files.all_in(folder))))

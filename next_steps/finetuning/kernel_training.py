@@ -62,8 +62,8 @@ def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.
 
 def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
     """Return the workload's AdamW; for a CUDA graph it counts its steps on the GPU."""
-    rounding, graph = workload.stochastic_rounding, workload.cuda_graph
-    return make_optimizer(model, workload.lr, workload.kernels, rounding, capturable=graph)
+    how = workload.kernels, workload.stochastic_rounding, workload.moments
+    return make_optimizer(model, workload.lr, *how, capturable=workload.cuda_graph)
 
 
 def take_steps(

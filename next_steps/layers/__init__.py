@@ -1,1 +1,1 @@
-"""Modules made of several kernels: projections, MLP, a whole layer.  May import lessons."""
+"""Made of several kernels: projections, MLP, a whole layer, a split loss.  May import lessons."""

@@ -124,7 +124,7 @@ def _draw(seed, block, tensor: tl.constexpr, index, step, BLOCK_SIZE: tl.constex
 
 # Store fp32 x in the tensor's dtype: rounded to nearest, or at random into bf16 if there is a seed.
 @triton.jit
-def _store(
+def store_rounded(
     ptr,
     lane,
     mask,
@@ -142,6 +142,36 @@ def _store(
 
 
 # ==== Second part: the step ===================================================================
+
+
+# What the settings, numbers or pointers to one, and the count of steps make of all elements.
+@triton.jit
+def factors_of(step, lr, beta1, beta2, eps, weight_decay):
+    log_beta1, rate1 = _scalar(beta1[0]), _scalar(beta1[1])
+    log_beta2, rate2 = _scalar(beta2[0]), _scalar(beta2[1])
+    lr, eps = _scalar(lr), _scalar(eps)
+    decay = 1.0 - lr * _scalar(weight_decay)
+    step_size = lr / _one_minus_power(log_beta1, step)
+    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
+    return rate1, rate2, decay, step_size, sqrt_scale, eps
+
+
+# A number, or the number that a pointer points to, in fp32.
+@triton.jit
+def _scalar(value):
+    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
+        value = tl.load(value)
+    return tl.cast(value, tl.float32)
+
+
+# The new p, m, v of elements in fp32.
+@triton.jit
+def step_of(p, g, m, v, factors):
+    rate1, rate2, decay, step_size, sqrt_scale, eps = factors
+    m = m + (g - m) * rate1
+    v = v * (1.0 - rate2) + g * g * rate2
+    p = p * decay - step_size * m / (tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
+    return p, m, v
 
 
 # ---- The kernel: a block of one parameter
@@ -173,12 +203,7 @@ def _adamw_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     step = tl.load(steps_done_ptr) + 1.0
-    log_beta1, rate1 = _scalar(beta1[0]), _scalar(beta1[1])
-    log_beta2, rate2 = _scalar(beta2[0]), _scalar(beta2[1])
-    lr, eps = _scalar(lr), _scalar(eps)
-    decay = 1.0 - lr * _scalar(weight_decay)
-    step_size = lr / _one_minus_power(log_beta1, step)
-    sqrt_scale = 1.0 / tl.sqrt(_one_minus_power(log_beta2, step))
+    factors = factors_of(step, lr, beta1, beta2, eps, weight_decay)
 
     n, offset = extent[0], extent[1]
     block = tl.program_id(0) + offset // BLOCK_SIZE
@@ -193,22 +218,10 @@ def _adamw_kernel(
     v = tl.load(v_ptr + lane, mask=mask).to(tl.float32)
     if MAXIMIZE:
         g = -g
-
-    m = m + (g - m) * rate1
-    v = v * (1.0 - rate2) + g * g * rate2
-    p = p * decay - step_size * m / (tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
-
-    _store(p_ptr, lane, mask, p, seed, block, 0, index, step, BLOCK_SIZE)
-    _store(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)
-    _store(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)
-
-
-# A number, or the number that a pointer points to, in fp32.
-@triton.jit
-def _scalar(value):
-    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
-        value = tl.load(value)
-    return tl.cast(value, tl.float32)
+    p, m, v = step_of(p, g, m, v, factors)
+    store_rounded(p_ptr, lane, mask, p, seed, block, 0, index, step, BLOCK_SIZE)
+    store_rounded(m_ptr, lane, mask, m, seed, block, 1, index, step, BLOCK_SIZE)
+    store_rounded(v_ptr, lane, mask, v, seed, block, 2, index, step, BLOCK_SIZE)
 
 
 # ---- The launcher
@@ -240,13 +253,13 @@ def adamw_step(
     """
     tensors = p, grad, m, v, steps_done
     if torch.compiler.is_compiling():
-        scalars = lr, beta1, beta2, eps, weight_decay
-        return _step_compiled(tensors, scalars, seed, index, bool(maximize), offset)
+        scalars = split_scalars(p, (lr, beta1, beta2, eps, weight_decay))
+        return _step_of_lists(*tensors, *scalars, seed, index, bool(maximize), offset)
     _check(*tensors)
     device = p.device
-    lr, eps = _number_for(device, "lr", lr), _number_for(device, "eps", eps)
-    beta1, beta2 = _number_for(device, "beta1", beta1), _number_for(device, "beta2", beta2)
-    weight_decay = _number_for(device, "weight_decay", weight_decay)
+    lr, eps = number_for(device, "lr", lr), number_for(device, "eps", eps)
+    beta1, beta2 = number_for(device, "beta1", beta1), number_for(device, "beta2", beta2)
+    weight_decay = number_for(device, "weight_decay", weight_decay)
     if (n := p.numel()) == 0:
         return
     # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
@@ -260,8 +273,8 @@ def adamw_step(
             p_dense, grad, m_dense, v_dense,
             steps_done,
             lr,
-            _log_and_complement(beta1),
-            _log_and_complement(beta2),
+            log_and_complement(beta1),
+            log_and_complement(beta2),
             eps,
             weight_decay,
             (n, offset),
@@ -284,7 +297,7 @@ def _dense(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return t.new_empty_strided(t.shape, strides).copy_(t.detach())
 
 
-def _number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
+def number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
     """Return a number for a kernel on this device: a float, or a tensor that is there already."""
     if type(value) is float:  # and not NumPy's, which is a subclass
         return value
@@ -311,7 +324,7 @@ def is_number(value) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def _log_and_complement(beta: float | torch.Tensor) -> tuple:
+def log_and_complement(beta: float | torch.Tensor) -> tuple:
     """Return log(beta) and 1 - beta; of a tensor as fp32 tensors on its device."""
     if isinstance(beta, torch.Tensor):
         beta = beta.double()
@@ -369,14 +382,21 @@ def check_overlap(name: str, t: torch.Tensor) -> None:
     mutates=("p", "m", "v"),
 )
 def _step_of_lists(p, grad, m, v, steps_done, tensors, floats, *options) -> None:
-    scalars = (number if t is None else t for t, number in zip(tensors, floats))
-    adamw_step(p, grad, m, v, steps_done, *scalars, *options)
+    adamw_step(p, grad, m, v, steps_done, *join_scalars(tensors, floats), *options)
 
 
-def _step_compiled(stepped: tuple, scalars: tuple, *options) -> None:
-    tensors, floats = [], []
-    for name, value in zip(("lr", "beta1", "beta2", "eps", "weight_decay"), scalars):
-        is_tensor = isinstance(value, torch.Tensor)
-        tensors.append(value if is_tensor else None)
-        floats.append(0.0 if is_tensor else _number_for(stepped[0].device, name, value))
-    _step_of_lists(*stepped, tensors, floats, *options)
+def split_scalars(p: torch.Tensor, scalars: tuple) -> tuple[list, list[float]]:
+    """Return an operator's `tensors` and `floats` for lr, beta1, beta2, eps and weight_decay."""
+    names = "lr", "beta1", "beta2", "eps", "weight_decay"
+    are_tensors = [isinstance(value, torch.Tensor) for value in scalars]
+    tensors = [value if is_tensor else None for value, is_tensor in zip(scalars, are_tensors)]
+    floats = [
+        0.0 if is_tensor else number_for(p.device, name, value)
+        for name, value, is_tensor in zip(names, scalars, are_tensors)
+    ]
+    return tensors, floats
+
+
+def join_scalars(tensors: list, floats: list[float]) -> list:
+    """Return what `split_scalars` was given."""
+    return [number if t is None else t for t, number in zip(tensors, floats)]

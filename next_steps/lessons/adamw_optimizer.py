@@ -1,4 +1,4 @@
-"""TritonAdamW: torch.optim.AdamW with the kernel of adamw_kernel.py.
+"""TritonAdamW: torch.optim.AdamW with the kernel of adamw_kernel.py, or that of adamw8.py.
 
     optimizer = TritonAdamW(model.parameters(), lr, step_in_backward=True)
     loss.backward()     # steps each parameter as soon as its gradient is complete
@@ -29,6 +29,13 @@ import weakref
 import torch
 
 from kernel_support import FLOATS, PLAIN, check_memory
+from next_steps.lessons.adamw8 import (
+    Moments,
+    adamw8_step,
+    dequantize_moments,
+    new_moments,
+    quantize_moments,
+)
 from next_steps.lessons.adamw_kernel import MOMENTS, adamw_step, check_overlap, is_number
 
 # ---- A gradient that is no more
@@ -83,6 +90,9 @@ class UsedGradient(torch.Tensor):
 
 # Settings of how to compute, not what.  They stay an optimizer's own when it loads a state.
 MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
+# Of a state: the moments, and the scales that they have if they are codes.
+PLAIN_MOMENTS = "exp_avg", "exp_avg_sq"
+CODED_MOMENTS = (*PLAIN_MOMENTS, "scales")
 
 
 class TritonAdamW(torch.optim.Optimizer):
@@ -98,8 +108,9 @@ class TritonAdamW(torch.optim.Optimizer):
             captured CUDA graph.
         capturable: True and False are the same, because every step can be captured.
         amsgrad, foreach, differentiable, fused: PyTorch's arguments; True is refused.
-        moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16.
-        stochastic_rounding: round bfloat16 weights and moments up or down at random.
+        moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16; uint8:
+            codes of 8 bits with scales, which are one more entry of a parameter's state.
+        stochastic_rounding: round bfloat16 weights and moments up or down at random, codes never.
         step_in_backward: update each parameter during the backward and free its gradient at once;
             step() then only counts.  To accumulate gradients, put every backward but the last into
             `with optimizer.accumulating():`; a second backward before step() raises without it.
@@ -160,16 +171,17 @@ class TritonAdamW(torch.optim.Optimizer):
     def _step_parameter(self, group: dict, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[p]
         if not state:
-            state.update(_new_state(p, group["moments_dtype"]))
+            state.update(new_state(p, group["moments_dtype"]))
         if _is_dtensor(p) and grad.placements != p.placements:
             # under tensor parallelism the gradient may still be a sum to be made
             grad = grad.redistribute(p.device_mesh, p.placements)
-        rounding = group["stochastic_rounding"]
-        adamw_step(
+        rounding, coded = group["stochastic_rounding"], "scales" in state
+        moments = [_local(state[key]) for key in (CODED_MOMENTS if coded else PLAIN_MOMENTS)]
+        place = {} if coded else {"offset": offset_of(p) if rounding else 0}
+        (adamw8_step if coded else adamw_step)(
             _local(p),
             _local(grad),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
+            *moments,
             state["step"],
             group["lr"],
             *group["betas"],
@@ -178,7 +190,7 @@ class TritonAdamW(torch.optim.Optimizer):
             group["seed"] if rounding else None,
             index,
             group["maximize"],
-            offset_of(p) if rounding else 0,
+            **place,
         )
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
         self._stepped[p] = state["step"]
@@ -264,10 +276,10 @@ class TritonAdamW(torch.optim.Optimizer):
             for p, number in zip(own["params"], saved["params"]):
                 if saved_state.get(number):
                     loaded[p] = _loaded_state(number, p, saved_state[number])
-                    state[p] = self.state.get(p) or _new_state(p, groups[-1]["moments_dtype"])
+                    state[p] = self.state.get(p) or new_state(p, groups[-1]["moments_dtype"])
 
         for p in loaded:  # from here on, nothing is refused
-            for key, tensor in loaded[p].items():
+            for key, tensor in _with_keys_of(state[p], loaded[p]).items():
                 _local(state[p][key]).copy_(_local(tensor))
         for tensor, number in filled.items():
             tensor.fill_(number)
@@ -337,16 +349,18 @@ def _averaged_later(p: torch.Tensor) -> bool:
 # ---- An optimizer's groups and states
 
 
-def _new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter that has made no step."""
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
         given = "a parameter without state is captured, and each replay would reset it"
         raise RuntimeError(f"{given}: make a step before.")
-    dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-        "exp_avg": torch.zeros_like(p, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
-    }
+    if moments_dtype == torch.uint8:
+        moments = new_moments(p)
+    else:
+        dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
+        moments = [torch.zeros_like(p, dtype=dtype) for _ in PLAIN_MOMENTS]
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {"step": step, **dict(zip(CODED_MOMENTS, moments))}
 
 
 def _check_group(group: dict) -> None:
@@ -357,6 +371,9 @@ def _check_group(group: dict) -> None:
             check_overlap("a parameter", _local(p))
             if _is_dtensor(p):
                 _check_placements(p, group["stochastic_rounding"])
+                if group["moments_dtype"] == torch.uint8:
+                    given = "a parameter is a DTensor, whose shards may end inside of blocks"
+                    raise ValueError(f"{given}, and moments_dtype is torch.uint8: choose another.")
 
     def within(value, below: float = math.inf) -> bool:
         return is_number(value) and 0.0 <= value < below
@@ -377,7 +394,11 @@ def _check_group(group: dict) -> None:
         ("betas", two and all(within(b, 1.0) for b in betas), "two numbers from 0 to below 1"),
         ("eps", within(group["eps"]), "a number of at least 0"),
         ("weight_decay", within(group["weight_decay"]), "a number of at least 0"),
-        ("moments_dtype", group["moments_dtype"] in (None, *MOMENTS), "float32, bfloat16 or None"),
+        (
+            "moments_dtype",
+            group["moments_dtype"] in (None, *MOMENTS, torch.uint8),
+            "float32, bfloat16, uint8 or None",
+        ),
         ("stochastic_rounding", not (rounding and float16), "False for float16 parameters"),
         ("seed", whole and 0 <= seed < 2**63, "a whole number from 0 to below 2**63"),
     ):
@@ -409,8 +430,11 @@ def _check_placements(p: torch.Tensor, rounding: bool) -> None:
 
 def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.Tensor]:
     """Return what a state_dict holds for a parameter; refuse it unless it fits."""
-    loaded = {}
-    for key, like in (("step", torch.zeros(())), ("exp_avg", p), ("exp_avg_sq", p)):
+    loaded, codes = {}, new_moments(torch.empty_like(_local(p), device="meta"))
+    expected_tensors = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
+    if "scales" in saved:
+        expected_tensors |= zip(CODED_MOMENTS, codes)
+    for key, like in expected_tensors.items():
         name = f"{key} of parameter {number}"
         if key not in saved:
             raise ValueError(f"{name} is missing in the state, expected an AdamW's: load another.")
@@ -420,12 +444,26 @@ def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.
             if given != expected:
                 advice = "load it with torch.distributed.checkpoint.state_dict"
                 raise TypeError(f"{name} has placements {given}, expected {expected}: {advice}.")
-        check_memory(name, _local(tensor), (*FLOATS, torch.float64))
+        floats = *FLOATS, torch.float64
+        check_memory(name, _local(tensor), floats if like.is_floating_point() else [like.dtype])
         if (tensor.shape, _local(tensor).shape) != (like.shape, _local(like).shape):
             given = f"{name} has shape {tuple(tensor.shape)}, expected {tuple(like.shape)}"
             raise ValueError(f"{given}: load the state of an equal model.")
         loaded[key] = tensor
     return loaded
+
+
+def _with_keys_of(own: dict, loaded: dict) -> dict[str, torch.Tensor]:
+    """Return what was loaded; where only one of both has codes, in the other's form."""
+    moments = None
+    if own.keys() > loaded.keys():
+        moments = quantize_moments(*(loaded[key].float() for key in PLAIN_MOMENTS))
+    elif own.keys() < loaded.keys():
+        codes = Moments(*(loaded[key] for key in CODED_MOMENTS))
+        moments = dequantize_moments(codes, torch.float32)
+    if moments is None:
+        return loaded
+    return {"step": loaded["step"], **dict(zip(CODED_MOMENTS, moments))}
 
 
 def _kept(own, saved, filled: dict[torch.Tensor, float]) -> float | torch.Tensor:

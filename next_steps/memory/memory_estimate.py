@@ -52,7 +52,7 @@ def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
 def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload beside the baseline's, and write the record."""
     config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
-    baseline = replace(workload, kernels=(), fp8=None, recompute=None, offload=False)
+    baseline = replace(workload, kernels=(), moments=None, fp8=None, recompute=None, offload=False)
     # equal workloads may differ in these: their losses may be compared
     differs = workload.kernels or workload.recompute or workload.offload
     workloads = [baseline, workload] if differs else [baseline]

@@ -82,7 +82,7 @@ def report(
     data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, workload.kernels)
+    optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
     batches = [batch.to(DEVICE) for batch in data.train]
     steps = stepping.in_steps(batches, workload.micro_batches)
     for batches in steps[:warmup]:
@@ -125,7 +125,7 @@ LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 # What makes a part, or a part in one phase, smaller: a kernel, and how.
 ADVICE = {
     books.PARAMETERS: (None, "every weight once, in --dtype"),
-    books.STATE: (None, "AdamW's two moments of every weight, in --dtype"),
+    books.STATE: (None, "AdamW's two moments of every weight, in --dtype or --moments"),
     **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
 }
 OF_SUMS = {

@@ -100,7 +100,9 @@ def run_step(config: PreTrainedConfig, workload: Workload, ledger: Ledger | None
         patched_model.patch(model, workload)
         ledger.follow_gradients(model)
         # foreach: what PyTorch's AdamW chooses for tensors on a GPU
-        optimizer = apply_kernels.make_optimizer(model, 1e-5, workload.kernels, foreach=True)
+        optimizer = apply_kernels.make_optimizer(
+            model, 1e-5, workload.kernels, moments=workload.moments, foreach=True
+        )
         ledger.follow(model, optimizer)
         for batch in batches:
             ledger.claim(BATCH, *batch.tensors().values())

@@ -131,13 +131,18 @@ def require_family(model: torch.nn.Module) -> Family:
 
 
 def triton_adamw(
-    model: torch.nn.Module, lr: float, stochastic_rounding: bool = False
+    model: torch.nn.Module,
+    lr: float,
+    stochastic_rounding: bool = False,
+    moments: str | None = None,
 ) -> TritonAdamW:
     """Return AdamW in one kernel per parameter, which steps during the backward.
 
-    So gradients never all exist at once (but with DDP), and they cannot be clipped.
+    So gradients never all exist at once (but with DDP), and they cannot be clipped.  moments: of
+    flags.MOMENTS; None: in the parameters' dtype.
     """
     options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
+    options["moments_dtype"] = torch.uint8 if moments else None
     return TritonAdamW(stepping.trained(model), lr=lr, **options)
 
 
@@ -147,11 +152,16 @@ def model_kernels(kernels: Sequence[str]) -> list[str]:
 
 
 def make_optimizer(
-    model: torch.nn.Module, lr: float, kernels: Sequence[str], stochastic: bool = False, **options
+    model: torch.nn.Module,
+    lr: float,
+    kernels: Sequence[str],
+    stochastic: bool = False,
+    moments: str | None = None,
+    **options,
 ) -> torch.optim.Optimizer:
     """Return `triton_adamw` if adamw is among the kernels, else PyTorch's AdamW with `options`."""
     if "adamw" in kernels:
-        return triton_adamw(model, lr, stochastic)
+        return triton_adamw(model, lr, stochastic, moments)
     return stepping.make_optimizer(model, lr, **options)
 
 

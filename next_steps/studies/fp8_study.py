@@ -1,6 +1,7 @@
-"""Two studies of FP8: what training in FP8 costs in accuracy, and what its casts cost in time.
+"""Studies of few bits: what FP8 and 8-bit moments cost in accuracy, what FP8's casts cost in time.
 
     python -m next_steps.studies.fp8_study accuracy --model DIR --json runs/fp8_accuracy.json
+    python -m next_steps.studies.fp8_study moments --model DIR --json runs/moments_accuracy.json
     python -m next_steps.studies.fp8_study costs --json runs/fp8_costs.json
     python -m next_steps.studies.fp8_study costs --tokens 512,8192
 
@@ -15,6 +16,8 @@ come out for each way to compute:
                  one that bf16 had so many steps before the end, by a straight line between two
                  points of bf16's curve.  If bf16 has not reached that loss, no more steps are
                  needed, and how many fewer is unknown.  If bf16 never was as high, all are.
+
+moments: the same with --moments 8bit in FP8's place.
 
 The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
 
@@ -37,7 +40,7 @@ from dataclasses import replace
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, Parser
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, MOMENTS, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -46,12 +49,16 @@ from harness.records.run_records import environment_line, write_record
 
 # ---------------------------------------------------------------- accuracy: the runs
 
-MODES = None, FP8_INPUTS, FP8_ALL  # of --fp8; the others are compared with the first
+# The flag that a study varies, and its values; the others are compared with the first.
+VARIED = {
+    "accuracy": ("fp8", (None, FP8_INPUTS, FP8_ALL)),
+    "moments": ("moments", (None, *MOMENTS)),
+}
 POINTS = 10  # of a validation curve, after the one before the first step
 
 
-def words_of(mode: str | None, dtype: str) -> str:
-    return dtype if mode is None else f"fp8 {mode}"
+def words_of(mode: str | None, dtype: str, varied: str = "fp8") -> str:
+    return dtype if mode is None else f"{varied} {mode}"
 
 
 def train(workload: Workload, every: int) -> dict:
@@ -107,23 +114,27 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 
-    require_fp8()
+    varied, modes = VARIED[args.study]
+    if varied == "fp8":
+        require_fp8()
     workload = Workload.from_flags(args, HAS_GPU)
     every = max(1, workload.steps // POINTS)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
-    record = {"kind": "fp8_accuracy", "seeds": list(range(args.seeds)), "every": every, "runs": []}
-    ways = itertools.product(record["seeds"], MODES)
-    workloads = [replace(workload, seed=seed, fp8=mode) for seed, mode in ways]
+    record = {"kind": "fp8_accuracy", "varied": varied, "seeds": list(range(args.seeds))}
+    record |= {"every": every, "runs": []}
+    ways = itertools.product(record["seeds"], modes)
+    workloads = [replace(workload, seed=seed, **{varied: mode}) for seed, mode in ways]
     for trained, run in zip(workloads, train_all(workloads, every, args.jobs)):
         if not record["runs"]:
             kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"
             record |= {key: run[key] for key in (*kept, "data", "steps", "lr", "kernels")}
             record |= {"model": args.model, "source": run["source"]}
         keys = "losses", "curve", "curve_in_fp8", "median_seconds", "peak_memory_bytes"
-        how = {"seed": trained.seed, "fp8": trained.fp8}
+        mode = getattr(trained, varied)
+        how = {"seed": trained.seed, varied: mode}
         record["runs"].append(how | {key: run[key] for key in keys})
-        words = words_of(trained.fp8, trained.dtype)
+        words = words_of(mode, trained.dtype, varied)
         print(f"seed {trained.seed}, {words}: validation loss {run['curve'][-1]:.4f}", flush=True)
     print()
     return record
@@ -152,12 +163,15 @@ def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[
     return last - step, {"": "", ">=": "<=", "<=": ">="}[known]
 
 
-def row_of(mode: str | None, runs: dict, every: int, dtype: str) -> list[str]:
+def row_of(mode: str | None, runs: dict, every: int, dtype: str, varied: str = "fp8") -> list[str]:
     """Return a row of the table, from each mode's runs in the order of the seeds."""
     found, references = runs[mode], runs[None]
     seconds = [run["median_seconds"] for run in found]
     ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
-    row = [words_of(mode, dtype), f"{statistics.mean(run['curve'][-1] for run in found):.4f}"]
+    row = [
+        words_of(mode, dtype, varied),
+        f"{statistics.mean(run['curve'][-1] for run in found):.4f}",
+    ]
     if mode is None:
         return [*row, *[""] * 6, ms]
     pairs = list(zip(references, found))
@@ -185,11 +199,12 @@ def line_in_fp8(mode: str, runs: dict, dtype: str) -> str:
 
 def render_accuracy(record: dict) -> str:
     """Return everything that is printed at the end."""
-    runs, dtype = {}, record["dtype"]
+    runs, dtype, varied = {}, record["dtype"], record.get("varied", "fp8")  # not in older records
     for run in record["runs"]:
-        runs.setdefault(run["fp8"], []).append(run)
-    headers = ["Products", "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
-    rows = [row_of(mode, runs, record["every"], dtype) for mode in runs]
+        runs.setdefault(run[varied], []).append(run)
+    name, of_what = {"fp8": ("FP8", "Products"), "moments": ("8-bit moments", "Moments")}[varied]
+    headers = [of_what, "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
+    rows = [row_of(mode, runs, record["every"], dtype, varied) for mode in runs]
     censored = "<= 0: bf16 has not reached that loss; >= all steps: it was never as high."
     return "\n".join(
         [
@@ -198,11 +213,11 @@ def render_accuracy(record: dict) -> str:
             f"Data: {record['source']}; {size_in_words(record)}; {record['steps']} steps, learning "
             f"rate {record['lr']:g}",
             "",
-            tables.title(f"Accuracy of FP8, {len(record['seeds'])} seeds"),
+            tables.title(f"Accuracy of {name}, {len(record['seeds'])} seeds"),
             tables.table([*headers, "Smallest", "Largest", "Step, ms"], rows),
             f"Means over the seeds, smallest and largest of one. {censored}",
             f"Validated in {dtype}, whatever the run trained in.",
-            *(line_in_fp8(mode, runs, dtype) for mode in runs if mode),
+            *(line_in_fp8(mode, runs, dtype) for mode in runs if mode and varied == "fp8"),
             tables.OF_STEPS if record["environment"]["gpu"] else tables.NO_GPU_NOTE,
         ]
     )
@@ -260,9 +275,9 @@ def number_list(text: str) -> list[int]:
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("study", choices=("accuracy", "costs"), help="what to measure")
+    add("study", choices=(*VARIED, "costs"), help="what to measure")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add = parser.add_argument_group("accuracy").add_argument
+    add = parser.add_argument_group("accuracy, moments").add_argument
     add("--model", metavar="ID|DIR|tiny", help="needed: a model with trained weights")
     add("--data", default="stdlib", metavar="stdlib|FILE", help="as in every script")
     add("--batch-size", type=positive_int, default=4, help="default: %(default)s")
@@ -280,16 +295,19 @@ def parse_args() -> argparse.Namespace:
     if others := args.given - of_study:
         flag = command_line.flag_name(min(others))
         raise UserError(f"{flag} does nothing with {args.study}: leave it out")
-    if args.study == "accuracy" and args.model is None:
-        raise UserError("accuracy needs trained weights: name a model with --model, ID or DIR")
+    if args.study in VARIED and args.model is None:
+        raise UserError(f"{args.study} needs trained weights: name a model with --model, ID or DIR")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    args.kernels, args.fp8 = KERNELS, FP8_ALL  # FP8 refuses now what it cannot be combined with
+    args.kernels = KERNELS
+    if args.study in VARIED:  # what it cannot be combined with is refused now
+        varied, modes = VARIED[args.study]
+        setattr(args, varied, modes[-1])
     check_outputs(args)
-    if args.study == "accuracy":
+    if args.study in VARIED:
         record = measure_accuracy(args)
         print(render_accuracy(record))
     else:

@@ -31,7 +31,8 @@ def find(workload: Workload, record_to: str | None = None) -> None:
     kernels, micro_batches = workload.kernels, workload.micro_batches
     try_kernels(workload)
     model = load_patched(workload)
-    optimizer = make_optimizer(model, 1e-5, kernels, workload.stochastic_rounding)
+    how = kernels, workload.stochastic_rounding, workload.moments
+    optimizer = make_optimizer(model, 1e-5, *how)
     limit = model.config.max_position_embeddings
     first = round_up(workload.seq_len)
     record = {

@@ -56,11 +56,23 @@ FAULTS = {
     "test_autograd_notices_that_a_weight_was_changed": [
         ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
     ],
+    "test_run_continues_with_the_same_bits[bf16, 8-bit moments-load_state_dict]": [
+        ("scales not loaded", "expected_tensors |= zip(CODED_MOMENTS, codes)", "expected_tensors |= zip(PLAIN_MOMENTS, codes)"),
+    ],
+    "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
+        ("v loaded without its m", "(loaded[key].float() for key in PLAIN_MOMENTS)", "(loaded['exp_avg_sq'].float() for key in PLAIN_MOMENTS)"),
+    ],
+    "test_codes_of_another_size_or_type_are_refused": [
+        ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
+    ],
+    "test_a_dtensor_gets_no_8_bit_moments": [
+        ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
+    ],
     "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [
-        ("count not loaded", "in loaded[p].items():", "in list(loaded[p].items())[1:]:"),
+        ("count not loaded", "_with_keys_of(state[p], loaded[p]).items():", "list(loaded[p].items())[1:]:"),
     ],
     "test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none": [
-        ("moments elsewhere", "self.state.get(p) or _new_state", "_new_state"),
+        ("moments elsewhere", "self.state.get(p) or new_state", "new_state"),
         ("lr elsewhere", "    return own\n", "    return torch.tensor(number, device=own.device)\n"),
     ],
     "test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for": [

@@ -1,6 +1,6 @@
 """Faults in split_cross_entropy.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.lessons.split_cross_entropy"
+SOURCE = "next_steps.layers.split_cross_entropy"
 TESTS = "tests.split_cross_entropy_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from next_steps.lessons.split_cross_entropy import TritonSplitCrossEntropyLoss
+from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
 from tests.subjects import cross_entropy
 
 
