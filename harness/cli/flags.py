@@ -267,8 +267,8 @@ RULES = read_rules(f"""
     leave --merge or --quantize out
 --quantize without one process, --parallel ddp
     $flag keeps the frozen weights whole in each process, which fsdp does not: add --parallel ddp
---opponent torchao* with --lora-rank, --adapter
-    $flag trains the weights: leave $other out
+--opponent torchao* with --quantize
+    $flag keeps the weights in bf16 and casts them in each step: leave $other out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
 --fp8 with --lora-rank, --adapter
