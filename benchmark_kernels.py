@@ -6,13 +6,14 @@
     python benchmark_kernels.py --sweep    # time other launch settings than two files carry
 
 Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and
-Liger-Kernel and QuACK where they are installed.  All get the same inputs in the same dtype in the
-same run.  All are timed in the same way.  Every result is compared with float64 before any timing.
+other libraries where they are installed.  All get the same inputs in the same dtype in the same
+run.  All are timed in the same way.  Every result is compared with float64 before any timing.
 
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
-    next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's, ours, others'
+    next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's and ours
+    next_steps/comparisons/benchmark_peers.py        other libraries'
 """
 
 import argparse
@@ -79,7 +80,8 @@ def benchmark(
     """Return the kernel's section of the record, and sentences about what is absent from it."""
     from harness.benchmark import benchmarking
     from harness.cli.device import HAS_GPU
-    from next_steps.comparisons.benchmark_contenders import find_peers, implementations
+    from next_steps.comparisons.benchmark_contenders import implementations
+    from next_steps.comparisons.benchmark_peers import find_peers
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]

@@ -1,7 +1,7 @@
 """What benchmark_kernels.py measures of each kernel: sizes, least work, words of the table.
 
 This imports no PyTorch.  In next_steps/comparisons/ are the inputs (benchmark_problems.py) and the
-implementations (benchmark_contenders.py).
+implementations (benchmark_contenders.py, benchmark_peers.py).
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ rows.  A new kernel needs:
     a patch              next_steps/patches/apply_kernels.py, for --kernels
     a benchmark problem  its sizes in harness/benchmark/benchmark_specs.py, its inputs and
                          exact results in next_steps/comparisons/benchmark_problems.py, its
-                         opponents in next_steps/comparisons/benchmark_contenders.py
+                         opponents beside them, in benchmark_contenders.py and benchmark_peers.py
     a subject            in the tests, for the contracts that every kernel keeps, and a file of
                          tests of its own
     a compile case       tools/compile_cases.py

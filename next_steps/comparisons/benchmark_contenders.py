@@ -1,4 +1,4 @@
-"""Who is timed: PyTorch in several forms, our kernels, the host alone, and other libraries."""
+"""Who is timed: PyTorch in several forms, our kernels, and the host alone."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import cross_entropy_kernel
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
-from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.tables import describe
+from harness.cli.device import HAS_GPU
 from next_steps.comparisons.benchmark_problems import (
     ADAMW,
     EPS,
@@ -23,7 +22,7 @@ from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
 from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
-from next_steps.lessons.nf4_kernel import BLOCK, GROUP, NF4
+from next_steps.lessons.nf4_kernel import NF4
 from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
@@ -304,154 +303,3 @@ def compile_function(function: Callable, donate: bool = False) -> Callable:
     # it takes twice as much memory.
     torch._functorch.config.donated_buffer = donate
     return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-# ---------------------------------------------------------------- other libraries
-# Each function imports its library and returns the library's implementations of one kernel.
-
-LIGER = "Liger-Kernel"
-LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
-
-
-def liger_rmsnorm() -> list[Implementation]:
-    from liger_kernel.ops import LigerRMSNormFunction
-
-    # Not in place. In place it writes dx over dy, which the timing loop uses again.
-    settings = EPS, 0.0, "llama", False
-    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
-
-
-def liger_cross_entropy() -> list[Implementation]:
-    from liger_kernel.transformers import LigerCrossEntropyLoss
-
-    # The host reads the number of valid targets.
-    return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
-
-
-def liger_swiglu() -> list[Implementation]:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return [Implementation(LIGER_IN_PLACE, LigerSiLUMulFunction.apply)]
-
-
-def liger_rope() -> list[Implementation]:
-    from liger_kernel.transformers import liger_rotary_pos_emb
-
-    # It overwrites q, k and the gradients of its outputs.
-    return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
-
-
-def liger_qk_norm_rope() -> list[Implementation]:
-    from liger_kernel.ops import LigerRMSNormFunction
-    from liger_kernel.transformers import liger_rotary_pos_emb
-
-    def norm(x, weight):
-        return LigerRMSNormFunction.apply(x, weight, QWEN3_EPS, 0.0, "llama", False)
-
-    # Its RoPE overwrites the results of its norm, and the gradients that come in.
-    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, liger_rotary_pos_emb))]
-
-
-def liger_linear_cross_entropy() -> list[Implementation]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
-    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
-
-
-def liger_reverse_kl() -> list[Implementation]:
-    from liger_kernel.transformers import LigerJSD
-
-    # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
-    # KL(student || teacher).
-    jsd = LigerJSD(beta=1.0)
-
-    def reverse_kl(*logits):
-        return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
-
-    # It waits for grad_output.
-    return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
-
-
-def bitsandbytes_nf4() -> list[Implementation]:
-    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
-
-    table = get_4bit_type("nf4", device=DEVICE)
-
-    def nf4(codes, absmax_codes, absmax_scales, absmax_mean, tables, weight):
-        of_absmax = {"code": tables[len(table) :], "blocksize": GROUP, "dtype": torch.float32}
-        state = QuantState(
-            absmax_codes,
-            shape=weight.shape,
-            dtype=weight.dtype,
-            blocksize=BLOCK,
-            code=table,
-            quant_type="nf4",
-            offset=absmax_mean[0],
-            state2=QuantState(absmax_scales, **of_absmax),
-        )
-        return dequantize_4bit(codes[:, None], state, quant_type="nf4")
-
-    return [Implementation("bitsandbytes", nf4)]
-
-
-def quack_rmsnorm() -> list[Implementation]:
-    import quack
-
-    return [Implementation("QuACK", lambda x, weight: quack.rmsnorm(x, weight, eps=EPS))]
-
-
-def quack_cross_entropy() -> list[Implementation]:
-    import quack
-
-    in_place = functools.partial(quack.cross_entropy, inplace_backward=True)
-    return [
-        Implementation("QuACK", quack.cross_entropy),
-        Implementation("QuACK, in place", in_place, backward_again=False),
-    ]
-
-
-LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its implementations})
-    LIGER: (
-        "liger-kernel",
-        "liger_kernel",
-        {
-            "rmsnorm": liger_rmsnorm,
-            "cross_entropy": liger_cross_entropy,
-            "swiglu": liger_swiglu,
-            "rope": liger_rope,
-            "qk_norm_rope": liger_qk_norm_rope,
-            "linear_cross_entropy": liger_linear_cross_entropy,
-            "reverse_kl": liger_reverse_kl,
-        },
-    ),
-    "QuACK": (
-        "quack-kernels",
-        "quack",
-        {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
-    ),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes", {"nf4": bitsandbytes_nf4}),
-}
-
-
-def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
-    """Return the other libraries' implementations, and a sentence for each absent library."""
-    found, absent = [], []
-    for name, (package, module, makers) in LIBRARIES.items():
-        if kernel not in makers:
-            continue
-        try:
-            implementations = makers[kernel]()
-        except Exception as error:  # whatever its import raises, ours can still be measured
-            reason = f"cannot be imported ({describe(error)})"
-            if isinstance(error, ModuleNotFoundError) and error.name == module:
-                reason = f"not installed (pip install {package} to add it)"
-            absent.append(f"{name}: {reason}")
-            continue
-        if HAS_GPU:
-            found += implementations
-        else:
-            absent.append(f"{name}: needs a CUDA GPU")
-    if kernel == "linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
-        absent.append("F.linear_cross_entropy: this PyTorch has none (2.13 has)")
-    return found, absent
