@@ -6,8 +6,8 @@
     python benchmark_kernels.py --sweep    # time other launch settings than two files carry
 
 Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and
-Liger-Kernel and QuACK where they are installed.  All get the same inputs in the same dtype in the
-same run.  All are timed in the same way.  Every result is compared with float64 before any timing.
+other libraries where they are installed.  All get the same inputs in the same dtype in the same
+run.  All are timed in the same way.  Every result is compared with float64 before any timing.
 
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed

@@ -39,12 +39,12 @@ from harness.benchmark.benchmarking import (
     gradient_errors,
     measure_times,
 )
-from harness.benchmark.checking import HAS_GPU
+from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli import command_line, tables
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import timing
 from next_steps.comparisons import benchmark_contenders as contenders
-from next_steps.comparisons import benchmark_peers
+from next_steps.comparisons import benchmark_peers as peers
 from next_steps.comparisons import benchmark_problems as problems
 from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
 from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -405,7 +405,7 @@ def test_plot_is_a_picture(finished, tmp_path):
 
 
 def test_absent_opponents_are_named(finished):
-    for name, (_, module, *_) in benchmark_peers.LIBRARIES.items():
+    for name, (_, module, *_) in peers.LIBRARIES.items():
         if not HAS_GPU or importlib.util.find_spec(module) is None:
             assert f"{name}: " in finished[0]
 
@@ -419,10 +419,34 @@ def test_an_optimizer_that_loads_no_floats_begins_with_the_problems_state():
 
     p = torch.ones(3)
     p.grad = torch.ones(3)
-    optimizer = benchmark_peers.optimizer_filled_by(torch.optim.AdamW, fill)([p])
+    optimizer = peers.optimizer_filled_by(torch.optim.AdamW, fill)([p])
     assert torch.equal(p, torch.ones(3)), "the step that makes the state is undone"
     optimizer.load_state_dict({"state": {0: {"step": 9, "exp_avg": torch.full((3,), 7.0)}}})
     assert filled == [(1.0, 9)] and (optimizer.state[p]["exp_avg"] == 7).all()
+
+
+def test_trls_loss_of_hidden_states_is_the_loss():
+    pytest.importorskip("trl")
+    (theirs,) = peers.trl_linear_cross_entropy()
+    inputs = [torch.randn(shape) for shape in ((6, 8), (20, 8))]
+    targets = torch.randint(20, (6,))
+    results = []
+    for loss in (theirs.function, lambda x, w, t: F.cross_entropy(x @ w.t(), t)):
+        leaves = [t.to(DEVICE).requires_grad_() for t in inputs]
+        value = loss(*leaves, targets.to(DEVICE))
+        results.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for found, wanted in zip(*results):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_each_call_takes_the_language_that_its_row_names(monkeypatch):
+    """Both rows are timed in one process, where Liger-Kernel has one setting."""
+    setting = []
+    backends = SimpleNamespace(set_impl=lambda name: setting.append(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.backends", backends)
+    rows = peers.pinned(lambda x: setting[-1]), peers.pinned(lambda x: setting[-1], "cutedsl")
+    assert [row(0) for row in (*rows, *rows)] == ["nvidia-triton", "nvidia-cutedsl"] * 2
 
 
 WORK = {  # bytes that must be moved for a row of the input, or FLOP

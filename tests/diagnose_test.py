@@ -143,6 +143,13 @@ def test_a_kernel_that_is_on_is_not_advised_again():
     assert diagnose.ranking(record)[0].advice == advice
 
 
+@pytest.mark.parametrize("flag", ["cuda_graph", "pack", "offload"])
+def test_a_graph_is_advised_only_where_there_can_be_one(flag):
+    record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0) | {"busy_us": 700.0}
+    advised = [diagnose.losses(each)[0].advice for each in (record, record | {flag: True})]
+    assert advised == [diagnose.CUDA_GRAPH, diagnose.MORE_TOKENS]
+
+
 def test_idle_time_is_a_cost_of_its_own():
     record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
     record["busy_us"] = 700.0

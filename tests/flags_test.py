@@ -111,10 +111,9 @@ finetune_optimized --opponent unsloth --lora-rank 4 --quantize nf4 --save x --me
 torchrun finetune_baseline --lora-rank 2 --quantize nf4
     --quantize keeps the frozen weights whole in each process, which fsdp does not: add --parallel
     ddp
-finetune_optimized --opponent torchao-rowwise --lora-rank 2
-    --opponent torchao-rowwise trains the weights: leave --lora-rank out
-finetune_optimized --opponent torchao-tensorwise --adapter x
-    --opponent torchao-tensorwise trains the weights: leave --adapter out
+finetune_optimized --opponent torchao-rowwise --lora-rank 2 --quantize nf4
+    --opponent torchao-rowwise keeps the weights in bf16 and casts them in each step: leave
+    --quantize out
 finetune_optimized --fp8
     --fp8 computes in the fused layer's place: add --kernels all
 profile_baseline --fp8 --kernels rmsnorm,swiglu
@@ -168,6 +167,8 @@ ALLOWED = [
     "torchrun finetune_optimized --kernels all --lora-rank 2 --fp8 --parallel ddp",
     "torchrun finetune_optimized --kernels all --adapter x --fp8 --parallel ddp",
     "finetune_optimized --opponent compile-reduce-overhead --accumulate 1",
+    "finetune_optimized --opponent torchao-rowwise --lora-rank 2",
+    "finetune_optimized --opponent torchao-tensorwise --adapter x --lora-alpha 2",
     "GPU finetune_optimized --kernels all --stochastic-rounding --cuda-graph --steps 3",
     "GPU finetune_optimized --ladder --dtype fp32 --plot x.png",
     "GPU profile_baseline --memory --memory-snapshot x --pack --plot x.png",
@@ -306,9 +307,8 @@ PAGES = {  # a page, its words: command lines that are refused
         for beside in ("--opponent liger", "--teacher tiny", "--ladder", "--longest")
         for flag in ("--checkpoint", "--resume")
     ],
-    ("lora", "Only `--teacher` and `--opponent torchao-...`"): [
+    ("lora", "Only `--teacher` cannot be combined"): [
         "finetune_optimized --teacher tiny --lora-rank 2",
-        "finetune_optimized --opponent torchao-rowwise --lora-rank 2",
     ],
     ("lora", "several processes need `--parallel ddp`"): [
         "torchrun finetune_baseline --lora-rank 2 --quantize nf4"

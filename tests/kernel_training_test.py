@@ -90,6 +90,33 @@ def test_torchaos_float8_is_in_the_layers_projections_alone(monkeypatch, small_m
         assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, small_model, recipe):
+    float8 = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
+    adapters = "--lora-rank", "4", "--lora-targets", "attention"
+    plain = small_workload(*adapters)
+    model, *_ = opponents.prepare(replace(plain, opponent=f"torchao-{recipe}"))
+    found = [name for name, module in model.named_modules() if isinstance(module, float8)]
+    beside = [name for name in found if name.endswith("_proj.base_layer")]
+    n_layers = len(model.model.layers)
+    assert (len(beside), len(found)) == (4 * n_layers, 7 * n_layers), "and those without adapters"
+    called = []
+    for name in beside:
+        model.get_submodule(name).register_forward_hook(lambda *of_call: called.append(of_call[0]))
+    ids = torch.arange(12, device=DEVICE)[None]
+    if DEVICE != "cpu":  # a GPU has no such products of fp32
+        return
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(called) == len(beside), "peft calls what stands in its base layer"
+    unlike = opponents.patched_model.load(plain)(input_ids=ids, labels=ids).loss
+    assert loss != unlike and abs(loss - unlike) < 0.1
+    loss.backward()
+    graded = {name for name, p in model.named_parameters() if p.grad is not None}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert graded == trained and all(".lora_" in name for name in trained) and trained
+
+
 def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch):
     pytest.importorskip("torchao")
     monkeypatch.setattr(opponents, "fp8_support", lambda: "Old GPU is of sm_80: leave it.")

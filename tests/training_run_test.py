@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.metadata
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ MEASURED = {
 }  # fmt: skip
 
 
+HERE = Path(__file__).parents[1]
 PAGES = [Path(script.__file__).read_text() for script in (finetune_baseline, finetune_optimized)]
 
 
@@ -200,6 +202,7 @@ GPU_RUN = {
     "title": "Mine",
     "environment": {"gpu": "Some GPU"},
     "dtype": "fp32",
+    "kernels": [],
     "steps": 7,
     "warmup_steps": 2,
     "seconds": [9.0, 9.0, 0.18, 0.20, 0.21, 0.22, 9.0],
@@ -237,6 +240,53 @@ def test_the_result_block_says_the_energy_of_a_token_if_watts_were_read():
     rows = block_rows(GPU_RUN | {"power": power, "tokens_per_second": 12_600.0})
     assert rows["Energy"] == "55.0 mJ a token"
     assert "Energy" not in block_rows(GPU_RUN | {"power": None})
+
+
+GRAPH = "With --cuda-graph"
+
+
+@pytest.mark.parametrize(
+    ("said", "possible"),
+    [
+        ({}, True),
+        ({"lora_rank": 16, "accumulate": 2, "kernels": ["rmsnorm"], "opponent": None}, True),
+        ({"cuda_graph": True}, False),
+        ({"pack": True}, False),
+        ({"offload": True}, False),
+        ({"world_size": 2, "parallel": "fsdp"}, False),
+        ({"opponent": "compile-reduce-overhead"}, False),
+        ({"environment": {"gpu": None}, "busy_ms": None}, False),
+    ],
+)
+def test_the_result_block_says_what_a_graph_would_save(said, possible):
+    saved = "up to 123 ms less a step, in which the GPU waits for the host"
+    assert block_rows(GPU_RUN | said).get(GRAPH) == (saved if possible else None)
+
+
+def test_another_librarys_step_may_not_be_recorded():
+    row = block_rows(GPU_RUN | {"opponent": "liger"})[GRAPH]
+    assert row.endswith("the host; if the step can be recorded")
+
+
+@pytest.mark.parametrize(
+    ("spread_ms", "busy_ms", "saved"),
+    [(20, 179.0, "21"), (20, 181.0, None), (0, 189.0, "11"), (0, 191.0, None), (0, 201.0, None)],
+)
+def test_what_a_graph_would_save_is_more_than_noise(spread_ms, busy_ms, saved):
+    """Steps of 200 ms must wait longer than 10 ms, and longer than their times differ."""
+    low, high = 0.2 - spread_ms / 2e3, 0.2 + spread_ms / 2e3
+    steps = {"seconds": [9.0, 9.0, low, low, high, high, 9.0], "median_seconds": 0.2}
+    row = block_rows(GPU_RUN | steps | {"busy_ms": busy_ms}).get(GRAPH, "")
+    assert row.startswith(f"up to {saved} ms less") if saved else row == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "saves"),
+    [("lora_baseline_1x512", True), ("lora_all_1x512", False), ("finetune_all_4x2048", False)],
+)
+def test_of_the_recorded_runs_a_graph_would_save_what_the_host_costs(name, saves):
+    record = json.loads((HERE / f"results/{name}.json").read_text())
+    assert (GRAPH in block_rows(record)) is saves
 
 
 def test_older_records_have_a_result_block():

@@ -91,6 +91,8 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_lora_1x512_all": f"{PROFILE} {SMALL} {LORA} {ALL}",
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
+        "lora_torchao_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent torchao-tensorwise "
+        "--steps 12",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
     },
     "published": {  # the shapes of others' published figures, docs/how_good.md

@@ -274,8 +274,8 @@ RULES = read_rules(f"""
 --moments without one process, --parallel ddp
     $flag cuts what a process holds into blocks, and fsdp's shards may end inside of one:
     add --parallel ddp
---opponent torchao* with --lora-rank, --adapter
-    $flag trains the weights: leave $other out
+--opponent torchao* with --quantize
+    $flag keeps the weights in bf16 and casts them in each step: leave $other out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
 --fp8 {FP8_INPUTS} with --lora-rank, --adapter
@@ -340,7 +340,8 @@ def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> 
         given: names of those on the command line; None: all that have a value.
         on_gpu: will the run be on a GPU?  None: unknown, and no rule about a GPU is broken.
     """
-    n, names = world_size(), values if given is None else given
+    # a record's run had processes of its own
+    n, names = values.get("world_size") or world_size(), values if given is None else given
     given = {name for name in names if values[name] is not None and values[name] is not False}
     facts = {GPU: on_gpu, ONE: n == 1, SEVERAL: n > 1}
 
@@ -375,6 +376,13 @@ def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> 
         for flag in filter(holds, flags):
             for other in found:
                 yield rule.sentence.substitute(flag=in_words(flag), other=in_words(other), n=n)
+
+
+def can_add(switch: str, values: dict) -> bool:
+    """Return True if a run on a GPU lacks this switch and would break no further rule with it."""
+    name = name_of(switch)
+    before, after = (set(broken(values | {name: on}, None, True)) for on in (False, True))
+    return not values.get(name) and after <= before
 
 
 def name_of(flag: str) -> str:

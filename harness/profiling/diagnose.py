@@ -13,10 +13,13 @@ kernel_facts.py), tell what could be gained.  A good kernel reaches TARGET of a 
 and the step gains no more than its part does (Amdahl's law).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from harness.cli import flags
+from harness.cli.workload import Workload
 from harness.profiling import kernel_facts
 from harness.profiling.kernel_facts import ADAPTERS, DEQUANTIZATION, FP8_CASTS, ROWS, RUNGS, Sizes
+from harness.records.spread import spread, timed
 
 TARGET = 0.9  # of a ceiling
 # share of the step: with less idle time short kernels wait in the GPU's queue, not for the host
@@ -25,11 +28,10 @@ CPU_LOADING_SHARE = 0.25  # the same for a batch without a GPU, where no batch c
 LEAST_SHARE = 0.001  # of the step: a smaller gain gets no line
 TOP = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
+MORE_TOKENS = "more tokens a step (--batch-size, --seq-len)"
+GRAPH_SHARE = 0.05  # of the step: if the GPU waits less in a training run, no graph is advised
 EXPOSED_SHARE = 0.05  # of the step: less exposed communication gets no verdict
-MORE_TO_HIDE_IN = (
-    "more tokens a step (--batch-size, --seq-len), accumulation without synchronisation, "
-    "or larger shards"
-)
+MORE_TO_HIDE_IN = f"{MORE_TOKENS}, accumulation without synchronisation, or larger shards"
 RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
 ADVICE = {  # for categories without a kernel of ours
     "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
@@ -101,6 +103,26 @@ def waits(record: dict) -> bool:
     """Return True if the GPU waits for the host longer than IDLE_SHARE of the step."""
     recorded = record["timeline"] is not None
     return recorded and idle_us(record) > IDLE_SHARE * 1e3 * record["median_step_ms"]
+
+
+def can_be_a_graph(record: dict) -> bool:
+    """Return True if the rules of flags.py let the run have --cuda-graph, and it does not yet."""
+    settings = {each.name: record.get(each.name) for each in fields(Workload)}
+    return flags.can_add("--cuda-graph", settings)
+
+
+def saved_by_a_graph_ms(record: dict) -> float:
+    """Return how many ms of a training run's median step --cuda-graph would save at most.
+
+    That is the time in which the GPU does not compute.  0 if the run cannot have the flag or has it
+    already, if that time is unknown, or if it is small beside the step or the steps' spread.
+    """
+    if record.get("busy_ms") is None or not can_be_a_graph(record):
+        return 0.0
+    low, high = spread(timed(record))
+    saved_ms = 1e3 * record["median_seconds"] - record["busy_ms"]
+    least_ms = 1e3 * max(GRAPH_SHARE * record["median_seconds"], high - low)
+    return saved_ms if saved_ms > least_ms else 0.0
 
 
 def step_ms(record: dict) -> float:
@@ -198,8 +220,9 @@ def losses(record: dict) -> list[Finding]:
         waited_us = idle_us(record) * timeline["synchronization_us"] / timeline["idle_us"]
         names, nothing = waits_in_words(record), "no .item() or .cpu() in the step"
         later = f"after the step, not in it: {names}" if names else nothing
+        fewer = CUDA_GRAPH if can_be_a_graph(record) else MORE_TOKENS
         found.append(
-            Finding("GPU idle: launches", idle_us(record) - waited_us, "launch-bound", CUDA_GRAPH)
+            Finding("GPU idle: launches", idle_us(record) - waited_us, "launch-bound", fewer)
         )
         found.append(Finding("GPU idle: synchronization", waited_us, "host-synchronization", later))
     if waits_for_data(record):

@@ -16,7 +16,10 @@ from harness.cli.command_line import UserError
 from harness.cli.output_files import write_output
 
 # what a run may use, or be compared with, besides PyTorch, Triton and transformers
-OTHERS = "peft", "bitsandbytes", "liger-kernel", "quack-kernels", "torchao", "trl", "unsloth"
+OTHERS = (
+    *("peft", "bitsandbytes", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "torchao"),
+    *("trl", "unsloth"),
+)
 
 # what `environment_line` prints of where a record was made
 ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}

@@ -34,6 +34,7 @@ from harness.model.adapters import counts, flops_per_token
 from harness.model.architecture import TORCH_DTYPES
 from harness.profiling.attribution import busy_us, gpu_events
 from harness.profiling.costs import least_ms
+from harness.profiling.diagnose import saved_by_a_graph_ms
 from harness.profiling.profile_tables import ceilings_line
 from harness.profiling.profiler import measure_ceilings
 from harness.records.run_records import environment, environment_line, write_record
@@ -302,6 +303,11 @@ def result_block(record: dict) -> str:
         ),
         "GPU busy:": share_of_step(record, "busy_ms", profiled),
     }
+    if saved_ms := saved_by_a_graph_ms(record):
+        saved = f"up to {saved_ms:,.0f} ms less a step, in which the GPU waits for the host"
+        # a step of another library may wait for the GPU
+        where = "; if the step can be recorded" if record.get("opponent") else ""
+        rows["With --cuda-graph:"] = saved + where
     if "power" in record:
         rows["Power and clock:"] = power_in_words(record["power"])
         if joules := joules_per_token(record):

@@ -1,4 +1,4 @@
-"""Who else is timed: the kernels of other libraries, where they are installed.
+"""Who else is timed: other libraries.
 
 Each function imports its library and returns the library's implementations of one kernel.
 """
@@ -18,6 +18,22 @@ from next_steps.lessons.nf4_kernel import BLOCK, GROUP
 
 LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
+CUTE = f"{LIGER}, CuTe DSL"
+CUTE_IN_PLACE = f"{CUTE}, in place"
+
+
+def pinned(function: Callable, language: str = "triton") -> Callable:
+    """Return a function of Liger-Kernel that takes kernels in this language, in each call.
+
+    Liger-Kernel chooses by itself, for some kernels CuTe DSL where CUTLASS is installed.
+    """
+    from liger_kernel.backends import set_impl
+
+    def call(*inputs):
+        set_impl(f"nvidia-{language}")
+        return function(*inputs)
+
+    return call
 
 
 def liger_rmsnorm() -> list[Implementation]:
@@ -32,7 +48,7 @@ def liger_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
     # The host reads the number of valid targets.
-    return [Implementation(LIGER_IN_PLACE, LigerCrossEntropyLoss(), waits=True)]
+    return [Implementation(LIGER_IN_PLACE, pinned(LigerCrossEntropyLoss()), waits=True)]
 
 
 def liger_swiglu() -> list[Implementation]:
@@ -45,7 +61,7 @@ def liger_rope() -> list[Implementation]:
     from liger_kernel.transformers import liger_rotary_pos_emb
 
     # It overwrites q, k and the gradients of its outputs.
-    return [Implementation(LIGER_IN_PLACE, liger_rotary_pos_emb)]
+    return [Implementation(LIGER_IN_PLACE, pinned(liger_rotary_pos_emb))]
 
 
 def liger_qk_norm_rope() -> list[Implementation]:
@@ -56,14 +72,15 @@ def liger_qk_norm_rope() -> list[Implementation]:
         return LigerRMSNormFunction.apply(x, weight, QWEN3_EPS, 0.0, "llama", False)
 
     # Its RoPE overwrites the results of its norm, and the gradients that come in.
-    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, liger_rotary_pos_emb))]
+    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, pinned(liger_rotary_pos_emb)))]
 
 
-def liger_linear_cross_entropy() -> list[Implementation]:
+def liger_linear_cross_entropy(name: str = LIGER, language: str = "triton") -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = LigerFusedLinearCrossEntropyLoss()  # the host reads that number here too
-    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+    loss = pinned(LigerFusedLinearCrossEntropyLoss(), language)
+    # The host reads that number here too.
+    return [Implementation(name, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
 
 
 def liger_reverse_kl() -> list[Implementation]:
@@ -71,13 +88,55 @@ def liger_reverse_kl() -> list[Implementation]:
 
     # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
-    jsd = LigerJSD(beta=1.0)
+    jsd = pinned(LigerJSD(beta=1.0))
 
     def reverse_kl(*logits):
         return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
 
     # It waits for grad_output.
     return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
+
+
+def cute_rmsnorm() -> list[Implementation]:
+    # The functions that LIGER_KERNEL_IMPL=cutedsl takes; there none falls back to Triton.
+    from liger_kernel.ops.cutedsl.ops import LigerRMSNormFunction
+
+    settings = EPS, 0.0, "llama", False
+    return [Implementation(CUTE, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
+
+
+def cute_cross_entropy() -> list[Implementation]:
+    from liger_kernel.ops.cutedsl.ops import LigerCrossEntropyFunction
+
+    def loss(logits, targets):
+        return LigerCrossEntropyFunction.apply(logits, targets, None)[0]
+
+    return [Implementation(CUTE_IN_PLACE, loss, waits=True)]
+
+
+def cute_swiglu() -> list[Implementation]:
+    from liger_kernel.ops.cutedsl.ops import LigerSiLUMulFunction
+
+    return [Implementation(CUTE_IN_PLACE, LigerSiLUMulFunction.apply)]
+
+
+def cute_rope() -> list[Implementation]:
+    from liger_kernel.ops.cutedsl.ops import LigerRopeFunction
+
+    return [Implementation(CUTE_IN_PLACE, LigerRopeFunction.apply)]
+
+
+def trl_linear_cross_entropy() -> list[Implementation]:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as columns
+
+    def loss(hidden, weight, targets):
+        # SFTTrainer also asks for what its log shows: entropy, and whether the target is likeliest
+        settings = 1.0, columns, None, 1.0, ()
+        log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, targets, *settings)
+        return -log_probs.mean()
+
+    return [Implementation("TRL", loss)]
 
 
 def bitsandbytes_nf4() -> list[Implementation]:
@@ -176,6 +235,19 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
             "reverse_kl": liger_reverse_kl,
         },
     ),
+    CUTE: (
+        "liger-kernel[cutedsl]",
+        "liger_kernel",
+        {
+            "rmsnorm": cute_rmsnorm,
+            "cross_entropy": cute_cross_entropy,
+            "swiglu": cute_swiglu,
+            "rope": cute_rope,
+            # the loss in its chunks; the products too are CuTe DSL's on sm_100 alone
+            "linear_cross_entropy": lambda: liger_linear_cross_entropy(CUTE, "cutedsl"),
+        },
+    ),
+    "TRL": ("trl", "trl", {"linear_cross_entropy": trl_linear_cross_entropy}),
     "QuACK": (
         "quack-kernels",
         "quack",

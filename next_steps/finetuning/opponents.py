@@ -60,7 +60,8 @@ def with_liger(workload: Workload) -> torch.nn.Module:
 def with_float8(workload: Workload) -> torch.nn.Module:
     """Return the model with torchao's float8 in the layers' projections, each layer compiled alone.
 
-    Without torch.compile the model would be slower than without FP8.
+    Without torch.compile the model would be slower than without FP8.  With LoRA the frozen
+    projections are in float8, and the adapters beside them stay as they are.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -70,8 +71,9 @@ def with_float8(workload: Workload) -> torch.nn.Module:
         raise UserError(f"--opponent {workload.opponent}: {reason}")
     model = patched_model.load(workload)
     config = Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
+    no_adapter = {"module_filter_fn": lambda module, name: "lora_" not in name}
     for layer in model.model.layers:
-        convert_to_float8_training(layer, config=config)
+        convert_to_float8_training(layer, config=config, **no_adapter)
         layer.compile()
     return model
 
