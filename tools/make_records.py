@@ -91,6 +91,7 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
         "lora_torchao_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent torchao-tensorwise "
         "--steps 12",
+        "lora_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 --steps 12",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
     },
     "families": {
