@@ -112,8 +112,15 @@ torchrun finetune_baseline --lora-rank 2 --quantize nf4
     --quantize keeps the frozen weights whole in each process, which fsdp does not: add --parallel
     ddp
 finetune_optimized --opponent torchao-rowwise --lora-rank 2 --quantize nf4
-    --opponent torchao-rowwise keeps the weights in bf16 and casts them in each step: leave
-    --quantize out
+    --opponent torchao-rowwise computes in FP8, and --quantize keeps weights in 4 bits: leave one of
+    the two out
+finetune_optimized --opponent unsloth-fp8 --adapter x --quantize nf4
+    --opponent unsloth-fp8 computes in FP8, and --quantize keeps weights in 4 bits: leave one of the
+    two out
+finetune_optimized --opponent unsloth-fp8 --lora-rank 2 --save x --merge
+    --merge cannot read the weights in FP8 that --opponent unsloth-fp8 makes: leave --merge out
+finetune_optimized --opponent unsloth-fp8
+    --opponent unsloth-fp8 freezes the weights: add --lora-rank R or --adapter DIR
 finetune_optimized --fp8
     --fp8 computes in the fused layer's place: add --kernels all
 profile_baseline --fp8 --kernels rmsnorm,swiglu
@@ -168,6 +175,8 @@ ALLOWED = [
     "torchrun finetune_optimized --kernels all --adapter x --fp8 --parallel ddp",
     "finetune_optimized --opponent compile-reduce-overhead --accumulate 1",
     "finetune_optimized --opponent torchao-rowwise --lora-rank 2",
+    "finetune_optimized --opponent unsloth-fp8 --lora-rank 2 --save x",
+    "finetune_optimized --opponent unsloth-fp8 --adapter x",
     "finetune_optimized --opponent torchao-tensorwise --adapter x --lora-alpha 2",
     "GPU finetune_optimized --kernels all --stochastic-rounding --cuda-graph --steps 3",
     "GPU finetune_optimized --ladder --dtype fp32 --plot x.png",

@@ -210,7 +210,7 @@ def test_a_state_dict_is_all_that_layers_of_other_numbers_need():
 def test_sizes_that_do_not_fit_are_refused_with_a_sentence(settings, words):
     config = architecture.tiny_config()
     config.update(settings)
-    model = architecture.build_model(config, torch.float32, "meta")
+    model = architecture.build_model(config, DTYPE, DEVICE)
     with pytest.raises(UserError, match=rf"gate_proj, up_proj .* {words}: leave --fp8 out"):
         quantize_model(model, "fp8 all")
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -108,6 +109,13 @@ def test_it_starts_from_the_weights_that_every_run_draws(stand_in, flags):
         (adapted,) = adapted
         assert (adapted["r"], adapted["lora_alpha"], adapted["checkpointing"]) == (4, 6, False)
         assert len(adapted["target_modules"]) == 7
+
+
+@pytest.mark.parametrize(("opponent", "in_fp8"), [("unsloth", False), ("unsloth-fp8", True)])
+def test_frozen_weights_are_in_fp8_if_asked_for(stand_in, opponent, in_fp8):
+    opponents.with_unsloth(replace(small_workload("--lora-rank", "4"), opponent=opponent))
+    loaded = stand_in.calls[0]
+    assert loaded["load_in_fp8"] is in_fp8 and loaded["load_in_4bit"] is False
 
 
 def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path):

@@ -1,7 +1,7 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
     python -m tools.make_records                          # list the runs
-    python -m tools.make_records kernels steps lora moments published families fp8   # all runs
+    python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8   # all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -75,8 +75,6 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
         "lora_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth --steps 12",
         "lora_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
-        "lora_fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 --steps 12",
-        "lora_fp8_compact_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 compact --steps 12",
         "lora_baseline_1x512": f"{BASELINE} {SMALL} {LORA}",
         "lora_all_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",
         "lora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {LORA} --opponent unsloth",
@@ -91,9 +89,19 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_lora_1x512_all": f"{PROFILE} {SMALL} {LORA} {ALL}",
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
-        "lora_torchao_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent torchao-tensorwise "
-        "--steps 12",
         "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+    },
+    "lora_fp8": {
+        "lora_fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
+        "lora_fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 --steps 12",
+        "lora_fp8_compact_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 compact --steps 12",
+        "lora_fp8_torchao_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent torchao-tensorwise "
+        "--steps 12",
+        "lora_fp8_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
+        "lora_fp8_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth --steps 12",
+        "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
+        "--steps 12",
+        "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
     },
     "published": {  # the shapes of others' published figures, docs/how_good.md
         "full_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --steps 4",

@@ -21,6 +21,7 @@ SHORT_NAMES = {  # for a column that must not be wide
     OPPONENTS["rms-norm"]: "F.rms_norm",
     OPPONENTS["liger"]: "Liger",
     OPPONENTS["unsloth"]: "Unsloth",
+    OPPONENTS["unsloth-fp8"]: "Unsloth, FP8",
     OPPONENTS["compile"]: "compile",
     OPPONENTS["compile-reduce-overhead"]: "compile+graph",
     OPPONENTS["torchao-tensorwise"]: "torchao",

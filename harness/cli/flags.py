@@ -46,6 +46,7 @@ OPPONENTS = {
     "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
     "liger": "Liger-Kernel, fused AdamW",
     "unsloth": "Unsloth, fused AdamW",
+    "unsloth-fp8": "Unsloth with weights in FP8, fused AdamW",
     "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
     "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
 }
@@ -231,7 +232,7 @@ def read_rules(text: str) -> list[Rule]:
 # is the number of processes.  A user reads the first rule that is broken.
 CONDITIONS = GPU, ONE, SEVERAL = "a CUDA GPU", "one process", "several processes"
 EVERY_BUT = "every flag but "
-COMPILED = "compile*|unsloth|torchao*"  # opponents that compile a step
+COMPILED = "compile*|unsloth*|torchao*"  # opponents that compile a step
 CHECKPOINTS = "--checkpoint, --checkpoint-every, --keep, --resume"
 RULES = read_rules(f"""
 {EVERY_BUT}--plot with --compare
@@ -274,8 +275,10 @@ RULES = read_rules(f"""
 --moments without one process, --parallel ddp
     $flag cuts what a process holds into blocks, and fsdp's shards may end inside of one:
     add --parallel ddp
---opponent torchao* with --quantize
-    $flag keeps the weights in bf16 and casts them in each step: leave $other out
+--merge with --opponent unsloth-fp8
+    $flag cannot read the weights in FP8 that $other makes: leave $flag out
+--opponent torchao*|unsloth-fp8 with --quantize
+    $flag computes in FP8, and $other keeps weights in 4 bits: leave one of the two out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
 --fp8 {FP8_INPUTS} with --lora-rank, --adapter
@@ -318,6 +321,8 @@ RULES = read_rules(f"""
     $flag is for one process and torchrun started $n: leave it out
 --opponent {COMPILED} with several processes
     $flag is for one process and torchrun started $n: take fused-adamw, rms-norm or liger
+--opponent unsloth-fp8 without --lora-rank, --adapter
+    $flag freezes the weights: add --lora-rank R or --adapter DIR
 --offload, --cuda-graph without a CUDA GPU
     $flag needs a CUDA GPU and none was found: leave it out
 --memory-snapshot without a CUDA GPU

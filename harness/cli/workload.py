@@ -80,6 +80,11 @@ class Workload:
         return self.quantize or (f"fp8 {self.fp8}" if self.fp8 else None)
 
     @property
+    def is_unsloths(self) -> bool:
+        """Return True if Unsloth makes the model."""
+        return (self.opponent or "").startswith("unsloth")
+
+    @property
     def is_on_the_page(self) -> bool:
         """Return True if a step is the one that finetune_baseline.py shows."""
         ways = self.micro_batches > 1, self.pack, self.recompute, self.offload, self.cuda_graph

@@ -120,7 +120,7 @@ def facts_of_base(model: torch.nn.Module, workload: Workload) -> dict[str, str]:
 
     There is none for a model that Unsloth has changed.  All processes call this function.
     """
-    if workload.opponent == "unsloth":
+    if workload.is_unsloths:
         return {}
     facts = {"kept_as": kept_as(workload), "digest": frozen_digest(model)}
     return {BASE: json.dumps(facts | {"config": architecture.computing_fields(model.config)})}
@@ -149,7 +149,7 @@ def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch
     said = json.loads(Path(folder, CONFIG).read_text())
     named = said.get("base_model_name_or_path")
     named = f"{named}, revision {said['revision']}" if said.get("revision") else named
-    if base.get("kept_as") == kept_as(workload) and workload.opponent != "unsloth":
+    if base.get("kept_as") == kept_as(workload) and not workload.is_unsloths:
         if base["digest"] != frozen_digest(model):
             given = f"--adapter {folder} was trained beside other weights than {model_name} has"
             advice = "give the --model that it was trained with, and the --seed of random weights"

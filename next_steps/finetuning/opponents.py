@@ -83,10 +83,12 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
 
     Importing Unsloth changes transformers in the whole process.  With LoRA the model has Unsloth's
     own adapters, in fp32 as Unsloth makes them, and with `quantize` bitsandbytes' 4-bit weights.
-    Without LoRA all weights are trained.
+    Without LoRA all weights are trained.  As unsloth-fp8 torchao quantizes the frozen weights; the
+    forward multiplies in FP8, the backward in bf16.  Unsloth leaves a copy of these weights in the
+    directory for temporary files.
     """
     if not HAS_GPU:
-        raise UserError("--opponent unsloth needs a CUDA GPU and none was found")
+        raise UserError(f"--opponent {workload.opponent} needs a CUDA GPU and none was found")
     config = begin(workload)
     try:
         from unsloth import FastLanguageModel
@@ -103,6 +105,7 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
             max_seq_length=workload.seq_len,
             dtype=TORCH_DTYPES[workload.dtype],
             load_in_4bit=workload.quantize is not None,
+            load_in_fp8=workload.opponent == "unsloth-fp8",
             full_finetuning=not is_lora,
             use_gradient_checkpointing=False,
             use_exact_model_name=True,  # else it may take a copy of its own from the hub
@@ -174,6 +177,7 @@ RECIPES = {  # by the words of --opponent: what makes the model
     "compile-reduce-overhead": patched_model.load,
     "liger": with_liger,
     "unsloth": with_unsloth,
+    "unsloth-fp8": with_unsloth,
     "torchao-tensorwise": with_float8,
     "torchao-rowwise": with_float8,
 }

@@ -74,7 +74,9 @@ def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workl
     if graphs:
         add(two, kernels=PLAYBOOK_KERNELS, cuda_graph=True)
     for opponent, title in OPPONENTS.items():
-        add(title, opponent=opponent)
+        values = asdict(replace(workload, opponent=opponent)) | {"kernels": None}
+        if not any(flags.broken(values, None, HAS_GPU)):  # some are for LoRA alone
+            add(title, opponent=opponent)
     if graphs:
         add(OPPONENTS["liger"], opponent="liger", cuda_graph=True)
         how = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}
