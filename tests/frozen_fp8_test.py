@@ -2,6 +2,7 @@
 
 import copy
 import json
+import statistics
 from collections import Counter
 
 import pytest
@@ -254,7 +255,7 @@ def test_gradients_are_near_those_beside_plain_weights(small_model):
     found = loss_and_gradients(make_model())
     assert abs(found["loss"] - expected["loss"]) < 0.01 * expected["loss"]
     errors = {name: relative_error(t, expected[name]) for name, t in found.items()}
-    assert max(errors.values()) < 0.15 and errors["loss"] > 0
+    assert statistics.mean(errors.values()) < 0.12 and errors["loss"] > 0
 
 
 # ---- A run --------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ PROFILE, BASELINE, OPTIMIZED = (
     f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
 )
 LONG = "--random-init --batch-size 1 --seq-len 8192 --accumulate 16"
+AUTOMODEL = "--random-init --batch-size 2 --seq-len 4096 --accumulate 16"
 STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
@@ -102,16 +103,15 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
         "--steps 12",
         "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
+        "lora_fp8_bf16_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
+        "lora_fp8_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --fp8 --steps 4",
     },
     "published": {  # the shapes of others' published figures, docs/how_good.md
         "full_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --steps 4",
         "fp8_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --fp8 --steps 4",
         "full_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --steps 4",
         "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
-        "lora_all_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
-        f"--accumulate 16 {LORA} {ALL} --steps 4",
-        "lora_fp8_2x4096_times_16": f"{OPTIMIZED} --random-init --batch-size 2 --seq-len 4096 "
-        f"--accumulate 16 {LORA} {ALL} --fp8 --steps 4",
+        "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
         "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
     },

@@ -11,6 +11,7 @@ from tools.page_step_tables import run_label
 
 OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
+PLACED += "lora_fp8_bf16_2x4096_times_16", "lora_fp8_all_2x4096_times_16"
 PLACED += tuple(name for name in RUNS["published"] if not name.startswith("weight_values"))
 IN_BOTH = "GPU | precision | shape | tokens/s | TFLOP/s | MFU"  # columns
 

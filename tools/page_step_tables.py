@@ -163,6 +163,7 @@ def run_label(record: dict) -> str:
         return name + "".join(f", `{flag}`" for flag in flags)
     if mode := record.get("fp8"):
         flags.append("--fp8" if mode == FP8_ALL else f"--fp8 {mode}")
+    flags += [f"--moments {record['moments']}"] if record.get("moments") else []
     flags += ["--cuda-graph"] if record.get("cuda_graph") else []
     return f"`{' '.join(['--kernels all', *flags])}`"
 
@@ -188,6 +189,12 @@ def runs(size: str, *names: str) -> str:
     gains = "gain | over it" if len(records) > 2 else "gain"
     columns = f"step, ms | p20–p80 | busy, ms | tokens/s | {gains} | GB"
     return table(body, f"{size_label(first)} | {columns}")
+
+
+def lora_fp8() -> str:
+    """LoRA beside weights in FP8, after what others do at that size."""
+    names = "baseline", "compile", "unsloth", "torchao", "bf16", "compact", "all"
+    return runs("4x2048", *(f"lora_fp8_{name}" for name in names))
 
 
 def parts(*names: str) -> str:
@@ -389,7 +396,7 @@ def trainer() -> str:
     rows = {
         "`--kernels none`": "sft_none",
         "`--opponent liger`": "sft_liger",
-        "`--kernels rmsnorm,swiglu,rope,fused_layer`": "sft_layers",
+        "the layers' kernels": "sft_layers",
         "`--kernels all`": "sft_all",
     }
     records, body = [load(name) for name in rows.values()], []
@@ -403,6 +410,6 @@ def trainer() -> str:
 
 
 FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
-FUNCTIONS += trainer, families, durations, quality, distillation, distillation_8b
+FUNCTIONS += lora_fp8, trainer, families, durations, quality, distillation, distillation_8b
 TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}

@@ -61,7 +61,7 @@ from next_steps.lessons.adamw_kernel import (
 )
 
 BLOCK = 256  # elements that share scales; a warp's, 8 in each thread
-BLOCKS, NUM_WARPS = 1, 1
+BLOCKS, NUM_WARPS = 1, 1  # of a program: the best of 12 on an H100
 TINY = tl.constexpr(2.0**-126)  # the smallest fp32 number that no GPU takes for 0
 
 
