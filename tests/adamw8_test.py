@@ -119,7 +119,9 @@ def test_codes_are_the_references(dtype):
         # a GPU divides and takes roots in its own way, which may tip what lies in the middle
         assert apart.double().mean() < 1e-3 and (apart > 1).double().mean() < 1e-4
         assert len(a.unique()) > 100, "the comparison must see many codes"
-    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-6, atol=0.0)
+    # where a code has tipped, the next step's largest may differ by what a code is apart: 4 / 127
+    apart = (ours.scales / theirs.scales - 1).abs()
+    assert (apart > 1e-6).double().mean() < 1e-4 and apart.max() < 4 / 127
 
 
 @pytest.mark.parametrize("seed", [None, 0])

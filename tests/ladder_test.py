@@ -247,10 +247,9 @@ TOO_OLD = "A100 is of sm_80, and GPUs multiply FP8 from sm_89 on: leave FP8 out.
     ("flags", "support", "said"),
     [
         ([], None, "--fp8 stands for products of bf16, and --dtype is fp32"),
-        (["--dtype", "bf16", "--lora-rank", "2"], None, "--fp8 is for plain weights"),
         (["--dtype", "bf16"], TOO_OLD, f"--fp8: {TOO_OLD}"),
     ],
-    ids=["fp32", "LoRA", "an older GPU"],
+    ids=["fp32", "an older GPU"],
 )
 def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
     monkeypatch, tmp_path, capsys, flags, support, said

@@ -280,7 +280,8 @@ def is_quantized(layer: torch.nn.Module) -> bool:
 
 def multiply_codes(bases: Sequence[torch.nn.Module | None]) -> bool:
     """Return True if all of these layers multiply what their weights are kept as."""
-    return all(hasattr(type(base), "input_gradient") for base in bases)
+    # torch.compile traces this, and it asks no type(None) for an attribute
+    return all(base is not None and hasattr(type(base), "input_gradient") for base in bases)
 
 
 def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
