@@ -36,6 +36,7 @@ from tests.adamw_test import (
     SETTINGS,
     WITH_GAPS,
     all_equal,
+    assert_sizes_compile_twice,
     counted,
     gradients,
     randn,
@@ -411,12 +412,7 @@ def test_offsets_beyond_int32(gpu_memory):
 
 @needs_gpu
 def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
-    adamw8._adamw8_kernel.device_caches.clear()
-    for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
-        for index in range(2):
-            start = randn(n, dtype=BF16)
-            kernel_steps(start, gradients(start, 2), lr=n * 1e-6, seed=n, index=index)
-        assert len(compiled_kernels) == kernels
+    assert_sizes_compile_twice(adamw8._adamw8_kernel, kernel_steps, compiled_kernels)
 
 
 # ---- The table -----------------------------------------------------------------------------------

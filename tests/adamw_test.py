@@ -646,14 +646,19 @@ def test_offsets_beyond_int32(gpu_memory):
     assert not any(t[:-tail].any() for t in (p, g, m, v))
 
 
-@needs_gpu
-def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
-    adamw_kernel._adamw_kernel.device_caches.clear()
+def assert_sizes_compile_twice(kernel, steps, compiled_kernels) -> None:
+    """Once for the sizes that 16 divides, and once for the others; steps: as `kernel_steps`."""
+    kernel.device_caches.clear()
     for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
         for index in range(2):
             start = randn(n, dtype=BF16)
-            kernel_steps(start, gradients(start, 2), lr=n * 1e-6, seed=n, index=index)
+            steps(start, gradients(start, 2), lr=n * 1e-6, seed=n, index=index)
         assert len(compiled_kernels) == kernels
+
+
+@needs_gpu
+def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
+    assert_sizes_compile_twice(adamw_kernel._adamw_kernel, kernel_steps, compiled_kernels)
 
 
 # ---- The table ---------------------------------------------------------------------------------

@@ -91,8 +91,7 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     shapes = architecture.projection_shapes(config)
     rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
     weights = copies * architecture.projection_weights(config)
-    sharing = adapter_config.ATTENTION[:3], adapter_config.MLP[:2]  # projections of one input
-    qkv, gate_up = (sum(rows[p] for p in which) for which in sharing)
+    qkv, _, gate_up, _ = (sum(rows[p] for p in which) for which in adapter_config.SHARING)
     results = qkv + rows["o_proj"] + rows["down_proj"]  # their gradients come in bf16
     inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
     if workload.frozen_as:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from next_steps.layers.lora_linear import LoRALinearFunction
+from next_steps.layers.lora_linear import LoRALinearFunction, QuantizedLinear
 from next_steps.lessons.fp8_kernel import (
     FP8,
     Rows,
@@ -70,25 +70,15 @@ class FrozenFP8Weights(torch.nn.Module):
         return Rows(self.turned_codes.view(FP8), self.turned_scales.view(torch.float32))
 
 
-class FrozenFP8Linear(torch.nn.Linear):
-    """x (..., in_features) times the transposed weight, both in FP8; the weight gets no gradient.
-
-    It replaces a nn.Linear, and peft treats it as one.  `weight` is None; a bias stays as it is,
-    frozen.  in_features and out_features are multiples of 16.
-    """
+class FrozenFP8Linear(QuantizedLinear):
+    """Multiplies in FP8.  in_features and out_features are multiples of 16."""
 
     def __init__(self, linear: torch.nn.Linear, shared: FrozenFP8Weights, first: int):
-        torch.nn.Module.__init__(self)  # nn.Linear's own would make a weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", linear.bias)
-        self.requires_grad_(False)
-        self.compute_dtype = linear.weight.dtype  # of `dequantized`; peft looks for this name too
+        super().__init__(linear)
         self.shared, self.first = shared, first  # its weight's first row among them
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The codes, where peft looks for the device of a layer that has no weight."""
         return self.shared.codes
 
     @property

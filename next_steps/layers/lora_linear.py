@@ -33,15 +33,15 @@ Beyond the products with w, with adapters on all seven projections of LLaMA 3.1 
 A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
 and the sum.
 
-A quantized base layer has a method `dequantized`, which makes the weight.  Forward and backward
-each call it, so that the weight is not kept.  Layers that multiply their codes have `results` and
-`input_gradient` besides, for all layers that share an input: frozen_fp8.py.
+A base layer that is a QuantizedLinear has a method `dequantized`, which makes the weight.  Forward
+and backward each call it, so that the weight is not kept.  Layers that multiply their codes have
+`results` and `input_gradient` besides, for all layers that share an input: frozen_fp8.py.
 
 Limits: no dropout, one adapter for each projection, all of one dtype; no second
 derivative.  Other modules run peft's own code: see `is_adapted`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import linear
@@ -189,6 +189,31 @@ def needs_input(douts, needed) -> bool:
     """Return True if a gradient of the parameters takes the projections' input."""
     both = zip(douts, needed[::4], needed[1::4])
     return any(dout is not None and (need_w or need_a) for dout, need_w, need_a in both)
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """x (..., in_features) times the transposed weight, which is codes and gets no gradient.
+
+    It replaces a nn.Linear, and peft treats it as one.  `weight` is None, and a bias stays as it
+    is, frozen.  A class that derives from this has the codes, in buffers, and two methods:
+
+        dequantized()    the weight (out_features, in_features) of compute_dtype
+        qweight          a property: the codes, where peft looks for the device of such a layer
+    """
+
+    def __init__(self, linear: torch.nn.Linear):
+        torch.nn.Module.__init__(self)  # nn.Linear's own would make a weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", linear.bias)
+        self.requires_grad_(False)
+        # of the weight where it is multiplied; peft too looks for this name
+        self.compute_dtype = linear.weight.dtype
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
+        """Apply .to(), .half() and their like to compute_dtype too, which is no tensor's dtype."""
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return super()._apply(fn, recurse)
 
 
 class LoRALinearFunction(torch.autograd.Function):

@@ -53,8 +53,7 @@ from next_steps.lessons.adamw_kernel import (
     check_overlap,
     factors_of,
     join_scalars,
-    log_and_complement,
-    number_for,
+    numbers_for,
     split_scalars,
     step_of,
     store_rounded,
@@ -119,7 +118,7 @@ def _nearest_code(x: torch.Tensor, scale: torch.Tensor, levels: int) -> torch.Te
 
 # ---- The kernel: some blocks of one parameter
 #
-# 1,024 elements and 4 warps: 8 elements for each thread, which loads 16 bytes of p and of g and 8
+# A block and a warp: 8 elements for each thread, which loads 16 bytes of p and of g, in bf16, and 8
 # bytes of codes at once.
 
 
@@ -232,10 +231,7 @@ def adamw8_step(
         scalars = split_scalars(p, (lr, beta1, beta2, eps, weight_decay))
         return _step_of_lists(*tensors, *scalars, seed, index, bool(maximize))
     _check(*tensors)
-    device = p.device
-    lr, eps = number_for(device, "lr", lr), number_for(device, "eps", eps)
-    beta1, beta2 = number_for(device, "beta1", beta1), number_for(device, "beta2", beta2)
-    weight_decay = number_for(device, "weight_decay", weight_decay)
+    scalars = numbers_for(p.device, lr, beta1, beta2, eps, weight_decay)
     if (n := p.numel()) == 0:
         return
     p_dense, grad = p.detach().contiguous(), grad.detach().resolve_neg().contiguous()
@@ -245,11 +241,7 @@ def adamw8_step(
             grad,
             (m, v, scales),
             steps_done,
-            lr,
-            log_and_complement(beta1),
-            log_and_complement(beta2),
-            eps,
-            weight_decay,
+            *scalars,
             n,
             seed,
             index,

@@ -256,10 +256,7 @@ def adamw_step(
         scalars = split_scalars(p, (lr, beta1, beta2, eps, weight_decay))
         return _step_of_lists(*tensors, *scalars, seed, index, bool(maximize), offset)
     _check(*tensors)
-    device = p.device
-    lr, eps = number_for(device, "lr", lr), number_for(device, "eps", eps)
-    beta1, beta2 = number_for(device, "beta1", beta1), number_for(device, "beta2", beta2)
-    weight_decay = number_for(device, "weight_decay", weight_decay)
+    scalars = numbers_for(p.device, lr, beta1, beta2, eps, weight_decay)
     if (n := p.numel()) == 0:
         return
     # A copy has p's strides if p's elements fill one stretch of memory, in any order of dimensions.
@@ -272,11 +269,7 @@ def adamw_step(
         _adamw_kernel[((offset % BLOCK_SIZE + n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
             p_dense, grad, m_dense, v_dense,
             steps_done,
-            lr,
-            log_and_complement(beta1),
-            log_and_complement(beta2),
-            eps,
-            weight_decay,
+            *scalars,
             (n, offset),
             seed,
             index,
@@ -295,6 +288,14 @@ def _dense(t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if t.stride() == strides:
         return t
     return t.new_empty_strided(t.shape, strides).copy_(t.detach())
+
+
+def numbers_for(device: torch.device, lr, beta1, beta2, eps, weight_decay) -> tuple:
+    """Return what a kernel on this device takes of a step's numbers, in the same order."""
+    lr, eps = number_for(device, "lr", lr), number_for(device, "eps", eps)
+    beta1, beta2 = number_for(device, "beta1", beta1), number_for(device, "beta2", beta2)
+    weight_decay = number_for(device, "weight_decay", weight_decay)
+    return lr, _log_and_complement(beta1), _log_and_complement(beta2), eps, weight_decay
 
 
 def number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
@@ -324,7 +325,7 @@ def is_number(value) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def log_and_complement(beta: float | torch.Tensor) -> tuple:
+def _log_and_complement(beta: float | torch.Tensor) -> tuple:
     """Return log(beta) and 1 - beta; of a tensor as fp32 tensors on its device."""
     if isinstance(beta, torch.Tensor):
         beta = beta.double()

@@ -13,40 +13,33 @@ Under fully_shard each process has the whole quantized weight, which is no param
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from harness.cli.adapter_config import SHARING, TARGETS
 from harness.cli.command_line import UserError
-from harness.cli.flags import FP8_ALL, FP8_COMPACT
+from harness.cli.flags import FP8_ALL, FP8_COMPACT, QUANTIZED
 from next_steps.layers.frozen_fp8 import frozen_fp8
+from next_steps.layers.lora_linear import QuantizedLinear
 from next_steps.lessons.fp8_kernel import MAX_COLUMNS, MULTIPLE, takes_fp8
 from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
 
 
-class NF4Linear(torch.nn.Linear):
-    """x (..., in_features) times the transposed weight, which is kept in NF4 and gets no gradient.
+class NF4Linear(QuantizedLinear):
+    """The weight is kept in NF4, and written out to be multiplied.
 
-    It replaces a nn.Linear, and peft treats it as one.  `weight` is None, and a bias stays as
-    it is, frozen.  Codes and scales are buffers with the names of NF4's fields.  fp32 buffers
-    are kept as int32 numbers of the same bits, which `half()` and `to(dtype)` leave alone.
+    Codes and scales are buffers with the names of NF4's fields.  fp32 buffers are kept as int32
+    numbers of the same bits, which `half()` and `to(dtype)` leave alone.
     """
 
     def __init__(self, linear: torch.nn.Linear):
-        torch.nn.Module.__init__(self)  # nn.Linear's own would make a weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", linear.bias)
-        self.requires_grad_(False)
-        # of the weight where it is multiplied; peft too looks for this name
-        self.compute_dtype = linear.weight.dtype
+        super().__init__(linear)
         for name, t in nf4_quantize(linear.weight)._asdict().items():
             self.register_buffer(name, t.view(torch.int32) if t.dtype == torch.float32 else t)
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The codes, where peft looks for the device of a layer that has no weight."""
         return self.codes
 
     @property
@@ -62,11 +55,6 @@ class NF4Linear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = NF4LinearFunction.apply(x, (self.out_features, self.in_features), *self.nf4)
         return out if self.bias is None else out + self.bias
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> torch.nn.Module:
-        """Apply .to(), .half() and their like to compute_dtype too, which is no tensor's dtype."""
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
-        return super()._apply(fn, recurse)
 
 
 def quantize_model(model: torch.nn.Module, kept_as: str) -> torch.nn.Module:
@@ -92,7 +80,8 @@ def quantize_layer(layer: torch.nn.Module, kept_as: str) -> None:
             made = KINDS[kept_as]([layer.get_submodule(paths[name]) for name in names])
         except ValueError as error:
             given = f"a layer's {', '.join(names)} cannot be kept as {kept_as}, because its {error}"
-            raise UserError(f"{given}: leave {FLAGS[kept_as]} out") from error
+            flag = "--quantize" if kept_as in QUANTIZED else "--fp8"
+            raise UserError(f"{given}: leave {flag} out") from error
         for name, module in zip(names, made):
             layer.set_submodule(paths[name], module)
 
@@ -114,10 +103,9 @@ def in_fp8(linears: Sequence[torch.nn.Linear], keep_turned: bool) -> list[torch.
     return frozen_fp8(linears, keep_turned)
 
 
-# what `Workload.frozen_as` returns: what makes the layers, and the flag that asks for them
+# what `Workload.frozen_as` returns: what makes the layers
 KINDS = {
     "nf4": in_nf4,
     f"fp8 {FP8_ALL}": functools.partial(in_fp8, keep_turned=True),
     f"fp8 {FP8_COMPACT}": functools.partial(in_fp8, keep_turned=False),
 }
-FLAGS = {kind: "--quantize" if kind == "nf4" else "--fp8" for kind in KINDS}
