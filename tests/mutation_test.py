@@ -16,10 +16,12 @@ import contextlib
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from triton.runtime import interpreter
 
 from harness.benchmark.checking import HAS_GPU
 from tests import (
@@ -76,6 +78,18 @@ def modules_of_tests() -> list[str]:
 
 
 @contextlib.contextmanager
+def attributes_put_back(owner: object) -> Iterator[None]:
+    """Give a class or an object its present attributes back at the end."""
+    before = dict(vars(owner))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def imported_instead(kernel, file):
     """`import kernel` gives this file meanwhile, also to the tests, which are imported anew."""
     names = [name for name in (kernel, *modules_of_tests()) if name in sys.modules]
@@ -84,6 +98,10 @@ def imported_instead(kernel, file):
     sys.modules[kernel] = importlib.util.module_from_spec(spec)
     package, _, name = kernel.rpartition(".")
     with contextlib.ExitStack() as stack:
+        if not HAS_GPU:  # kernel_support changes the interpreter, and so does its mutant
+            changed = interpreter, interpreter.InterpreterBuilder, interpreter.interpreter_builder
+            for owner in changed:
+                stack.enter_context(attributes_put_back(owner))
         if package:  # `from package import name` looks among the package's attributes first
             package = importlib.import_module(package)
             stack.enter_context(mock.patch.object(package, name, sys.modules[kernel], create=True))
