@@ -68,7 +68,7 @@ def test_a_row_has_faults_for_the_mutation_check(row: Facts):
 def test_each_kernel_that_a_lesson_launches_is_covered_by_one_prefix(row: Facts):
     names = launched_kernels(row.lesson)
     if row.name == "swiglu":  # its twins with adapters
-        names |= launched_kernels("next_steps.lessons.lora_swiglu")
+        names |= launched_kernels("next_steps.layers.lora_swiglu")
     if row.name == "cross_entropy":  # the gradient in place
         names |= launched_kernels("cross_entropy_inplace_kernel")
     assert bool(names) == bool(row.launches)
