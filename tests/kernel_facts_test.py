@@ -51,9 +51,11 @@ def test_names_are_unique():
 
 @of_every_row
 def test_a_row_has_its_lesson_its_test_and_its_page(row: Facts):
+    """Its test is a subject of the contracts, a file of tests of its own, or both."""
     assert file_of(row.lesson).is_file()
     places = itertools.product(("", "tests"), (row.name, row.lesson.rpartition(".")[2]))
-    assert any((HERE / folder / f"{name}_test.py").is_file() for folder, name in places)
+    files = [HERE / folder / f"{name}_test.py" for folder, name in places]
+    assert any(file.is_file() for file in (*files, HERE / "tests" / "subjects" / f"{row.name}.py"))
     if row.lesson.startswith("next_steps."):  # the others are the playbook's, in README.md
         assert (HERE / "docs" / f"{row.name}.md").is_file()
 
