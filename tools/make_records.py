@@ -103,6 +103,7 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
         "--steps 12",
         "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
+        "lora_accuracy": "next_steps.studies.fp8_study lora --model runs/smollm2 --jobs 15",
         "lora_fp8_bf16_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "lora_fp8_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --fp8 --steps 4",
     },
@@ -111,7 +112,6 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --fp8 --steps 4",
         "full_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --steps 4",
         "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
-        "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
         "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
     },
