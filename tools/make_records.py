@@ -38,7 +38,8 @@ ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize
 BOTH = "--kernels rmsnorm,cross_entropy"
 AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
-import contextlib, json, runpy, sys
+import contextlib, importlib, json, runpy, sys
+from harness.cli import command_line
 import harness.profiling.profiler, next_steps.finetuning.kernel_training
 with contextlib.suppress(ImportError):
     import peft
@@ -46,8 +47,10 @@ command = sys.stdin.readline()
 if command:
     name, *sys.argv[1:] = json.loads(command)
     sys.argv[0] = name
-    run = runpy.run_path if name.endswith(".py") else runpy.run_module
-    run(name, run_name="__main__")
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:  # imported: what it starts in processes of their own has to be found by its name
+        command_line.run_main(importlib.import_module(name).main)
 """
 
 # {group: {record: what writes it}}
@@ -112,6 +115,7 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_all_1x8192_times_16": f"{OPTIMIZED} {LONG} {ALL} --fp8 --steps 4",
         "full_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --steps 4",
         "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
+        "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
         "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
     },

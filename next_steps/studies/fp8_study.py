@@ -76,7 +76,7 @@ STUDIES = {
     "lora": Study(
         "LoRA",
         "Frozen weights",
-        "beside the weights that it was trained with",
+        "beside its own frozen weights",
         {"bf16": {}, "fp8": {"fp8": FP8_ALL}, "nf4": {"quantize": "nf4"}},
         {"lora_rank": 16},
     ),
@@ -87,8 +87,8 @@ STUDIES = {
         {
             "bf16": {},
             "8bit": {"moments": "8bit"},
-            "bf16, weights rounded at random": ROUNDED,
-            "8bit, weights rounded at random": {"moments": "8bit"} | ROUNDED,
+            "bf16, rounded randomly": ROUNDED,
+            "8bit, rounded randomly": {"moments": "8bit"} | ROUNDED,
         },
         {},
     ),
