@@ -77,17 +77,20 @@ def test_every_seed_trains_in_every_mode(
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
     assert [(run["seed"], run["fp8"]) for run in record["runs"]] == [
-        (seed, mode) for seed in (0, 1) for mode in (None, "inputs", "all")
+        (seed, mode) for seed in (0, 1) for mode in (None, "inputs", "all", "head")
     ]
     assert all(len(run["curve"]) == 3 and len(run["losses"]) == 2 for run in record["runs"])
-    first, inputs, every = record["runs"][:3]
+    first, inputs, every, head = record["runs"][:4]
     assert first["curve_in_fp8"] == []
     # before the first step: the same weights, and the same forward in FP8
     assert first["curve"][0] == inputs["curve"][0] == every["curve"][0]
     assert first["curve"][0] != inputs["curve_in_fp8"][0] == every["curve_in_fp8"][0]
     assert len({run["curve"][-1] for run in (first, inputs, every)}) == 3
     assert inputs["curve"][-1] != inputs["curve_in_fp8"][-1] and len(every["curve_in_fp8"]) == 3
-    assert first["losses"] != record["runs"][3]["losses"]
+    # the head validates in its own dtype
+    assert head["curve_in_fp8"][0] == every["curve_in_fp8"][0]
+    assert head["curve"][-1] != every["curve"][-1]
+    assert first["losses"] != record["runs"][4]["losses"]
     assert "fp8 inputs, validated with FP8's products too" in outcome.out
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
 

@@ -40,7 +40,7 @@ from dataclasses import replace
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, MOMENTS, Parser
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_HEAD, FP8_INPUTS, MOMENTS, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -51,7 +51,7 @@ from harness.records.run_records import environment_line, write_record
 
 # The flag that a study varies, and its values; the others are compared with the first.
 VARIED = {
-    "accuracy": ("fp8", (None, FP8_INPUTS, FP8_ALL)),
+    "accuracy": ("fp8", (None, FP8_INPUTS, FP8_ALL, FP8_HEAD)),
     "moments": ("moments", (None, *MOMENTS)),
 }
 POINTS = 10  # of a validation curve, after the one before the first step
