@@ -312,9 +312,9 @@ def longest() -> str:
     return table(body, " | longest sequence, tokens | peak, GB")
 
 
-def scaling_table(parallel: str) -> str:
+def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
-    records = load("scaling_1"), load(f"scaling_{parallel}_2")
+    records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
     return table(scaling.body(*records), " | ".join(scaling.HEADERS))
 
 

@@ -34,6 +34,7 @@ DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
 FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
 FP8_HEAD = "head"  # FP8_ALL, and the head's products
+IN_FP8 = "all kernels, fp8"  # what studies call such a run
 FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
 QUANTIZED = ("nf4",)
 MOMENTS = ("8bit",)  # AdamW's, if not in --dtype

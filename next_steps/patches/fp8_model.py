@@ -15,6 +15,7 @@ from harness.cli.flags import FP8_ALL, FP8_HEAD, FP8_MODES
 from harness.cli.workload import Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
+from harness.steps import parallel
 from next_steps.layers.fp8_head import FP8HeadLoss
 from next_steps.layers.fp8_layer import Casts, mlp_fp8, o_fp8, qkv_fp8
 from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
@@ -109,16 +110,21 @@ class KeptCodes:
     """A context around a step of several micro-batches: no weight changes before its end.
 
     The layers keep the codes of their weights meanwhile, if there is room for them on the GPU.  The
-    first step keeps nothing, and shows how much room the others will have.
+    first steps keep nothing, and show how much room the others will have.  There are two of them:
+    AdamW makes its moments at the end of the first.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module]):
         self.layers = [layer for layer in layers if isinstance(layer, DecoderLayer)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Keep nothing in the next two steps, which may be of another size than those before."""
         self.n_steps, self.has_room = 0, False
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        if self.n_steps == 1:
+        if self.n_steps == 2:
             self.has_room = self.finds_room()
         self.n_steps += 1
         for layer in self.layers if self.has_room else ():
@@ -130,13 +136,17 @@ class KeptCodes:
                 layer.casts = layer.casts._replace(kept=None)
 
     def finds_room(self) -> bool:
-        """Return True if the codes fit beside the most that was allocated until now."""
+        """Return True if the codes fit beside the most that any process has allocated until now.
+
+        All processes must call it.  Under FSDP2 each keeps the codes of whole weights, too.
+        """
         if not self.layers[0].mlp.down_proj.weight.is_cuda:
             return True
         matrices = (p for layer in self.layers for p in layer.parameters() if p.ndim == 2)
         n_bytes = 2 * sum(p.numel() for p in matrices)  # as they are, and turned
         _, total = torch.cuda.mem_get_info()
-        return torch.cuda.max_memory_allocated() + n_bytes < SHARE * total
+        peak = max(max(each) for each in parallel.gather(torch.cuda.max_memory_allocated()))
+        return peak + n_bytes < SHARE * total
 
 
 @contextlib.contextmanager

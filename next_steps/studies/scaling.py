@@ -5,28 +5,62 @@
         --json runs/scaling_fsdp_2.json
     python -m next_steps.studies.scaling --compare runs/scaling_1.json runs/scaling_fsdp_2.json
 
-The baseline, all kernels and Liger-Kernel, each with a new model, take steps of several sizes on
-random tokens.  The slowest process counts.  --compare prints a GPU's speed among several beside its
-speed alone, and from how many tokens on the computation hides the communication.
+The baseline, all kernels, all kernels with FP8 and Liger-Kernel, each with a new model, take steps
+of several sizes on random tokens.  The slowest process counts.  --ways and --sizes choose some:
+
+    --ways kernels,fp8 --sizes 1x2048,4x2048,1x2048x4     # the last: 4 micro-batches of 1 x 2,048
+
+--compare prints a GPU's speed among several beside its speed alone, and from how many tokens on the
+computation hides the communication.
 """
 
+import argparse
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 from harness.cli import command_line, flags, tables
-from harness.cli.command_line import UserError
+from harness.cli.command_line import UserError, positive_int
+from harness.cli.flags import IN_FP8
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line
 from harness.profiling.diagnose import EXPOSED_SHARE
 from harness.profiling.profile_tables import communication_lines
 from harness.records import run_records
-from harness.records.spread import unless_same
+from harness.records.spread import overlap
 
 HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
-HEADERS += ["sent, ms", "exposed", "over Liger"]
+HEADERS += ["sent", "exposed", "over Liger"]
 NOT_MEASURED = "n/a"
-COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
+# what --ways calls them: their names; Liger comes last, as its patch stays in the process
+WAYS = {"baseline": "baseline", "kernels": "all kernels", "fp8": IN_FP8, "liger": "Liger"}
+COLOURS = dict(zip(WAYS.values(), ("#777777", "#D55E00", "#009E73", "#0072B2")))
 STYLES = "-", "--", ":", "-."  # of the lines of a record
+
+
+class Size(NamedTuple):
+    """What a process takes in a step."""
+
+    batch_size: int  # sequences of a micro-batch
+    seq_len: int  # tokens of a sequence
+    accumulate: int = 1  # micro-batches
+
+    @classmethod
+    def of(cls, row: dict) -> "Size":
+        return cls(row["batch_size"], row["seq_len"], row.get("accumulate", 1))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step in each process."""
+        return self.batch_size * self.seq_len * self.accumulate
+
+    def needs(self) -> tuple[int, int]:
+        """Return what orders sizes by their memory: a micro-batch's tokens, then their number."""
+        return self.batch_size * self.seq_len, self.accumulate
+
+    def __str__(self) -> str:
+        several = f" × {self.accumulate}" if self.accumulate > 1 else ""
+        return f"{self.batch_size} × {self.seq_len:,}{several}"
 
 
 def is_row(value: object) -> bool:
@@ -74,15 +108,16 @@ def read(paths: list[str]) -> list[dict]:
     return records
 
 
-def tokens_of(row: dict) -> int:
-    """Return the tokens of a step in each process."""
-    return row["batch_size"] * row["seq_len"]
-
-
-def measured(record: dict) -> dict[tuple[str, int, int], dict]:
+def measured(record: dict) -> dict[tuple[str, Size], dict]:
     """Return the rows that fitted, by way and size."""
     fitted = (row for row in record["rows"] if "failure" not in row)
-    return {(row["way"], row["batch_size"], row["seq_len"]): row for row in fitted}
+    return {(row["way"], Size.of(row)): row for row in fitted}
+
+
+def of_one_micro_batch(record: dict, way: str) -> list[dict]:
+    """Return the rows of a way that fitted; several micro-batches send their gradients once."""
+    rows = measured(record).items()
+    return [row for (name, size), row in rows if name == way and size.accumulate == 1]
 
 
 def exposed_share(row: dict) -> float | None:
@@ -102,8 +137,7 @@ def ways_in(record: dict) -> list[str]:
 
 def crossover(record: dict, way: str) -> str:
     """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
-    rows = [row for row in measured(record).values() if row["way"] == way]
-    shares = [(tokens_of(row), exposed_share(row)) for row in rows]
+    shares = [(Size.of(row).tokens, exposed_share(row)) for row in of_one_micro_batch(record, way)]
     if not shares or None in [share for _, share in shares]:
         return NOT_MEASURED
     above = [tokens for tokens, share in shares if share >= EXPOSED_SHARE]
@@ -117,9 +151,9 @@ def processes_of(record: dict) -> str:
 
 def cells(row: dict, alone: dict, several: dict) -> list[str]:
     """Return a row of the table, from the `measured` rows of one process and of several."""
-    way, *size = row["way"], row["batch_size"], row["seq_len"]
-    name = f"{way} {size[0]} × {size[1]:,}"
-    one, liger = alone.get((way, *size)), several.get(("Liger", *size))
+    way, size = row["way"], Size.of(row)
+    name = f"{way} {size}"
+    one, liger = alone.get((way, size)), several.get(("Liger", size))
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
@@ -134,7 +168,7 @@ def cells(row: dict, alone: dict, several: dict) -> list[str]:
     if liger:
         ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
         spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, liger))
-        over = "–" if way == "Liger" else unless_same(ratio, *spreads)
+        over = "–" if way == "Liger" else "same" if overlap(*spreads) else ratio
     return [
         name,
         *speeds,
@@ -182,10 +216,8 @@ def plot(records: list[dict], path: str) -> None:
     sizes = set()
     for record, style in zip(records, itertools.cycle(STYLES)):
         for way in ways_in(record):
-            rows = [row for row in measured(record).values() if row["way"] == way]
-            points = sorted(
-                (tokens_of(r), 100 * exposed_share(r)) for r in rows if "exposed_us" in r
-            )
+            rows = [row for row in of_one_micro_batch(record, way) if "exposed_us" in row]
+            points = sorted((Size.of(row).tokens, 100 * exposed_share(row)) for row in rows)
             sizes |= {tokens for tokens, _ in points}
             label = f"{way}, {processes_of(record)}"
             style_of_line = {"color": COLOURS[way], "linestyle": style, "marker": "o"}
@@ -203,10 +235,31 @@ def plot(records: list[dict], path: str) -> None:
     tables.save_plot(figure, path)
 
 
+def ways(text: str) -> list[str]:
+    """argparse type: names of WAYS, in WAYS' order."""
+    if unknown := [word for word in text.split(",") if word not in WAYS]:
+        words = f"unknown way {', '.join(map(repr, unknown))}; choose from {', '.join(WAYS)}"
+        raise argparse.ArgumentTypeError(words)
+    return [way for way in WAYS if way in text.split(",")]
+
+
+def sizes(text: str) -> list[Size]:
+    """argparse type: sizes such as 4x2048, or 4x2048x4 of four micro-batches, in order."""
+    numbers = [[*map(positive_int, word.split("x"))] for word in text.split(",")]
+    if any(len(each) not in (2, 3) for each in numbers):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 4x2048 or 4x2048x4, not {text!r}")
+    found = itertools.starmap(Size, numbers)
+    return sorted(found, key=Size.needs)
+
+
 def main() -> None:
     shared = "--model", "--random-init", "--parallel"
     parser = flags.Parser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
     add = parser.add_argument
+    words = ", ".join(WAYS)
+    add("--ways", type=ways, default=[*WAYS], metavar="NAME,NAME", help=f"some of {words}")
+    words = "of a step in each process: sequences x tokens, or sequences x tokens x micro-batches"
+    add("--sizes", type=sizes, metavar="BxT,BxTxN", help=words)
     add("--json", metavar="FILE", help="write the rows as a JSON record, after each of them")
     add(
         "--compare",
@@ -229,9 +282,9 @@ def main() -> None:
     from next_steps.studies import scaling_steps
 
     workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
-    batch_size, seq_len = scaling_steps.SIZES[HAS_GPU][-1]
-    workload = replace(workload, batch_size=batch_size, seq_len=seq_len)
-    scaling_steps.walk(workload, args.json)
+    taken = args.sizes or scaling_steps.SIZES[HAS_GPU]
+    workload = replace(workload, batch_size=taken[-1].batch_size, seq_len=taken[-1].seq_len)
+    scaling_steps.walk(workload, args.json, args.ways, taken)
 
 
 if __name__ == "__main__":
