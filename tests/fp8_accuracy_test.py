@@ -88,7 +88,7 @@ def test_every_seed_trains_in_every_mode(
         inputs["curve"][-1] != inputs["curve_as_trained"][-1]
         and len(every["curve_as_trained"]) == 3
     )
-    # the head validates in its own dtype
+    # the head computes its logits in its own dtype
     assert head["curve_as_trained"][0] == every["curve_as_trained"][0]
     assert head["curve"][-1] != every["curve"][-1]
     assert first["losses"] != record["runs"][4]["losses"]

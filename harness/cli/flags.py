@@ -33,7 +33,7 @@ SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
 FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
-FP8_HEAD = "head"  # FP8_ALL, and the head's products
+FP8_HEAD = "head"  # FP8_ALL, and the head's gradients
 IN_FP8 = "all kernels, fp8"  # what studies call such a run
 FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
 QUANTIZED = ("nf4",)
@@ -151,8 +151,8 @@ OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
     "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
     "--fp8": row(
         "the fused layer's matrix products in FP8: all of them, or 'inputs', those that make "
-        "outputs and inputs' gradients; 'head': all and the head's; 'compact', with LoRA: half the "
-        "frozen weights' memory "
+        "outputs and inputs' gradients; 'head': all, and those of the head's gradients; 'compact', "
+        "with LoRA: half the frozen weights' memory "
         f"(default: {FP8_ALL})",
         nargs="?",
         const=FP8_ALL,

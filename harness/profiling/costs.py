@@ -112,7 +112,7 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
         one, copy = (n_bytes // config.num_hidden_layers for n_bytes in (per_layer, copies))
         weight = copy * config.vocab_size * config.hidden_size
         rows = one * (config.hidden_size + config.vocab_size)  # hidden states, logits' gradients
-        of_layers["quantized"] += weight + rows
+        of_layers["quantized"] += rows
         of_layers["transposed"] += weight * 3 // 2 + rows
     return of_layers
 
@@ -152,8 +152,8 @@ def fp8_flops_per_token(config, workload: Workload) -> float:
         shapes = architecture.projection_shapes(config)
         names = WITHOUT_GRADIENT[workload.lora_targets]
         return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
-    if workload.fp8 == flags.FP8_HEAD:
-        n_weights += config.vocab_size * config.hidden_size
+    if workload.fp8 == flags.FP8_HEAD:  # but the logits
+        return 6.0 * n_weights + 4.0 * config.vocab_size * config.hidden_size
     return (4.0 if workload.fp8 == flags.FP8_INPUTS else 6.0) * n_weights
 
 

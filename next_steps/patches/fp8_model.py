@@ -64,8 +64,8 @@ def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """Let the layers of a model with the fused layer compute in FP8; return the model.
 
-    mode: of FP8_MODES, or FP8_HEAD: FP8_ALL, and in training the head's products too.  If FP8 does
-    not take the head, that is an error.
+    mode: of FP8_MODES, or FP8_HEAD: FP8_ALL, and the head's gradients too.  If FP8 does not take
+    the head, that is an error.
 
     A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
     does not stand for it.  A warning counts those layers.  Call this after `apply_kernels` and
@@ -99,7 +99,7 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
 
 
 def require_head(head: torch.nn.Module) -> None:
-    """Raise a UserError if FP8 does not take the products of this head's loss."""
+    """Raise a UserError if FP8 does not take the products of this head's gradients."""
     if type(head) is not Linear or head.bias is not None or not takes_fp8(head.in_features):
         given = f"--fp8 {FP8_HEAD}: the head is {head}"
         plain = f"one without a bias, whose inputs {MULTIPLE} divides, with linear_cross_entropy"

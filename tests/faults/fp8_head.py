@@ -9,6 +9,7 @@ FAULTS = {
         ("a mean of all rows", "1 / n_valid.clamp(min=1)", "1 / (n_valid + 1)"),
         ("the last chunk alone", "product, first == 0)", "product, True)"),
         ("the last slice alone", "product, part.start == 0)", "product, True)"),
+        ("too small a scale", "largest_scale(weight[part])", "largest_scale(weight[part] / 8)"),
         ("columns beyond the vocabulary count", "logits[:, n_columns:] = -torch.inf", "pass"),
         ("ignored rows keep their logits", "cross_entropy_scale(one,", "(lambda *args: None)(one,"),
     ],
