@@ -16,8 +16,8 @@ from harness.cli.workload import Workload
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.patches import fp8_model
-from next_steps.studies import scaling, scaling_steps
-from next_steps.studies.scaling import Size
+from next_steps.studies import scaling, scaling_steps, scaling_tables
+from next_steps.studies.scaling_tables import Size
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
@@ -68,8 +68,8 @@ def written(folder, *records) -> list[str]:
 
 
 def test_a_row_beside_that_of_one_process_and_of_liger():
-    table = {cells[0]: cells[1:] for cells in scaling.body(ONE, TWO)}
-    n_a = scaling.NOT_MEASURED
+    table = {cells[0]: cells[1:] for cells in scaling_tables.body(ONE, TWO)}
+    n_a = scaling_tables.NOT_MEASURED
     # 95 / 131.25 and 105 / 118.75 are the ends of the spread
     first = ["4,096", "5,120", "80 % (72–88)", "60.0", "90.0", "50.0", "25.0, 20%", "1.20×"]
     assert table["baseline 1 × 512"] == first
@@ -83,11 +83,11 @@ def test_a_row_beside_that_of_one_process_and_of_liger():
 
 def test_the_crossover_is_where_the_exposed_part_stays_small():
     # 20 %, 5 %, which is not below it, and 4 %
-    assert scaling.crossover(TWO, "baseline") == "2,048"
-    assert scaling.crossover(TWO, "all kernels") == "more than 512"
+    assert scaling_tables.crossover(TWO, "baseline") == "2,048"
+    assert scaling_tables.crossover(TWO, "all kernels") == "more than 512"
     # 2 % and then 20 %: small at first is not small from there on
-    assert scaling.crossover(TWO, "Liger") == "more than 1,024"
-    assert scaling.crossover(ONE, "baseline") == scaling.NOT_MEASURED
+    assert scaling_tables.crossover(TWO, "Liger") == "more than 1,024"
+    assert scaling_tables.crossover(ONE, "baseline") == scaling_tables.NOT_MEASURED
 
 
 def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
@@ -95,10 +95,10 @@ def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
     four = {"exposed_ms": 300, "accumulate": 4}
     one = record([*ONE["rows"], row("baseline", 1, 512, 800, accumulate=4)])
     two = record([*TWO["rows"], row("baseline", 1, 512, 1000, **four)], 2)
-    table = {cells[0]: cells[1:] for cells in scaling.body(one, two)}
+    table = {cells[0]: cells[1:] for cells in scaling_tables.body(one, two)}
     assert table["baseline 1 × 512 × 4"][:2] == ["2,048", "2,560"]
     assert table["baseline 1 × 512"][:2] == ["4,096", "5,120"]
-    assert scaling.crossover(two, "baseline") == scaling.crossover(TWO, "baseline")
+    assert scaling_tables.crossover(two, "baseline") == scaling_tables.crossover(TWO, "baseline")
 
 
 def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
@@ -112,7 +112,7 @@ def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
 
 
 def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
-    ways, sizes = scaling.WAYS.values(), (*scaling_steps.SIZES[True], Size(4, 2048, 4))
+    ways, sizes = scaling_tables.WAYS.values(), (*scaling_steps.SIZES[True], Size(4, 2048, 4))
 
     def rows(*numbers) -> list[dict]:
         return [row(way, *size[:2], *numbers, 123.4, size[2]) for way in ways for size in sizes]
@@ -284,7 +284,7 @@ def by_one(tmp_path_factory) -> str:
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_one, way):
     one, two = by_one, measure_by(2, tmp_path / "two.json", "--parallel", way)
-    records = scaling.read([one, two])
+    records = scaling_tables.read([one, two])
     assert [each["world_size"] for each in records] == [1, 2]
     assert records[1]["parallel"] == way
     for each in records:

@@ -72,7 +72,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     from harness.cli.processes import PARALLEL
     from harness.profiling import roofline
     from next_steps.memory import memory_profile
-    from next_steps.studies import frontier, ladder, scaling
+    from next_steps.studies import frontier, ladder, scaling_tables
     from tools import trace_picture
 
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
@@ -90,7 +90,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         yield name, roofline.plot, [[load(before), load(after)]]
     runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
-    yield "scaling", scaling.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
+    yield "scaling", scaling_tables.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
     yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
 
 

@@ -19,7 +19,7 @@ from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import communication, parallel, stepping, timing
 from next_steps.finetuning import kernel_training, opponents
-from next_steps.studies.scaling import WAYS, Size
+from next_steps.studies.scaling_tables import WAYS, Size
 
 GPU, CPU = True, False
 # from the smallest to the largest
