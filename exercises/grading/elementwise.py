@@ -110,48 +110,56 @@ def make_rope(rows, size, dtype) -> Inputs:
     return {"dy": douts["q_rot"], "cos": inputs["cos"][0], "sin": inputs["sin"][0]}
 
 
+def halves(dx: torch.Tensor) -> Parts:
+    return dict(zip(("dx1", "dx2"), dx.chunk(2, -1)))
+
+
 def rope_answers(inputs: Inputs) -> Parts:
     """Return the derivative of the lesson's reference."""
     dy, *angles = inputs.values()
     x = torch.zeros_like(dy, requires_grad=True)
     y, _ = rope_reference(x, x[:, :0], *angles)
-    return {"dx": torch.autograd.grad(y, x, dy)[0]}
+    return halves(torch.autograd.grad(y, x, dy)[0])
 
 
 def rope_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     dy, cos, sin = inputs.values()
     dy1, dy2 = dy.chunk(2, -1)
     (c1, c2), (s1, s2) = cos.chunk(2, -1), sin.chunk(2, -1)
-    first_rows = [t[:1].expand_as(t) for t in (c1, c2, s1, s2)]
-    next_rows = [t.roll(-1, 0) for t in (c1, c2, s1, s2)]
-    answers = {
-        "dx1 has - dy2 * s2 and dx2 has + dy1 * s1: that is the forward's turn": turned(
-            dy, c1, c2, -s2, -s1
-        ),
-        "it is the forward: dy1 * c1 - dy2 * s1 and dy2 * c2 + dy1 * s2": turned(
-            dy, c1, c2, -s1, -s2
-        ),
-        "s1 and s2 are exchanged": turned(dy, c1, c2, s1, s2),
-        "c1 and c2 are exchanged": turned(dy, c2, c1, s2, s1),
-        "both halves of cos and sin are the first ones": turned(dy, c1, c1, s1, s1),
-        "sin is missing: dy * cos": dy * cos,
-        "cos and sin are exchanged": turned(dy, s1, s2, c2, c1),
-        "every token takes row 0 of cos and sin": turned(dy, *first_rows[:2], *first_rows[:1:-1]),
-        "each token takes the next token's row of cos and sin": turned(
-            dy, *next_rows[:2], *next_rows[:1:-1]
-        ),
-        "dy1 and dy2 are exchanged": turned(torch.cat((dy2, dy1), -1), c1, c2, s2, s1),
-        "every head takes head 0": right["dx"][:, :1].expand_as(dy),
-        "every sample takes sample 0": right["dx"][:1].expand_as(dy),
-        "every token takes token 0's dy": turned(dy[:, :, :1].expand_as(dy), c1, c2, s2, s1),
+
+    def turned(dy=dy, cos=cos, sin=sin) -> Parts:
+        return rope_answers({"dy": dy, "cos": cos, "sin": sin})
+
+    def first(t: torch.Tensor, dim: int) -> torch.Tensor:
+        return t.narrow(dim, 0, 1).expand_as(t)
+
+    return {
+        "it is the forward: dy1 * c1 - dy2 * s1 and dy2 * c2 + dy1 * s2": {
+            "dx1": dy1 * c1 - dy2 * s1,
+            "dx2": dy2 * c2 + dy1 * s2,
+        },
+        "both signs are those of the forward": {
+            "dx1": dy1 * c1 - dy2 * s2,
+            "dx2": dy2 * c2 + dy1 * s1,
+        },
+        "s1 and s2 are exchanged": {"dx1": dy1 * c1 + dy2 * s1, "dx2": dy2 * c2 - dy1 * s2},
+        "c1 and c2 are exchanged": {"dx1": dy1 * c2 + dy2 * s2, "dx2": dy2 * c1 - dy1 * s1},
+        "dx1 has - dy2 * s2, where + is meant": {"dx1": dy1 * c1 - dy2 * s2},
+        "dx2 has + dy1 * s1, where - is meant": {"dx2": dy2 * c2 + dy1 * s1},
+        "dx1 takes s1, where s2 is meant": {"dx1": dy1 * c1 + dy2 * s1},
+        "dx2 takes s2, where s1 is meant": {"dx2": dy2 * c2 - dy1 * s2},
+        "dx2 takes c1, where c2 is meant": {"dx2": dy2 * c1 - dy1 * s1},
+        "dx1 lacks dy2 * s2": {"dx1": dy1 * c1},
+        "dx2 lacks dy1 * s1": {"dx2": dy2 * c2},
+        "dx1 and dx2 are exchanged": {"dx1": right["dx2"], "dx2": right["dx1"]},
+        "cos and sin are exchanged": turned(cos=sin, sin=cos),
+        "every token takes row 0 of cos": turned(cos=first(cos, 0)),
+        "every token takes row 0 of sin": turned(sin=first(sin, 0)),
+        "every token takes row 0 of cos and sin": turned(cos=first(cos, 0), sin=first(sin, 0)),
+        "every sample takes sample 0 of dy": turned(first(dy, 0)),
+        "every head takes head 0 of dy": turned(first(dy, 1)),
+        "every token takes token 0 of dy": turned(first(dy, 2)),
     }
-    return {sentence: {"dx": dx} for sentence, dx in answers.items()}
-
-
-def turned(dy, c1, c2, s_of_1, s_of_2) -> torch.Tensor:
-    """Return the right formula if s_of_1 is s2 and s_of_2 is s1."""
-    dy1, dy2 = dy.chunk(2, -1)
-    return torch.cat((dy1 * c1 + dy2 * s_of_1, dy2 * c2 - dy1 * s_of_2), -1)
 
 
 def heads(rows: tuple[int, int], size: tuple[int, int]) -> str:
@@ -168,6 +176,7 @@ ROPE_BACKWARD = Exercise(
     outputs=lambda inputs: {"dx": torch.empty_like(inputs["dy"])},
     answers=rope_answers,
     mistakes=rope_mistakes,
+    parts=lambda inputs, written: halves(written["dx"]),
     cases=(
         Case((1, 3), (2, 16), FORMULA),
         Case((2, 3), (4, 16), "Is a program's sample tl.program_id(0) // T, and its token % T?"),
@@ -241,6 +250,11 @@ def adamw_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
         },
         "the weight decay is added to the gradient (L2), where it multiplies p": {
             **step(m=m_l2, v=v_l2, decay=0.0),
+            "m": m_l2,
+            "v": v_l2,
+        },
+        "the weight decay is added to the gradient (L2), and multiplies p as well": {
+            **step(m=m_l2, v=v_l2),
             "m": m_l2,
             "v": v_l2,
         },

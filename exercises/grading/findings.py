@@ -1,6 +1,8 @@
 """Where an answer is wrong, in words, and which known mistake gives the same answer."""
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -16,46 +18,67 @@ def in_pieces(pieces: Parts) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]
         yield lambda t, mask=mask: t if mask is None else t.masked_fill(~mask, 0)
 
 
-def equal_mistake(
-    part: str, found: torch.Tensor, mistakes: Mistakes, checks: list[Check], pieces: Parts
-) -> str | None:
-    """Return the mistake whose answer is nearest to `found`, if each piece is as near as allowed.
+@dataclass(frozen=True)
+class Answer:
+    """What a kernel gave for a part."""
 
-    checks: those of the right answer, one for each piece.
-    """
-    errors = {}
-    for sentence, wrong in mistakes.items():
-        if part in wrong:
-            each = [relative_error(piece(found), piece(wrong[part])) for piece in in_pieces(pieces)]
-            if all(error <= check.allowed for error, check in zip(each, checks)):
-                errors[sentence] = max(each)
-    return min(errors, key=errors.get, default=None)
+    found: torch.Tensor
+    exact: torch.Tensor
+    pieces: Parts
+    checks: list[Check]  # one for each piece
 
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
 
-def wrong_places_in_words(
-    found: torch.Tensor, exact: torch.Tensor, allowed: float, axes: Axes
-) -> str:
-    """Say which elements are wrong, and show the first of them."""
-    difference = (found.double() - exact).abs()
-    scale = exact.abs() + exact.pow(2).mean().sqrt()
-    wrong = ~(difference <= 4 * allowed * scale)  # NaN is wrong
-    if not wrong.any():
-        error = relative_error(found, exact)
-        return (
-            f"by a little everywhere: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
+    def distance(self, other: torch.Tensor) -> float:
+        """Return how far it lies from another one, as a share of what is allowed."""
+        shares = [
+            relative_error(piece(self.found), piece(other)) / check.allowed
+            for piece, check in zip(in_pieces(self.pieces), self.checks)
+        ]
+        return max(share if share == share else math.inf for share in shares)
+
+    def in_words(self, axes: Axes) -> str:
+        """Say which elements are wrong, and show the first of them."""
+        found, exact = self.found, self.exact
+        allowed = max(check.allowed for check in self.checks)
+        scale = exact.abs() + exact.pow(2).mean().sqrt()
+        wrong = ~((found.double() - exact).abs() <= 4 * allowed * scale)  # NaN is wrong
+        if not wrong.any():
+            error = relative_error(found, exact)
+            return f"by a little: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
+        first = tuple(wrong.nonzero()[0].tolist())
+        place = ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(first)], first))
+        sentence = (
+            f"{places_in_words(wrong, axes)}. The first: {place} is {found[first].item():.4g}, "
+            f"expected {exact[first].item():.4g}."
         )
-    first = tuple(wrong.nonzero()[0].tolist())
-    sentence = (
-        f"{places_in_words(wrong, axes)}: in {place_in_words(first, axes)} it is "
-        f"{found[first].item():.4g}, expected {exact[first].item():.4g}."
-    )
-    if (found.isnan() & ~exact.isnan()).any():
-        sentence += " NaN lies before, behind and between the rows here: did the kernel read it?"
-    return sentence
+        if found[first].isnan():
+            sentence += (
+                " NaN comes from memory around the rows, which holds NaN here, or from inf - inf "
+                "and the like."
+            )
+        return sentence
 
 
-def place_in_words(place: tuple[int, ...], axes: Axes) -> str:
-    return ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(place)], place))
+def known_mistakes(answers: dict[str, Answer], mistakes: Mistakes) -> list[str]:
+    """Return the mistakes that give these answers, those first that explain the most parts.
+
+    A mistake counts only if all parts that it changes are as it says.
+    """
+    alike = {}  # mistake: (how many wrong parts it explains, how near it is)
+    wrong = {part for part, answer in answers.items() if not answer.passed}
+    for sentence, parts in mistakes.items():
+        distances = [answers[part].distance(t) for part, t in parts.items()]
+        if parts.keys() & wrong and max(distances) <= 1:
+            alike[sentence] = len(parts.keys() & wrong), -max(distances)
+    named = []
+    for sentence in sorted(alike, key=alike.get, reverse=True):
+        if mistakes[sentence].keys() & wrong:
+            named.append(sentence)
+            wrong -= mistakes[sentence].keys()
+    return named
 
 
 def places_in_words(mask: torch.Tensor, axes: Axes) -> str:
@@ -72,8 +95,7 @@ def places_in_words(mask: torch.Tensor, axes: Axes) -> str:
         along.append(there)
         box &= there.view([-1 if d == dim else 1 for d in range(mask.ndim)])
     if not mask.equal(box):
-        first = place_in_words(tuple(mask.nonzero()[0].tolist()), axes)
-        return f"in {int(mask.sum()):,} of {mask.numel():,} places, the first in {first}"
+        return f"in {int(mask.sum()):,} of {mask.numel():,} places"
     words = [
         stretch_in_words(name, there.nonzero().flatten().tolist(), len(there))
         for name, there in zip(names, along)

@@ -9,12 +9,7 @@ import torch
 
 from exercises.grading.elementwise import ADAMW, ROPE_BACKWARD, SWIGLU_BACKWARD
 from exercises.grading.exercise import Case, Exercise, Inputs
-from exercises.grading.findings import (
-    equal_mistake,
-    in_pieces,
-    places_in_words,
-    wrong_places_in_words,
-)
+from exercises.grading.findings import Answer, in_pieces, known_mistakes, places_in_words
 from exercises.grading.losses import CROSS_ENTROPY, CROSS_ENTROPY_INPLACE, ONLINE_SOFTMAX
 from exercises.grading.memory import UNWRITTEN, Guarded
 from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
@@ -95,13 +90,16 @@ def wrong_in(exercise: Exercise, launch: Callable, case: Case, is_first: bool) -
     except Exception as error:  # whatever the learner's code raises
         return [stopped(error, launch)]
     if is_first and not any(memory.changed().any() for memory in written.values()):
-        names = " and ".join(written)
-        untouched = "hold what they held" if len(written) > 1 else "holds what it held"
-        return [f"Nothing is written yet: {names} {untouched} before the launch."]
+        names = ", ".join(written)
+        return [f"Nothing is written yet: the launch changed nothing in {names}."]
     found = memory_findings(exercise, given, written)
-    of_parts, is_named = part_findings(exercise, inputs, written)
-    found += of_parts
-    return found + ([case.question] if found and not is_named else [])
+    if found and is_first:
+        return found
+    if not found:
+        found, is_named = part_findings(exercise, inputs, written)
+        if not found or is_named:
+            return found
+    return [*found, case.question]
 
 
 def stopped(error: Exception, launch: Callable) -> str:
@@ -132,38 +130,38 @@ def memory_findings(exercise: Exercise, given: dict, written: dict) -> list[str]
             )
         if name not in exercise.overwritten:
             unwritten = memory.tensor == UNWRITTEN
-            if unwritten.any():
+            if unwritten.all():
+                sentences.append(f"Nothing of {name} is written.")
+            elif unwritten.any():
                 places = places_in_words(unwritten, exercise.axes)
                 sentences.append(f"{name} is not written {places}.")
     return sentences
 
 
 def part_findings(exercise: Exercise, inputs: Inputs, written: dict) -> tuple[list[str], bool]:
-    """Return sentences about parts that are wrong, and whether each is a known mistake."""
+    """Return sentences about parts that are wrong, and whether a known mistake was found."""
     exact_inputs = in_float64(inputs)
     right, eager = exercise.answers(exact_inputs), exercise.answers(inputs)
-    tensors = {name: memory.tensor.clone() for name, memory in written.items()}
-    parts = exercise.parts(inputs, tensors)
-    pieces = exercise.split(inputs)
-    mistakes = None
-    sentences, n_named = [], 0
+    found = exercise.parts(inputs, {name: memory.tensor for name, memory in written.items()})
+    all_pieces = exercise.split(inputs)
+    answers = {}
     for part, exact in right.items():
-        found = parts[part]
+        pieces = all_pieces.get(part, {})
         checks = [
-            compare(part, *(piece(t) for t in (found, exact, eager[part])))
-            for piece in in_pieces(pieces.get(part, {}))
+            compare(part, *(piece(t) for t in (found[part], exact, eager[part])))
+            for piece in in_pieces(pieces)
         ]
-        if all(check.passed for check in checks):
-            continue
-        allowed = max(check.allowed for check in checks)
-        where = wrong_places_in_words(found, exact, allowed, exercise.axes)
-        sentences.append(f"{part} is wrong {where}")
-        if mistakes is None:
-            mistakes = exercise.mistakes(exact_inputs, right)
-        if name := equal_mistake(part, found, mistakes, checks, pieces.get(part, {})):
-            sentences.append(f"That is the answer of a known mistake: {name}.")
-            n_named += 1
-    return sentences, n_named > 0
+        answers[part] = Answer(found[part], exact, pieces, checks)
+    sentences = [
+        f"{part} is wrong {answer.in_words(exercise.axes)}"
+        for part, answer in answers.items()
+        if not answer.passed
+    ]
+    if not sentences:
+        return [], False
+    named = known_mistakes(answers, exercise.mistakes(exact_inputs, right))
+    sentences += [f"That is the answer of a known mistake: {sentence}." for sentence in named]
+    return sentences, bool(named)
 
 
 def in_float64(inputs: Inputs) -> Inputs:

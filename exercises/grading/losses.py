@@ -75,13 +75,8 @@ def softmax_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     padded = F.pad(logits, (0, n_lanes))
     m_padded = padded.amax(-1)
     last = {"m": maxima[-1], "d": sums[-1]}
-    wrong_way = torch.zeros_like(d)
-    before = so_far[0]
-    for new, more in zip(so_far, added):
-        wrong_way, before = wrong_way * (new - before).exp() + more, new
     return {
         "the sum so far is not rescaled when a chunk brings a larger maximum": {"d": added.sum(0)},
-        "the sum is rescaled by exp(m_new - m), where exp(m - m_new) is meant": {"d": wrong_way},
         "m and d are those of the last chunk alone: the loop keeps nothing": last,
         "m is that of the last chunk alone: tl.maximum with the m so far is missing": {
             "m": maxima[-1]
@@ -188,8 +183,7 @@ def gradient_formulas(inputs: Inputs, scale: torch.Tensor, part: str) -> Mistake
         "only exp(logits - m) / d is multiplied, not the one-hot row": softmax * scale - one_hot,
         "every column but the target's is zero": -one_hot * (1 - softmax) * scale,
     }
-    wrong = {sentence: {part: gradient.where(valid, 0)} for sentence, gradient in gradients.items()}
-    return wrong | {"ignored rows are trained, on column 0": {part: (softmax - one_hot) * scale}}
+    return {sentence: {part: t.where(valid, 0)} for sentence, t in gradients.items()}
 
 
 def loss_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
@@ -200,10 +194,8 @@ def loss_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     return {
         **loss_formulas(inputs["logits"], inputs["targets"]),
         **gradient_formulas(inputs, scale, "dlogits"),
-        "every row takes dloss of row 0": {
-            "dlogits": right["dlogits"] / scale * scale[:1],
-        },
-        **known,
+        "every row takes dloss of row 0": {"dlogits": right["dlogits"] / scale * scale[:1]},
+        **{sentence: parts for sentence, parts in known.items() if "ignored" not in sentence},
     }
 
 
@@ -260,14 +252,15 @@ def inplace_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     late = gradient.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     wrong = loss_formulas(logits, targets)
     wrong = {s: {"loss": parts["loss"].where(valid, 0)} for s, parts in wrong.items()}
-    everywhere = m - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0] + d.log()
     return {
         **wrong,
         **gradient_formulas(inputs, torch.as_tensor(scale, device=DEVICE), "logits"),
         "the target's logit is loaded after the gradient has overwritten it": {
             "loss": (m - late + d.log()).where(valid, 0)
         },
-        "ignored rows have a loss, where 0 is meant": {"loss": everywhere},
+        "the target is not compared with ignore_index": {
+            "logits": gradient.where(valid[:, None], logits.softmax(-1) * scale)
+        },
         "ignored rows keep their logits, where zeros are meant": {
             "logits": gradient.where(valid[:, None], logits)
         },

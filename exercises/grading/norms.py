@@ -16,7 +16,7 @@ from tests.subjects.rmsnorm import EPS, NORM
 BF16 = torch.bfloat16
 TIMED_ROWS = 16_384
 PROGRAMS = 4  # of dweight, in a small case
-FORMULA = "Is each line of the docstring's mathematics there?"
+FORMULA = "Compare each line of the kernel with the docstring's mathematics."
 STRIDES = (
     "A row has 64 columns here, but the next row begins later: does row r of each tensor begin at "
     "r * the stride of that tensor?"
@@ -101,7 +101,7 @@ FORWARD = Exercise(
     outputs=lambda inputs: {"y": torch.empty_like(inputs["x"])},
     answers=forward_answers,
     mistakes=forward_mistakes,
-    cases=cases(257, 33, 1000),
+    cases=cases(257, 33, 5000),
     reads=("x",),
     writes=("y",),
     timed=((TIMED_ROWS,), LLAMA_HIDDEN),
@@ -120,9 +120,10 @@ def backward_answers(inputs: Inputs) -> Parts:
     return run(NORM, NORM.reference, chosen(inputs, "x", "weight"), {"y": inputs["dy"]})
 
 
-def known_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
-    douts = {"y": inputs["dy"]}
-    return rmsnorm.wrong_answers(chosen(inputs, "x", "weight"), douts, right)
+def known_mistakes(inputs: Inputs, part: str) -> Mistakes:
+    """Return the mistakes of the subject's record that concern dx, or dweight."""
+    given, douts = chosen(inputs, "x", "weight"), {"y": inputs["dy"]}
+    return named(rmsnorm.wrong_answers(given, douts, backward_answers(inputs)), part)
 
 
 def dx_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
@@ -136,16 +137,13 @@ def dx_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
         * (wdy - x_hat * c1 * n_cols / block),
         "c1 is the sum over the row, not divided by n_cols": rstd * (wdy - x_hat * c1 * n_cols),
         "the c1 term is added, where it is subtracted": rstd * (wdy + x_hat * c1),
-        "x stands where x_hat = x * rstd is meant, in dx": rstd * (wdy - x * c1),
-        "x stands where x_hat = x * rstd is meant, in c1": rstd * (wdy - x_hat * c1 / rstd),
+        "x stands where x_hat = x * rstd is meant": rstd * (wdy - x * c1),
         "the last factor rstd is missing": wdy - x_hat * c1,
         "c1 lacks the weight": rstd * (wdy - x_hat * (dy * x_hat).mean(-1, keepdim=True)),
         "c1 is not multiplied by x_hat": rstd * (wdy - c1),
         "every row takes rstd of row 0": rstd[:1] * (wdy - x * rstd[:1] * _c1(wdy, x * rstd[:1])),
     }
-    return named(known_mistakes(inputs, right), "dx") | {
-        sentence: {"dx": dx} for sentence, dx in answers.items()
-    }
+    return known_mistakes(inputs, "dx") | {sentence: {"dx": dx} for sentence, dx in answers.items()}
 
 
 def _c1(wdy: torch.Tensor, x_hat: torch.Tensor) -> torch.Tensor:
@@ -157,7 +155,7 @@ DX = Exercise(
     outputs=lambda inputs: {"dx": torch.empty_like(inputs["x"])},
     answers=lambda inputs: chosen(backward_answers(inputs), "dx"),
     mistakes=dx_mistakes,
-    cases=cases(257, 33, 1000),
+    cases=cases(257, 33, 5000),
     reads=("dy", "x"),
     writes=("dx",),
     timed=((TIMED_ROWS,), LLAMA_HIDDEN),
@@ -198,7 +196,7 @@ def dw_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
         "the sum is divided by n_rows": right["dweight"] / n_rows,
         "every row takes rstd of row 0": (dy * x * rstd_of(x)[0]).sum(0),
     }
-    known = named(known_mistakes(with_weight(inputs), right), "dweight")
+    known = known_mistakes(with_weight(inputs), "dweight")
     return known | {sentence: {"dweight": dweight} for sentence, dweight in answers.items()}
 
 
@@ -255,6 +253,7 @@ def residual_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
         "rstd is that of x, where that of x + residual is meant": {
             "y": h * rstd_of(x)[:, None] * weight
         },
+        "x, not x + residual, is multiplied by rstd": {"y": x * rstd_of(h)[:, None] * weight},
         "h is x, without the residual": {"h": x},
         "h is the residual, without x": {"h": residual},
         "h holds y, the norm, where the sum is meant": {"h": right["y"]},
@@ -272,7 +271,7 @@ RESIDUAL = Exercise(
     outputs=lambda inputs: {name: torch.empty_like(inputs["x"]) for name in ("h", "y")},
     answers=residual_answers,
     mistakes=residual_mistakes,
-    cases=cases(257, 33, 1000),
+    cases=cases(257, 33, 5000),
     reads=("x", "residual"),
     writes=("h", "y"),
     timed=((TIMED_ROWS,), LLAMA_HIDDEN),

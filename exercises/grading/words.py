@@ -159,3 +159,12 @@ WORDS = {
         ),
     ),
 }
+
+
+def page() -> str:
+    """Return the table of docs/exercises.md."""
+    rows = [
+        f"| {number} | `{name}` | {words.teaches} |"
+        for number, (name, words) in enumerate(WORDS.items(), start=1)
+    ]
+    return "\n".join(["| | exercise | what it teaches |", "|---:|---|---|", *rows])
