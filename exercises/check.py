@@ -21,6 +21,11 @@ from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError
 
 HERE = Path(__file__).parents[1]  # the project's folder
+JUDGE = """
+from exercises.grading import answer
+from harness.cli import command_line
+command_line.run_main(answer.main)
+"""
 
 
 def overview() -> str:
@@ -46,7 +51,7 @@ def judge(name: str, file: Path) -> int:
     Raises:
         RunError: a signal ended that process.
     """
-    command = [sys.executable, "-m", "exercises.grading.answer", name, str(file.resolve())]
+    command = [sys.executable, "-c", JUDGE, name, str(file.resolve())]
     code = subprocess.run(command, cwd=HERE).returncode
     if code < 0:
         ended = signal.Signals(-code).name

@@ -1,7 +1,4 @@
-"""Judge one file in a process of its own, which a wrong address may end: see exercises/check.py.
-
-python -m exercises.grading.answer NAME FILE
-"""
+"""Judge one file.  exercises/check.py runs `main` in a process that a wrong address may end."""
 
 import importlib.util
 import sys
@@ -12,7 +9,6 @@ from collections.abc import Callable
 from exercises.grading.grading import EXERCISES, grade
 from exercises.grading.speed import bytes_in_words, times_table
 from exercises.grading.words import WORDS
-from harness.cli import command_line
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU, require_interpreter
 
@@ -63,6 +59,7 @@ def broken(line: str) -> str:
 
 
 def main() -> int:
+    """Judge the file sys.argv[2] as the exercise sys.argv[1]; return 0 if it is right, or 1."""
     name, file = sys.argv[1:]
     require_interpreter()
     # NumPy comments on the arithmetic of a wrong kernel in Triton's interpreter.
@@ -70,7 +67,3 @@ def main() -> int:
     right, said = report(name, load(file))
     print(said)
     return int(not right)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)
