@@ -258,6 +258,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("total, mask=mask)", "total * (program < 3), mask=mask)",
          "of the last program is missing"),
         ("program * partial_row_stride", "program", "partial is not written"),
+        ("total += dy * x * rstd",
+         "total = (total + dy * x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)",
+         "added up in fp32"),
     ],
     "online_softmax": [
         ("d * tl.exp(m - m_new) +", "d +", "the sum so far is not rescaled"),
@@ -284,6 +287,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("dloss_ptr + row)", "dloss_ptr)", "every row takes dloss of row 0"),
         ("row_ptr + target)", "row_ptr)", "the loss takes the logit of column 0"),
         ("dlogits, mask=mask)", "dlogits)", "outside of dlogits"),
+        ("cols == target", "cols - first == target", "without `first`"),
+        ("range(0, n_cols, BLOCK_SIZE)", "range(0, BLOCK_SIZE, BLOCK_SIZE)", "is not written"),
+        ("d * tl.exp(m - m_new) + tl.sum", "d + tl.sum", "the sum so far is not rescaled"),
     ],
     "cross_entropy_inplace": [
         ("softmax - 1.0, softmax", "softmax, softmax", "the one-hot row is missing"),

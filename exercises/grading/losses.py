@@ -164,6 +164,11 @@ def loss_formulas(logits: torch.Tensor, targets: torch.Tensor) -> Mistakes:
         "the loss takes the logit of column 0, not of the target": m - first + d.log(),
         "the loss takes the target of row 0 in every row": m - logits[:, targets[0]] + d.log(),
     }
+    statistics = {"m": m, "d": d}
+    for sentence, parts in softmax_mistakes({"logits": logits}, statistics).items():
+        if "chunk" in sentence or "lanes" in sentence:
+            wrong = statistics | parts
+            losses[sentence] = wrong["m"] - target_logit + wrong["d"].log()
     return {sentence: {"loss": loss} for sentence, loss in losses.items()}
 
 
@@ -173,6 +178,8 @@ def gradient_formulas(inputs: Inputs, scale: torch.Tensor, part: str) -> Mistake
     softmax = logits.softmax(-1)
     valid = (targets != IGNORED)[:, None]
     one_hot = F.one_hot(targets.clamp(min=0), logits.shape[-1])
+    columns = torch.arange(logits.shape[-1], device=DEVICE)
+    in_chunk = (columns % CHUNK == targets[:, None]).to(logits.dtype)
     e = exponentials(logits)
     gradients = {
         "the one-hot row is missing: the target's column lacks its - 1": softmax * scale,
@@ -181,6 +188,9 @@ def gradient_formulas(inputs: Inputs, scale: torch.Tensor, part: str) -> Mistake
         "the gradient is one_hot - softmax: the wrong sign": (one_hot - softmax) * scale,
         "the gradient is not multiplied by dloss, or scale": softmax - one_hot,
         "only exp(logits - m) / d is multiplied, not the one-hot row": softmax * scale - one_hot,
+        "the target is compared with a column's place in its chunk, without `first`": (
+            (softmax - in_chunk) * scale
+        ),
         "every column but the target's is zero": -one_hot * (1 - softmax) * scale,
     }
     return {sentence: {part: t.where(valid, 0)} for sentence, t in gradients.items()}
