@@ -16,6 +16,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) of a module
                                                        page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
+    <!-- table: exercises -->                          the words of exercises/grading/words.py
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from exercises.grading import words
 from harness.cli import command_line, flags, output_files
 from harness.records import run_records
 from tools.page_records import HERE, RESULTS, load
@@ -48,7 +50,7 @@ def fill(text: str) -> str:
     from tools.page_outputs import output_block
 
     modules = page_kernel_tables, page_published_tables, page_step_tables
-    tables = {"flags": flags.page}
+    tables = {"flags": flags.page, "exercises": words.page}
     for module in modules:
         tables |= module.TABLES
 
@@ -56,8 +58,8 @@ def fill(text: str) -> str:
         if match["kind"] == "output":
             body = output_block(match["what"])
         else:
-            name, *words = match["what"].split()
-            body = tables[name](*words)
+            name, *arguments = match["what"].split()
+            body = tables[name](*arguments)
         end = "\n" if match["body"].endswith("\n") else ""
         return f"<!-- {match['kind']}: {match['what']} -->\n{body}{end}"
 
