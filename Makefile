@@ -5,8 +5,6 @@ PY ?= .venv/bin/python
 SETUP ?= .venv/installed
 TINY = --model tiny --batch-size 2 --seq-len 64
 
-# The tiny model is too small for several threads: they wait for each other longer than they work.
-export OMP_NUM_THREADS ?= 1
 # Many containers set this variable.  Then each of the tests' processes compiles every file anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -204,13 +204,13 @@ def main() -> None:
         from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
+    from harness.steps import parallel
+
+    parallel.start(workload)
     if args.memory:
         from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
-    from harness.steps import parallel
-
-    parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")
     record = profile_training(workload, args.trace, args.stacks)
