@@ -46,7 +46,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness.cli.device import HAS_GPU
+    from harness.cli.device import HAS_GPU, take_threads
     from harness.data.dataset import load_data
     from harness.data.loader import Loader
     from harness.model.adapters import counts
@@ -57,6 +57,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from next_steps.patches import apply_kernels, fp8_model, patched_model
 
     kernels, graph = workload.kernels, workload.cuda_graph
+    take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
     memory_estimate.try_kernels(workload)
     model = patched_model.load_patched(workload)
@@ -204,13 +205,13 @@ def main() -> None:
         from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
-    from harness.steps import parallel
-
-    parallel.start(workload)
     if args.memory:
         from next_steps.memory import memory_profile
 
         return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    from harness.steps import parallel
+
+    parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")
     record = profile_training(workload, args.trace, args.stacks)

@@ -147,7 +147,7 @@ def test_table_has_its_title_and_columns_and_both_sizes(
     first = at + 2 + lines_before_headers
     body = lines[first:]
     body = body[: next((i for i, line in enumerate(body) if line == tables.RULE), len(body))]
-    found = [columns(line) for line, below in zip(body, body[1:]) if below.startswith("---")]
+    found = [columns(line) for line, below in itertools.pairwise(body) if below.startswith("---")]
     key, further = found[0], found[1:]  # a wide table goes on below, with its first columns
     assert key + [header for each in further for header in each[2:]] == headers
     assert {line.split()[0] for line in body if line[:8].strip().isdigit()} == {"2", "4"}

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import TINY
 from harness.cli.processes import DDP, FSDP, is_first, world_size
 from harness.cli.workload import Workload
 
@@ -29,13 +28,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def start(workload: Workload) -> None:
-    """Find the other processes, take this one's GPU, and let only the first process print.
-
-    The tiny model gets one thread of a CPU, unless OMP_NUM_THREADS is set: several wait for each
-    other up to a hundred times as long as they work.
-    """
-    if workload.model == TINY and not HAS_GPU and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    """Find the other processes, take this one's GPU, and let only the first process print."""
     if workload.parallel is None:
         return
     if not is_first():
