@@ -49,9 +49,9 @@ def finetune_output(record: dict) -> str:
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
-    """Return the place of the first line, from `start` on, that begins with this text."""
+    """Return the place of the first line, from `start` on, that begins with these words."""
     for i in range(start, len(lines)):
-        if lines[i].strip().startswith(beginning):
+        if " ".join(lines[i].split()).startswith(" ".join(beginning.split())):
             return i
     raise ValueError(
         f"no line from line {start + 1} on begins with {beginning!r}: look at the record's output"

@@ -290,7 +290,7 @@ def render_costs(record: dict) -> str:
     for row in record["products"]:
         us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
         cells = [number(each) for each in (*us, us[0] - us[1], us[0] - us[2])]
-        shape = " x ".join(f"{n:,}" for n in row["shape"])
+        shape = "x".join(map(str, row["shape"]))
         products.append([row["name"], f"{row['tokens']:,}", shape, *cells])
     of_casts = ["Cast", "Tokens", "bf16 alone", "and cast", "Fused", "Saved", "Floor", "% of copy"]
     of_products = ["Product", "Tokens", "M x N x K", "bf16", "FP8, fast", "FP8"]

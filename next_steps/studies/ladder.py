@@ -199,8 +199,8 @@ def render(record: dict) -> str:
         for rung, (name, *ms) in zip(rungs, gains(rungs))
     ]
     other_rows = [[each["name"], *measured(each, rungs[0])] for each in after]
-    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
-    columns += ["Peak, GB", "x baseline", "Largest loss difference"]
+    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x tokens/s"]
+    columns += ["Peak, GB", "x peak", "Loss difference"]
     workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),
