@@ -5,8 +5,6 @@ PY ?= .venv/bin/python
 SETUP ?= .venv/installed
 TINY = --model tiny --batch-size 2 --seq-len 64
 
-# The tiny model is too small for several threads: they wait for each other longer than they work.
-export OMP_NUM_THREADS ?= 1
 # Many containers set this variable.  Then each of the tests' processes compiles every file anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,17 +18,33 @@ setup: $(SETUP)
 	touch $@
 
 demo: $(SETUP)
+	@echo "make demo: some 3 minutes without a GPU. Results go to demo/."
+	@echo "1 of 8: both kernels run once and are compared with PyTorch (seconds)."
 	$(PY) check_toolchain.py
+	@echo "2 of 8: a step of the tiny model is profiled as PyTorch runs it (seconds)."
 	$(PY) profile_baseline.py $(TINY) --json demo/before.json
+	@echo "3 of 8: the same step with two kernels (without a GPU half a minute, silent at first)."
 	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce --json demo/after.json
+	@echo "4 of 8: the two profiles side by side."
 	$(PY) profile_baseline.py --compare demo/before.json demo/after.json --plot demo/roofline.png
+	@echo "5 of 8: what fills the memory of a step (seconds)."
 	$(PY) profile_baseline.py $(TINY) --memory --plot demo/memory.png
+	@echo "6 of 8: 20 steps of training as PyTorch runs them (seconds)."
 	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
+	@echo "7 of 8: the same 20 steps with two kernels (without a GPU two minutes)."
 	$(PY) finetune_optimized.py $(TINY) --json demo/optimized.json
+	@echo "8 of 8: both runs side by side."
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
+	@echo "Seen: where a step's time and memory go, and that both runs train the same."
+	@echo "Without a GPU no time above means anything. Pictures: demo/*.png."
+	@echo "Next: make test proves the kernels; README.md tells the same in twelve steps."
 
 test: $(SETUP)
+	@echo "make test: some 4 minutes on two cores."
+	@echo "1 of 2: every kernel is compiled for a GB300, without a GPU (a minute, silent)."
 	$(PY) -m tools.compile_check --targets sm_103
+	@echo "2 of 2: the tests, several at a time (three minutes; a dot is a test that passed)."
+	@echo "The last line counts them. Next: README.md, step 1."
 	$(PY) -m tools.run_tests
 
 # What is run once for a change, and takes 25 minutes on two cores.

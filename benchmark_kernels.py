@@ -207,6 +207,23 @@ def refuse_width(args: argparse.Namespace) -> None:
         raise UserError(f"--hidden {max(args.hidden)} is more than {allowed}")
 
 
+def refuse_interpreting(tokens: int, size: specs.Size) -> None:
+    """Refuse an input that Triton's interpreter would need minutes or hours for.
+
+    Raises:
+        UserError: there is no GPU, and the input has more than CPU_NUMBERS numbers.
+    """
+    n = tokens * math.prod(specs.numbers(size))
+    if n > specs.CPU_NUMBERS:
+        shape = " x ".join(f"{each:,}" for each in (tokens, *specs.numbers(size)))
+        minutes = math.ceil(n / specs.CPU_NUMBERS)
+        raise UserError(
+            f"no CUDA GPU was found, and Triton's interpreter would take some {minutes:,} minutes "
+            f"for {shape} numbers, whose times mean nothing: lower --tokens, or --hidden and "
+            "--vocab; without these flags it takes seconds"
+        )
+
+
 def measure_all(args: argparse.Namespace) -> dict:
     """Measure what the flags ask for; return the record."""
     import torch
@@ -235,10 +252,14 @@ def measure_all(args: argparse.Namespace) -> dict:
                 if args.sweep:
                     default = spec.swept_tokens if HAS_GPU else spec.cpu_tokens[-1]
                     (tokens,) = args.tokens or [default]
+                    if not HAS_GPU:
+                        refuse_interpreting(tokens, size)
                     record["sections"] += sweep_kernels.sweep(kernel, tokens, size, args.dtype)
                     continue
                 tokens = args.tokens if spec.rows == "Tokens" else None
                 tokens = tokens or spec.tokens(HAS_GPU)
+                if not HAS_GPU:
+                    refuse_interpreting(max(tokens), size)
                 section, absent = benchmark(kernel, tokens, size, args.dtype)
                 record["sections"].append(section)
                 record["absent"] += [each for each in absent if each not in record["absent"]]

@@ -171,7 +171,7 @@ def runs_table(names: list[str], records: list[dict]) -> str:
             f"{record['validation_loss_after']:.4f}",
         ])  # fmt: skip
     headers = ["Run", "Step (s)", "p20 to p80", "Tokens/sec", "Peak (GB)"]
-    return tables.table(headers + ["Speedup", "Throughput", "Memory", "Validation loss"], rows)
+    return tables.table(headers + ["Speedup", "Throughput", "Memory", "Val. loss"], rows)
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:

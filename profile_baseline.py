@@ -46,7 +46,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """
     import torch
 
-    from harness.cli.device import HAS_GPU
+    from harness.cli.device import HAS_GPU, take_threads
     from harness.data.dataset import load_data
     from harness.data.loader import Loader
     from harness.model.adapters import counts
@@ -57,6 +57,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from next_steps.patches import apply_kernels, fp8_model, patched_model
 
     kernels, graph = workload.kernels, workload.cuda_graph
+    take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
     memory_estimate.try_kernels(workload)
     model = patched_model.load_patched(workload)

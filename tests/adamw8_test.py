@@ -285,16 +285,6 @@ def test_neighbours_in_memory_stay_untouched(n, dtype):
     assert same_bits(found, kernel_steps(start, [g], **SETTINGS, seed=0))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("blocks", [1, 2, 8])
-def test_how_many_blocks_a_program_takes_does_not_show_in_the_results(monkeypatch, blocks):
-    start = randn(2501, dtype=BF16)
-    grads = uneven(start, 2)
-    expected = kernel_steps(start, grads, seed=0)
-    monkeypatch.setattr(adamw8, "BLOCKS", blocks)
-    assert same_bits(kernel_steps(start, grads, seed=0), expected)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS | WITH_GAPS)
 def test_any_layout_is_stepped_as_a_contiguous_copy_would_be(layout):
     shape, view = (LAYOUTS | WITH_GAPS)[layout]

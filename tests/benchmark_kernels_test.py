@@ -145,9 +145,11 @@ def test_table_has_its_title_and_columns_and_both_sizes(
     at = lines.index(title + ("" if HAS_GPU else tables.NOT_MEANINGFUL))
     assert lines[at - 1] == lines[at + 1] == tables.RULE
     first = at + 2 + lines_before_headers
-    assert columns(lines[first]) == headers
-    body = lines[first + 2 :]
+    body = lines[first:]
     body = body[: next((i for i, line in enumerate(body) if line == tables.RULE), len(body))]
+    found = [columns(line) for line, below in itertools.pairwise(body) if below.startswith("---")]
+    key, further = found[0], found[1:]  # a wide table goes on below, with its first columns
+    assert key + [header for each in further for header in each[2:]] == headers
     assert {line.split()[0] for line in body if line[:8].strip().isdigit()} == {"2", "4"}
 
 
@@ -285,7 +287,8 @@ def test_several_sizes_end_in_one_summary(finished):
 def test_summary_of_cross_entropy_has_in_place_too(finished):
     summary = render(with_sizes(finished[1], "cross_entropy", 100, 128_256)).split(tables.RULE)[-1]
     lines = [columns(line) for line in summary.splitlines()]
-    assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0", "1.23x", "1.50x"] in lines
+    assert ["128,256", "4", "100.0", "75", "100.0", "90", "123.0"] in lines
+    assert ["128,256", "4", "1.23x", "1.50x"] in lines
 
 
 def test_one_size_has_no_summary_and_several_name_theirs(finished):

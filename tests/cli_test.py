@@ -522,7 +522,7 @@ SCRIPTS = sorted(
 
 MODULES = sorted(
     ".".join(path.relative_to(HERE).with_suffix("").parts)
-    for floor in ("next_steps", "tools")
+    for floor in ("exercises", "next_steps", "tools")
     for path in (HERE / floor).rglob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )

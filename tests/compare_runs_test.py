@@ -53,9 +53,9 @@ def test_ratios_are_to_the_first_run(script):
 
 
 def row_of(out: str, name: str) -> list[str]:
-    """The cells of a run in the printed table."""
-    (line,) = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
-    return re.split("  +", line)
+    """The cells of a run in the printed table, which may go on below."""
+    rows = [re.split("  +", line) for line in out.splitlines() if line.startswith(f"{name}  ")]
+    return [name, *(cell for _, *cells in rows for cell in cells)]
 
 
 def test_runs_whose_steps_overlap_do_not_differ(script):

@@ -130,6 +130,16 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
     assert re.search(rf"What it should gain: +{gain}", text)
 
 
+def test_no_part_gains_more_than_the_step_that_it_was_measured_in():
+    """A CPU's step under the profiler may take a hundred times as long as the others, or the
+    other way round; a GPU's kernels may run beside each other."""
+    optimizer = part(64_000.0, n_bytes=8e3)
+    record = made_up(optimizer=optimizer) | {"busy_us": 64e3, "profiled_step_ms": 80.0}
+    for device, gain in (("CPU", -100 * (64 - 0.007 / 0.9) / 80), ("CUDA", -100.0)):
+        profile = record | {"device": device, **({"timeline": None} if device == "CPU" else {})}
+        assert f"step {gain:.1f} % (Amdahl)" in profile_tables.diagnosis(profile)
+
+
 def test_a_part_at_its_ceiling_has_nothing_to_gain():
     record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))
     assert diagnose.ranking(record) == []
@@ -326,9 +336,9 @@ def before_and_after() -> tuple[dict, dict]:
 
 
 def cells(text: str, name: str) -> list[str]:
-    """The columns of the row called `name`."""
-    (line,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
-    return re.split(r"  +", line.strip())
+    """The columns of the row called `name` of a table, which may go on below."""
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    return [name, *(cell for first, *others in rows if first == name for cell in others)]
 
 
 def test_a_comparison_has_the_prediction_beside_what_was_measured():

@@ -8,7 +8,7 @@ import pytest
 
 from harness.benchmark.checking import HAS_GPU
 from harness.model import architecture
-from next_steps.layers import fp8_layer
+from next_steps.layers import fp8_layer, frozen_fp8
 from next_steps.studies import fp8_study
 from next_steps.studies.fp8_study import more_steps, reached, row_of
 from tests.fp8_layer_test import REFERENCES
@@ -45,21 +45,19 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
     def run(last, seconds=0.1):
         return {"curve": [5.0, 4.0, 3.0, last], "median_seconds": seconds}
 
-    runs = {None: [run(2.5), run(2.0)], "all": [run(2.75, 0.05), run(1.9, 0.05)]}
-    row = row_of("all", runs, 10, "bf16")
+    first, second = [run(2.5), run(2.0)], [run(2.75, 0.05), run(1.9, 0.05)]
+    row = row_of("fp8 all", second, first, 10)
     assert row[:5] == ["fp8 all", "2.3250", "+0.0750", "-0.1000", "+0.2500"]
     assert row[5:] == ["2.5", "<= 0.0", "5.0", "50.0"]
-    assert row_of(None, runs, 10, "bf16") == ["bf16", "2.2500", *[""] * 6, "100.0"]
-    untimed = {mode: [run | {"median_seconds": None} for run in runs[mode]] for mode in runs}
-    assert row_of("all", untimed, 10, "bf16") == [*row[:-1], "n/a"]
+    assert row_of("bf16", first, first, 10) == ["bf16", "2.2500", *[""] * 6, "100.0"]
+    untimed = [run | {"median_seconds": None} for run in second]
+    assert row_of("fp8 all", untimed, first, 10) == [*row[:-1], "n/a"]
 
 
-def test_what_validating_in_fp8_adds_is_said_for_each_mode():
-    runs = {
-        None: [{"curve": [5.0, 2.5]}, {"curve": [5.0, 2.0]}],
-        "all": [{"curve_in_fp8": [5.5, 2.75]}, {"curve_in_fp8": [5.5, 2.35]}],
-    }
-    line = fp8_study.line_in_fp8("all", runs, "bf16")
+def test_what_validating_as_it_trains_adds_is_said_for_each_way():
+    first = [{"curve": [5.0, 2.5]}, {"curve": [5.0, 2.0]}]
+    second = [{"curve_as_trained": [5.5, 2.75]}, {"curve_as_trained": [5.5, 2.35]}]
+    line = fp8_study.line_as_trained("fp8 all", second, first, "in FP8")
     assert line.startswith("fp8 all") and "+0.5000 before" in line and "+0.3000 after" in line
 
 
@@ -76,19 +74,25 @@ def test_every_seed_trains_in_every_mode(
     outcome = run_script(fp8_study, "accuracy", *size, "--seq-len", "8", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
-    assert [(run["seed"], run["fp8"]) for run in record["runs"]] == [
-        (seed, mode) for seed in (0, 1) for mode in (None, "inputs", "all")
+    assert [(run["seed"], run["way"]) for run in record["runs"]] == [
+        (seed, way) for seed in (0, 1) for way in fp8_study.STUDIES["accuracy"].ways
     ]
     assert all(len(run["curve"]) == 3 and len(run["losses"]) == 2 for run in record["runs"])
-    first, inputs, every = record["runs"][:3]
-    assert first["curve_in_fp8"] == []
+    first, inputs, every, head = record["runs"][:4]
+    assert first["curve_as_trained"] == []
     # before the first step: the same weights, and the same forward in FP8
     assert first["curve"][0] == inputs["curve"][0] == every["curve"][0]
-    assert first["curve"][0] != inputs["curve_in_fp8"][0] == every["curve_in_fp8"][0]
+    assert first["curve"][0] != inputs["curve_as_trained"][0] == every["curve_as_trained"][0]
     assert len({run["curve"][-1] for run in (first, inputs, every)}) == 3
-    assert inputs["curve"][-1] != inputs["curve_in_fp8"][-1] and len(every["curve_in_fp8"]) == 3
-    assert first["losses"] != record["runs"][3]["losses"]
-    assert "fp8 inputs, validated with FP8's products too" in outcome.out
+    assert (
+        inputs["curve"][-1] != inputs["curve_as_trained"][-1]
+        and len(every["curve_as_trained"]) == 3
+    )
+    # the head computes its logits in its own dtype
+    assert head["curve_as_trained"][0] == every["curve_as_trained"][0]
+    assert head["curve"][-1] != every["curve"][-1]
+    assert first["losses"] != record["runs"][4]["losses"]
+    assert "fp8 inputs, validated with FP8's products" in outcome.out
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
 
 
@@ -99,17 +103,42 @@ def test_every_seed_trains_with_both_kinds_of_moments(
     monkeypatch.setattr(fp8_study, "KERNELS", ["adamw"])  # the interpreter is slow
     path = tmp_path / "record.json"
     size = ["--model", "tiny", "--steps", "3", "--seeds", "2", "--batch-size", "2"]
+    size += ["--dtype", "bf16"]
     outcome = run_script(fp8_study, "moments", *size, "--seq-len", "8", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
-    assert [(run["seed"], run["moments"]) for run in record["runs"]] == [
-        (seed, mode) for seed in (0, 1) for mode in (None, "8bit")
+    assert [(run["seed"], run["way"]) for run in record["runs"]] == [
+        (seed, way) for seed in (0, 1) for way in fp8_study.STUDIES["moments"].ways
     ]
-    wide, coded = (run["losses"] for run in record["runs"][:2])
+    wide, coded, *_ = (run["losses"] for run in record["runs"])
     # the first step is the same to the bit, and the loss after it
     assert wide[:2] == coded[:2] and wide[2] != coded[2]
-    assert "Accuracy of 8-bit moments, 2 seeds" in outcome.out and "moments 8bit" in outcome.out
+    assert len({run["curve"][-1] for run in record["runs"][:4]}) == 4
+    assert "Accuracy of 8-bit moments, 2 seeds" in outcome.out
     assert fp8_study.render_accuracy(record) in outcome.out
+
+
+@pytest.mark.exhaustive
+def test_adapters_are_validated_beside_the_original_weights_too(
+    run_script, monkeypatch, tmp_path, own_cache, little_validation
+):
+    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+    if not HAS_GPU:
+        for name in ("quantize_rows", "quantize_stacked", "transpose_rows"):
+            monkeypatch.setattr(frozen_fp8, name, REFERENCES[name])
+    path = tmp_path / "record.json"
+    size = ["--model", "tiny", "--steps", "2", "--seeds", "1", "--batch-size", "2"]
+    outcome = run_script(fp8_study, "lora", *size, "--seq-len", "8", "--json", str(path))
+    assert outcome.code == 0, outcome.err
+    plain, fp8, nf4 = json.loads(path.read_text())["runs"]
+    assert (plain["way"], fp8["way"], nf4["way"]) == ("bf16", "fp8", "nf4")
+    assert plain["curve_as_trained"] == []
+    for run in (fp8, nf4):
+        # adapters that do nothing yet, beside the original weights, are the model that came
+        assert run["curve"][0] == plain["curve"][0] != run["curve_as_trained"][0]
+        # afterwards the adapters differ, and so does what they stand beside
+        assert run["curve"][-1] not in (plain["curve"][-1], run["curve_as_trained"][-1])
+    assert "beside the original weights" in outcome.out
 
 
 def trained_elsewhere(workload, every):

@@ -630,17 +630,17 @@ def counted_casts(monkeypatch) -> Counter:
     return calls
 
 
-def test_weights_are_rounded_once_in_a_step_from_the_second_step_on(monkeypatch):
-    """Two layers of four groups each; in the first step anew in each of three micro-batches."""
+def test_weights_are_rounded_once_in_a_step_from_the_third_step_on(monkeypatch):
+    """Two layers of four groups each; in the first steps anew in each of three micro-batches."""
     calls, model = counted_casts(monkeypatch), make_model("all")
     optimizer = make_optimizer(model, 1e-2, ["adamw"])
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         stepping.training_step(model, optimizer, [batch()] * 3)
         counts.append([calls[name] for name in ("quantize_stacked", "quantize_transposed")])
         calls.clear()
         assert all(layer.casts.kept is None for layer in model.model.layers)
-    assert counts == [[24, 24], [8, 8], [8, 8]]
+    assert counts == [[24, 24], [24, 24], [8, 8], [8, 8]]
     stepping.training_step(model, optimizer, [batch()])
     assert calls["quantize_stacked"] == calls["quantize_transposed"] == 8
     assert all(layer.casts.kept is None for layer in model.model.layers)
@@ -673,7 +673,7 @@ def test_codes_are_kept_where_they_fit_beside_the_peak(monkeypatch, one_more):
 
 def test_an_interrupted_step_keeps_nothing():
     model = make_model("all")
-    model.between_micro_batches.n_steps = 1
+    model.between_micro_batches.n_steps = 2
     with pytest.raises(KeyboardInterrupt), model.between_micro_batches():
         loss_and_gradients(model, batch())
         assert all(len(layer.casts.kept) == 8 for layer in model.model.layers)

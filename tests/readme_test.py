@@ -19,6 +19,7 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
+from exercises import check
 from next_steps.comparisons import sweep_kernels
 from next_steps.hugging_face import kernel_repository, sft
 from next_steps.studies import fp8_study, frontier, make_samples, scaling, weight_values
@@ -54,6 +55,7 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
+    "exercises.check": check,
     "next_steps.studies.fp8_study": fp8_study,
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.make_samples": make_samples,

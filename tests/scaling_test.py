@@ -3,6 +3,7 @@
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 
 from harness.cli import processes
 from harness.cli.device import HAS_GPU
+from harness.cli.flags import IN_FP8
 from harness.cli.workload import Workload
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
-from next_steps.studies import scaling, scaling_steps
+from next_steps.patches import fp8_model
+from next_steps.studies import scaling, scaling_steps, scaling_tables
+from next_steps.studies.scaling_tables import Size
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
@@ -21,11 +25,11 @@ from tools import page_records, page_step_tables
 from tools.page_outputs import COLUMNS
 
 
-def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50) -> dict:
+def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50, accumulate=1) -> dict:
     """A step's time varies by a tenth; twice what is exposed is sent."""
-    found = {"way": way, "batch_size": batch_size, "seq_len": seq_len}
+    found = {"way": way, **scaling_steps.in_record(Size(batch_size, seq_len, accumulate))}
     found |= {"median_ms": ms, "p20_ms": 0.95 * ms, "p80_ms": 1.05 * ms, "step_ms": [ms]}
-    found["tokens_per_second_per_gpu"] = 1e3 * batch_size * seq_len / ms
+    found["tokens_per_second_per_gpu"] = 1e3 * batch_size * seq_len * accumulate / ms
     found["peak_memory_bytes"] = gb * 1e9
     if exposed_ms is not None:
         found |= {"exposed_us": 1e3 * exposed_ms, "communication_us": 2e3 * exposed_ms}
@@ -64,26 +68,37 @@ def written(folder, *records) -> list[str]:
 
 
 def test_a_row_beside_that_of_one_process_and_of_liger():
-    table = {cells[0]: cells[1:] for cells in scaling.body(ONE, TWO)}
-    n_a = scaling.NOT_MEASURED
+    table = {cells[0]: cells[1:] for cells in scaling_tables.body(ONE, TWO)}
+    n_a = scaling_tables.NOT_MEASURED
     # 95 / 131.25 and 105 / 118.75 are the ends of the spread
     first = ["4,096", "5,120", "80 % (72–88)", "60.0", "90.0", "50.0", "25.0, 20%", "1.20×"]
     assert table["baseline 1 × 512"] == first
     assert table["all kernels 1 × 512"][-2:] == ["50.0, 50%", "1.50×"]
     # not measured by one; Liger's step is as long as makes no difference
     assert table["baseline 1 × 1,024"][1:3] == [n_a, n_a]
-    assert table["baseline 1 × 1,024"][-1] == "no difference"
+    assert table["baseline 1 × 1,024"][-1] == "same"
     assert table["all kernels 1 × 1,024"][0] == "too large"
     assert table["Liger 1 × 512"][-1] == "–"
 
 
 def test_the_crossover_is_where_the_exposed_part_stays_small():
     # 20 %, 5 %, which is not below it, and 4 %
-    assert scaling.crossover(TWO, "baseline") == "2,048"
-    assert scaling.crossover(TWO, "all kernels") == "more than 512"
+    assert scaling_tables.crossover(TWO, "baseline") == "2,048"
+    assert scaling_tables.crossover(TWO, "all kernels") == "more than 512"
     # 2 % and then 20 %: small at first is not small from there on
-    assert scaling.crossover(TWO, "Liger") == "more than 1,024"
-    assert scaling.crossover(ONE, "baseline") == scaling.NOT_MEASURED
+    assert scaling_tables.crossover(TWO, "Liger") == "more than 1,024"
+    assert scaling_tables.crossover(ONE, "baseline") == scaling_tables.NOT_MEASURED
+
+
+def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
+    """It is beside one process's step of as many, and says nothing of where the crossover is."""
+    four = {"exposed_ms": 300, "accumulate": 4}
+    one = record([*ONE["rows"], row("baseline", 1, 512, 800, accumulate=4)])
+    two = record([*TWO["rows"], row("baseline", 1, 512, 1000, **four)], 2)
+    table = {cells[0]: cells[1:] for cells in scaling_tables.body(one, two)}
+    assert table["baseline 1 × 512 × 4"][:2] == ["2,048", "2,560"]
+    assert table["baseline 1 × 512"][:2] == ["4,096", "5,120"]
+    assert scaling_tables.crossover(two, "baseline") == scaling_tables.crossover(TWO, "baseline")
 
 
 def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
@@ -97,16 +112,21 @@ def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
 
 
 def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
-    ways, sizes = ("baseline", "all kernels", "Liger"), scaling_steps.SIZES[True]
-    one = record([row(way, *size, 987.6, gb=123.4) for way in ways for size in sizes])
-    two = record([row(way, *size, 1123, 250, gb=123.4) for way in ways for size in sizes], 2)
+    ways, sizes = scaling_tables.WAYS.values(), (*scaling_steps.SIZES[True], Size(4, 2048, 4))
+
+    def rows(*numbers) -> list[dict]:
+        return [row(way, *size[:2], *numbers, 123.4, size[2]) for way in ways for size in sizes]
+
+    one, two = record(rows(987.6, None)), record(rows(1123, 250), 2)
     for name, each in (("1", one), ("fsdp_2", two), ("ddp_2", two | {"parallel": "ddp"})):
-        (tmp_path / f"scaling_{name}.json").write_text(json.dumps(each))
+        for study in ("scaling", "scaling_fp8"):
+            (tmp_path / f"{study}_{name}.json").write_text(json.dumps(each))
     monkeypatch.setattr(page_records, "RESULTS", tmp_path)
     table = page_step_tables.TABLES["scaling"]("fsdp")
     assert len(table.splitlines()) == 2 + len(ways) * len(sizes)
-    assert all(len(line) <= COLUMNS for line in table.splitlines())
-    assert "| all kernels, fsdp |" in page_step_tables.TABLES["crossovers"]()
+    assert all(len(line) <= COLUMNS for line in table.splitlines()), table
+    assert page_step_tables.TABLES["scaling"]("fsdp", "scaling_fp8") == table
+    assert "| all kernels, fsdp " in page_step_tables.TABLES["crossovers"]()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +161,10 @@ def test_flags_without_effect_are_refused(run_script, tmp_path):
     for flags, words in (
         (["--compare", one, "--json", str(tmp_path / "new")], "--json does nothing with --compare"),
         (["--plot", str(tmp_path / "new.png")], "add --compare"),
+        (["--compare", one, "--ways", "fp8"], "--ways does nothing with --compare"),
         (["--parallel", "ddp"], "needs more than the one process"),
+        (["--ways", "fp8,bf16"], "unknown way 'bf16'; choose from baseline, kernels, fp8, liger"),
+        (["--sizes", "1x8,2048"], "expected sizes such as 4x2048 or 4x2048x4, not '1x8,2048'"),
     ):
         outcome = run_script(scaling, *flags)
         assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
@@ -166,6 +189,9 @@ def measured_as(monkeypatch, outcomes) -> list:
     return seen
 
 
+SIZES = Size(1, 4), Size(1, 8)
+
+
 def tiny() -> Workload:
     return Workload(model="tiny", dtype="fp32", seq_len=8, lr=1e-5, data="synthetic")
 
@@ -180,7 +206,7 @@ def test_a_record_is_kept_after_each_row(monkeypatch, small_model, tmp_path):
 
     measured_as(monkeypatch, stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        scaling_steps.walk(tiny(), str(path))
+        scaling_steps.walk(tiny(), str(path), ["baseline"], SIZES)
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
@@ -196,9 +222,8 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
         return prepare(workload)
 
     monkeypatch.setattr(kernel_training, "prepare", count)
-    monkeypatch.setitem(scaling_steps.SIZES, HAS_GPU, ((1, 4), (1, 8)))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    scaling_steps.walk(tiny(), str(path))
+    scaling_steps.walk(tiny(), str(path), ["baseline", "kernels", "liger"], SIZES)
     found = json.loads(path.read_text())
     assert [each["way"] for each in found["rows"]] == ["baseline", "all kernels"]
     assert alive == [0, 0]
@@ -206,8 +231,43 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
     assert "Liger-Kernel is not installed" in absent and absent in capsys.readouterr().out
 
 
+def test_a_model_that_does_not_fit_is_too_large(monkeypatch, small_model):
+    def prepare(workload):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(kernel_training, "prepare", prepare)
+    (found,) = scaling_steps.rows_of(tiny(), SIZES, {})
+    assert found == {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
+
+
+def test_a_gpu_without_fp8_leaves_it_out(monkeypatch, small_model, tmp_path):
+    measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
+    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    scaling_steps.walk(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES[:1])
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert [each["way"] for each in found["rows"]] == ["all kernels"]
+    said = "--fp8: Old GPU is of sm_80: leave FP8 out."
+    assert found["absent"] == [f"all kernels, fp8 is left out: {said}"]
+
+
+def test_each_size_finds_out_anew_whether_codes_fit(monkeypatch, small_model):
+    """The largest room was that of the smallest step."""
+    begun, begin = [], fp8_model.KeptCodes.begin
+    counted = lambda self: begun.append(self) or begin(self)  # noqa: E731
+    monkeypatch.setattr(fp8_model.KeptCodes, "begin", counted)
+    monkeypatch.setattr(scaling_steps, "measure", lambda *args: {"begun": len(begun)})
+    rows = scaling_steps.rows_of(replace(tiny(), **scaling_steps.HOW["fp8"]), SIZES, {})
+    assert [each["begun"] for each in rows] == [2, 3]
+
+
+GIVEN = Size(1, 4), Size(1, 4, 2), Size(1, 8)
+TAKEN = [(way, size) for way in ("baseline", "all kernels", IN_FP8) for size in GIVEN]
+
+
 def measure_by(n: int, path: Path, *flags: str) -> str:
-    command = ["-m", "next_steps.studies.scaling", "--model", "tiny", "--json", str(path)]
+    command = ["-m", "tests.several_processes", "small", "next_steps/studies/scaling.py"]
+    command += ["--model", "tiny", "--json", str(path)]
+    command += ["--sizes", ",".join("x".join(map(str, size)) for size in reversed(GIVEN))]
     outcome = torchrun(n, *command, *flags)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     assert outcome.stdout.count("Record written") == 1
@@ -224,12 +284,12 @@ def by_one(tmp_path_factory) -> str:
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_one, way):
     one, two = by_one, measure_by(2, tmp_path / "two.json", "--parallel", way)
-    records = scaling.read([one, two])
+    records = scaling_tables.read([one, two])
     assert [each["world_size"] for each in records] == [1, 2]
     assert records[1]["parallel"] == way
     for each in records:
         rows = [r for r in each["rows"] if r["way"] != "Liger"]
-        assert len(rows) == 2 * len(scaling_steps.SIZES[HAS_GPU])
+        assert [(r["way"], Size.of(r)) for r in rows] == TAKEN
         for r in rows:
             assert len(r["step_ms"]) == scaling_steps.STEPS[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
@@ -241,7 +301,7 @@ def test_the_slowest_process_counts(monkeypatch, small_model):
     """Two processes by name; the other one's numbers are made up."""
     model, called, optimizer = kernel_training.prepare(tiny())
     monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
-    found = scaling_steps.measure(called, optimizer, (1, 4), model.config.vocab_size)
+    found = scaling_steps.measure(called, optimizer, Size(1, 4), model.config.vocab_size)
     assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
 
 
@@ -256,5 +316,5 @@ def test_processes_take_different_sequences_of_one_model(monkeypatch, small_mode
     monkeypatch.setattr(scaling_steps, "measure", measure)
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        list(scaling_steps.rows_of("baseline", tiny(), {}))
+        list(scaling_steps.rows_of(tiny(), SIZES, {}))
     assert drawn[0] != drawn[1] and weights[0] == weights[1]

@@ -20,6 +20,7 @@ KERNEL_FLAGS = {
     "baseline": ["--kernels", "none"],
     "kernels": ["--kernels", "all"],
     "fp8": ["--kernels", "all", "--fp8"],
+    "inputs": ["--kernels", "all", "--fp8", "inputs"],
 }
 
 
@@ -51,11 +52,6 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
-    if kernels == "fp8" and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
-        from next_steps.layers import fp8_layer
-        from tests.fp8_layer_test import REFERENCES
-
-        vars(fp8_layer).update(REFERENCES)
     workload = Workload.from_flags(args, HAS_GPU)
     kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
 
@@ -82,6 +78,7 @@ def fail(how: str) -> None:
 
 
 def main() -> None:
+    from harness.cli.device import HAS_GPU
     from harness.data import dataset
     from harness.model import architecture
 
@@ -90,6 +87,11 @@ def main() -> None:
         return fail(what)
     architecture.tiny_config = two_layers
     dataset.VALIDATION_BATCHES = 2  # no multiple of three, and Triton's interpreter is slow
+    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
+        from next_steps.layers import fp8_layer
+        from tests.fp8_layer_test import REFERENCES
+
+        vars(fp8_layer).update(REFERENCES)
     if what == "small":
         sys.argv = rest
         return runpy.run_path(rest[0], run_name="__main__")

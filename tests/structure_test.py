@@ -17,7 +17,9 @@ SUPPORT = "kernel_support"  # lies beside every lesson; a lesson is carried away
 # Arrows only go down: a floor, and what it may import.
 BELOW = {
     "scripts": {"next_steps", "lessons", "harness", "tools", "support"},
-    "tools": {"scripts", "tools", "next_steps", "lessons", "harness", "support"},
+    "tools": {"scripts", "tools", "exercises", "next_steps", "lessons", "harness", "support"},
+    # what the contracts know of a kernel also judges a learner's
+    "exercises": {"exercises", "next_steps", "lessons", "harness", "support", "tests"},
     "next_steps": {"next_steps", "lessons", "harness", "support"},
     "harness": {"harness", "support"},
     "lessons": {"lessons", "support"},
@@ -38,6 +40,7 @@ ROOMS = {
         "studies",
         "comparisons",
     ],
+    "exercises": ["grading"],  # a learner's files lie in no room
 }
 MOST_FILES = 13  # of a room, with its __init__.py
 
@@ -60,7 +63,8 @@ def floor_of(module: str) -> str:
     if module in LESSONS or module == SUPPORT:
         return "support" if module == SUPPORT else "lessons"
     package = module.partition(".")[0]
-    return package if package in ("harness", "next_steps", "tools", "tests") else "scripts"
+    floors = "harness", "next_steps", "exercises", "tools", "tests"
+    return package if package in floors else "scripts"
 
 
 MODULES = [m for m in SOURCES if floor_of(m) != "tests" and not m.endswith("_test")]
@@ -115,6 +119,7 @@ def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
     for floor, rooms in ROOMS.items():
         folders = {path.parent.name for path in (HERE / floor).glob("*/*.py")}
         assert folders == set(rooms)
+        assert floor != "exercises" or len(list((HERE / floor).glob("*.py"))) <= MOST_FILES
         for room in rooms:
             assert len(list((HERE / floor / room).glob("*.py"))) <= MOST_FILES
             assert ast.get_docstring(ast.parse((HERE / floor / room / "__init__.py").read_text()))

@@ -174,7 +174,8 @@ def test_setting_that_fails_is_listed(error, said, monkeypatch):
     monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", instead(side_effect=error))
     row = try_setting(launch, {"num_warps": 32}, expected)
     assert row["us"] is None and row["fault"] == said
-    section = example() | {"tried": [*example()["tried"], row | {"setting": {"num_warps": 32}}]}
+    setting = example()["shipped"] | {"num_warps": 32}
+    section = example() | {"tried": [*example()["tried"], row | {"setting": setting}]}
     assert columns(sweep_tables.section_table(RECORD, section).splitlines()[-3])[-1] == said
 
 
@@ -289,7 +290,7 @@ def test_table_is_sorted_by_time_and_ends_with_what_has_none():
     assert columns(lines[headers]) == [*example()["shipped"], *measured]
     fast, shipped, failed = (columns(line) for line in lines[headers + 2 : headers + 5])
     assert fast == ["8", "4", "132 (1 x 132)", "90.0", "83", "64", "12"]
-    assert shipped == ["4", "4", "264 (2 x 132)", "100.0", "75", "64", "0", "<- in the file"]
+    assert shipped == ["4", "4", "264 (2 x 132)", "100.0", "75", "64", "0", "<- in file"]
     assert failed == ["4", "6", "264 (2 x 132)", "n/a", "n/a", "n/a", "n/a", "out of shared memory"]
 
 
@@ -326,7 +327,7 @@ def test_sweep_has_a_table_for_every_launch_and_size(finished):
     assert [(section["launch"], section["size"]) for section in record["sections"]] == expected
     for name, size in expected:
         assert f"\nSweep: {name}, 2 x {size}, bf16" in stdout
-    assert stdout.count("<- in the file") == len(expected)
+    assert stdout.count("<- in file") == len(expected)
 
 
 def test_printed_text_is_the_rendered_record(finished):

@@ -51,7 +51,7 @@ def render(rows: list[Row]) -> str:
             widest = "n/a" if row.widest is None else row.widest
             cells = [row.registers, row.spills, f"{row.shared:,}", widest]
         body.append([row.kernel, row.case, row.target, *cells])
-    return tables.table([*headers, "Access (bytes)"], body, ["left"] * 3 + ["right"] * 4)
+    return tables.table([*headers, "Access (bytes)"], body, ["left"] * 3 + ["right"] * 4, keys=3)
 
 
 def parse_targets(text: str) -> list[str]:

@@ -16,6 +16,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) of a module
                                                        page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
+    <!-- table: exercises -->                          the words of exercises/grading/words.py
 
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from exercises.grading import words
 from harness.cli import command_line, flags, output_files
 from harness.records import run_records
 from tools.page_records import HERE, RESULTS, load
@@ -48,7 +50,7 @@ def fill(text: str) -> str:
     from tools.page_outputs import output_block
 
     modules = page_kernel_tables, page_published_tables, page_step_tables
-    tables = {"flags": flags.page}
+    tables = {"flags": flags.page, "exercises": words.page}
     for module in modules:
         tables |= module.TABLES
 
@@ -56,8 +58,8 @@ def fill(text: str) -> str:
         if match["kind"] == "output":
             body = output_block(match["what"])
         else:
-            name, *words = match["what"].split()
-            body = tables[name](*words)
+            name, *arguments = match["what"].split()
+            body = tables[name](*arguments)
         end = "\n" if match["body"].endswith("\n") else ""
         return f"<!-- {match['kind']}: {match['what']} -->\n{body}{end}"
 
@@ -72,7 +74,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     from harness.cli.processes import PARALLEL
     from harness.profiling import roofline
     from next_steps.memory import memory_profile
-    from next_steps.studies import frontier, ladder, scaling
+    from next_steps.studies import frontier, ladder, scaling_tables
     from tools import trace_picture
 
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
@@ -90,7 +92,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         yield name, roofline.plot, [[load(before), load(after)]]
     runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
-    yield "scaling", scaling.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
+    yield "scaling", scaling_tables.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
     yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
 
 

@@ -38,7 +38,8 @@ ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize
 BOTH = "--kernels rmsnorm,cross_entropy"
 AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
-import contextlib, json, runpy, sys
+import contextlib, importlib, json, runpy, sys
+from harness.cli import command_line
 import harness.profiling.profiler, next_steps.finetuning.kernel_training
 with contextlib.suppress(ImportError):
     import peft
@@ -46,8 +47,10 @@ command = sys.stdin.readline()
 if command:
     name, *sys.argv[1:] = json.loads(command)
     sys.argv[0] = name
-    run = runpy.run_path if name.endswith(".py") else runpy.run_module
-    run(name, run_name="__main__")
+    if name.endswith(".py"):
+        runpy.run_path(name, run_name="__main__")
+    else:  # imported: what it starts in processes of their own has to be found by its name
+        command_line.run_main(importlib.import_module(name).main)
 """
 
 # {group: {record: what writes it}}
@@ -103,6 +106,7 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
         "--steps 12",
         "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
+        "lora_accuracy": "next_steps.studies.fp8_study lora --model runs/smollm2 --jobs 15",
         "lora_fp8_bf16_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "lora_fp8_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --fp8 --steps 4",
     },
@@ -131,6 +135,7 @@ RUNS: dict[str, dict[str, str]] = {
     "fp8": {
         "fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
         "fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 --steps 12",
+        "fp8_head_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 head --steps 12",
         "fp8_torchao_tensorwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-tensorwise "
         "--steps 12",
         "fp8_torchao_rowwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-rowwise --steps 12",

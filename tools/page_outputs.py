@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
 from tools.page_records import load
 
 COLUMNS = 120
@@ -24,7 +24,7 @@ def render(names: list[str]) -> str:
     renderers = {
         "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
         "profile, several": profile_comparison.render_comparison,
-        "scaling, several": scaling.render,
+        "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,
         "memory": memory_profile.render,
@@ -49,9 +49,9 @@ def finetune_output(record: dict) -> str:
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
-    """Return the place of the first line, from `start` on, that begins with this text."""
+    """Return the place of the first line, from `start` on, that begins with these words."""
     for i in range(start, len(lines)):
-        if lines[i].strip().startswith(beginning):
+        if " ".join(lines[i].split()).startswith(" ".join(beginning.split())):
             return i
     raise ValueError(
         f"no line from line {start + 1} on begins with {beginning!r}: look at the record's output"

@@ -12,7 +12,7 @@ from harness.model.families import FAMILIES
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
-from next_steps.studies import frontier, ladder, scaling
+from next_steps.studies import frontier, ladder, scaling_tables
 from tools.page_kernel_tables import by_size
 from tools.page_records import Step, gb, in_words, load, size_label, step_cells, table, times
 
@@ -312,19 +312,19 @@ def longest() -> str:
     return table(body, " | longest sequence, tokens | peak, GB")
 
 
-def scaling_table(parallel: str) -> str:
+def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
-    records = load("scaling_1"), load(f"scaling_{parallel}_2")
-    return table(scaling.body(*records), " | ".join(scaling.HEADERS))
+    records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
+    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
 
 
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
     for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
-        for way in scaling.ways_in(record):
+        for way in scaling_tables.ways_in(record):
             name = f"{way}, {record['parallel']}"
-            body.append((name, scaling.crossover(record, way)))
+            body.append((name, scaling_tables.crossover(record, way)))
     return table(body, " | tokens in a step of each GPU")
 
 

@@ -13,6 +13,7 @@ Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128  # of LLaMA 3.1 8B
 MAX_SEQUENCE = 2048  # of RoPE's B x T tokens
 # Without a GPU: sizes that Triton's interpreter can run in seconds.
 CPU_TOKENS, CPU_HIDDEN, CPU_VOCAB, CPU_INTERMEDIATE, CPU_PARAMETERS = (4, 16), 256, 1000, 1000, 5000
+CPU_NUMBERS = 2**22  # of an input: the interpreter takes one core a minute for them
 CPU_QUANTIZED, CPU_COLUMNS = 64 * 80, 64
 
 EAGER = "PyTorch, as Hugging Face writes it"

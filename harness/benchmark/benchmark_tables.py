@@ -125,7 +125,7 @@ def full_table(record: dict, section: dict) -> str:
             errors = (number(row["errors"].get(part), ".1e") for part in spec.errors)
             body.append([*(cell(row) for cell in columns.values()), *errors])
     align = ["right", "left"] + ["right"] * (len(headers) - 2)
-    return "\n".join([*lines, "", table(headers, body, align)])
+    return "\n".join([*lines, "", table(headers, body, align, keys=2)])
 
 
 def summary_table(record: dict, kernel: str) -> str:
@@ -154,7 +154,8 @@ def summary_table(record: dict, kernel: str) -> str:
         title(name, record["environment"]["gpu"]),
         f"{ONE_CALL} Alone: the kernels without the host.",
     ]
-    return "\n".join([*lines, table(headers, body, ["right"] * len(headers))])
+    keys = len(spec.dimensions) + 1
+    return "\n".join([*lines, table(headers, body, ["right"] * len(headers), keys)])
 
 
 def render(record: dict) -> str:

@@ -9,6 +9,7 @@ import os
 import torch
 
 from harness.cli.command_line import UserError
+from harness.cli.flags import TINY
 from kernel_support import INTERPRETED
 
 HAS_GPU = torch.cuda.is_available()
@@ -27,6 +28,15 @@ def free_memory() -> None:
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
+
+
+def take_threads(model: str) -> None:
+    """Give the tiny model one thread of a CPU, unless OMP_NUM_THREADS is set.
+
+    Several threads wait for each other up to a hundred times as long as they work.
+    """
+    if model == TINY and not HAS_GPU and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def require_interpreter() -> None:

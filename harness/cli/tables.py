@@ -2,10 +2,12 @@
 
 import io
 
-from tabulate import tabulate
+import tabulate
 
 from harness.cli.output_files import MARK, write_output
 
+tabulate.MIN_PADDING = 0  # of headings: tables fit a terminal of TERMINAL columns
+TERMINAL = 100
 RULE = "=" * 70
 NO_GPU_NOTE = (
     "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"
@@ -22,10 +24,30 @@ def title(text: str, on_gpu: bool | str | None = True) -> str:
     return f"{RULE}\n{text}{'' if on_gpu else NOT_MEANINGFUL}\n{RULE}"
 
 
-def table(headers: list[str], rows: list[list], align: list[str] | None = None) -> str:
-    """Return a plain table.  Unless told, only the first column is aligned left."""
+def table(
+    headers: list[str], rows: list[list], align: list[str] | None = None, keys: int = 1
+) -> str:
+    """Return a plain table.  Unless told, only the first column is aligned left.
+
+    A table wider than TERMINAL goes on below, with its first `keys` columns once more.
+    """
     align = align or ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+    def plain(columns: list[int]) -> str:
+        kept = [[row[i] if i < len(row) else "" for i in columns] for row in rows]
+        names, sides = ([each[i] for i in columns] for each in (headers, align))
+        return tabulate.tabulate(
+            kept, headers=names, tablefmt="simple", colalign=sides, disable_numparse=True
+        )
+
+    blocks, shown = [], [*range(keys)]
+    for column in range(keys, len(headers)):
+        wider = plain([*shown, column]).split("\n")
+        if len(shown) > keys and max(map(len, wider)) > TERMINAL:
+            blocks.append(plain(shown))
+            shown = [*range(keys)]
+        shown.append(column)
+    return "\n\n".join([*blocks, plain(shown)])
 
 
 def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from harness.cli.command_line import UserError
-from harness.cli.device import DEVICE, require_interpreter
+from harness.cli.device import DEVICE, require_interpreter, take_threads
 from harness.cli.workload import Workload, draws_weights, read_file
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
 from harness.model.config_file import load_config, reading
@@ -25,6 +25,7 @@ def load_model(workload: Workload) -> torch.nn.Module:
 
 def begin(workload: Workload) -> PreTrainedConfig:
     """Return the model's configuration, set the seed, refuse what must not wait for loading."""
+    take_threads(workload.model)
     config = load_config(workload)
     if workload.kernels:
         require_interpreter()

@@ -31,12 +31,12 @@ CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
 MORE_TOKENS = "more tokens a step (--batch-size, --seq-len)"
 GRAPH_SHARE = 0.05  # of the step: if the GPU waits less in a training run, no graph is advised
 EXPOSED_SHARE = 0.05  # of the step: less exposed communication gets no verdict
-MORE_TO_HIDE_IN = f"{MORE_TOKENS}, accumulation without synchronisation, or larger shards"
+MORE_TO_HIDE_IN = f"{MORE_TOKENS}, larger shards"
 RUNG_OF_CATEGORY = {rung.category: rung for rung in RUNGS if rung.category}
 ADVICE = {  # for categories without a kernel of ours
-    "matmul": "larger products (--batch-size, --seq-len); the kernels are cuBLAS's",
+    "matmul": "larger products (--batch-size, --seq-len); no kernel of ours",
     "attention": "no kernel of ours; PyTorch chooses cuDNN's or flash attention",
-    ADAPTERS: "thin products: more tokens each (--batch-size, --seq-len), fewer --lora-targets",
+    ADAPTERS: "thin products: more tokens a step, or fewer --lora-targets",
     DEQUANTIZATION: "as long for any number of tokens: more in a step (--batch-size, --seq-len)",
     FP8_CASTS: "those of weights take as long for any number of tokens: more in a step",
 }
@@ -128,6 +128,17 @@ def saved_by_a_graph_ms(record: dict) -> float:
 def step_ms(record: dict) -> float:
     """Return a step's time, with the waiting for its batch if that was measured."""
     return record["median_step_ms"] + record.get("loading", {}).get("waited_ms", 0.0)
+
+
+def parts_ms(record: dict) -> float:
+    """Return the time of the step that the profile's parts add up to, waiting for its batch too.
+
+    A GPU's kernels take as long in any step.  A CPU's operations are those of the step under the
+    profiler, and another step may take a hundredth of its time, or a hundred times as long.
+    """
+    profiled_ms = record["profiled_step_ms"] if record["device"] == "CPU" else 0.0
+    ran_ms = max(profiled_ms or record["median_step_ms"], record["busy_us"] / 1e3)
+    return ran_ms + step_ms(record) - record["median_step_ms"]
 
 
 def waits_for_data(record: dict) -> bool:
@@ -240,5 +251,5 @@ def losses(record: dict) -> list[Finding]:
 def ranking(record: dict) -> list[Finding]:
     """Return the findings with something to gain, the largest gain first."""
     findings = [*judge_categories(record).values(), *losses(record)]
-    least_us = LEAST_SHARE * 1e3 * step_ms(record)
+    least_us = LEAST_SHARE * 1e3 * parts_ms(record)
     return sorted((f for f in findings if f.gain_us > least_us), key=lambda f: -f.gain_us)

@@ -6,7 +6,13 @@ part beside its ceilings, what it could gain and what to do (diagnose.py).
 
 from harness.cli import tables
 from harness.profiling import diagnose
-from harness.profiling.kernel_facts import ADAPTERS, COMMUNICATION, DEQUANTIZATION, UNATTRIBUTED
+from harness.profiling.kernel_facts import (
+    ADAPTERS,
+    COMMUNICATION,
+    DEQUANTIZATION,
+    FP8_CASTS,
+    UNATTRIBUTED,
+)
 from harness.records.spread import spread
 from harness.steps.power import power_in_words
 
@@ -17,7 +23,7 @@ OF_A_GRAPH = (
     "the replay's."
 )
 # parts that most runs lack: they have a row only where there is something in them
-HIDDEN = ADAPTERS, DEQUANTIZATION, COMMUNICATION, UNATTRIBUTED, "other"
+HIDDEN = ADAPTERS, DEQUANTIZATION, FP8_CASTS, COMMUNICATION, UNATTRIBUTED, "other"
 
 
 def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
@@ -95,22 +101,27 @@ def flop_rate(tflops: float) -> str:
 def achieved(finding: diagnose.Finding) -> str:
     """Return the rate in the unit of the ceiling that applies."""
     if finding.flops_us > finding.bytes_us:
-        return flop_rate(finding.flops / finding.us / 1e6)
+        tflops = finding.flops / finding.us / 1e6
+        return f"{tflops:,.0f} TFLOP/s" if tflops >= 100 else flop_rate(tflops)
     gbs = finding.n_bytes / finding.us / 1e3
     return f"{gbs:,.0f} GB/s" if gbs >= 100 else f"{gbs:,.1f} GB/s"
 
 
+def shortened(name: str) -> str:
+    """Return an operation's name, without its middle if it is long: the end tells two apart."""
+    return name if len(name) <= 28 else f"{name[:12]}..{name[-14:]}"
+
+
 def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
     bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    flops_unit, flop = tables.decimal_unit([f.flops for f in findings], "TFLOP", "GFLOP", 1e12)
-    headers = [header, "Time, ms", f"Moved, {bytes_unit}", flops_unit]
-    headers += ["FLOP/byte", "Achieved", "% of ceiling", "Verdict"]
+    headers = [header, "Time, ms", f"{bytes_unit} moved"]
+    headers += ["FLOP/byte", "Achieved", "Ceiling", "Verdict"]
     rows = []
     for f in findings:
-        work = [short(f.n_bytes / byte), short(f.flops / flop), short(f.flops / f.n_bytes)]
-        judged = [achieved(f), f"{100 * f.share:.0f}", f.verdict]
-        rows.append([f.name[:60], f"{f.us / 1e3:,.3f}", *work, *judged])
-    return tables.table(headers, rows, ["left", *["right"] * 6, "left"])
+        work = [short(f.n_bytes / byte), short(f.flops / f.n_bytes)]
+        judged = [achieved(f), f"{100 * f.share:.0f} %", f.verdict]
+        rows.append([shortened(f.name), f"{f.us / 1e3:,.3f}", *work, *judged])
+    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
 
 
 def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
@@ -128,7 +139,7 @@ def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
 
 
 def percent_of_step(finding: diagnose.Finding, record: dict) -> str:
-    return f"{-finding.gain_us / diagnose.step_ms(record) / 10:.1f} %"
+    return f"{-finding.gain_us / diagnose.parts_ms(record) / 10:.1f} %"
 
 
 def decision(record: dict, findings: list[diagnose.Finding]) -> list[str]:
@@ -138,7 +149,7 @@ def decision(record: dict, findings: list[diagnose.Finding]) -> list[str]:
         return [f"Nothing is left to recover: no part of it could make the step {shorter}."]
     first = findings[0]
     now_ms, target_ms = first.us / 1e3, first.target_us / 1e3
-    cost = f"{first.name}, {now_ms:,.1f} of {diagnose.step_ms(record):,.1f} ms, {first.verdict}"
+    cost = f"{first.name}, {now_ms:,.1f} of {diagnose.parts_ms(record):,.1f} ms, {first.verdict}"
     if first.necessary is not None:
         unit, size = tables.decimal_unit([first.n_bytes], "GB", "MB", 1e9)
         moved, necessary = first.n_bytes / size, first.necessary / size
@@ -168,7 +179,8 @@ def host_line(record: dict) -> str:
     """Return the line about the host's part in the times."""
     if record["timeline"] is None:
         interpreted = "; kernels of ours are interpreted, and not counted"
-        return f"No GPU: the times are the CPU's{interpreted if record['kernels'] else ''}"
+        whose = "the CPU's, of the step under the profiler"
+        return f"No GPU: the times are {whose}{interpreted if record['kernels'] else ''}"
     us = diagnose.host_us(record)
     slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
     return f"Where the GPU waits for the host: {slow}"

@@ -50,7 +50,7 @@ def setting_row(record: dict, section: dict, row: dict) -> list[str]:
         for knob, value in row["setting"].items()
     ]
     resources = [number(row[key], "d") for key in ("registers", "spills")]
-    note = row["fault"] or ("<- in the file" if row["setting"] == section["shipped"] else "")
+    note = row["fault"] or ("<- in file" if row["setting"] == section["shipped"] else "")
     return [*cells, number(row["us"]), number(share, ".0f"), *resources, note]
 
 
@@ -73,7 +73,7 @@ def section_table(record: dict, section: dict) -> str:
             f"us: median of one launcher's call, host included; % of copy: {moved} over that "
             "time, of the measured copy rate",
             "",
-            table(headers, body, align),
+            table(headers, body, align, keys=len(knobs)),
             "",
             advice(section) if on_gpu else nothing,
         ]

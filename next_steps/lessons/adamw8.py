@@ -33,8 +33,8 @@ too small for its block is rounded up.  That step is too short.  m may become 0,
 
 New ideas of Triton, after those of adamw_kernel.py:
 
-1. `tl.reshape` cuts a program's elements into blocks, and `tl.max(x, 1)` finds the largest of each.
-   A thread holds 8 neighbours and a warp 256 elements, so threads of one warp find it together.
+1. A program is one block and one warp.  A thread holds 8 neighbours and a warp 256 elements, so the
+   threads of one warp find the largest with `tl.max` and wait for no other warp.
 2. A masked load returns what was never written, unless `other=` says what else.  These values are
    not stored, but the maximum sees them.
 
@@ -60,7 +60,7 @@ from next_steps.lessons.adamw_kernel import (
 )
 
 BLOCK = 256  # elements that share scales; a warp's, 8 in each thread
-BLOCKS, NUM_WARPS = 1, 1  # of a program: the best of 12 on an H100
+NUM_WARPS = 1  # one block a program: the best of 12 settings on an H100
 TINY = tl.constexpr(2.0**-126)  # the smallest fp32 number that no GPU takes for 0
 
 
@@ -116,22 +116,10 @@ def _nearest_code(x: torch.Tensor, scale: torch.Tensor, levels: int) -> torch.Te
     return ((x / scale.clamp_min(TINY.value).unsqueeze(1)).sqrt().sqrt() * levels + 0.5).floor()
 
 
-# ---- The kernel: some blocks of one parameter
+# ---- The kernel: one block of one parameter
 #
-# A block and a warp: 8 elements for each thread, which loads 16 bytes of p and of g, in bf16, and 8
+# One warp: 8 elements for each thread, which loads 16 bytes of p and of g, in bf16, and 8
 # bytes of codes at once.
-
-
-# The largest number of each block, (BLOCKS,).
-@triton.jit
-def _largest(x, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    return tl.max(tl.reshape(x, (BLOCKS, BLOCK)), 1)
-
-
-# A number of each block, for each element of the block.
-@triton.jit
-def _for_each(x, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    return tl.reshape(tl.broadcast_to(x[:, None], (BLOCKS, BLOCK)), (BLOCKS * BLOCK,))
 
 
 # The codes of numbers that are not negative, as fp32; scale is TINY or more.
@@ -162,24 +150,20 @@ def _adamw8_kernel(
     seed,  # of the optimizer; None: round the weights to nearest
     index,  # of the parameter in the optimizer
     MAXIMIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     step = tl.load(steps_done_ptr) + 1.0
     factors = factors_of(step, lr, beta1, beta2, eps, weight_decay)
 
-    SIZE: tl.constexpr = BLOCKS * BLOCK
-    start = tl.program_id(0).to(tl.int64) * SIZE  # there may be more than 2**31
-    lane = tl.arange(0, SIZE)
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # there may be more than 2**31
+    lane = tl.arange(0, BLOCK)
     mask = lane < n - start
     p_ptr, g_ptr = p_ptr + start, g_ptr + start
     m_ptr, v_ptr = moments[0] + start, moments[1] + start
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    n_blocks = (n + BLOCK - 1) // BLOCK
-    m_scale_ptr = moments[2] + block
-    root_scale_ptr = m_scale_ptr + n_blocks
-    m_scale = tl.load(m_scale_ptr, mask=block < n_blocks, other=0.0) * (1 / 127**4)
-    root_scale = tl.load(root_scale_ptr, mask=block < n_blocks, other=0.0) * (1 / 256**4)
+    m_scale_ptr = moments[2] + tl.program_id(0)
+    root_scale_ptr = m_scale_ptr + tl.num_programs(0)
+    m_scale = tl.load(m_scale_ptr) * (1 / 127**4)
+    root_scale = tl.load(root_scale_ptr) * (1 / 256**4)
     p = tl.load(p_ptr + lane, mask=mask).to(tl.float32)
     g = tl.load(g_ptr + lane, mask=mask, other=0.0).to(tl.float32)
     m_code = tl.load(m_ptr + lane, mask=mask, other=0).to(tl.float32)
@@ -187,20 +171,20 @@ def _adamw8_kernel(
     if MAXIMIZE:
         g = -g
 
-    m = _fourth_power(m_code) * _for_each(m_scale, BLOCKS, BLOCK)
+    m = _fourth_power(m_code) * m_scale
     m = tl.where(m_code < 0, -m, m)
-    root = _fourth_power(v_code) * _for_each(root_scale, BLOCKS, BLOCK)
+    root = _fourth_power(v_code) * root_scale
     p, m, v = step_of(p, g, m, root * root, factors)
-    store_rounded(p_ptr, lane, mask, p, seed, tl.program_id(0), 0, index, step, SIZE)
+    store_rounded(p_ptr, lane, mask, p, seed, tl.program_id(0), 0, index, step, BLOCK)
 
     # An infinity or NaN makes its weight NaN, and would make NaN of its block.  It is forgotten.
     fits = v < float("inf")
     size, root = tl.where(fits, tl.abs(m), 0.0), tl.where(fits, tl.sqrt(v), 0.0)
-    m_scale, root_scale = _largest(size, BLOCKS, BLOCK), _largest(root, BLOCKS, BLOCK)
-    tl.store(m_scale_ptr, m_scale, mask=block < n_blocks)
-    tl.store(root_scale_ptr, root_scale, mask=block < n_blocks)
-    m_code = _code_of(size, _for_each(tl.maximum(m_scale, TINY), BLOCKS, BLOCK), 127)
-    v_code = _code_of(root, _for_each(tl.maximum(root_scale, TINY), BLOCKS, BLOCK), 256) - 1.0
+    m_scale, root_scale = tl.max(size, 0), tl.max(root, 0)
+    tl.store(m_scale_ptr, m_scale)
+    tl.store(root_scale_ptr, root_scale)
+    m_code = _code_of(size, tl.maximum(m_scale, TINY), 127)
+    v_code = _code_of(root, tl.maximum(root_scale, TINY), 256) - 1.0
     m_code = tl.where(m < 0, -m_code, m_code)
     tl.store(m_ptr + lane, m_code.to(tl.int8), mask=mask)
     tl.store(v_ptr + lane, tl.maximum(v_code, 0.0).to(tl.uint8), mask=mask)
@@ -236,7 +220,7 @@ def adamw8_step(
         return
     p_dense, grad = p.detach().contiguous(), grad.detach().resolve_neg().contiguous()
     with on_device_of(p):
-        _adamw8_kernel[(triton.cdiv(n, BLOCKS * BLOCK),)](
+        _adamw8_kernel[(triton.cdiv(n, BLOCK),)](
             p_dense,
             grad,
             (m, v, scales),
@@ -246,7 +230,6 @@ def adamw8_step(
             seed,
             index,
             MAXIMIZE=bool(maximize),
-            BLOCKS=BLOCKS,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,

@@ -1,6 +1,7 @@
-"""Studies of few bits: what FP8 and 8-bit moments cost in accuracy, what FP8's casts cost in time.
+"""Studies of few bits: what FP8, NF4 and 8-bit moments cost in accuracy, what FP8's casts cost.
 
     python -m next_steps.studies.fp8_study accuracy --model DIR --json runs/fp8_accuracy.json
+    python -m next_steps.studies.fp8_study lora --model DIR --json runs/lora_accuracy.json
     python -m next_steps.studies.fp8_study moments --model DIR --json runs/moments_accuracy.json
     python -m next_steps.studies.fp8_study costs --json runs/fp8_costs.json
     python -m next_steps.studies.fp8_study costs --tokens 512,8192
@@ -9,7 +10,7 @@ accuracy: the same training in bf16 and in FP8, from several seeds.  A seed is a
 The runs of a seed see the same batches, so their losses differ by how the products are rounded,
 and hardly by luck.  Each run computes its validation loss ten times, on the same held-out
 sequences, with products in bf16.  A run in FP8 also validates with FP8's products.  Two numbers
-come out for each way to compute:
+come out for each way to train:
 
     difference   validation loss at the end, minus that of bf16 with the same seed
     more steps   how many more steps the run needs for the same loss.  Its last validation loss is
@@ -17,7 +18,11 @@ come out for each way to compute:
                  points of bf16's curve.  If bf16 has not reached that loss, no more steps are
                  needed, and how many fewer is unknown.  If bf16 never was as high, all are.
 
-moments: the same with --moments 8bit in FP8's place.
+lora: adapters of rank 16, beside weights that are frozen in bf16, in FP8 and in NF4.  Each point is
+the validation loss of the adapters beside the original weights, in bf16, as --merge adds them up.
+The loss beside the weights that they were trained with is printed too.
+
+moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.
 
 The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
 
@@ -37,10 +42,11 @@ import statistics
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, MOMENTS, Parser
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_HEAD, FP8_INPUTS, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -49,26 +55,58 @@ from harness.records.run_records import environment_line, write_record
 
 # ---------------------------------------------------------------- accuracy: the runs
 
-# The flag that a study varies, and its values; the others are compared with the first.
-VARIED = {
-    "accuracy": ("fp8", (None, FP8_INPUTS, FP8_ALL)),
-    "moments": ("moments", (None, *MOMENTS)),
+
+class Study(NamedTuple):
+    title: str
+    header: str  # of the first column
+    as_trained: str | None  # how a run validates too, if not in the model's dtype alone
+    ways: dict[str, dict]  # {name: values of flags}; the others are compared with the first
+    common: dict  # values of flags that all ways have
+
+
+ROUNDED = {"stochastic_rounding": True}
+STUDIES = {
+    "accuracy": Study(
+        "FP8",
+        "Products",
+        "with FP8's products",
+        {"bf16": {}} | {f"fp8 {mode}": {"fp8": mode} for mode in (FP8_INPUTS, FP8_ALL, FP8_HEAD)},
+        {},
+    ),
+    "lora": Study(
+        "LoRA",
+        "Frozen weights",
+        "beside its own frozen weights",
+        {"bf16": {}, "fp8": {"fp8": FP8_ALL}, "nf4": {"quantize": "nf4"}},
+        {"lora_rank": 16},
+    ),
+    "moments": Study(
+        "8-bit moments",
+        "Moments",
+        None,
+        {
+            "bf16": {},
+            "8bit": {"moments": "8bit"},
+            "bf16, rounded randomly": ROUNDED,
+            "8bit, rounded randomly": {"moments": "8bit"} | ROUNDED,
+        },
+        {},
+    ),
 }
+LR = 5e-5  # of adapters ten times as much
 POINTS = 10  # of a validation curve, after the one before the first step
-
-
-def words_of(mode: str | None, dtype: str, varied: str = "fp8") -> str:
-    return dtype if mode is None else f"{varied} {mode}"
 
 
 def train(workload: Workload, every: int) -> dict:
     """Train silently; return the record: "curve" is the validation loss at steps 0, every, ...
 
-    "curve_in_fp8" is the same with FP8's products, of a run that trains in FP8.
+    It is computed in the model's dtype.  "curve_as_trained" is computed as the run trains, if that
+    is in FP8 or beside quantized weights.
     """
     from harness.cli.device import free_memory
     from harness.training.training_run import Run, validation_loss
     from next_steps.finetuning import kernel_training
+    from next_steps.patches import patched_model
     from next_steps.patches.fp8_model import without_fp8
 
     class Validated(Run):
@@ -80,9 +118,13 @@ def train(workload: Workload, every: int) -> dict:
                 self.add_point(validation_loss(self.model, self.data.validation))
 
         def add_point(self, validated):
-            """Add to the curves; `validated` is the loss with the products that the run has."""
-            if self.workload.fp8:
-                self.curve_in_fp8.append(validated)
+            """Add to the curves; `validated` is the loss as the run trains."""
+            if self.workload.frozen_as:
+                self.curve_as_trained.append(validated)
+                copy_adapters(self.model, self.original)
+                validated = validation_loss(self.original, self.data.validation)
+            elif self.workload.fp8:
+                self.curve_as_trained.append(validated)
                 with without_fp8(self.model):
                     validated = validation_loss(self.model, self.data.validation)
             self.curve.append(validated)
@@ -90,12 +132,22 @@ def train(workload: Workload, every: int) -> dict:
     free_memory()  # of the run before
     with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
         model, called, optimizer = kernel_training.prepare(workload)
-        run = Validated(words_of(workload.fp8, workload.dtype), workload, model)
-        run.curve, run.curve_in_fp8 = [], []
+        run = Validated(workload.dtype, workload, model)
+        if workload.frozen_as:
+            run.original = patched_model.load_patched(replace(workload, fp8=None, quantize=None))
+        run.curve, run.curve_as_trained = [], []
         run.add_point(run.validation_before)
         record = kernel_training.take_steps(run, optimizer, called)
-    curves = {"curve": run.curve, "curve_in_fp8": run.curve_in_fp8}
+    curves = {"curve": run.curve, "curve_as_trained": run.curve_as_trained}
     return record | curves | {"source": run.data.source}
+
+
+def copy_adapters(source, target) -> None:
+    """Give a model the adapters of another; only they need gradients."""
+    found = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(found[name].data)
 
 
 def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
@@ -114,28 +166,26 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 
-    varied, modes = VARIED[args.study]
-    if varied == "fp8":
+    study = STUDIES[args.study]
+    if study.as_trained:
         require_fp8()
-    workload = Workload.from_flags(args, HAS_GPU)
-    every = max(1, workload.steps // POINTS)
+    every = max(1, args.steps // POINTS)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
-    record = {"kind": "fp8_accuracy", "varied": varied, "seeds": list(range(args.seeds))}
+    record = {"kind": "fp8_accuracy", "study": args.study, "seeds": list(range(args.seeds))}
     record |= {"every": every, "runs": []}
-    ways = itertools.product(record["seeds"], modes)
-    workloads = [replace(workload, seed=seed, **{varied: mode}) for seed, mode in ways]
-    for trained, run in zip(workloads, train_all(workloads, every, args.jobs)):
+    each = [(seed, way) for seed in record["seeds"] for way in study.ways]
+    flags = vars(args) | study.common | {"given": None}
+    given = (flags | study.ways[way] | {"seed": seed} for seed, way in each)
+    workloads = [Workload.from_flags(argparse.Namespace(**values), HAS_GPU) for values in given]
+    for (seed, way), run in zip(each, train_all(workloads, every, args.jobs)):
         if not record["runs"]:
             kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"
             record |= {key: run[key] for key in (*kept, "data", "steps", "lr", "kernels")}
             record |= {"model": args.model, "source": run["source"]}
-        keys = "losses", "curve", "curve_in_fp8", "median_seconds", "peak_memory_bytes"
-        mode = getattr(trained, varied)
-        how = {"seed": trained.seed, varied: mode}
-        record["runs"].append(how | {key: run[key] for key in keys})
-        words = words_of(mode, trained.dtype, varied)
-        print(f"seed {trained.seed}, {words}: validation loss {run['curve'][-1]:.4f}", flush=True)
+        keys = "losses", "curve", "curve_as_trained", "median_seconds", "peak_memory_bytes"
+        record["runs"].append({"seed": seed, "way": way} | {key: run[key] for key in keys})
+        print(f"seed {seed}, {way}: validation loss {run['curve'][-1]:.4f}", flush=True)
     print()
     return record
 
@@ -163,16 +213,12 @@ def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[
     return last - step, {"": "", ">=": "<=", "<=": ">="}[known]
 
 
-def row_of(mode: str | None, runs: dict, every: int, dtype: str, varied: str = "fp8") -> list[str]:
-    """Return a row of the table, from each mode's runs in the order of the seeds."""
-    found, references = runs[mode], runs[None]
+def row_of(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
+    """Return a row of the table, from a way's runs and the first way's, in the seeds' order."""
     seconds = [run["median_seconds"] for run in found]
     ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
-    row = [
-        words_of(mode, dtype, varied),
-        f"{statistics.mean(run['curve'][-1] for run in found):.4f}",
-    ]
-    if mode is None:
+    row = [way, f"{statistics.mean(run['curve'][-1] for run in found):.4f}"]
+    if found is references:
         return [*row, *[""] * 6, ms]
     pairs = list(zip(references, found))
     apart = [run["curve"][-1] - other["curve"][-1] for other, run in pairs]
@@ -182,29 +228,34 @@ def row_of(mode: str | None, runs: dict, every: int, dtype: str, varied: str = "
     return [*row, f"{statistics.mean(n for n, _ in steps):.1f}", *words, ms]
 
 
-def line_in_fp8(mode: str, runs: dict, dtype: str) -> str:
-    """Say how far a mode's losses are from the first mode's if FP8's products validate them."""
+def line_as_trained(way: str, found: list[dict], references: list[dict], how: str) -> str:
+    """Say how far a way's losses are from the first way's if it validates as it trains."""
     before, after = (
         statistics.mean(
-            run["curve_in_fp8"][at] - other["curve"][at]
-            for other, run in zip(runs[None], runs[mode])
+            run["curve_as_trained"][at] - other["curve"][at]
+            for other, run in zip(references, found)
         )
         for at in (0, -1)
     )
     return (
-        f"{words_of(mode, dtype)}, validated with FP8's products too: {before:+.4f} before the "
-        f"first step, {after:+.4f} after the last"
+        f"{way}, validated {how}: {before:+.4f} before the first step, {after:+.4f} after the last"
     )
 
 
 def render_accuracy(record: dict) -> str:
     """Return everything that is printed at the end."""
-    runs, dtype, varied = {}, record["dtype"], record.get("varied", "fp8")  # not in older records
+    study, runs = STUDIES[record["study"]], {}
     for run in record["runs"]:
-        runs.setdefault(run[varied], []).append(run)
-    name, of_what = {"fp8": ("FP8", "Products"), "moments": ("8-bit moments", "Moments")}[varied]
-    headers = [of_what, "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
-    rows = [row_of(mode, runs, record["every"], dtype, varied) for mode in runs]
+        runs.setdefault(run["way"], []).append(run)
+    references = next(iter(runs.values()))
+    headers = [study.header, "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
+    rows = [row_of(way, found, references, record["every"]) for way, found in runs.items()]
+    as_trained = [
+        line_as_trained(way, found, references, study.as_trained)
+        for way, found in runs.items()
+        if found[0]["curve_as_trained"]
+    ]
+    beside = ", beside the original weights" if record["study"] == "lora" else ""
     censored = "<= 0: bf16 has not reached that loss; >= all steps: it was never as high."
     return "\n".join(
         [
@@ -213,11 +264,11 @@ def render_accuracy(record: dict) -> str:
             f"Data: {record['source']}; {size_in_words(record)}; {record['steps']} steps, learning "
             f"rate {record['lr']:g}",
             "",
-            tables.title(f"Accuracy of {name}, {len(record['seeds'])} seeds"),
+            tables.title(f"Accuracy of {study.title}, {len(record['seeds'])} seeds"),
             tables.table([*headers, "Smallest", "Largest", "Step, ms"], rows),
             f"Means over the seeds, smallest and largest of one. {censored}",
-            f"Validated in {dtype}, whatever the run trained in.",
-            *(line_in_fp8(mode, runs, dtype) for mode in runs if mode and varied == "fp8"),
+            f"Validated in {record['dtype']}{beside}, whatever the run trained in.",
+            *as_trained,
             tables.OF_STEPS if record["environment"]["gpu"] else tables.NO_GPU_NOTE,
         ]
     )
@@ -239,7 +290,7 @@ def render_costs(record: dict) -> str:
     for row in record["products"]:
         us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
         cells = [number(each) for each in (*us, us[0] - us[1], us[0] - us[2])]
-        shape = " x ".join(f"{n:,}" for n in row["shape"])
+        shape = "x".join(map(str, row["shape"]))
         products.append([row["name"], f"{row['tokens']:,}", shape, *cells])
     of_casts = ["Cast", "Tokens", "bf16 alone", "and cast", "Fused", "Saved", "Floor", "% of copy"]
     of_products = ["Product", "Tokens", "M x N x K", "bf16", "FP8, fast", "FP8"]
@@ -275,16 +326,17 @@ def number_list(text: str) -> list[int]:
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("study", choices=(*VARIED, "costs"), help="what to measure")
+    add("study", choices=(*STUDIES, "costs"), help="what to measure")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add = parser.add_argument_group("accuracy, moments").add_argument
+    add = parser.add_argument_group(", ".join(STUDIES)).add_argument
     add("--model", metavar="ID|DIR|tiny", help="needed: a model with trained weights")
     add("--data", default="stdlib", metavar="stdlib|FILE", help="as in every script")
     add("--batch-size", type=positive_int, default=4, help="default: %(default)s")
     add("--seq-len", type=positive_int, help="tokens per sequence (default: 512; 64 without a GPU)")
     add("--dtype", choices=DTYPES, help="of what is not FP8 (default: bf16; fp32 without a GPU)")
     add("--steps", type=positive_int, default=200, help="of each run (default: %(default)s)")
-    add("--lr", type=positive_float, default=5e-5, help="learning rate (default: %(default)s)")
+    of_adapters = f"default: {LR:g}, of adapters {10 * LR:g}"
+    add("--lr", type=positive_float, help=f"learning rate ({of_adapters})")
     add("--seeds", type=positive_int, default=5, metavar="N", help="default: %(default)s")
     add("--jobs", type=positive_int, default=1, metavar="N", help="runs at a time (default: 1)")
     add = parser.add_argument_group("costs").add_argument
@@ -295,7 +347,9 @@ def parse_args() -> argparse.Namespace:
     if others := args.given - of_study:
         flag = command_line.flag_name(min(others))
         raise UserError(f"{flag} does nothing with {args.study}: leave it out")
-    if args.study in VARIED and args.model is None:
+    if args.lr is None:
+        args.lr = LR * (10 if args.study == "lora" else 1)
+    if args.study in STUDIES and args.model is None:
         raise UserError(f"{args.study} needs trained weights: name a model with --model, ID or DIR")
     return args
 
@@ -303,11 +357,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.kernels = KERNELS
-    if args.study in VARIED:  # what it cannot be combined with is refused now
-        varied, modes = VARIED[args.study]
-        setattr(args, varied, modes[-1])
     check_outputs(args)
-    if args.study in VARIED:
+    if args.study in STUDIES:
         record = measure_accuracy(args)
         print(render_accuracy(record))
     else:

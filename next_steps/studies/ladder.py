@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import FP8_ALL, OPPONENTS, WARMUP_STEPS
+from harness.cli.flags import FP8_ALL, IN_FP8, OPPONENTS, WARMUP_STEPS
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.model.config_file import load_config
 from harness.profiling.costs import sizes_of
@@ -29,7 +29,6 @@ from next_steps.patches.fp8_model import require_fp8
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 OPTIMIZED = "finetune_optimized.py"
-IN_FP8 = "all kernels, fp8"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
@@ -200,8 +199,8 @@ def render(record: dict) -> str:
         for rung, (name, *ms) in zip(rungs, gains(rungs))
     ]
     other_rows = [[each["name"], *measured(each, rungs[0])] for each in after]
-    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x baseline"]
-    columns += ["Peak, GB", "x baseline", "Largest loss difference"]
+    columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x tokens/s"]
+    columns += ["Peak, GB", "x peak", "Loss difference"]
     workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
     lines = [
         run_records.environment_line(record["environment"]),

@@ -5,208 +5,52 @@
         --json runs/scaling_fsdp_2.json
     python -m next_steps.studies.scaling --compare runs/scaling_1.json runs/scaling_fsdp_2.json
 
-The baseline, all kernels and Liger-Kernel, each with a new model, take steps of several sizes on
-random tokens.  The slowest process counts.  --compare prints a GPU's speed among several beside its
-speed alone, and from how many tokens on the computation hides the communication.
+The baseline, all kernels, all kernels with FP8 and Liger-Kernel, each with a new model, take steps
+of several sizes on random tokens.  The slowest process counts.  --ways and --sizes choose some:
+
+    --ways kernels,fp8 --sizes 1x2048,4x2048,1x2048x4     # the last: 4 micro-batches of 1 x 2,048
+
+--compare prints a GPU's speed among several beside its speed alone, and from how many tokens on the
+computation hides the communication.
 """
 
+import argparse
 import itertools
 from dataclasses import replace
 
-from harness.cli import command_line, flags, tables
-from harness.cli.command_line import UserError
+from harness.cli import command_line, flags
+from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import check_outputs
-from harness.cli.workload import Workload, model_line
-from harness.profiling.diagnose import EXPOSED_SHARE
-from harness.profiling.profile_tables import communication_lines
-from harness.records import run_records
-from harness.records.spread import unless_same
-
-HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
-HEADERS += ["sent, ms", "exposed", "over Liger"]
-NOT_MEASURED = "n/a"
-COLOURS = {"baseline": "#777777", "all kernels": "#D55E00", "Liger": "#0072B2"}
-STYLES = "-", "--", ":", "-."  # of the lines of a record
+from harness.cli.workload import Workload
+from next_steps.studies import scaling_tables
+from next_steps.studies.scaling_tables import WAYS, Size
 
 
-def is_row(value: object) -> bool:
-    """Return True for a row of the record, measured or too large."""
-    numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
-    has_numbers = run_records.has_numbers
-    named = has_numbers("batch_size", "seq_len")(value) and run_records.is_text(value.get("way"))
-    return named and ("failure" in value or has_numbers(*numbers)(value))
+def ways(text: str) -> list[str]:
+    """argparse type: names of WAYS, in WAYS' order."""
+    if unknown := [word for word in text.split(",") if word not in WAYS]:
+        words = f"unknown way {', '.join(map(repr, unknown))}; choose from {', '.join(WAYS)}"
+        raise argparse.ArgumentTypeError(words)
+    return [way for way in WAYS if way in text.split(",")]
 
 
-# the keys that are read of a record, each with the check of its value
-KEYS = {
-    "environment": run_records.is_environment,
-    "model": run_records.is_text,
-    "parameters": run_records.is_positive,
-    "weights": run_records.is_text,
-    "dtype": run_records.is_text,
-    "world_size": run_records.is_count,
-    "parallel": lambda kind: kind is None or run_records.is_text(kind),
-    "absent": run_records.is_list_of(run_records.is_text),
-    "rows": run_records.is_list_of(is_row),
-}
-
-
-def read(paths: list[str]) -> list[dict]:
-    """Read a record of one process and then records of several, of one model on one kind of GPU."""
-    records = [run_records.read_record(path, "scaling") for path in paths]
-    for path, record in zip(paths, records):
-        run_records.require_keys(path, record, KEYS)
-    if len(records) < 2:
-        raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
-    (first, *others), (first_path, *other_paths) = records, paths
-    if first["world_size"] > 1:
-        given = f"{first_path} is of {first['world_size']} processes and comes first"
-        raise UserError(f"{given}: begin with the record of one")
-    for path, other in zip(other_paths, others):
-        if other["world_size"] == 1:
-            given = f"{path} is of one process, as {first_path} is"
-            raise UserError(f"{given}: after the first come records of several")
-        for key in ("gpu", "model", "dtype"):
-            ours, theirs = (each["environment"].get(key, each.get(key)) for each in (first, other))
-            if ours != theirs:
-                given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
-                raise UserError(f"{given}: compare records that differ in their processes alone")
-    return records
-
-
-def tokens_of(row: dict) -> int:
-    """Return the tokens of a step in each process."""
-    return row["batch_size"] * row["seq_len"]
-
-
-def measured(record: dict) -> dict[tuple[str, int, int], dict]:
-    """Return the rows that fitted, by way and size."""
-    fitted = (row for row in record["rows"] if "failure" not in row)
-    return {(row["way"], row["batch_size"], row["seq_len"]): row for row in fitted}
-
-
-def exposed_share(row: dict) -> float | None:
-    """Return the share of a step in exposed communication; None if it was not measured."""
-    return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
-
-
-def efficiency(one: dict, row: dict) -> str:
-    """Return a GPU's speed among several as a share of its speed alone, with both spreads."""
-    low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
-    return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
-
-
-def ways_in(record: dict) -> list[str]:
-    return list(dict.fromkeys(row["way"] for row in record["rows"]))
-
-
-def crossover(record: dict, way: str) -> str:
-    """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
-    rows = [row for row in measured(record).values() if row["way"] == way]
-    shares = [(tokens_of(row), exposed_share(row)) for row in rows]
-    if not shares or None in [share for _, share in shares]:
-        return NOT_MEASURED
-    above = [tokens for tokens, share in shares if share >= EXPOSED_SHARE]
-    below = [tokens for tokens, _ in shares if tokens > max(above, default=0)]
-    return f"{min(below):,}" if below else f"more than {max(above):,}"
-
-
-def processes_of(record: dict) -> str:
-    return f"{record['world_size']} processes, {record['parallel']}"
-
-
-def cells(row: dict, alone: dict, several: dict) -> list[str]:
-    """Return a row of the table, from the `measured` rows of one process and of several."""
-    way, *size = row["way"], row["batch_size"], row["seq_len"]
-    name = f"{way} {size[0]} × {size[1]:,}"
-    one, liger = alone.get((way, *size)), several.get(("Liger", *size))
-
-    def pair(key: str, unit: float, spec: str) -> list[str]:
-        of_both = (each[key] / unit if each and key in each else None for each in (row, one))
-        return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
-
-    speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")
-    memory = pair("peak_memory_bytes", 1e9, ".1f")
-    if "failure" in row:
-        return [name, "too large", speeds[1], NOT_MEASURED, *memory, *[NOT_MEASURED] * 3]
-    share, over = exposed_share(row), NOT_MEASURED
-    exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
-    if liger:
-        ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
-        spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, liger))
-        over = "–" if way == "Liger" else unless_same(ratio, *spreads)
-    return [
-        name,
-        *speeds,
-        efficiency(one, row) if one else NOT_MEASURED,
-        *memory,
-        pair("communication_us", 1e3, ",.1f")[0],
-        exposed,
-        over,
-    ]
-
-
-def body(one: dict, record: dict) -> list[list[str]]:
-    """Return the rows of a record of several processes, beside the record of one."""
-    alone, several = measured(one), measured(record)
-    return [cells(row, alone, several) for row in record["rows"]]
-
-
-def render(one: dict, *others: dict) -> str:
-    """Return everything that --compare prints."""
-    on_gpu = one["environment"]["gpu"] is not None
-    lines = [run_records.environment_line(one["environment"]), model_line(one)]
-    lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
-    for record in others:
-        title = f"Each GPU of {processes_of(record)}, and one alone"
-        lines += [
-            "",
-            tables.title(title, on_gpu),
-            tables.table(HEADERS, body(one, record)),
-            *communication_lines(record),
-            *record["absent"],
-            *(
-                f"{way}: exposed below {EXPOSED_SHARE:.0%} of a step from so many tokens a GPU on: "
-                f"{crossover(record, way)}"
-                for way in ways_in(record)
-            ),
-        ]
-    return "\n".join(lines)
-
-
-def plot(records: list[dict], path: str) -> None:
-    """Draw the exposed share of a step against its tokens, a line for each way of each record."""
-    if not any("exposed_us" in row for record in records for row in record["rows"]):
-        raise UserError("no record says what is exposed: measure them on several GPUs")
-    figure, axis = tables.pyplot().subplots(figsize=(8, 5), layout="constrained")
-    sizes = set()
-    for record, style in zip(records, itertools.cycle(STYLES)):
-        for way in ways_in(record):
-            rows = [row for row in measured(record).values() if row["way"] == way]
-            points = sorted(
-                (tokens_of(r), 100 * exposed_share(r)) for r in rows if "exposed_us" in r
-            )
-            sizes |= {tokens for tokens, _ in points}
-            label = f"{way}, {processes_of(record)}"
-            style_of_line = {"color": COLOURS[way], "linestyle": style, "marker": "o"}
-            axis.plot(*zip(*points) if points else ([], []), label=label, **style_of_line)
-    axis.axhline(100 * EXPOSED_SHARE, color="black", linestyle="--", linewidth=1)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(sizes), [f"{tokens:,}" for tokens in sorted(sizes)])
-    axis.set(xlabel="tokens of a step on each GPU", ylabel="communication that nothing hides, %")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    first = records[0]
-    gpu = first["environment"]["gpu"] or "CPU, not meaningful"
-    figure.suptitle(f"{first['model']}, {first['dtype']}, {gpu}")
-    tables.save_plot(figure, path)
+def sizes(text: str) -> list[Size]:
+    """argparse type: sizes such as 4x2048, or 4x2048x4 of four micro-batches, in order."""
+    numbers = [[*map(positive_int, word.split("x"))] for word in text.split(",")]
+    if any(len(each) not in (2, 3) for each in numbers):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 4x2048 or 4x2048x4, not {text!r}")
+    found = itertools.starmap(Size, numbers)
+    return sorted(found, key=Size.needs)
 
 
 def main() -> None:
     shared = "--model", "--random-init", "--parallel"
     parser = flags.Parser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
     add = parser.add_argument
+    words = ", ".join(WAYS)
+    add("--ways", type=ways, default=[*WAYS], metavar="NAME,NAME", help=f"some of {words}")
+    words = "of a step in each process: sequences x tokens, or sequences x tokens x micro-batches"
+    add("--sizes", type=sizes, metavar="BxT,BxTxN", help=words)
     add("--json", metavar="FILE", help="write the rows as a JSON record, after each of them")
     add(
         "--compare",
@@ -220,18 +64,18 @@ def main() -> None:
         raise UserError("--plot draws what --compare reads: add --compare FILE FILE")
     check_outputs(args)
     if args.compare:
-        records = read(args.compare)
-        print(render(*records))
+        records = scaling_tables.read(args.compare)
+        print(scaling_tables.render(*records))
         if args.plot:
-            plot(records[1:], args.plot)
+            scaling_tables.plot(records[1:], args.plot)
         return
     from harness.cli.device import HAS_GPU
     from next_steps.studies import scaling_steps
 
     workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
-    batch_size, seq_len = scaling_steps.SIZES[HAS_GPU][-1]
-    workload = replace(workload, batch_size=batch_size, seq_len=seq_len)
-    scaling_steps.walk(workload, args.json)
+    taken = args.sizes or scaling_steps.SIZES[HAS_GPU]
+    workload = replace(workload, batch_size=taken[-1].batch_size, seq_len=taken[-1].seq_len)
+    scaling_steps.walk(workload, args.json, args.ways, taken)
 
 
 if __name__ == "__main__":

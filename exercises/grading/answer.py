@@ -1,0 +1,69 @@
+"""Judge one file.  exercises/check.py runs `main` in a process that a wrong address may end."""
+
+import importlib.util
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+
+from exercises.grading.grading import EXERCISES, grade
+from exercises.grading.speed import bytes_in_words, times_table
+from exercises.grading.words import WORDS
+from harness.cli.command_line import UserError
+from harness.cli.device import HAS_GPU, require_interpreter
+
+COLUMNS = 100
+
+
+def load(file: str) -> Callable:
+    """Return the function `launch` of a Python file.
+
+    Raises:
+        UserError: the file is no Python, or has no such function.
+    """
+    spec = importlib.util.spec_from_file_location("exercise", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"line {error.lineno} of {file} is no Python: {error.msg}") from error
+    if not hasattr(module, "launch"):
+        raise UserError(f"{file} has no function `launch`: keep the one of the exercise")
+    return module.launch
+
+
+def report(name: str, launch: Callable) -> tuple[bool, str]:
+    """Return whether an answer is right, and what is said of it."""
+    exercise, words = EXERCISES[name], WORDS[name]
+    verdict, n_cases = grade(exercise, launch), len(exercise.cases)
+    if not verdict.right:
+        lines = [f"{name}, case {verdict.case} of {n_cases}: {verdict.title}"]
+        lines += [f"- {sentence}" for sentence in verdict.sentences]
+        lines += [f"A hint: python -m exercises.check {name} --hint"]
+        return False, "\n".join(map(broken, lines))
+    lines = [f"{name} is right in all {n_cases} cases.", bytes_in_words(exercise)]
+    if HAS_GPU:
+        lines += times_table(exercise, launch).splitlines()
+    else:
+        lines += ["Without a GPU nothing is timed."]
+    lines += [f"The lesson: {words.lesson}.", f"Beyond this exercise it {words.beyond}."]
+    names = list(EXERCISES)
+    if following := names[names.index(name) + 1 :]:
+        lines += [f"The next exercise: exercises/{following[0]}.py"]
+    return True, "\n".join(map(broken, lines))
+
+
+def broken(line: str) -> str:
+    """Break a long sentence."""
+    return textwrap.fill(line, COLUMNS, subsequent_indent="  ") if "  " not in line else line
+
+
+def main() -> int:
+    """Judge the file sys.argv[2] as the exercise sys.argv[1]; return 0 if it is right, or 1."""
+    name, file = sys.argv[1:]
+    require_interpreter()
+    # NumPy comments on the arithmetic of a wrong kernel in Triton's interpreter.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    right, said = report(name, load(file))
+    print(said)
+    return int(not right)

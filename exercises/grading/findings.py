@@ -1,0 +1,115 @@
+"""Where an answer is wrong, in words, and which known mistake gives the same answer."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from exercises.grading.exercise import Mistakes, Parts
+from harness.benchmark.checking import Check, relative_error
+
+Axes = dict[int, tuple[str, ...]]
+
+
+def in_pieces(pieces: Parts) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yield functions that keep one piece of a part each, or the whole if it has no pieces."""
+    for mask in pieces.values() or [None]:
+        yield lambda t, mask=mask: t if mask is None else t.masked_fill(~mask, 0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a kernel gave for a part."""
+
+    found: torch.Tensor
+    exact: torch.Tensor
+    pieces: Parts
+    checks: list[Check]  # one for each piece
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def distance(self, other: torch.Tensor) -> float:
+        """Return how far it lies from another one, as a share of what is allowed."""
+        shares = [
+            relative_error(piece(self.found), piece(other)) / check.allowed
+            for piece, check in zip(in_pieces(self.pieces), self.checks)
+        ]
+        return max(share if share == share else math.inf for share in shares)
+
+    def in_words(self, axes: Axes) -> str:
+        """Say which elements are wrong, and show the first of them."""
+        found, exact = self.found, self.exact
+        allowed = max(check.allowed for check in self.checks)
+        scale = exact.abs() + exact.pow(2).mean().sqrt()
+        wrong = ~((found.double() - exact).abs() <= 4 * allowed * scale)  # NaN is wrong
+        if not wrong.any():
+            error = relative_error(found, exact)
+            return f"by a little: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
+        first = tuple(wrong.nonzero()[0].tolist())
+        place = ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(first)], first))
+        sentence = (
+            f"{places_in_words(wrong, axes)}. The first: {place} is {found[first].item():.4g}, "
+            f"expected {exact[first].item():.4g}."
+        )
+        if found[first].isnan():
+            sentence += (
+                " NaN comes from memory around the rows, which holds NaN here, or from inf - inf "
+                "and the like."
+            )
+        return sentence
+
+
+def known_mistakes(answers: dict[str, Answer], mistakes: Mistakes) -> list[str]:
+    """Return the mistakes that give these answers, those first that explain the most parts.
+
+    A mistake counts only if all parts that it changes are as it says.
+    """
+    alike = {}  # mistake: (how many wrong parts it explains, how near it is)
+    wrong = {part for part, answer in answers.items() if not answer.passed}
+    for sentence, parts in mistakes.items():
+        distances = [answers[part].distance(t) for part, t in parts.items()]
+        if parts.keys() & wrong and max(distances) <= 1:
+            alike[sentence] = len(parts.keys() & wrong), -max(distances)
+    named = []
+    for sentence in sorted(alike, key=alike.get, reverse=True):
+        if mistakes[sentence].keys() & wrong:
+            named.append(sentence)
+            wrong -= mistakes[sentence].keys()
+    return named
+
+
+def places_in_words(mask: torch.Tensor, axes: Axes) -> str:
+    """Say where a mask is true: everywhere, in some rows, from a column on, or in how many places.
+
+    mask: at least one element is true.
+    """
+    names = axes[mask.ndim]
+    along = []  # for each dimension: which of its places have a true element
+    box = torch.ones_like(mask)
+    for dim in range(mask.ndim):
+        others = [d for d in range(mask.ndim) if d != dim]
+        there = mask.any(others) if others else mask
+        along.append(there)
+        box &= there.view([-1 if d == dim else 1 for d in range(mask.ndim)])
+    if not mask.equal(box):
+        return f"in {int(mask.sum()):,} of {mask.numel():,} places"
+    words = [
+        stretch_in_words(name, there.nonzero().flatten().tolist(), len(there))
+        for name, there in zip(names, along)
+        if not there.all()
+    ]
+    return ", ".join(words) or "everywhere"
+
+
+def stretch_in_words(name: str, places: list[int], length: int) -> str:
+    first, last = places[0], places[-1]
+    if len(places) == 1:
+        return f"in {name} {first:,}"
+    if len(places) == last - first + 1:
+        if last == length - 1:
+            return f"from {name} {first:,} on"
+        return f"in {name}s {first:,} to {last:,}"
+    return f"in {len(places):,} of {length:,} {name}s, the first is {first:,}"

@@ -1,0 +1,353 @@
+"""The exercises solved, and solved with mistakes that a beginner makes.
+
+A solution is the body of each kernel of the learner's file, in place of `pass`.
+"""
+
+from pathlib import Path
+
+HERE = Path(__file__).parents[1]  # the project's folder
+HOLE = "    pass\n"
+
+SOLUTIONS: dict[str, tuple[str, ...]] = {
+    "rmsnorm_forward": (
+        """\
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
+    tl.store(y_ptr + row * y_row_stride + cols, x * rstd * weight, mask=mask)
+""",
+    ),
+    "rmsnorm_dx": (
+        """\
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_ptr + row)
+    x_hat = x * rstd
+    wdy = weight * dy
+    c1 = tl.sum(wdy * x_hat, axis=0) / n_cols
+    dx = rstd * (wdy - x_hat * c1)
+    tl.store(dx_ptr + row * dx_row_stride + cols, dx, mask=mask)
+""",
+    ),
+    "rmsnorm_dw": (
+        """\
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    total = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
+    for row in range(program, n_rows, tl.num_programs(0)):
+        dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        total += dy * x * rstd
+    tl.store(partial_ptr + program * partial_row_stride + cols, total, mask=mask)
+""",
+    ),
+    "online_softmax": (
+        """\
+    row = tl.program_id(0)
+    m = -3.4e38
+    d = 0.0
+    for first in range(0, n_cols, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
+        mask = cols < n_cols
+        chunk = tl.load(
+            logits_ptr + row * logits_row_stride + cols, mask=mask, other=-float("inf")
+        ).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(chunk))
+        d = d * tl.exp(m - m_new) + tl.sum(tl.exp(chunk - m_new))
+        m = m_new
+    tl.store(m_ptr + row, m)
+    tl.store(d_ptr + row, d)
+""",
+    ),
+    "cross_entropy": (
+        """\
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row * logits_row_stride
+    m = -3.4e38
+    d = 0.0
+    for first in range(0, n_cols, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
+        chunk = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(chunk))
+        d = d * tl.exp(m - m_new) + tl.sum(tl.exp(chunk - m_new))
+        m = m_new
+    target = tl.load(targets_ptr + row)
+    target_logit = tl.load(row_ptr + target).to(tl.float32)
+    tl.store(loss_ptr + row, m - target_logit + tl.log(d))
+    tl.store(m_ptr + row, m)
+    tl.store(d_ptr + row, d)
+""",
+        """\
+    row = tl.program_id(0)
+    dloss = tl.load(dloss_ptr + row)
+    target = tl.load(targets_ptr + row)
+    m = tl.load(m_ptr + row)
+    d = tl.load(d_ptr + row)
+    for first in range(0, n_cols, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
+        mask = cols < n_cols
+        logits = tl.load(logits_ptr + row * logits_row_stride + cols, mask=mask).to(tl.float32)
+        softmax = tl.exp(logits - m) / d
+        dlogits = tl.where(cols == target, softmax - 1.0, softmax) * dloss
+        tl.store(dlogits_ptr + row * dlogits_row_stride + cols, dlogits, mask=mask)
+""",
+    ),
+    "cross_entropy_inplace": (
+        """\
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row * logits_row_stride
+    target = tl.load(targets_ptr + row)
+    if target == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        for first in range(0, n_cols, BLOCK_SIZE):
+            cols = first + tl.arange(0, BLOCK_SIZE)
+            tl.store(row_ptr + cols, tl.zeros((BLOCK_SIZE,), tl.float32), mask=cols < n_cols)
+    else:
+        m = -3.4e38
+        d = 0.0
+        for first in range(0, n_cols, BLOCK_SIZE):
+            cols = first + tl.arange(0, BLOCK_SIZE)
+            chunk = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
+            m_new = tl.maximum(m, tl.max(chunk))
+            d = d * tl.exp(m - m_new) + tl.sum(tl.exp(chunk - m_new))
+            m = m_new
+        target_logit = tl.load(row_ptr + target).to(tl.float32)
+        for first in range(0, n_cols, BLOCK_SIZE):
+            cols = first + tl.arange(0, BLOCK_SIZE)
+            mask = cols < n_cols
+            logits = tl.load(row_ptr + cols, mask=mask).to(tl.float32)
+            softmax = tl.exp(logits - m) / d
+            tl.store(
+                row_ptr + cols, tl.where(cols == target, softmax - 1.0, softmax) * scale, mask=mask
+            )
+        tl.store(loss_ptr + row, m - target_logit + tl.log(d))
+""",
+    ),
+    "swiglu_backward": (
+        """\
+    i = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = i < n
+    dy = tl.load(dy_ptr + i, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + i, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + i, mask=mask).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(dgate_ptr + i, dy * up * s * (1.0 + gate * (1.0 - s)), mask=mask)
+    tl.store(dup_ptr + i, dy * gate * s, mask=mask)
+""",
+    ),
+    "rope_backward": (
+        """\
+    sample = tl.program_id(0) // T
+    token = tl.program_id(0) % T
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_HALF)
+    mask = cols < HALF
+    dy = dy_ptr + sample * dy_sample_stride + head * dy_head_stride + token * dy_token_stride
+    dx = dx_ptr + sample * dx_sample_stride + head * dx_head_stride + token * dx_token_stride
+    cos = cos_ptr + token * cos_token_stride
+    sin = sin_ptr + token * sin_token_stride
+    dy1 = tl.load(dy + cols, mask=mask).to(tl.float32)
+    dy2 = tl.load(dy + HALF + cols, mask=mask).to(tl.float32)
+    c1 = tl.load(cos + cols, mask=mask).to(tl.float32)
+    c2 = tl.load(cos + HALF + cols, mask=mask).to(tl.float32)
+    s1 = tl.load(sin + cols, mask=mask).to(tl.float32)
+    s2 = tl.load(sin + HALF + cols, mask=mask).to(tl.float32)
+    tl.store(dx + cols, dy1 * c1 + dy2 * s2, mask=mask)
+    tl.store(dx + HALF + cols, dy2 * c2 - dy1 * s1, mask=mask)
+""",
+    ),
+    "adamw": (
+        """\
+    i = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = i < n
+    p = tl.load(p_ptr + i, mask=mask).to(tl.float32)
+    g = tl.load(g_ptr + i, mask=mask).to(tl.float32)
+    m = tl.load(m_ptr + i, mask=mask).to(tl.float32)
+    v = tl.load(v_ptr + i, mask=mask).to(tl.float32)
+    m = beta1 * m + (1.0 - beta1) * g
+    v = beta2 * v + (1.0 - beta2) * g * g
+    p = p * (1.0 - lr * weight_decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    tl.store(p_ptr + i, p, mask=mask)
+    tl.store(m_ptr + i, m, mask=mask)
+    tl.store(v_ptr + i, v, mask=mask)
+""",
+    ),
+    "residual_norm": (
+        """\
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_row_stride + cols, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    h = (x + residual.to(tl.float32)).to(h_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(h_ptr + row * h_row_stride + cols, h, mask=mask)
+    rstd = tl.rsqrt(tl.sum(h * h, axis=0) / n_cols + eps)
+    tl.store(y_ptr + row * y_row_stride + cols, h * rstd * weight, mask=mask)
+""",
+    ),
+}
+
+
+def solved(name: str, *changes: tuple[str, str]) -> str:
+    """Return the learner's file with its kernels written, and with texts replaced in them."""
+    text = (HERE / "exercises" / f"{name}.py").read_text()
+    for body in SOLUTIONS[name]:
+        assert HOLE in text
+        text = text.replace(HOLE, body, 1)
+    for old, new in changes:
+        assert text.count(old) > 0, old
+        text = text.replace(old, new)
+    return text
+
+
+# exercise: mistakes, each (a text of the solution, what it becomes, words of what the checker says)
+# fmt: off
+MISTAKES: dict[str, list[tuple[str, str, str]]] = {
+    "rmsnorm_forward": [
+        ("/ n_cols + eps", "/ BLOCK_SIZE + eps", "the mean divides by BLOCK_SIZE"),
+        (" / n_cols + eps", " + eps", "the sum over the row is not divided by n_cols"),
+        ("x * rstd * weight", "x * rstd", "y without the weight"),
+        ("tl.rsqrt(", "tl.sqrt(", "sqrt where 1 / sqrt is meant"),
+        ("tl.sum(x * x", "tl.sum(x", "the mean of x, not of x * x"),
+        ("x * rstd * weight", "x * weight", "x and not x * rstd is multiplied"),
+        ("x_row_stride + cols, mask=mask, other=0.0)", "x_row_stride + cols)",
+         "is there a mask"),
+        ("rstd * weight, mask=mask)", "rstd * weight)", "wrote 291 elements outside of y"),
+        ("row * x_row_stride", "row * n_cols", "begin at r * the stride of that tensor"),
+        ("row * y_row_stride", "row * x_row_stride", "with the stride of another tensor"),
+        ("mask = cols < n_cols", "mask = cols < n_cols - 1", "y is not written in column 63"),
+        ("mask=mask, other=0.0).to(tl.float32)\n    weight", "mask=mask, other=0.0)\n    weight",
+         ".to(tl.float32)"),
+        ("tl.program_id(0)", "tl.program_id(1)", "y is not written from row 1 on"),
+    ],
+    "rmsnorm_dx": [
+        ("wdy - x_hat * c1", "wdy", "dx without the c1 term"),
+        ("axis=0) / n_cols", "axis=0) / BLOCK_SIZE", "c1 divides by BLOCK_SIZE"),
+        ("axis=0) / n_cols", "axis=0)", "c1 is the sum over the row"),
+        ("wdy = weight * dy", "wdy = dy", "dx without the weight"),
+        ("wdy - x_hat * c1", "wdy + x_hat * c1", "the c1 term is added"),
+        ("wdy - x_hat * c1", "wdy - x * c1", "x stands where x_hat = x * rstd is meant"),
+        ("rstd * (wdy - x_hat * c1)", "wdy - x_hat * c1", "the last factor rstd is missing"),
+        ("tl.sum(wdy *", "tl.sum(dy *", "c1 lacks the weight"),
+        ("rstd_ptr + row)", "rstd_ptr)", "every row takes rstd of row 0"),
+        ("dx_ptr + row * dx_row_stride", "dx_ptr + row * x_row_stride", "stride of another tensor"),
+        ("dx, mask=mask)", "dx)", "outside of dx"),
+    ],
+    "rmsnorm_dw": [
+        ("total += dy", "total = dy", "each program stores its last row alone"),
+        ("total += dy * x * rstd", "total += dy * x", "dw of x instead of x_hat"),
+        ("dy * x * rstd", "x * rstd", "dy is missing"),
+        ("range(program, n_rows,", "range(program, program + 1,", "adds its first row alone"),
+        ("range(program, n_rows,", "range(program, n_rows - n_rows % 4,", "share evenly"),
+        ("range(program, n_rows, tl.num_programs(0))", "range(0, n_rows)",
+         "every program adds all"),
+        ("range(program, n_rows,", "range(program, n_rows - 1,", "dw without its last row"),
+        ("rstd_ptr + row)", "rstd_ptr)", "every row takes rstd of row 0"),
+        ("total, mask=mask)", "total, mask=mask & (program < 3))",
+         "partial is not written in row 3"),
+        ("total, mask=mask)", "total * (program < 3), mask=mask)",
+         "of the last program is missing"),
+        ("program * partial_row_stride", "program", "partial is not written"),
+        ("total += dy * x * rstd",
+         "total = (total + dy * x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)",
+         "added up in fp32"),
+    ],
+    "online_softmax": [
+        ("d * tl.exp(m - m_new) +", "d +", "the sum so far is not rescaled"),
+        ("tl.exp(m - m_new)", "tl.exp(m_new - m)", "inf - inf"),
+        ("d * tl.exp(m - m_new) + tl.sum", "tl.sum", "each chunk's sum replaces"),
+        ("tl.maximum(m, tl.max(chunk))", "tl.max(chunk)", "m is that of the last chunk alone"),
+        ("chunk - m_new", "chunk", "m is not subtracted"),
+        ('other=-float("inf")', "other=0.0", "lanes beyond the row load 0"),
+        ("m = -3.4e38", 'm = -float("inf")', "does m begin finite?"),
+        ("range(0, n_cols, BLOCK_SIZE)", "range(0, BLOCK_SIZE, BLOCK_SIZE)", "there is no loop"),
+        ("row * logits_row_stride", "row * n_cols", "row r of each tensor begin"),
+        ("tl.store(d_ptr + row, d)", "tl.store(d_ptr + row, tl.log(d))", "d is the logarithm"),
+        ("tl.store(d_ptr + row, d)", "pass", "Nothing of d is written"),
+    ],
+    "cross_entropy": [
+        ("softmax - 1.0, softmax", "softmax, softmax", "the one-hot row is missing"),
+        ("softmax - 1.0, softmax", "softmax + 1.0, softmax", "the one-hot row is added"),
+        (" / d\n", "\n", "exp(logits - m) is not divided by d"),
+        (", softmax) * dloss", ", softmax)", "not multiplied by dloss"),
+        (" + tl.log(d)", "", "log(d) is missing from the loss"),
+        ("m - target_logit + tl.log(d)", "m + tl.log(d)", "the target's logit is missing"),
+        ("m - target_logit + tl.log(d)", "tl.log(d) - target_logit", "m is missing from the loss"),
+        ("cols == target", "cols == target + 1", "target off by one"),
+        ("dloss_ptr + row)", "dloss_ptr)", "every row takes dloss of row 0"),
+        ("row_ptr + target)", "row_ptr)", "the loss takes the logit of column 0"),
+        ("dlogits, mask=mask)", "dlogits)", "outside of dlogits"),
+        ("cols == target", "cols - first == target", "without `first`"),
+        ("range(0, n_cols, BLOCK_SIZE)", "range(0, BLOCK_SIZE, BLOCK_SIZE)", "is not written"),
+        ("d * tl.exp(m - m_new) + tl.sum", "d + tl.sum", "the sum so far is not rescaled"),
+    ],
+    "cross_entropy_inplace": [
+        ("softmax - 1.0, softmax", "softmax, softmax", "the one-hot row is missing"),
+        (", softmax) * scale", ", softmax)", "not multiplied by dloss, or scale"),
+        ("if target == ignore_index:", "if target == -1:",
+         "the target is not compared with ignore_index"),
+        ("tl.zeros((BLOCK_SIZE,), tl.float32), mask=cols < n_cols", "0.0, mask=cols < 0",
+         "ignored rows keep their logits"),
+        ("mask=mask\n            )", "\n            )", "outside of logits"),
+        ("m - target_logit + tl.log(d)", "(m - target_logit + tl.log(d)) * scale",
+         "the loss is multiplied by scale"),
+        ("m - target_logit + tl.log(d)", "m - tl.load(row_ptr + target).to(tl.float32) + tl.log(d)",
+         "loaded after the gradient has overwritten it"),
+    ],
+    "swiglu_backward": [
+        ("1.0 + gate * (1.0 - s)", "1.0", "dgate with sigmoid held constant"),
+        ("1.0 + gate * (1.0 - s)", "gate * (1.0 - s)", "dgate lacks the 1 +"),
+        ("up * s * (", "up * (", "dgate lacks the s before the bracket"),
+        ("dy * up * s", "dy * s", "dgate without up"),
+        ("dy * gate * s", "dy * gate", "dup of gate, not silu"),
+        ("dy * gate * s", "dy * s", "dup lacks gate"),
+        ("tl.exp(-gate)", "tl.exp(gate)", "the minus sign is missing"),
+        ("tl.program_id(0) * BLOCK_SIZE", "tl.program_id(0)", "is not written from number"),
+        ("dy * gate * s, mask=mask", "dy * gate * s", "outside of dup"),
+    ],
+    "rope_backward": [
+        ("dy1 * c1 + dy2 * s2", "dy1 * c1 - dy2 * s2", "dx1 has - dy2 * s2"),
+        ("dy2 * s2", "dy2 * s1", "dx1 takes s1, where s2 is meant"),
+        ("c2 - dy1 * s1", "c2 - dy1 * s2", "dx2 takes s2, where s1 is meant"),
+        ("sin + HALF + cols", "sin + cols", "dx1 takes s1, where s2 is meant"),
+        ("token * cos_token_stride", "0", "every token takes row 0 of cos."),
+        ("+ head * dx_head_stride", "", "dx is not written"),
+        ("HALF + cols", "BLOCK_HALF + cols", "HALF is no power of two"),
+        ("token * dx_token_stride", "token * dy_token_stride", "stride of another tensor"),
+    ],
+    "adamw": [
+        ("m / correction1", "m", "m is not divided by correction1"),
+        ("v / correction2", "v", "v is not divided by correction2"),
+        ("tl.sqrt(v / correction2) + eps", "tl.sqrt(v / correction2 + eps)", "eps stands inside"),
+        ("p * (1.0 - lr * weight_decay)", "p", "the weight decay is missing"),
+        ("1.0 - lr * weight_decay", "1.0 - weight_decay", "the weight decay lacks lr"),
+        ("(1.0 - beta2) * g * g", "(1.0 - beta2) * g", "v takes g, where g * g is meant"),
+        ("m = beta1 * m + (1.0 - beta1) * g",
+         "g += weight_decay * p\n    m = beta1 * m + (1.0 - beta1) * g",
+         "(L2), and multiplies p as well"),
+        ("(1.0 - beta1) * g\n", "g\n", "m: the factor 1 - beta1 is missing"),
+        ("tl.store(v_ptr + i, v, mask=mask)", "pass", "v is not stored"),
+        ("m, mask=mask)", "m)", "outside of m"),
+    ],
+    "residual_norm": [
+        ("x + residual.to(tl.float32)", "x", "h is x, without the residual"),
+        ("tl.sum(h * h", "tl.sum(x * x", "rstd is that of x"),
+        ("h * rstd * weight", "x * rstd * weight", "x, not x + residual, is multiplied by rstd"),
+        ("cols, h, mask", "cols, x, mask", "h is x, without the residual"),
+        ("/ n_cols", "/ BLOCK_SIZE", "the mean divides by BLOCK_SIZE"),
+        ("h * rstd * weight", "h * rstd", "y without the weight"),
+        ("row * residual_row_stride", "row * x_row_stride", "the stride of that tensor"),
+        ("h, mask=mask)", "h)", "outside of h"),
+    ],
+}
+# fmt: on

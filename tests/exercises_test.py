@@ -1,0 +1,209 @@
+"""The exercises: the checker accepts right kernels, and names what is wrong with the others.
+
+tests/exercise_solutions.py has both kinds.  A wrong kernel is a solution in which a text is
+replaced, so that the checker is proven on what learners write, and not on its own formulas.
+"""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from exercises import check
+from exercises.grading import answer, speed
+from exercises.grading.grading import EXERCISES, grade, in_float64
+from exercises.grading.words import WORDS
+from harness.benchmark.checking import FLOOR, HAS_GPU, relative_error
+from tests.conftest import assert_refused
+from tests.exercise_solutions import MISTAKES, SOLUTIONS, solved
+from tests.fixtures import needs_gpu
+from tools.page_records import HERE
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def file_of(name):
+    return HERE / "exercises" / f"{name}.py"
+
+
+@pytest.fixture
+def launch_of(tmp_path):
+    """launch_of(name, *changes): the `launch` of the solution, in which texts are replaced."""
+
+    def load(name, *changes):
+        file = tmp_path / f"{name}.py"
+        file.write_text(solved(name, *changes))
+        return answer.load(str(file))
+
+    return load
+
+
+def test_every_exercise_has_a_file_words_a_solution_and_mistakes():
+    assert [*EXERCISES] == [*WORDS] == [*SOLUTIONS] == [*MISTAKES]
+    files = {path.stem for path in (HERE / "exercises").glob("*.py")}
+    assert files == {"__init__", "check", *EXERCISES}
+    numbers = [ast.get_docstring(ast.parse(file_of(name).read_text())) for name in EXERCISES]
+    assert all(f"Exercise {i}: " in text for i, text in enumerate(numbers, start=1))
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_is_right(name, launch_of):
+    verdict = grade(EXERCISES[name], launch_of(name))
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_untouched_file_says_that_nothing_is_written(name):
+    right, said = answer.report(name, answer.load(str(file_of(name))))
+    assert not right and "Nothing is written yet" in said and "--hint" in said
+
+
+@pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
+@pytest.mark.parametrize(
+    "name, old, new, words",
+    [
+        pytest.param(name, *mistake, id=f"{name}-{i}")
+        for name, mistakes in MISTAKES.items()
+        for i, mistake in enumerate(mistakes)
+    ],
+)
+def test_a_mistake_is_named(name, old, new, words, launch_of):
+    verdict = grade(EXERCISES[name], launch_of(name, (old, new)))
+    assert words in " ".join(verdict.sentences), verdict
+
+
+def test_each_exercise_has_five_mistakes_at_least_that_a_sentence_of_its_own_names():
+    for name, mistakes in MISTAKES.items():
+        assert len({words for *_, words in mistakes}) >= 5, name
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_every_known_mistake_differs_from_the_right_answer(name):
+    """In one case at least: else no kernel could ever be told that it makes the mistake."""
+    subject, seen, told = EXERCISES[name], set(), set()
+    for case in subject.cases:
+        inputs = in_float64(subject.make(case.rows, case.size, case.dtype, **case.options))
+        right = subject.answers(inputs)
+        for sentence, parts in subject.mistakes(inputs, right).items():
+            seen.add(sentence)
+            errors = [relative_error(t, right[part]) for part, t in parts.items()]
+            if any(error > 10 * FLOOR[torch.float32] for error in errors):  # NaN is no answer
+                told.add(sentence)
+    assert seen - told == set()
+
+
+def test_an_input_that_the_kernel_changed_is_named(launch_of):
+    store = "    tl.store(y_ptr"
+    also = "    tl.store(x_ptr + row * x_row_stride + cols, x + 1.0, mask=mask)\n"
+    launch = launch_of("rmsnorm_forward", (store, also + store))
+    found = grade(EXERCISES["rmsnorm_forward"], launch).sentences
+    assert "x was changed, which the kernel only reads." in found
+
+
+def test_code_that_stops_is_shown_with_its_line(launch_of):
+    launch = launch_of("rmsnorm_forward", ("rstd = tl.rsqrt", "rstd = rsqrt"))
+    (sentence,) = grade(EXERCISES["rmsnorm_forward"], launch).sentences
+    number = int(re.search(r"line (\d+) of rmsnorm_forward.py", sentence)[1])
+    line = solved("rmsnorm_forward").splitlines()[number - 1]
+    assert line.strip().startswith("rstd = ") or HAS_GPU  # there the compiler's own words say it
+    assert "rsqrt" in sentence
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_docstring_counts_the_bytes_that_the_checker_counts(name):
+    total = re.search(r"^Bytes per bf16 \w+: .* = (\d+)\.", file_of(name).read_text(), re.MULTILINE)
+    assert f"It moves {total[1]} bytes per element" in speed.bytes_in_words(EXERCISES[name])
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_lesson_that_is_named_is_there(name):
+    file, functions = WORDS[name].lesson.split(", ", 1)
+    source = (HERE / file).read_text()
+    names = re.findall(r"_?\w+_kernel\b|_online_softmax|step_of", functions)
+    assert names and all(f"def {function}(" in source for function in names)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_times_stand_beside_the_lessons(name, launch_of):
+    """With small tensors: on a CPU the times mean nothing, but the lesson takes the same inputs."""
+    case = EXERCISES[name].cases[1]
+    small = dataclasses.replace(EXERCISES[name], timed=(case.rows, case.size))
+    lines = speed.times_table(small, launch_of(name)).splitlines()
+    assert lines[0].split("  ")[0] == f"{small.in_words(case.rows, case.size)}, bf16"
+    assert [line.split("  ")[0] for line in lines[2:]] == ["yours", "the lesson"]
+
+
+@needs_gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("name", EXERCISES)
+def test_times_at_llamas_size(name, launch_of):
+    assert "yours" in speed.times_table(EXERCISES[name], launch_of(name))
+
+
+# ---- The command line
+
+
+def test_exercises_are_listed_and_hints_are_printed(run_script):
+    listed = run_script(check).out
+    assert all(name in listed for name in EXERCISES)
+    first = run_script(check, "adamw", "--hint").out
+    assert first == run_script(check, "adamw", "--hint", "1").out != ""
+    assert WORDS["adamw"].lesson in run_script(check, "adamw", "--hint", "3").out
+
+
+def test_wrong_flags_are_refused_with_a_sentence(run_script):
+    assert_refused(run_script(check, "adamv"), "'adamv'", "adamw")
+    assert_refused(run_script(check, "--hint", "2"), "give its NAME")
+    assert_refused(run_script(check, "adamw", "--hint", "4"), "--hint")
+    assert_refused(run_script(check, "adamw", "--file", "no.py"), "no.py", "exercises/adamw.py")
+    assert_refused(run_script(check, "adamw", "--hint", "--file", "no.py"), "--hint judges no file")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU raises an error, which is shown")
+def test_a_wild_address_ends_the_run_with_a_sentence(run_script, tmp_path):
+    file = tmp_path / "wild.py"
+    file.write_text(solved("rmsnorm_forward", ("row * x_row_stride", "(1 << 30) + (1 << 30)")))
+    outcome = run_script(check, "rmsnorm_forward", "--file", str(file))
+    assert_refused(outcome, "SIGSEGV", "far outside", code=1)
+
+
+@pytest.mark.exhaustive
+def test_a_file_of_ones_own_is_judged_and_not_written(run_script, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(solved("rmsnorm_dx"))
+    outcome = run_script(check, "rmsnorm_dx", "--file", str(file))
+    assert outcome.code == 0 and file.read_text() == solved("rmsnorm_dx")
+
+
+def test_a_file_that_is_no_exercise_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    for text, words in (("def launch(:\n", "line 1 of"), ("x = 1\n", "no function `launch`")):
+        file.write_text(text)
+        with pytest.raises(answer.UserError, match=words):
+            answer.load(str(file))
+
+
+# ---- The page
+
+# of docs/exercises.md, in its order: what is replaced in the solution; None: there is no kernel
+SESSIONS = {
+    "untouched": None,
+    "BLOCK_SIZE": ("/ n_cols + eps", "/ BLOCK_SIZE + eps"),
+    "no mask": ("rstd * weight, mask=mask)", "rstd * weight)"),
+    "right": ("", ""),
+}
+
+
+def session(change, launch_of) -> str:
+    name = "rmsnorm_forward"
+    launch = launch_of(name, change) if change else answer.load(str(file_of(name)))
+    return f"{answer.report(name, launch)[1]}\n"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the page shows what is printed without a GPU")
+def test_the_page_shows_what_the_checker_prints(launch_of):
+    text = (HERE / "docs" / "exercises.md").read_text()
+    shown = re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert shown == [session(change, launch_of) for change in SESSIONS.values()]
