@@ -2,6 +2,7 @@
 
     python -m tools.compile_check    # sm_89, sm_90, sm_100, sm_103 (GB300), sm_120, gfx942: minutes
     python -m tools.compile_check --targets sm_103
+    python -m tools.compile_check --kernel rmsnorm    # one file's, as you change it: seconds
 
 The autograd Functions that users call (compile_cases.py) launch the kernels on a GPU that is not
 there (pretended_gpu.py).
@@ -22,6 +23,7 @@ import itertools
 import multiprocessing
 import os
 
+from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, tables
 from tools.compile_targets import TARGETS, UNALIGNED, Row
 
@@ -90,7 +92,10 @@ def main() -> int:
     parser = command_line.Parser(__doc__)
     named = {"type": parse_targets, "default": "all", "metavar": "NAME,NAME|all"}
     parser.add_argument("--targets", **named, help=f"of {', '.join(TARGETS)} (default: all)")
-    names = parser.parse_args().targets
+    kernels = {"choices": [*SPECS, "all"], "default": "all", "metavar": "NAME|all"}
+    parser.add_argument("--kernel", **kernels, help=f"of {', '.join(SPECS)} (default: all)")
+    args = parser.parse_args()
+    names = args.targets
     # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
     os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     import triton
@@ -101,7 +106,8 @@ def main() -> int:
     vendors = {"cuda": "nvidia", "hip": "amd"}  # as Triton's backends are called
     missing = [name for name in names if vendors[TARGETS[name].backend] not in backends]
     names = [name for name in names if name not in missing]
-    rows = compile_side_by_side(list(itertools.product(names, compile_cases.CASES)))
+    lessons = compile_cases.CASES if args.kernel == "all" else [args.kernel]
+    rows = compile_side_by_side(list(itertools.product(names, lessons)))
     found = failures(rows)
     version = f"Triton {triton.__version__}"
     print(tables.title(f"Ahead-of-time compilation, {version}, {', '.join(names)}"))
