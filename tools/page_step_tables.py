@@ -315,7 +315,7 @@ def longest() -> str:
 def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
     records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
-    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
+    return table(scaling_tables.body(*records), " | ".join(scaling_tables.columns(records[1])))
 
 
 def crossovers() -> str:
