@@ -51,9 +51,11 @@ def test_names_are_unique():
 
 @of_every_row
 def test_a_row_has_its_lesson_its_test_and_its_page(row: Facts):
+    """Its test is a subject of the contracts, a file of tests of its own, or both."""
     assert file_of(row.lesson).is_file()
     places = itertools.product(("", "tests"), (row.name, row.lesson.rpartition(".")[2]))
-    assert any((HERE / folder / f"{name}_test.py").is_file() for folder, name in places)
+    files = [HERE / folder / f"{name}_test.py" for folder, name in places]
+    assert any(file.is_file() for file in (*files, HERE / "tests" / "subjects" / f"{row.name}.py"))
     if row.lesson.startswith("next_steps."):  # the others are the playbook's, in README.md
         assert (HERE / "docs" / f"{row.name}.md").is_file()
 
@@ -68,7 +70,7 @@ def test_a_row_has_faults_for_the_mutation_check(row: Facts):
 def test_each_kernel_that_a_lesson_launches_is_covered_by_one_prefix(row: Facts):
     names = launched_kernels(row.lesson)
     if row.name == "swiglu":  # its twins with adapters
-        names |= launched_kernels("next_steps.lessons.lora_swiglu")
+        names |= launched_kernels("next_steps.layers.lora_swiglu")
     if row.name == "cross_entropy":  # the gradient in place
         names |= launched_kernels("cross_entropy_inplace_kernel")
     assert bool(names) == bool(row.launches)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, relative_error
-from next_steps.layers import fused_layer
+from next_steps.layers import fused_layer, lora_swiglu
 from next_steps.layers.fused_layer import norm_mlp
-from next_steps.lessons import lora_swiglu
-from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
+from next_steps.layers.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons.swiglu_kernel import swiglu_backward, swiglu_forward
 from rmsnorm_kernel import TritonRMSNorm
 

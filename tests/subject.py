@@ -143,8 +143,8 @@ class Subject:
     # (subject) -> the subject inside of a larger graph, if not as others are
     in_a_graph: Callable | None = None
     # (rows, size): the first of each graph, whose rows the compiler pads, and the others
-    compiled_first: tuple = ()
-    compiled_next: tuple = ()
+    compiled_first: tuple = tuple(((5,), width) for width in PADDED_WIDTHS)
+    compiled_next: tuple = (((4,), 2048), ((16,), 48))
 
     # ---- A GPU
     gpu_rows: tuple[int, ...] = (64,)
@@ -158,7 +158,7 @@ class Subject:
     # () -> {name: BadInput}, and which of them is also tried inside of torch.compile
     bad_input: Callable = dict
     bad_when_compiled: str = ""
-    # a regular expression
+    # the input that is refused where it is not on a GPU; the first one unless told
     refused_on_cpu: str = ""
     # inputs that PyTorch's matrix product reads, and refuses
     multiplied: tuple[str, ...] = ()

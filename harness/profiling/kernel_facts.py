@@ -1,20 +1,8 @@
 """The facts about each kernel, one row for each.  Imports neither PyTorch nor the kernels.
 
 Attribution, diagnosis, ladder, tables of memory, --kernels and the benchmark's list read these
-rows.  A new kernel needs:
-
-    a lesson             next_steps/NAME_kernel.py, and its page docs/NAME.md
-    a row                here
-    a patch              next_steps/patches/apply_kernels.py, for --kernels
-    a benchmark problem  its sizes in harness/benchmark/benchmark_specs.py, its inputs and
-                         exact results in next_steps/comparisons/benchmark_problems.py, its
-                         opponents in benchmark_contenders.py and benchmark_peers.py there
-    a subject            in the tests, for the contracts that every kernel keeps, and a file of
-                         tests of its own
-    a compile case       tools/compile_cases.py
-    its faults           tests/faults/NAME_kernel.py, for tests/mutation_test.py
-
-tests/kernel_facts_test.py says which of them is missing.
+rows.  docs/add_a_kernel.md adds a kernel and all that belongs to it; tests/kernel_facts_test.py says
+what is missing.
 """
 
 from dataclasses import dataclass, field

@@ -37,8 +37,8 @@ from torch.nn.functional import linear
 from kernel_support import refuse_second_derivative
 from next_steps.layers import lora_linear as lora
 from next_steps.layers.lora_linear import as_rows
+from next_steps.layers.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons import swiglu_kernel as swiglu
-from next_steps.lessons.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 
 

@@ -1,6 +1,6 @@
 """Faults in lora_swiglu.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.lessons.lora_swiglu"
+SOURCE = "next_steps.layers.lora_swiglu"
 TESTS = "tests.lora_swiglu_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)

@@ -1,24 +1,16 @@
-"""The differentiable functions that every contract is asked of, one record each; a new kernel is a
-new record.
+"""The differentiable functions that every contract is asked of, one record each.
+
+A new kernel is a new file here: each file's SUBJECTS are found by themselves.
 """
 
-from tests.subject import Subject
-from tests.subjects import (
-    cross_entropy,
-    fused_layer,
-    linear_cross_entropy,
-    lora_linear,
-    nf4,
-    qk_norm_rope,
-    reverse_kl,
-    rmsnorm,
-    rope,
-    split_cross_entropy,
-    swiglu,
-)
+import importlib
+import pkgutil
 
-LESSONS = rmsnorm, cross_entropy, linear_cross_entropy, swiglu, rope, reverse_kl, fused_layer
-LESSONS += split_cross_entropy, lora_linear, nf4, qk_norm_rope
+from tests.subject import Subject
+
+FILES = sorted(file.name for file in pkgutil.iter_modules(__path__) if file.name != "__main__")
 SUBJECTS: dict[str, Subject] = {
-    subject.name: subject for lesson in LESSONS for subject in lesson.SUBJECTS
+    subject.name: subject
+    for name in FILES
+    for subject in importlib.import_module(f"{__name__}.{name}").SUBJECTS
 }

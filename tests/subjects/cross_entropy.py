@@ -161,7 +161,6 @@ MEAN = Subject(
     row_inputs=("logits", "targets"),
     bad_input=bad_input,
     bad_when_compiled="too few targets",
-    refused_on_cpu="logits is on cpu, expected a GPU: move it, or export TRITON_INTERPRET",
     exempt={
         "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient",
         "rows_beyond_int32_in_memory": "the mean is over all; cross_entropy_rows has every row's",

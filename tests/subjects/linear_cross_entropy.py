@@ -157,7 +157,6 @@ FORWARD = Subject(
     row_inputs=("hidden", "targets"),
     bad_input=bad_input,
     bad_when_compiled="too few targets",
-    refused_on_cpu="hidden is on cpu, expected a GPU: move it, or export TRITON_INTERPRET",
     exempt={
         "rows_beyond_int32_in_memory": "no chunk is so large; its own test scales large gradients",
         "memory_is_bounded": "its own test measures it, with LLaMA's vocabulary",

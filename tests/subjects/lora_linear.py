@@ -6,14 +6,14 @@ import torch
 
 import rmsnorm_kernel
 from harness.benchmark.checking import DEVICE, HAS_GPU
+from next_steps.layers import lora_swiglu as kernels_of_both
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
     SwiGLULinearFunction,
 )
 from next_steps.layers.lora_linear import LoRALinearFunction, lora_linear_reference
-from next_steps.lessons import lora_swiglu as kernels_of_both
+from next_steps.layers.lora_swiglu import lora_swiglu_reference
 from next_steps.lessons import swiglu_kernel
-from next_steps.lessons.lora_swiglu import lora_swiglu_reference
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
 from tests.subject import Subject, bad_call

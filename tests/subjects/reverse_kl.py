@@ -175,7 +175,6 @@ MEAN = Subject(
     row_inputs=("student_logits", "teacher_logits", "mask"),
     bad_input=bad_input,
     bad_when_compiled="two vocabularies",
-    refused_on_cpu="student_logits is on cpu, expected a GPU: move it, or export TRITON_INT",
     exempt=ALONE
     | {"rows_beyond_int32_in_memory": "the mean is over all rows; reverse_kl_rows has every row's"},
 )

@@ -267,7 +267,6 @@ OF_HEADS = {  # of every function of q, k, cos and sin
     "gpu_rows": (2, 96),
     "gpu_size": (32, 8, 128),
     "bad_when_compiled": "k of another D",
-    "refused_on_cpu": "q is on cpu, expected a GPU: move it, or export TRITON_INTERPRET=1",
 }
 SUBJECTS = (
     Subject(
