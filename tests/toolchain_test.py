@@ -18,7 +18,7 @@ from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
 
 HERE = Path(__file__).parents[1]  # the project's folder
-COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)", "Access"]
+COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
 GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16)
 
 
