@@ -22,6 +22,12 @@ def machine(environment: dict) -> str:
     return ", ".join([gpu, *versions])
 
 
+def short_commit(environment: dict) -> str:
+    """Return the commit of a record, with "+" if files differed from it."""
+    commit = environment["commit"]
+    return commit[:7] + "+" * commit.endswith("+")
+
+
 def command(names: list[str]) -> str:
     """Return what makes these records again, and others of their groups where they are many."""
     groups = [group for group, runs in RUNS.items() if runs.keys() & {*names}]
@@ -38,8 +44,7 @@ def source(names: Iterable[str], page: Path) -> str:
     if page.name in FULL or not names or not COMMANDS.keys() >= {*names}:
         return ""
     made = [load(name)["environment"] for name in names]
-    commits = (each["commit"][:7] + "+" * each["commit"].endswith("+") for each in made)
-    facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(commits)
+    facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(map(short_commit, made))
     place = "results" if page.name == "README.md" else "../results"
     others = f" and {len(names) - 1} more" if names[1:] else ""
     words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}:"
