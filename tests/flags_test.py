@@ -55,6 +55,8 @@ finetune_optimized --teacher tiny [--ladder, --longest, --opponent liger]
     FLAG trains on labels, OTHER does not: leave one of the two out
 finetune_optimized [--student-layers 1, --temperature 1]
     FLAG needs --teacher, the model to distil: add it, or leave FLAG out
+profile_baseline [--layers 1]
+    FLAG leaves weights out, so it is for random ones: add --random-init, or leave FLAG out
 finetune_baseline [--lora-alpha 8, --lora-targets mlp, --merge]
 profile_baseline [--quantize nf4]
     FLAG is for LoRA: add --lora-rank R or --adapter DIR, or leave FLAG out

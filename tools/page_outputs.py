@@ -11,9 +11,8 @@ from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables, weight_values
-from tools.page_records import load
+from tools.page_records import COLUMNS, load
 
-COLUMNS = 120
 LEFT_OUT = "..."
 
 
