@@ -12,10 +12,10 @@ Bytes: each tensor whose address is loaded from counts once, each whose address 
 once more.  The addresses are followed through Triton's own code (ttir).  What the kernel reads
 again is taken from the cache, and counts as an instruction alone.
 
-Instructions: of the longest way through the machine code (nvdisasm) that takes no loop twice, for
-each warp of each program.  The innermost loops that move the tensors are repeated until they have
-stored what the launch stores in loops, or loaded it where they store nothing.  Left out: the rare
-loops that load less than half as much at once, and warps that diverge.
+Instructions: of the longest way through the machine code (nvdisasm) that never goes back, for each
+warp of each program; an outer loop once for each row.  The innermost loops that move the tensors
+turn until they have stored what the launch stores in loops, or loaded it where they store nothing.
+Left out: rare loops, which load less than half as much in a turn, and warps that diverge.
 """
 
 import itertools
@@ -66,13 +66,14 @@ GPUS = {
     "H200": Gpu("sm_90", 132, 67, 4.8),
     "GB300": Gpu("sm_103", 160, 80, 8),
 }
+TARGETS = [*dict.fromkeys(gpu.target for gpu in GPUS.values())]
 OURS = "GB300"  # the GPU that the rows are sorted by
 CASES = {  # {lesson: cases}: of compile_cases.py, in the shapes of LLaMA 3.1 8B
     "rmsnorm": ["RMSNorm"],
     "cross_entropy": ["cross-entropy, mean", "cross-entropy in place, V = 128,256"],
     "swiglu": ["SwiGLU", "SwiGLU with adapters, R = 16"],
     "adamw": ["AdamW", "AdamW, stochastic"],
-    "adamw8": ["AdamW, 8-bit moments, stochastic: True"],
+    "adamw8": [f"AdamW, 8-bit moments, stochastic: {rounding}" for rounding in (False, True)],
     "rope": ["RoPE"],
     "qk_norm_rope": ["QK norm and RoPE, 32 and 8 heads"],
     "reverse_kl": ["reverse KL, batchmean, V = 131,072"],
@@ -162,46 +163,43 @@ def parse(listing: str) -> list[Instruction]:
 class Loop:
     start: int
     end: int  # its last instruction's
-    loads: int  # bytes of a warp in one turn, of accesses that are not narrow
+    loads: int  # bytes of a warp in one turn, without narrow ones: a row's statistic
     stores: int
 
-    def __contains__(self, place: int) -> bool:
-        return self.start <= place <= self.end
+
+def spans(code: list[Instruction]) -> list[tuple[int, int]]:
+    """Return where each loop begins and ends: a branch goes back."""
+    return [
+        (each.goes_to, i)
+        for i, each in enumerate(code)
+        if each.goes_to is not None and each.goes_to < i
+    ]
 
 
 def streaming_loops(code: list[Instruction]) -> list[Loop]:
     """Return the innermost loops that move the tensors."""
-    spans = [(to.goes_to, i) for i, to in enumerate(code) if to.goes_to is not None]
-    spans = [(start, end) for start, end in spans if start < end]
-    found = []
-    for start, end in spans:
-        if any(start <= s and e <= end for s, e in spans if (s, e) != (start, end)):
+    found, all_loops = [], spans(code)
+    for start, end in all_loops:
+        if any(start <= s and e <= end for s, e in all_loops if (s, e) != (start, end)):
             continue  # another loop lies in it
         moved = {"load": 0, "store": 0}
         for kind, width in filter(None, (each.width for each in code[start : end + 1])):
-            moved[kind] += THREADS * width * (width >= NARROW)
+            moved[kind] += THREADS * width * (kind == "store" or width >= NARROW)
         found.append(Loop(start, end, moved["load"], moved["store"]))
     most = max((loop.loads for loop in found), default=0)
     return [loop for loop in found if most and loop.loads >= most / 2]
 
 
-def longest_way(code: list[Instruction], loops: list[Loop]) -> tuple[int, frozenset[int]]:
-    """Return how many instructions the longest way forward has outside of the loops.
-
-    And the loops that lie on the way, by their place in the list: of two ways the one through more
-    loops is the longer one.
-    """
-    nothing = 0, frozenset()
-    ways = [nothing] * (len(code) + 1)
+def longest_way(code: list[Instruction], weights: list[float]) -> float:
+    """Return the weight of the instructions on the heaviest way that never goes back."""
+    ways = [0.0] * (len(code) + 1)
     for i in reversed(range(len(code))):
-        each, after = code[i], []
+        each, after = code[i], [0.0]
         if each.goes_to is not None and each.goes_to > i:
             after.append(ways[each.goes_to])
         if not each.ends:
             after.append(ways[i + 1])
-        inside = frozenset(number for number, loop in enumerate(loops) if i in loop)
-        n, passed = max(after, key=lambda way: (len(way[1]), way[0]), default=nothing)
-        ways[i] = n + (not inside), passed | inside
+        ways[i] = weights[i] + max(after)
     return ways[0]
 
 
@@ -216,6 +214,7 @@ class Traffic:
     stores: int
     loads_in_loops: int
     stores_in_loops: int
+    rows: int | None  # over which the programs walk together, in an outer loop; None: over none
 
 
 def accesses(ttir: str) -> Iterator[tuple[str, int, bool]]:
@@ -244,113 +243,131 @@ def flat(arguments) -> Iterator[object]:
         yield from flat(each) if isinstance(each, tuple) else [each]
 
 
-def traffic(ttir: str, arguments: tuple) -> Traffic:
-    """Return the bytes that a launch with these arguments moves."""
-    sizes = [each.nbytes for each in flat(arguments) if hasattr(each, "data_ptr")]
+def traffic(ttir: str, arguments: dict[str, object]) -> Traffic:
+    """Return what a launch with these arguments moves."""
+    sizes = [each.nbytes for each in flat(arguments.values()) if hasattr(each, "data_ptr")]
     found = set(accesses(ttir))
 
-    def total(kind: str, in_loops: bool) -> int:
-        places = {place for k, place, in_loop in found if k == kind and in_loop >= in_loops}
+    def total(wanted: str, in_loops: bool) -> int:
+        places = {place for kind, place, inside in found if kind == wanted and inside >= in_loops}
         return sum(sizes[place] for place in places)
 
-    return Traffic(*(total(kind, inside) for inside in (False, True) for kind in ("load", "store")))
+    moved = (total(kind, in_loops) for in_loops in (False, True) for kind in ("load", "store"))
+    first, step = (
+        re.search(rf"(%\w+) = tt\.get_{what} x", ttir) for what in ("program_id", "num_programs")
+    )
+    walk = step and re.search(rf"scf\.for %\w+ = {first[1]} to %(\w+) step {step[1]}\b", ttir)
+    return Traffic(*moved, rows=walk and arguments.get(walk[1]))
 
 
 # ---------------------------------------------------------------- a launch
 
 
-def instructions_of(code: list[Instruction], moved: Traffic, warps: int) -> float:
-    """Return the instructions that all warps of a launch issue.
+def instructions_of(code: list[Instruction], moved: Traffic, programs: int, warps: int) -> float:
+    """Return the instructions that a launch issues.
 
     Args:
-        warps: of all programs together.
+        warps: of a program.
     """
     loops = streaming_loops(code)
-    once, passed = longest_way(code, loops)
-    # loops of which a program runs one, as for q or for k, share the tensors
-    share = len(passed) / len(loops) if loops else 1
-    repeated = 0.0
+    weights = [float(programs)] * len(code)
+    for start, end in spans(code):  # a loop around others: once for each row
+        if any(start < loop.start and loop.end < end for loop in loops):
+            if moved.rows is None:
+                raise ValueError("how often the outer loop turns is not known")
+            weights[start : end + 1] = [float(moved.rows)] * (end + 1 - start)
     for loop in loops:
-        of_launch, of_turn = (
-            (moved.stores_in_loops, loop.stores)
-            if loop.stores
-            else (moved.loads_in_loops, loop.loads)
-        )
-        repeated += share * of_launch / of_turn * (loop.end - loop.start + 1)
-    return warps * once + repeated
+        weights[loop.start : loop.end + 1] = [0.0] * (loop.end + 1 - loop.start)
+    count = warps * longest_way(code, weights)
+    for loop in loops:
+        # Two loops may share the tensors: one for q, one for k; or each for a part of a row.
+        share = 1 / sum(bool(other.stores) == bool(loop.stores) for other in loops)
+        if loop.stores:
+            turns = share * moved.stores_in_loops / loop.stores
+        else:
+            turns = share * moved.loads_in_loops / loop.loads
+        count += turns * (loop.end - loop.start + 1)
+    return count
 
 
-def counts_of(job: tuple[str, str]) -> list[Count]:
-    """Compile the chosen cases of a lesson for a target, and count."""
+def count_launches(cases: list, target: str) -> list[Count]:
+    """Return a count of each launch of these `Case`s, compiled for a target.
+
+    In a process that compiles for no other target.
+    """
     import torch
     import triton
     from triton.runtime.jit import JITFunction
 
-    from tools import compile_cases, pretended_gpu
+    from tools import pretended_gpu
 
-    target, lesson = job
-    launched = []
-    run = JITFunction.run
+    counts, case, run = [], None, JITFunction.run
 
-    def kept(kernel, *arguments, grid, **options):
+    def counted(kernel, *arguments, grid, **options):
         compiled = run(kernel, *arguments, grid=grid, **options)
-        launched.append((kernel.__name__, compiled, math.prod(grid), arguments))
+        moved = traffic(compiled.asm["ttir"], dict(zip(kernel.arg_names, arguments)))
+        code = disassemble(compiled.asm["cubin"])
+        n = instructions_of(code, moved, math.prod(grid), compiled.metadata.num_warps)
+        counts.append(Count(kernel.__name__, case.name, target, n, moved.loads + moved.stores))
         return compiled
 
-    cases = {case.name: case for case in compile_cases.CASES[lesson]}
     triton.runtime.driver.set_active(pretended_gpu.stub_driver(target, []))
-    counts = {}
-    for name in CASES[lesson]:
-        with pretended_gpu.pretend_gpu(), mock.patch.object(JITFunction, "run", kept):
-            pretended_gpu.launch(cases[name], torch.bfloat16)
-        for kernel, compiled, programs, arguments in launched:
-            known = launch_of(kernel)
-            if known is None or known[0].name != lesson or known[1].tensor is None:
-                continue  # another lesson's row has it, or it moves next to nothing in a step
-            moved = traffic(compiled.asm["ttir"], arguments)
-            code = disassemble(compiled.asm["cubin"])
-            n = instructions_of(code, moved, programs * compiled.metadata.num_warps)
-            count = Count(kernel, name, target, n, moved.loads + moved.stores)
-            # an evaluation's launch, which writes no gradient, moves less
-            before = counts.get((kernel, name))
-            counts[kernel, name] = max(before or count, count, key=lambda each: each.n_bytes)
-        launched.clear()
-    return [*counts.values()]
+    with pretended_gpu.pretend_gpu(), mock.patch.object(JITFunction, "run", counted):
+        for case in cases:
+            pretended_gpu.launch(case, torch.bfloat16)
+    return counts
+
+
+def rows_of(job: tuple[str, str]) -> list[Count]:
+    """Count a lesson's kernels for a target; of several launches of a case the nearest to issue."""
+    from tools import compile_cases
+
+    target, lesson = job
+    cases = [case for case in compile_cases.CASES[lesson] if case.name in CASES[lesson]]
+    found = {}
+    for count in count_launches(cases, target):
+        known = launch_of(count.kernel)
+        # else another lesson's row has it, or it moves next to nothing in a step
+        if known is not None and known[0].name == lesson and known[1].tensor:
+            found.setdefault((count.kernel, count.case), []).append(count)
+    return [
+        max(each, key=lambda count: count.instructions / count.n_bytes) for each in found.values()
+    ]
 
 
 def count_all() -> list[Count]:
     """Return the counts of all lessons for all targets."""
-    jobs = itertools.product(dict.fromkeys(gpu.target for gpu in GPUS.values()), CASES)
+    jobs = itertools.product(TARGETS, CASES)
     # In processes of their own: a process compiles a kernel for one target.
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        return [*itertools.chain.from_iterable(pool.imap(counts_of, jobs))]
+        return [*itertools.chain.from_iterable(pool.imap(rows_of, jobs))]
 
 
 # ---------------------------------------------------------------- what is printed
 
 
-def rows(record: dict) -> list[dict[str, str]]:
+def rows(record: dict) -> list[dict[str, str | float]]:
     """Return the table's rows, the largest quotient on GB300 first."""
     found = {}
     for count in (Count(**each) for each in record["counts"]):
-        found.setdefault((count.kernel, count.case), {})[count.target] = count
-    body = []
-    for (kernel, case), counts in found.items():
-        per_kb = {t: 1e3 * each.instructions / each.n_bytes for t, each in counts.items()}
-        quotients = {name: gpu.quotient(per_kb[gpu.target], 1e3) for name, gpu in GPUS.items()}
-        body.append((quotients[OURS], kernel, case, per_kb, quotients))
-    return [
-        {"Kernel": kernel.removesuffix("_kernel"), "launched by": case}
-        | {target: f"{n:.1f}" for target, n in per_kb.items()}
-        | {name: f"{quotient:.2f}" for name, quotient in quotients.items()}
-        | {f"first on {OURS}": "issue" if largest > 1 else "memory"}
-        for largest, kernel, case, per_kb, quotients in sorted(body, reverse=True)
-    ]
+        row = {"Kernel": count.kernel.removesuffix("_kernel"), "launched by": count.case}
+        row = found.setdefault((count.kernel, count.case), row)
+        row[count.target] = 1e3 * count.instructions / count.n_bytes
+        for name, gpu in GPUS.items():
+            if gpu.target == count.target:
+                row[name] = gpu.quotient(count.instructions, count.n_bytes)
+    return sorted(found.values(), key=lambda row: -row[OURS])
 
 
 def render(record: dict) -> str:
     body = rows(record)
-    lines = [
+    cells = [
+        [*list(row.values())[:2], *(f"{row[key]:.1f}" for key in TARGETS)]
+        + [f"{row[name]:.2f}" for name in GPUS]
+        for row in body
+    ]
+    first = [f"{row['Kernel']} ({row['launched by']})" for row in body if row[OURS] > 1]
+    return "\n".join([
         tables.title(f"Instructions beside bytes, Triton {record['environment']['triton']}"),
         *(
             f"{name + ':':<6} {gpu.multiprocessors} multiprocessors x 4 schedulers x "
@@ -360,11 +377,11 @@ def render(record: dict) -> str:
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",
         "time to move the bytes, by published figures.  Above 1 the instructions come first.",
         "",
-        tables.table(
-            [*body[0]], [[*row.values()] for row in body], ["left"] * 2 + ["right"] * 6, keys=2
-        ),
-    ]
-    return "\n".join(lines)
+        tables.table(["Kernel", "launched by", *TARGETS, *GPUS], cells, ["left"] * 2 + ["right"] * 5),
+        "",
+        f"First on {OURS}: the instructions in {'; '.join(first) or 'none'}.",
+        f"The memory in the other {len(body) - len(first)}.",
+    ])  # fmt: skip
 
 
 def main() -> int:
