@@ -71,7 +71,7 @@ OURS = "GB300"  # the GPU that the rows are sorted by
 CASES = {  # {lesson: cases}: of compile_cases.py, in the shapes of LLaMA 3.1 8B
     "rmsnorm": ["RMSNorm"],
     "cross_entropy": ["cross-entropy, mean", "cross-entropy in place, V = 128,256"],
-    "swiglu": ["SwiGLU", "SwiGLU with adapters, R = 16"],
+    "swiglu": ["SwiGLU MLP", "SwiGLU with adapters, R = 16"],
     "adamw": ["AdamW", "AdamW, stochastic"],
     "adamw8": [f"AdamW, 8-bit moments, stochastic: {rounding}" for rounding in (False, True)],
     "rope": ["RoPE"],
@@ -129,12 +129,13 @@ def disassemble(binary: bytes) -> list[Instruction]:
     """
     import triton
 
-    tool = triton.knobs.nvidia.nvdisasm
-    if tool is None:
+    try:
+        tool = triton.knobs.nvidia.nvdisasm
+    except RuntimeError as error:
         raise UserError(
-            "nvdisasm is not beside Triton, where its wheels for Linux have it: install Triton by "
-            "pip, or export TRITON_NVDISASM_PATH"
-        )
+            f"{error}, which Triton's wheels for Linux bring: install Triton by pip, or export "
+            "TRITON_NVDISASM_PATH"
+        ) from error
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -361,6 +362,7 @@ def rows(record: dict) -> list[dict[str, str | float]]:
 
 def render(record: dict) -> str:
     body = rows(record)
+    headers = ["Kernel", "launched by", *TARGETS, *GPUS]
     cells = [
         [*list(row.values())[:2], *(f"{row[key]:.1f}" for key in TARGETS)]
         + [f"{row[name]:.2f}" for name in GPUS]
@@ -377,7 +379,7 @@ def render(record: dict) -> str:
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",
         "time to move the bytes, by published figures.  Above 1 the instructions come first.",
         "",
-        tables.table(["Kernel", "launched by", *TARGETS, *GPUS], cells, ["left"] * 2 + ["right"] * 5),
+        tables.table(headers, cells, ["left"] * 2 + ["right"] * 5),
         "",
         f"First on {OURS}: the instructions in {'; '.join(first) or 'none'}.",
         f"The memory in the other {len(body) - len(first)}.",
