@@ -130,6 +130,9 @@ def test_a_compiled_copy_and_more_instructions(tmp_path, target):
     script.write_text(KERNELS)
     environment = {"PYTHONPATH": str(HERE), "TRITON_CACHE_DIR": str(tmp_path)}
     result = run(sys.executable, str(script), target, **environment)
+    if "use Triton 3.7 or later" in result.stderr and target == "sm_103":
+        assert triton.__version__.startswith("3.6.")
+        pytest.skip("Triton 3.6 compiles for GB300, and its disassembler does not know GB300")
     assert result.returncode == 0, result.stderr
     counts = [Count(**json.loads(line)) for line in result.stdout.splitlines()]
     assert [count.n_bytes for count in counts] == [2 * 2 * 2**20] * 3
@@ -217,9 +220,10 @@ def test_every_kernel_that_moves_a_tensor_is_counted():
 def test_what_is_printed_says_which_limit_comes_first():
     record = load("instruction_count")
     printed = instruction_count.render(record)
-    first, others = printed.splitlines()[-2:]
+    last = " ".join(printed.rpartition("\n\n")[2].split())
+    first, others = last.split(" The memory in the ")
     body = instruction_count.rows(record)
     for row in body:
         assert (row["Kernel"] in first) >= (row["GB300"] > 1)
-    assert f"other {sum(row['GB300'] <= 1 for row in body)}." in others
+    assert others == f"other {sum(row['GB300'] <= 1 for row in body)}."
     assert f"Triton {record['environment']['triton']}" in printed

@@ -12,7 +12,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 import check_toolchain
+from harness.benchmark.benchmark_specs import SPECS
+from harness.benchmark.benchmarking import Call
 from harness.benchmark.checking import HAS_GPU, Check
+from next_steps.comparisons.benchmark_contenders import CONTENDERS
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
@@ -205,6 +208,40 @@ def test_wrong_result_is_no(monkeypatch):
     monkeypatch.setattr(check_toolchain, "check_kernels", lambda: checks)
     last = check_toolchain.render(check_toolchain.inspect()).splitlines()[-1]
     assert last.startswith("These kernels run here: no: RMSNorm y, FP32") and "dx" not in last
+
+
+def test_a_kernel_whose_bits_change_from_run_to_run_is_no(monkeypatch):
+    """In the third run of one kernel the last bit of one of its results is another."""
+    calls, run = [], Call.results
+
+    def results(call):
+        calls.append(call)
+        output, gradients = run(call)
+        if len(calls) == 3:
+            output.view(torch.uint8).view(-1)[0] ^= 1
+        return output, gradients
+
+    first, second, *_ = SPECS
+    monkeypatch.setattr(check_toolchain, "RUNS", {HAS_GPU: 4})
+    monkeypatch.setattr(check_toolchain, "check_kernels", list)
+    for name in [name for name in SPECS if name not in (first, second)]:
+        monkeypatch.delitem(SPECS, name)
+    same = check_toolchain.render(check_toolchain.inspect()).splitlines()
+    n_kernels = sum(len(CONTENDERS[name]("bf16").ours) for name in (first, second))
+    assert f"{n_kernels} kernels, 4 runs each, equal bits" in same[-2] and "here: yes" in same[-1]
+    monkeypatch.setattr(Call, "results", results)
+    last = check_toolchain.render(check_toolchain.inspect()).splitlines()[-1]
+    assert f"here: no: 2 different results of {first}, ours in 4 runs" in last
+    assert second not in last and "another version of Triton" in last
+
+
+def test_every_tensor_of_a_result_is_compared():
+    a, b = torch.zeros(2, 3), torch.zeros(())
+    assert [len(each) for each in check_toolchain.tensors_in((a, (None, (b, 1)), []))] == [24, 4]
+    nan = torch.full((2,), torch.nan)
+    assert check_toolchain.count_results(lambda: (nan, None), 3) == 1
+    drawn = iter([(a, b), (a, b + 1), (a, b), (a, -b)])  # -0.0 has other bits
+    assert check_toolchain.count_results(lambda: next(drawn), 4) == 3
 
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])

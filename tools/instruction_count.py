@@ -25,6 +25,7 @@ import os
 import re
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from unittest import mock
@@ -381,8 +382,11 @@ def render(record: dict) -> str:
         "",
         tables.table(headers, cells, ["left"] * 2 + ["right"] * 5),
         "",
-        f"First on {OURS}: the instructions in {'; '.join(first) or 'none'}.",
-        f"The memory in the other {len(body) - len(first)}.",
+        textwrap.fill(
+            f"First on {OURS}: the instructions in {'; '.join(first) or 'none'}. The memory in the "
+            f"other {len(body) - len(first)}.",
+            tables.TERMINAL,
+        ),
     ])  # fmt: skip
 
 
