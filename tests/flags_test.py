@@ -176,6 +176,8 @@ ALLOWED = [
     "finetune_optimized --kernels all --lora-rank 2 --fp8 compact",
     "finetune_optimized --kernels all --adapter x --fp8 compact --save x --merge",
     "torchrun finetune_optimized --kernels all --fp8",
+    "profile_baseline --random-init --layers 1",
+    "profile_baseline --model tiny --layers 1 --estimate",
     "finetune_optimized --kernels all --fp8 head --accumulate 2 --pack",
     "profile_baseline --kernels fused_layer,linear_cross_entropy --fp8 head --estimate",
     "torchrun finetune_optimized --kernels all --lora-rank 2",

@@ -60,7 +60,7 @@ class Gpu:
 
 
 # H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip and rate of the memory
-# https://developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era
+# by https://developer.nvidia.com/blog, "Inside NVIDIA Blackwell Ultra";
 # fp32: https://verda.com/blog/gb300-nvl72-architecture, which repeats NVIDIA's figure.
 GPUS = {
     "H100": Gpu("sm_90", 132, 67, 3.35),
