@@ -119,7 +119,7 @@ def check_repeats() -> dict[str, int]:
     import torch
 
     from harness.benchmark.benchmark_specs import SPECS
-    from harness.benchmark.benchmarking import prepare
+    from harness.benchmark.benchmarking import Call, Step
     from harness.cli.device import HAS_GPU
     from next_steps.comparisons.benchmark_contenders import CONTENDERS
     from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -129,14 +129,15 @@ def check_repeats() -> dict[str, int]:
     for kernel, spec in SPECS.items():
         if kernel.startswith("fp8") and fp8_support():
             continue
-        tokens = spec.gpu_tokens[len(spec.gpu_tokens) // 2] if HAS_GPU else spec.cpu_tokens[0]
+        tokens = spec.tokens(HAS_GPU)[0]
         sizes = [(each.gpu if HAS_GPU else each.cpu)[0] for each in spec.dimensions]
         size = sizes[0] if len(sizes) == 1 else tuple(sizes)
-        for i, ours in enumerate(CONTENDERS[kernel]("bf16").ours):
+        problem = PROBLEMS[kernel](tokens, size, torch.bfloat16)
+        for ours in CONTENDERS[kernel]("bf16").ours:
 
-            def make(kernel=kernel, size=size, n=tokens, i=i) -> tuple:
-                problem = PROBLEMS[kernel](n, size, torch.bfloat16)  # a kernel may overwrite it
-                return prepare(problem, CONTENDERS[kernel]("bf16").ours[i]).results()
+            def make(problem=problem, ours=ours) -> tuple:
+                call = Step if problem.wrt is None else Call  # on a copy of the inputs
+                return call(problem, ours).results()
 
             with warnings.catch_warnings():  # numpy's, of Triton's interpreter
                 warnings.simplefilter("ignore", RuntimeWarning)

@@ -184,15 +184,15 @@ def test_bytes_are_the_facts_passes(count):
     assert count.n_bytes == pytest.approx(2 * launch.passes * numbers, rel=0.05)
 
 
-@pytest.mark.parametrize("case, benchmark", [
+@pytest.mark.parametrize("case, name", [
     ("AdamW", "adamw"),
     ("AdamW, 8-bit moments, stochastic: False", "adamw8"),
     ("NF4", "nf4"),
     ("reverse KL, batchmean, V = 131,072", "reverse_kl"),
 ])  # fmt: skip
-def test_an_h200_was_not_faster_than_the_count_allows(case, benchmark):
+def test_an_h200_was_not_faster_than_the_count_allows(case, name):
     (count,) = (each for each in COUNTS if each.case == case and each.target == "sm_90")
-    section = load(f"benchmark_{benchmark}")["sections"][-1]
+    section = load(f"benchmark_{name}")["sections"][-1]
     most = max(row["tokens"] for row in section["rows"])
     ours = (
         row["kernels_us"]

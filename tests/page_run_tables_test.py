@@ -113,5 +113,5 @@ def test_each_kept_trace_has_a_row_that_is_counted_in_it(recorded):
     file = page_records.RESULTS / "trace_kernels.json.gz"
     file.write_bytes(gzip.compress(json.dumps(trace).encode()))
     ((name, *row),) = cells(traces())[2:]
-    assert name == "[`trace_kernels.json.gz`](../results/trace_kernels.json.gz)"
+    assert name == "[after](../results/trace_kernels.json.gz)"
     assert row == ["H200, torch 2.9.1, triton 3.5.0", "aaaaaaa", "2", "1.2", "0"]

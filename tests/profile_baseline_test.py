@@ -180,8 +180,14 @@ def opened(path: str | Path) -> list[dict]:
         assert isinstance(event["name"], str) and {"pid", "tid", "ts"} <= event.keys()
         if event["ph"] == "X":
             assert float(event["ts"]) >= 0 and float(event["dur"]) >= 0
-    ends = [{e["id"] for e in events if e["ph"] == end} for end in "sf"]
-    assert ends[0] == ends[1]  # each arrow begins and ends
+    arrows = {
+        kind: [{e["id"] for e in events if (e.get("cat"), e["ph"]) == (kind, end)} for end in "sf"]
+        for kind in ("fwdbwd", "ac2g")
+    }
+    assert arrows["fwdbwd"][0] == arrows["fwdbwd"][1] != set()
+    # an arrow leads from each launch to its kernel; those of calls that launch nothing have one end
+    kernels = {e["args"]["correlation"] for e in events if e.get("cat") == "kernel"}
+    assert kernels <= set.intersection(*arrows["ac2g"])
     assert is_environment(trace["environment"])
     return events
 
@@ -193,8 +199,8 @@ def named(events: list[dict]) -> Counter:
 def test_one_layer_alone_leaves_a_small_trace_of_a_whole_step(runs, tmp_path):
     outputs = outputs_in(tmp_path)
     outputs[-1] += ".gz"
-    record, printed = run("--seq-len", "16", "--layers", "1", *outputs)
-    assert "Model: tiny, 1 of its layers, " in printed and record["layers"] == 1
+    record, printed = run("--seq-len", "16", "--first-layers", "1", *outputs)
+    assert "Model: tiny, 1 of its layers, " in printed and record["first_layers"] == 1
     one, two = (named(opened(each["trace"])) for each in (record, runs["baseline"][0]))
     once = "step", "forward", "embedding", "loss", "backward", "optimizer"
     assert all(one[name] == two[name] == 1 for name in once)
@@ -207,8 +213,10 @@ def test_one_layer_alone_leaves_a_small_trace_of_a_whole_step(runs, tmp_path):
 
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"^--layers 3 is more than the 2 of tiny: name fewer"):
-        run("--layers", "3", *outputs_in(tmp_path))
+    with pytest.raises(
+        UserError, match=r"^--first-layers 3 is more than the 2 of tiny: name fewer"
+    ):
+        run("--first-layers", "3", *outputs_in(tmp_path))
 
 
 OURS = "rmsnorm_fwd", "rmsnorm_bwd", "rope", "swiglu_fwd", "swiglu_bwd", "adamw"
@@ -226,12 +234,12 @@ def test_a_kept_trace_is_small_and_shows_what_its_page_says(path):
     assert kernels and kernels.keys() <= launches.keys()
     found = {name for name in OURS if f"_{name}_kernel" in kernels.values()}
     ranges, operations = named(events), {e["name"] for e in events if e.get("cat") == "cpu_op"}
-    has_eager_adamw = any("multi_tensor_apply" in name for name in kernels.values())
+    passes = sum("multi_tensor_apply" in name for name in kernels.values())
     if path.name == "trace_kernels.json.gz":
-        assert found == {*OURS} and not ranges["loss"] and not has_eager_adamw
+        assert found == {*OURS} and not ranges["loss"] and passes == 1  # the steps' numbers
         assert "LinearCrossEntropyFunction" in operations
     else:
-        assert not found and has_eager_adamw
+        assert not found and passes > 100
         assert (ranges["normalization"], ranges["rotary"], ranges["loss"]) == (3, 2, 1)
 
 
@@ -353,7 +361,7 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     assert profile_baseline.default_trace(none) == "traces/tiny-4x32-baseline.json"
     graph = profile_baseline.default_trace(replace(none, cuda_graph=True))
     assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
-    one = profile_baseline.default_trace(replace(none, layers=1))
+    one = profile_baseline.default_trace(replace(none, first_layers=1))
     assert one == "traces/tiny-1-layers-4x32-baseline.json"
     several = profile_baseline.default_trace(replace(none, accumulate=3))
     assert several == "traces/tiny-4x32-baseline-accumulate3.json"

@@ -419,11 +419,12 @@ def traces() -> str:
         made, events = trace["environment"], trace["traceEvents"]
         step_us = next(each["dur"] for each in events if each["name"] == "step")
         body.append(
-            (f"[`{path.name}`](../results/{path.name})", machine(made), short_commit(made))
+            (f"[{'after' if 'kernels' in path.name else 'before'}](../results/{path.name})",)
+            + (machine(made), short_commit(made))
             + (f"{len(trace_picture.gpu_work(trace)):,}", f"{step_us / 1e3:,.1f}")
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
-    return table(body, "trace | on | commit | kernels on the GPU | step, ms | kB")
+    return table(body, "trace | on | commit | kernels, copies | step, ms | kB")
 
 
 FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers

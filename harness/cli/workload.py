@@ -28,7 +28,7 @@ class Workload:
 
     model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
     random_init: bool = False
-    layers: int | None = None  # the model's first ones alone; None: all of them
+    first_layers: int | None = None  # the model's first ones alone; None: all of them
     dtype: str = DTYPE[True]  # of flags.DTYPES
     data: str = "stdlib"
     batch_size: int = 1  # sequences per micro-batch, in each process
@@ -224,7 +224,9 @@ def kernels_in_words(record: dict) -> str:
 def model_line(record: dict) -> str:
     """Return the model of a record that also has the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    name = record["model"] + (f", {record['layers']} of its layers" if "layers" in record else "")
+    name = record["model"] + (
+        f", {record['first_layers']} of its layers" if "first_layers" in record else ""
+    )
     words = f"Model: {name}, {size}, {record['weights']}, {record['dtype']}"
     return "; ".join(filter(None, [words, lora_in_words(record)]))
 

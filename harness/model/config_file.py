@@ -48,11 +48,14 @@ def load_config(
             raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
-    if workload.layers is not None:
-        if workload.layers > config.num_hidden_layers:
-            given = f"--layers {workload.layers} is more than the {config.num_hidden_layers}"
-            raise UserError(f"{given} of {model}: name fewer, or leave --layers out")
-        keep_layers(config, workload.layers)
+    if workload.first_layers is not None:
+        if workload.first_layers > config.num_hidden_layers:
+            given, has = f"--first-layers {workload.first_layers}", config.num_hidden_layers
+            raise UserError(
+                f"{given} is more than the {has} of {model}: name fewer, or leave "
+                "--first-layers out"
+            )
+        keep_layers(config, workload.first_layers)
     if seq_len < 2:
         given = f"--seq-len {seq_len} leaves no next token to predict"
         raise UserError(f"{given}; at least 2 are needed")
