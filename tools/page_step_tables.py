@@ -15,8 +15,18 @@ from harness.records.run_records import relative_differences
 from next_steps.studies import frontier, ladder, scaling_tables
 from tools import page_records, trace_picture
 from tools.page_kernel_tables import by_size
-from tools.page_records import Step, gb, in_words, load, size_label, step_cells, table, times
-from tools.page_sources import machine, short_commit
+from tools.page_records import (
+    Step,
+    gb,
+    in_words,
+    load,
+    short_gpu,
+    size_label,
+    step_cells,
+    table,
+    times,
+)
+from tools.page_sources import short_commit
 
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
 SHORT_NAMES = {  # for a column that must not be wide
@@ -420,7 +430,7 @@ def traces() -> str:
         step_us = next(each["dur"] for each in events if each["name"] == "step")
         body.append(
             (f"[{'after' if 'kernels' in path.name else 'before'}](../results/{path.name})",)
-            + (machine(made), short_commit(made))
+            + (short_gpu(made["gpu"]), short_commit(made))
             + (f"{len(trace_picture.gpu_work(trace)):,}", f"{step_us / 1e3:,.1f}")
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
