@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,16 @@ def test_a_kernel_whose_bits_change_from_run_to_run_is_no(monkeypatch):
     last = check_toolchain.render(check_toolchain.inspect()).splitlines()[-1]
     assert f"here: no: 2 different results of {first}, ours in 4 runs" in last
     assert second not in last and "another version of Triton" in last
+
+
+def test_the_checklists_line_is_what_a_gpu_prints(monkeypatch):
+    """With the number of kernels and of runs; no kernel runs."""
+    monkeypatch.setattr(check_toolchain, "count_results", lambda make, n_runs: 1)
+    monkeypatch.setattr(check_toolchain, "check_kernels", list)
+    monkeypatch.setattr(check_toolchain, "RUNS", {HAS_GPU: check_toolchain.RUNS[True]})
+    printed = check_toolchain.render(check_toolchain.inspect())
+    (shown,) = re.findall(r"^Repeats: .*$", (HERE / "docs" / "gb300.md").read_text(), re.MULTILINE)
+    assert shown in printed.splitlines()
 
 
 def test_every_tensor_of_a_result_is_compared():
