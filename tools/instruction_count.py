@@ -58,9 +58,9 @@ class Gpu:
         return issued / (n_bytes / (self.tbs * 1e12))
 
 
-# H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip and rate of the memory
-# https://developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era
-# fp32: https://verda.com/blog/gb300-nvl72-architecture, which repeats NVIDIA's figure.
+# H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip, and memory: "Inside
+# NVIDIA Blackwell Ultra", https://developer.nvidia.com/blog; fp32: a table that repeats NVIDIA's,
+# https://verda.com/blog/gb300-nvl72-architecture.  docs/gb300.md has the links.
 GPUS = {
     "H100": Gpu("sm_90", 132, 67, 3.35),
     "H200": Gpu("sm_90", 132, 67, 4.8),

@@ -11,6 +11,7 @@ from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from tools import instruction_count
 from tools.page_records import load
 
 COLUMNS = 120
@@ -36,6 +37,7 @@ def render(names: list[str]) -> str:
         "longest": longest.render,
         "fp8_accuracy": fp8_study.render_accuracy,
         "fp8_costs": fp8_study.render_costs,
+        "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }
     return renderers[kind](*records)
