@@ -95,7 +95,7 @@ def repeat_kernels() -> tuple[str, list[str]]:
 
     found = repeats.repeat_all(repeats.RUNS)
     agree = f"{len(found)} kernels gave the same bits in {repeats.RUNS} runs on the same inputs"
-    faults = repeats.faults(found)
+    faults = repeats.faults(found, repeats.RUNS)
     return "see the last line" if faults else agree, faults
 
 

@@ -11,7 +11,7 @@ from harness.benchmark.benchmark_specs import HEAD_DIM, K_HEADS, Q_HEADS, number
 from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import FACTS, launch_of
 from tests.toolchain_test import HERE, run
-from tools import instruction_count
+from tools import compile_cases, instruction_count
 from tools.instruction_count import GPUS, Count, Traffic, instructions_of, parse, streaming_loops
 from tools.page_records import load
 
@@ -81,7 +81,7 @@ def test_an_outer_loop_turns_once_for_each_row():
 
 
 def test_a_copy_in_bulk_is_refused():
-    with pytest.raises(UserError, match="UBLKCP copies in bulk"):
+    with pytest.raises(UserError, match="copy in bulk"):
         streaming_loops(parse(LISTING.replace("LDG.E.128 R8", "UBLKCP R8")))
 
 
@@ -99,7 +99,7 @@ import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import dataclasses, json, sys, triton, triton.language as tl
 from harness.cli import command_line
-from tools import instruction_count
+from tools import compile_cases, instruction_count
 from tools.compile_cases import Case
 
 @triton.jit
@@ -218,6 +218,11 @@ def test_the_record_is_what_this_triton_gives(tmp_path):
     assert result.returncode == 0, result.stderr
     for count in json.loads(result.stdout):
         assert count in record["counts"]
+
+
+def test_the_cases_are_compile_cases():
+    for lesson, names in instruction_count.CASES.items():
+        assert {*names} <= {case.name for case in compile_cases.CASES[lesson]}
 
 
 def test_every_kernel_that_moves_a_tensor_is_counted():

@@ -253,16 +253,15 @@ def test_each_run_has_the_memory_as_it_was():
     p.requires_grad_().grad = g
     with repeats.repeated(3) as found:
         TritonAdamW([p], lr=1.0, weight_decay=0.0).step()
-    assert found["_adamw_kernel"].different == 1 and found["_adamw_kernel"].launches == 1
+    assert found == {"_adamw_kernel": 1}
     assert torch.equal(p, torch.zeros_like(p))  # one step of lr, not three
 
 
 @pytest.mark.exhaustive
 def test_every_kernel_is_repeated():
     found = repeats.repeat_all(1)
-    repeated = {each.kernel for each in found}
     known = {launch.prefix for row in ROWS for launch in row.launches} - {"_obvious", "_plain"}
-    assert not [each for each in known if not any(name.startswith(each) for name in repeated)]
+    assert not [each for each in known if not any(name.startswith(each) for name in found)]
 
 
 def test_no_kernel_adds_by_atomics():

@@ -34,6 +34,7 @@ from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
 from tools.compile_check import NARROW
+from tools.compile_targets import access_of
 
 THREADS = 32  # of a warp
 LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
@@ -103,19 +104,6 @@ class Instruction:
     goes_to: int | None = None  # a branch's destination, as the place of an instruction
 
     @property
-    def width(self) -> tuple[str, int] | None:
-        """Return ("load" or "store", bytes of a thread) of an access to the GPU's memory."""
-        if re.search(r"\b(UBLKCP|UTMA\w+)\b", self.text):
-            raise UserError(
-                f"{self.text.split()[0]} copies in bulk, and how many bytes is not in the code: "
-                "count this kernel by hand"
-            )
-        if not (found := re.search(r"\b(LDG|STG|LDGSTS)\.E([.\w]*)", self.text)):
-            return None
-        bits = re.search(r"\.[US]?(\d+)\b", found[2])  # 32 bits are not written
-        return "store" if found[1] == "STG" else "load", int(bits[1] if bits else 32) // 8
-
-    @property
     def ends(self) -> bool:
         """Return True if the next instruction never follows."""
         return bool(re.match(r"EXIT|RET\b|BRA `", self.text))
@@ -183,10 +171,13 @@ def streaming_loops(code: list[Instruction]) -> list[Loop]:
     for start, end in all_loops:
         if any(start <= s and e <= end for s, e in all_loops if (s, e) != (start, end)):
             continue  # another loop lies in it
-        moved = {"load": 0, "store": 0}
-        for kind, width in filter(None, (each.width for each in code[start : end + 1])):
-            moved[kind] += THREADS * width * (kind == "store" or width >= NARROW)
-        found.append(Loop(start, end, moved["load"], moved["store"]))
+        texts = [each.text for each in code[start : end + 1]]
+        if any(re.search(r"\bUBLKCP|\bUTMA", text) for text in texts):
+            raise UserError("a copy in bulk does not say how many bytes: count this kernel by hand")
+        accesses = [*filter(None, map(access_of, texts))]
+        stores = sum(width for kind, width in accesses if kind == "STG")
+        loads = sum(width for kind, width in accesses if kind != "STG" and width >= NARROW)
+        found.append(Loop(start, end, THREADS * loads, THREADS * stores))
     most = max((loop.loads for loop in found), default=0)
     return [loop for loop in found if most and loop.loads >= most / 2]
 

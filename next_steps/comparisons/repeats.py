@@ -1,6 +1,6 @@
 """Launch each kernel several times on the same inputs, and compare the bits of what it writes.
 
-    for sentence in faults(repeat_all(RUNS)): ...
+    faults(repeat_all(RUNS), RUNS)    # a sentence for each kernel whose runs differ
 
 A compiler can be wrong in a way that shows in some launches alone: Triton 3.7.0 gave other bits in
 3 of 5 trials on a B200.  No kernel of this project adds by atomics, the one thing that may change
@@ -9,7 +9,6 @@ the order of a sum between two launches.  So each must give the same bits, and n
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from unittest import mock
 
 import numpy as np
@@ -25,22 +24,10 @@ from next_steps.layers.fused_layer import SwiGLULinearFunction
 from next_steps.lessons.fp8_casts import rmsnorm_fp8
 from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
 
-RUNS = 10 if HAS_GPU else 3  # of each launch; the interpreter takes a second for all of them
+RUNS = 10 if HAS_GPU else 3  # of each launch; the interpreter takes seconds
 TOKENS = 512 if HAS_GPU else 2  # rows of the inputs
 PARAMETERS = 2**24 if HAS_GPU else 2**9
-DTYPE = "bf16"
 MADE_OF_OTHERS = NORM_APART, SEPARATE, WIDE_MOMENTS  # they launch the kernels of other rows
-
-
-@dataclass
-class Repeats:
-    """All launches of one kernel."""
-
-    kernel: str
-    runs: int  # of each launch
-    launches: int = 0
-    different: int = 1  # results of the launch that has most of them
-    seen: list[tuple[torch.Tensor, ...]] = field(default_factory=list, repr=False)
 
 
 def memory_of(arguments: tuple) -> dict[int, torch.Tensor]:
@@ -50,25 +37,22 @@ def memory_of(arguments: tuple) -> dict[int, torch.Tensor]:
         if isinstance(each, tuple):
             found |= memory_of(each)
         elif isinstance(each, torch.Tensor):
-            memory = each.untyped_storage()
-            found[memory.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=each.device).set_(
-                memory
-            )
+            memory, empty = each.untyped_storage(), torch.empty(0, dtype=torch.uint8)
+            found[memory.data_ptr()] = empty.to(each.device).set_(memory)
     return found
 
 
 @contextlib.contextmanager
-def repeated(runs: int) -> Iterator[dict[str, Repeats]]:
+def repeated(runs: int) -> Iterator[dict[str, int]]:
     """Launch each Triton kernel `runs` times, each time with the memory as it was before.
 
     Yields:
-        a record for each kernel, by its name, which every launch fills in.
+        {kernel: different results}, of the launch that had most of them; each launch fills it in.
     """
     found, get = {}, KernelInterface.__getitem__
 
     def launcher(kernel, grid) -> Callable:
         def launch(*arguments, **options):
-            record = found.setdefault(kernel.__name__, Repeats(kernel.__name__, runs))
             memory = [*memory_of((*arguments, *options.values())).values()]
             before, results = [each.clone() for each in memory], []
             for _ in range(runs):
@@ -77,8 +61,8 @@ def repeated(runs: int) -> Iterator[dict[str, Repeats]]:
                 last = get(kernel, grid)(*arguments, **options)
                 if not any(all(map(torch.equal, memory, result)) for result in results):
                     results.append([each.clone() for each in memory])
-            record.launches += 1
-            record.different = max(record.different, len(results))
+            name = kernel.__name__
+            found[name] = max(found.get(name, 0), len(results))
             return last
 
         return launch
@@ -96,7 +80,7 @@ def launch_all() -> None:
         size = sizes[0] if len(sizes) == 1 else tuple(sizes)
         rows = {"Tokens": TOKENS, "Parameters": PARAMETERS}.get(spec.rows, spec.tokens(HAS_GPU)[0])
         problem = PROBLEMS[name](rows, size, torch.bfloat16)
-        for implementation in CONTENDERS[name](DTYPE).ours:
+        for implementation in CONTENDERS[name]("bf16").ours:
             if implementation.name not in MADE_OF_OTHERS:
                 prepare(problem, implementation).results()
     launch_others(TOKENS, *((4096, 14_336) if HAS_GPU else (64, 128)))
@@ -120,20 +104,20 @@ def launch_others(tokens: int, hidden: int, inner: int, rank: int = 16) -> None:
     output.sum().backward()
 
 
-def repeat_all(runs: int) -> list[Repeats]:
-    """Launch every kernel `runs` times and return what became of each."""
+def repeat_all(runs: int) -> dict[str, int]:
+    """Launch every kernel `runs` times; return {kernel: different results}."""
     # masked columns overflow in the interpreter, as they do on a GPU, and are not used
     with repeated(runs) as found, np.errstate(over="ignore", invalid="ignore"):
         launch_all()
-    return [*found.values()]
+    return found
 
 
-def faults(found: list[Repeats]) -> list[str]:
+def faults(found: dict[str, int], runs: int) -> list[str]:
     """Return a sentence for each kernel whose runs differ."""
     return [
-        f"{each.kernel} gave {each.different} different results in {each.runs} runs on the same "
-        "inputs: install the versions of constraints.txt or another Triton and run this script "
-        "again; until the runs agree, do not train with this kernel (--kernels leaves it out)"
-        for each in found
-        if each.different > 1
+        f"{kernel} gave {different} different results in {runs} runs on the same inputs: install "
+        "the versions of constraints.txt or another Triton and run this script again; until the "
+        "runs agree, do not train with this kernel (--kernels leaves it out)"
+        for kernel, different in found.items()
+        if different > 1
     ]
