@@ -3,21 +3,18 @@
     python check_toolchain.py
 
 The script prints the versions and the GPU.  Then it launches both kernels, forward and backward, on
-small inputs and compares them with PyTorch.  At last it runs every kernel of this tutorial several
-times on the same inputs and compares the bits.  Each kernel adds in a fixed order, so they must be
-the same.  Exit code 0: the kernels run here, are right, and repeat themselves.  Exit code 1: they
-do not, and the script says what to do.
+small inputs and compares them with PyTorch.  At last it launches every kernel of the project
+several times on the same inputs and compares the bits.  Exit code 0: the kernels run here, are
+right, and give the same bits each time.  Exit code 1: they do not, and the script says what to do.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import RunError
 from harness.records import run_records
 
 EPS = 1e-5
-RUNS = {True: 20, False: 2}  # of each kernel, with a GPU and without
 ON_CPU = "on the CPU through Triton's interpreter (no CUDA GPU found)"
 # what a failed launch says: what to do about it; the first match wins
 REMEDIES = {
@@ -92,69 +89,14 @@ def check_kernels() -> list:
     return checks
 
 
-def tensors_in(results: object) -> Iterator:
-    """Yield the bytes of each tensor in results, which may be tuples of tuples."""
-    import torch
+def repeat_kernels() -> tuple[str, list[str]]:
+    """Launch every kernel several times; return what to print, and a sentence for each fault."""
+    from next_steps.comparisons import repeats
 
-    if isinstance(results, torch.Tensor):
-        yield results.detach().contiguous().view(-1).view(torch.uint8)
-    for each in results if isinstance(results, tuple) else ():
-        yield from tensors_in(each)
-
-
-def count_results(make: Callable[[], object], n_runs: int) -> int:
-    """Return how many different results so many calls of `make` have."""
-    import torch
-
-    seen = []
-    for _ in range(n_runs):
-        found = [*tensors_in(make())]
-        if not any(all(map(torch.equal, found, other)) for other in seen):
-            seen.append(found)
-    return len(seen)
-
-
-def check_repeats() -> dict[str, int]:
-    """Run each kernel on the same inputs, as the benchmark does; return its number of results."""
-    import torch
-
-    from harness.benchmark.benchmark_specs import SPECS
-    from harness.benchmark.benchmarking import Call, Step
-    from harness.cli.device import HAS_GPU
-    from next_steps.comparisons.benchmark_contenders import CONTENDERS
-    from next_steps.comparisons.benchmark_problems import PROBLEMS
-    from next_steps.lessons.fp8_kernel import fp8_support
-
-    found = {}
-    for kernel, spec in SPECS.items():
-        if kernel.startswith("fp8") and fp8_support():
-            continue
-        tokens = spec.tokens(HAS_GPU)[0]
-        sizes = [(each.gpu if HAS_GPU else each.cpu)[0] for each in spec.dimensions]
-        size = sizes[0] if len(sizes) == 1 else tuple(sizes)
-        problem = PROBLEMS[kernel](tokens, size, torch.bfloat16)
-        for ours in CONTENDERS[kernel]("bf16").ours:
-
-            def make(problem=problem, ours=ours) -> tuple:
-                call = Step if problem.wrt is None else Call  # on a copy of the inputs
-                return call(problem, ours).results()
-
-            with warnings.catch_warnings():  # numpy's, of Triton's interpreter
-                warnings.simplefilter("ignore", RuntimeWarning)
-                found[f"{kernel}, {ours.name}"] = count_results(make, RUNS[HAS_GPU])
-    return found
-
-
-def unlike(repeats: dict[str, int], n_runs: int) -> str | None:
-    """Return a sentence about the kernels with more than one result; None if there are none."""
-    several = {name: n for name, n in repeats.items() if n > 1}
-    if not several:
-        return None
-    counts = ", ".join(f"{n} different results of {name}" for name, n in several.items())
-    return (
-        f"{counts} in {n_runs} runs of the same inputs: do not train with this Triton on this GPU; "
-        "try another version of Triton and the driver"
-    )
+    found = repeats.repeat_all(repeats.RUNS)
+    agree = f"{len(found)} kernels gave the same bits in {repeats.RUNS} runs on the same inputs"
+    faults = repeats.faults(found, repeats.RUNS)
+    return "see the last line" if faults else agree, faults
 
 
 def explain(error: Exception) -> str:
@@ -177,19 +119,17 @@ def inspect() -> dict:
         ) from error
     import torch
 
-    from harness.cli.device import HAS_GPU
-
-    repeats = {}
+    repeated = "not tried"
     try:
-        reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
-        if reason is None:
-            repeats = check_repeats()
-            reason = unlike(repeats, RUNS[HAS_GPU])
+        faults = [str(check) for check in check_kernels() if not check.passed]
+        if not faults:
+            repeated, faults = repeat_kernels()
+        reason = "; ".join(faults) or None
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    repeats = {"runs": RUNS[HAS_GPU], "results": repeats}
-    return {"environment": found, "gpu_memory_bytes": memory, "reason": reason, "repeats": repeats}
+    of_gpu = {"environment": found, "gpu_memory_bytes": memory}
+    return of_gpu | {"repeated": repeated, "reason": reason}
 
 
 def render(found: dict) -> str:
@@ -206,10 +146,7 @@ def render(found: dict) -> str:
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
     lines += [] if env["gpu"] else [gpu_remedy()]
-    repeats = found["repeats"]
-    if repeats["results"] and not found["reason"]:
-        n_kernels = len(repeats["results"])
-        lines += [f"{'Repeats:':<20} {n_kernels} kernels, {repeats['runs']} runs each, equal bits"]
+    lines.append(f"Repeated launches:   {found['repeated']}")
     verdict = "yes" if env["gpu"] else f"yes, {ON_CPU}"
     verdict = f"no: {found['reason']}" if found["reason"] else verdict
     return "\n".join([*lines, f"These kernels run here: {verdict}"])

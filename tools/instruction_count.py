@@ -35,6 +35,7 @@ from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
 from tools.compile_check import NARROW
+from tools.compile_targets import access_of
 
 THREADS = 32  # of a warp
 LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
@@ -59,9 +60,9 @@ class Gpu:
         return issued / (n_bytes / (self.tbs * 1e12))
 
 
-# H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip and rate of the memory
-# by https://developer.nvidia.com/blog, "Inside NVIDIA Blackwell Ultra";
-# fp32: https://verda.com/blog/gb300-nvl72-architecture, which repeats NVIDIA's figure.
+# H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip, and memory: "Inside
+# NVIDIA Blackwell Ultra", https://developer.nvidia.com/blog; fp32: a table that repeats NVIDIA's,
+# https://verda.com/blog/gb300-nvl72-architecture.  docs/gb300.md has the links.
 GPUS = {
     "H100": Gpu("sm_90", 132, 67, 3.35),
     "H200": Gpu("sm_90", 132, 67, 4.8),
@@ -102,19 +103,6 @@ class Count:
 class Instruction:
     text: str
     goes_to: int | None = None  # a branch's destination, as the place of an instruction
-
-    @property
-    def width(self) -> tuple[str, int] | None:
-        """Return ("load" or "store", bytes of a thread) of an access to the GPU's memory."""
-        if re.search(r"\b(UBLKCP|UTMA\w+)\b", self.text):
-            raise UserError(
-                f"{self.text.split()[0]} copies in bulk, and how many bytes is not in the code: "
-                "count this kernel by hand"
-            )
-        if not (found := re.search(r"\b(LDG|STG|LDGSTS)\.E([.\w]*)", self.text)):
-            return None
-        bits = re.search(r"\.[US]?(\d+)\b", found[2])  # 32 bits are not written
-        return "store" if found[1] == "STG" else "load", int(bits[1] if bits else 32) // 8
 
     @property
     def ends(self) -> bool:
@@ -184,10 +172,13 @@ def streaming_loops(code: list[Instruction]) -> list[Loop]:
     for start, end in all_loops:
         if any(start <= s and e <= end for s, e in all_loops if (s, e) != (start, end)):
             continue  # another loop lies in it
-        moved = {"load": 0, "store": 0}
-        for kind, width in filter(None, (each.width for each in code[start : end + 1])):
-            moved[kind] += THREADS * width * (kind == "store" or width >= NARROW)
-        found.append(Loop(start, end, moved["load"], moved["store"]))
+        texts = [each.text for each in code[start : end + 1]]
+        if any(re.search(r"\bUBLKCP|\bUTMA", text) for text in texts):
+            raise UserError("a copy in bulk does not say how many bytes: count this kernel by hand")
+        accesses = [*filter(None, map(access_of, texts))]
+        stores = sum(width for kind, width in accesses if kind == "STG")
+        loads = sum(width for kind, width in accesses if kind != "STG" and width >= NARROW)
+        found.append(Loop(start, end, THREADS * loads, THREADS * stores))
     most = max((loop.loads for loop in found), default=0)
     return [loop for loop in found if most and loop.loads >= most / 2]
 
