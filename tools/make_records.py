@@ -1,8 +1,8 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
     python -m tools.make_records                          # list the runs
-    python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 \
-        checks estimates                                  # all
+    python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 checks
+    python -m tools.make_records estimates                # without a GPU; with the line above: all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 

@@ -224,9 +224,9 @@ def kernels_in_words(record: dict) -> str:
 def model_line(record: dict) -> str:
     """Return the model of a record that also has the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    name = record["model"] + (
-        f", {record['first_layers']} of its layers" if "first_layers" in record else ""
-    )
+    name = record["model"]
+    if "first_layers" in record:
+        name += f", {record['first_layers']} of its layers"
     words = f"Model: {name}, {size}, {record['weights']}, {record['dtype']}"
     return "; ".join(filter(None, [words, lora_in_words(record)]))
 

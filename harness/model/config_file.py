@@ -48,14 +48,11 @@ def load_config(
             raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
-    if workload.first_layers is not None:
-        if workload.first_layers > config.num_hidden_layers:
-            given, has = f"--first-layers {workload.first_layers}", config.num_hidden_layers
-            raise UserError(
-                f"{given} is more than the {has} of {model}: name fewer, or leave "
-                "--first-layers out"
-            )
-        keep_layers(config, workload.first_layers)
+    if (n := workload.first_layers) is not None:
+        if n > config.num_hidden_layers:
+            given = f"--first-layers {n} is more than the {config.num_hidden_layers} of {model}"
+            raise UserError(f"{given}: name fewer, or leave --first-layers out")
+        keep_layers(config, n)
     if seq_len < 2:
         given = f"--seq-len {seq_len} leaves no next token to predict"
         raise UserError(f"{given}; at least 2 are needed")
