@@ -3,8 +3,9 @@
     python check_toolchain.py
 
 The script prints the versions and the GPU.  Then it launches both kernels, forward and backward, on
-small inputs and compares them with PyTorch.  Exit code 0: the kernels run here and are right.  Exit
-code 1: they are not, and the script says what to do.
+small inputs and compares them with PyTorch.  At last it launches every kernel of the project
+several times on the same inputs and compares the bits.  Exit code 0: the kernels run here, are
+right, and give the same bits each time.  Exit code 1: they do not, and the script says what to do.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,6 +89,16 @@ def check_kernels() -> list:
     return checks
 
 
+def repeat_kernels() -> tuple[str, list[str]]:
+    """Launch every kernel several times; return what to print, and a sentence for each fault."""
+    from next_steps.comparisons import repeats
+
+    found = repeats.repeat_all(repeats.RUNS)
+    agree = f"{len(found)} kernels gave the same bits in {repeats.RUNS} runs on the same inputs"
+    faults = repeats.faults(found, repeats.RUNS)
+    return "see the last line" if faults else agree, faults
+
+
 def explain(error: Exception) -> str:
     """Return one line about a failed launch: what it said and what to do."""
     text = f"{type(error).__name__}: {error}".strip()
@@ -108,12 +119,17 @@ def inspect() -> dict:
         ) from error
     import torch
 
+    repeated = "not tried"
     try:
-        reason = "; ".join(str(check) for check in check_kernels() if not check.passed) or None
+        faults = [str(check) for check in check_kernels() if not check.passed]
+        if not faults:
+            repeated, faults = repeat_kernels()
+        reason = "; ".join(faults) or None
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    return {"environment": found, "gpu_memory_bytes": memory, "reason": reason}
+    of_gpu = {"environment": found, "gpu_memory_bytes": memory}
+    return of_gpu | {"repeated": repeated, "reason": reason}
 
 
 def render(found: dict) -> str:
@@ -130,6 +146,7 @@ def render(found: dict) -> str:
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
     lines += [] if env["gpu"] else [gpu_remedy()]
+    lines.append(f"Repeated launches:   {found['repeated']}")
     verdict = "yes" if env["gpu"] else f"yes, {ON_CPU}"
     verdict = f"no: {found['reason']}" if found["reason"] else verdict
     return "\n".join([*lines, f"These kernels run here: {verdict}"])

@@ -4,6 +4,7 @@
     python profile_baseline.py --use-custom-rmsnorm                  # step 7: one kernel replaced
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                  # without access to the weights
+    python profile_baseline.py --random-init --first-layers 1 # a trace that is quickly read
     python profile_baseline.py --memory --plot memory.png     # what fills the memory, when
     python profile_baseline.py --estimate                     # the same before a run, anywhere
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain
@@ -86,7 +87,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
         if graph:
             profile, profiled_ms = profile_operations()
-            trace, _ = profiler.read_trace(profile)
+            trace = profiler.read_trace(profile)
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         if graph:
@@ -167,6 +168,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def default_trace(workload: Workload) -> str:
     name = [
         Path(workload.model).resolve().name,
+        workload.first_layers and f"{workload.first_layers}-layers",
         f"{workload.batch_size}x{workload.seq_len}",
         "+".join(workload.kernels) or "baseline",
         workload.lora_rank and f"lora{workload.lora_rank}-{workload.lora_targets}",

@@ -370,7 +370,8 @@ def test_it_is_said_which_times_have_the_host_in_them():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("seq_len", 4), ("model", "other"), ("dtype", "fp32"), ("device", "CPU")]
+    ("key", "value"),
+    [("seq_len", 4), ("model", "other"), ("dtype", "fp32"), ("device", "CPU"), ("first_layers", 1)],
 )
 def test_profiles_of_different_workloads_are_not_compared(key, value):
     before, after = before_and_after()

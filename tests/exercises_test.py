@@ -10,10 +10,11 @@ import re
 
 import pytest
 import torch
+from triton.compiler import CompilationError
 
 from exercises import check
 from exercises.grading import answer, speed
-from exercises.grading.grading import EXERCISES, grade, in_float64
+from exercises.grading.grading import EXERCISES, grade, in_float64, stopped
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import FLOOR, HAS_GPU, relative_error
 from tests.conftest import assert_refused
@@ -102,13 +103,30 @@ def test_an_input_that_the_kernel_changed_is_named(launch_of):
     assert "x was changed, which the kernel only reads." in found
 
 
-def test_code_that_stops_is_shown_with_its_line(launch_of):
-    launch = launch_of("rmsnorm_forward", ("rstd = tl.rsqrt", "rstd = rsqrt"))
-    (sentence,) = grade(EXERCISES["rmsnorm_forward"], launch).sentences
+WITHOUT_TL = "rstd = tl.rsqrt", "rstd = rsqrt"
+
+
+def assert_shown_with_its_line(sentence):
     number = int(re.search(r"line (\d+) of rmsnorm_forward.py", sentence)[1])
-    line = solved("rmsnorm_forward").splitlines()[number - 1]
-    assert line.strip().startswith("rstd = ") or HAS_GPU  # there the compiler's own words say it
-    assert "rsqrt" in sentence
+    line = solved("rmsnorm_forward", WITHOUT_TL).splitlines()[number - 1]
+    assert line.strip().startswith("rstd = ") and "NameError" in sentence and "rsqrt" in sentence
+
+
+def test_code_that_stops_is_shown_with_its_line(launch_of):
+    launch = launch_of("rmsnorm_forward", WITHOUT_TL)
+    (sentence,) = grade(EXERCISES["rmsnorm_forward"], launch).sentences
+    assert_shown_with_its_line(sentence)
+
+
+def test_code_that_does_not_compile_is_shown_with_its_line(launch_of):
+    """As the compiler of a GPU raises it: it counts the lines of the kernel alone."""
+    launch = launch_of("rmsnorm_forward", WITHOUT_TL)
+    kernel = solved("rmsnorm_forward", WITHOUT_TL).partition("@triton.jit\n")[2]
+    kernel = kernel.partition("def launch")[0]
+    nodes = ast.walk(ast.parse(kernel))
+    name = next(node for node in nodes if isinstance(node, ast.Name) and node.id == "rsqrt")
+    error = CompilationError(kernel, name, "NameError('rsqrt is not defined')")
+    assert_shown_with_its_line(stopped(error, launch))
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -31,6 +31,7 @@ import profile_baseline
 from harness.cli import command_line, output_files, tables
 from harness.cli.workload import Workload
 from harness.data import dataset, samples
+from harness.profiling import profiler as profiling
 from harness.profiling.profiler import read_trace, write_trace
 from harness.records import run_records
 from harness.training import saving
@@ -468,7 +469,7 @@ def test_the_facts_of_a_checkpoint_are_no_record_to_replace(run_script, tmp_path
     assert json.loads(facts.read_text())["step"] == 3
 
 
-def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_path):
+def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_path, monkeypatch):
     """Only the beginning of a memory snapshot is made: to take one needs a GPU."""
     for name, kind in {"json": ".json", "plot": ".png"}.items():
         found = sorted(RESULTS.glob(f"*{kind}"))
@@ -480,10 +481,10 @@ def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(profiler, tmp_pat
         str(tmp_path / name) for name in ("drawn.png", "trace.json", "step.pickle", "empty.png")
     )
     tables.save_plot(figure, drawn)
-    _, content = read_trace(profiler)
-    Path(trace).write_bytes(content)
-    Path(f"{trace}.gz").write_bytes(gzip.compress(content))
+    read = read_trace(profiler)
+    monkeypatch.setattr(profiling, "read_trace", lambda _: read)  # it can be exported only once
     for file in (trace, f"{trace}.gz"):
+        write_trace(profiler, file)
         output_files.check_outputs(argparse.Namespace(trace=file))
     Path(snapshot).write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
     output_files.check_outputs(argparse.Namespace(plot=drawn, memory_snapshot=snapshot))
@@ -561,7 +562,16 @@ def test_a_trace_is_compressed_if_its_name_says_so(profiled, tmp_path):
     path = tmp_path / "trace.json.gz"
     found, n_bytes = write_trace(profiler, str(path))
     assert found == trace and n_bytes == path.stat().st_size
-    assert json.loads(gzip.decompress(path.read_bytes())) == trace
+    written = json.loads(gzip.decompress(path.read_bytes()))
+    assert written.pop("environment")["commit"] and written == trace
+
+
+def test_a_trace_names_no_machine_and_no_temporary_file(profiled, tmp_path):
+    profiler, trace = profiled
+    trace |= {"host_name": "mine", "traceName": "/tmp/x/trace.json"}
+    write_trace(profiler, str(tmp_path / "trace.json"))
+    written = (tmp_path / "trace.json").read_text()
+    assert "mine" not in written and "/tmp/x" not in written
 
 
 # ---------------------------------------------------------------- saved models

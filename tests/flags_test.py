@@ -55,6 +55,8 @@ finetune_optimized --teacher tiny [--ladder, --longest, --opponent liger]
     FLAG trains on labels, OTHER does not: leave one of the two out
 finetune_optimized [--student-layers 1, --temperature 1]
     FLAG needs --teacher, the model to distil: add it, or leave FLAG out
+profile_baseline [--first-layers 1]
+    FLAG leaves weights out, so it is for random ones: add --random-init, or leave FLAG out
 finetune_baseline [--lora-alpha 8, --lora-targets mlp, --merge]
 profile_baseline [--quantize nf4]
     FLAG is for LoRA: add --lora-rank R or --adapter DIR, or leave FLAG out
@@ -174,6 +176,8 @@ ALLOWED = [
     "finetune_optimized --kernels all --lora-rank 2 --fp8 compact",
     "finetune_optimized --kernels all --adapter x --fp8 compact --save x --merge",
     "torchrun finetune_optimized --kernels all --fp8",
+    "profile_baseline --random-init --first-layers 1",
+    "profile_baseline --model tiny --first-layers 1 --estimate",
     "finetune_optimized --kernels all --fp8 head --accumulate 2 --pack",
     "profile_baseline --kernels fused_layer,linear_cross_entropy --fp8 head --estimate",
     "torchrun finetune_optimized --kernels all --lora-rank 2",

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cross_entropy_inplace_kernel import cross_entropy_inplace, cross_entropy_scale
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
 from harness.cli.command_line import UserError
 from harness.model import architecture
 from harness.model.loading import load_model
@@ -40,10 +40,10 @@ CHUNK, WIDTH = 32, 64  # of two chunks and three slices
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch, request):
+def small_pieces(monkeypatch):
     monkeypatch.setattr(fp8_head, "MAX_CHUNK", CHUNK)
     monkeypatch.setattr(fp8_head, "MAX_COLUMNS", WIDTH)
-    for name in REFERENCES.keys() & vars(fp8_head).keys():
+    for name in REFERENCES.keys() & vars(fp8_head).keys() if not HAS_GPU else ():
         monkeypatch.setattr(fp8_head, name, REFERENCES[name])  # see fp8_layer_test.py
 
 

@@ -12,10 +12,10 @@ from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
 from next_steps.studies import fp8_study, weight_values
 from tools import make_records
-from tools.make_records import BASELINE, OPTIMIZED, PROFILE, RUNS
+from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
 
-COMMANDS = {n: shlex.split(command) for group in RUNS.values() for n, command in group.items()}
+COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
@@ -36,6 +36,8 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
     if script in (PROFILE, BASELINE, OPTIMIZED):
         workload_of(script, flags, monkeypatch)
+    elif name in CHECKS:
+        assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
         assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
     elif script == "next_steps.studies.weight_values":
@@ -51,7 +53,11 @@ def test_the_list_has_every_kernels_benchmark():
     assert {f"benchmark_{kernel}" for kernel in PROBLEMS} == RUNS["kernels"].keys()
 
 
-@pytest.mark.parametrize("name", RUNS["steps"])
+def test_every_estimate_of_the_pages_is_listed():
+    assert RUNS["estimates"].keys() == {path.stem for path in RESULTS.glob("estimate_*.json")}
+
+
+@pytest.mark.parametrize("name", [*RUNS["steps"], *RUNS["estimates"]])
 def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
     record = json.loads((RESULTS / f"{name}.json").read_text())
     script, *flags = COMMANDS[name]
@@ -69,17 +75,19 @@ def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
 
 GOOD = {"good": f"{BASELINE} {TINY}"}
 BAD = {"bad": f"{BASELINE} {TINY} --lora-rank 0"}
+CHECKED = {"rmsnorm_test": "rmsnorm_test.py"}  # it writes no record itself
 PROFILED = {"profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmup 1"}
 
 
 @pytest.mark.exhaustive
 def test_each_run_leaves_its_record_and_what_failed_is_said(tmp_path, capsys):
-    assert make_records.make(GOOD | BAD | PROFILED, tmp_path / "records", None) == 1
+    assert make_records.make(GOOD | BAD | PROFILED | CHECKED, tmp_path / "records", None) == 1
     assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
         "good.json",
         "profile.json",
+        "rmsnorm_test.json",
     ]
-    good, bad, profile = capsys.readouterr().out.splitlines()
+    good, bad, profile, _ = capsys.readouterr().out.splitlines()
     assert good.startswith("good: ") and good.endswith(" s") and profile.endswith(" s")
     assert "s, failed: " in bad and "--lora-rank" in bad
 

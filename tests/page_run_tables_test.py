@@ -1,11 +1,12 @@
 """The pages' tables of several runs."""
 
+import gzip
 import json
 
 import pytest
 
 from tools import page_records
-from tools.page_step_tables import parts, run_label, runs
+from tools.page_step_tables import parts, run_label, runs, traces
 
 ALL = ["rmsnorm", "adamw"]
 
@@ -101,3 +102,16 @@ def test_profiles_stand_beside_each_other_without_what_is_nothing(recorded):
 def test_profiles_of_several_sizes_are_called_by_them(recorded):
     names = recorded(one=profile(loss=20.0), two=profile(loss=90.0) | {"batch_size": 4})
     assert cells(parts(*names))[0] == ["Hugging Face, ms", "1 × 512", "4 × 512"]
+
+
+def test_each_kept_trace_has_a_row_that_is_counted_in_it(recorded):
+    assert cells(traces())[2:] == []
+    kernel = {"ph": "X", "cat": "kernel", "name": "_k", "ts": 5, "dur": 1, "args": {"stream": 7}}
+    step = {"ph": "X", "cat": "user_annotation", "name": "step", "ts": 0, "dur": 1234}
+    made = {"gpu": "NVIDIA H200", "torch": "2.9.1+cu130", "triton": "3.5.0", "commit": "a" * 40}
+    trace = {"environment": made, "traceEvents": [step, kernel, kernel]}
+    file = page_records.RESULTS / "trace_kernels.json.gz"
+    file.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    ((name, *row),) = cells(traces())[2:]
+    assert name == "[after](../results/trace_kernels.json.gz)"
+    assert row == ["H200", "aaaaaaa", "2", "1.2", "0"]

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import profile_baseline
 from harness.cli import device
+from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import NO_GPU_NOTE
 from harness.cli.workload import Workload
@@ -31,12 +33,14 @@ from harness.profiling.kernel_facts import (
     UNATTRIBUTED,
 )
 from harness.profiling.profile_tables import OF_A_GRAPH
-from harness.records.run_records import read_record
+from harness.records.run_records import is_environment, read_record
 from harness.steps import stepping
 from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
 from tests.diagnose_test import made_up
 from tests.fixtures import needs_gpu
+from tools import trace_picture
+from tools.page_records import RESULTS
 
 # ---------------------------------------------------------------- what is printed
 
@@ -168,6 +172,77 @@ def test_every_category_of_a_real_step_is_found(runs, name):
     assert all(phases[name]["us"] > 0 for name in ["forward", "loss", "backward", "optimizer"])
 
 
+def opened(path: str | Path) -> list[dict]:
+    """The events of a trace, which Perfetto opens: each is as the format of Chrome's wants it."""
+    trace = trace_picture.read(str(path))
+    events = trace["traceEvents"]
+    for event in events:
+        assert isinstance(event["name"], str) and {"pid", "tid", "ts"} <= event.keys()
+        if event["ph"] == "X":
+            assert float(event["ts"]) >= 0 and float(event["dur"]) >= 0
+    arrows = {
+        kind: [{e["id"] for e in events if (e.get("cat"), e["ph"]) == (kind, end)} for end in "sf"]
+        for kind in ("fwdbwd", "ac2g")
+    }
+    assert arrows["fwdbwd"][0] == arrows["fwdbwd"][1] != set()
+    # an arrow leads from each launch to its kernel; those of calls that launch nothing have one end
+    kernels = {e["args"]["correlation"] for e in events if e.get("cat") == "kernel"}
+    assert kernels <= set.intersection(*arrows["ac2g"])
+    assert is_environment(trace["environment"])
+    return events
+
+
+def named(events: list[dict]) -> Counter:
+    return Counter(each["name"] for each in events if each.get("cat") == "user_annotation")
+
+
+def test_one_layer_alone_leaves_a_small_trace_of_a_whole_step(runs, tmp_path):
+    outputs = outputs_in(tmp_path)
+    outputs[-1] += ".gz"
+    record, printed = run("--seq-len", "16", "--first-layers", "1", *outputs)
+    assert "Model: tiny, 1 of its layers, " in printed and record["first_layers"] == 1
+    one, two = (named(opened(each["trace"])) for each in (record, runs["baseline"][0]))
+    once = "step", "forward", "embedding", "loss", "backward", "optimizer"
+    assert all(one[name] == two[name] == 1 for name in once)
+    in_a_layer = {"normalization": 2, "attention": 1, "mlp": 1, "rotary": 1}
+    for name, number in in_a_layer.items():
+        beside = name in ("normalization", "rotary")  # the last norm, the angles
+        assert (one[name], two[name]) == (number + beside, 2 * number + beside)
+    assert record["parameters"] < runs["baseline"][0]["parameters"]
+    assert len(opened(record["trace"])) < 0.8 * len(opened(runs["baseline"][0]["trace"]))
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^--first-layers 3 is more than the 2 of tiny: name fewer"
+    ):
+        run("--first-layers", "3", *outputs_in(tmp_path))
+
+
+OURS = "rmsnorm_fwd", "rmsnorm_bwd", "rope", "swiglu_fwd", "swiglu_bwd", "adamw"
+OURS += ("cross_entropy_inplace",)
+
+
+@pytest.mark.parametrize("path", [*RESULTS.glob("trace_*.json.gz")], ids=lambda path: path.name)
+def test_a_kept_trace_is_small_and_shows_what_its_page_says(path):
+    assert path.stat().st_size <= 300e3
+    events = opened(path)
+    launches, kernels = (
+        {e["args"]["correlation"]: e["name"] for e in events if e.get("cat") in kinds}
+        for kinds in (("cuda_runtime", "cuda_driver"), ("kernel",))
+    )
+    assert kernels and kernels.keys() <= launches.keys()
+    found = {name for name in OURS if f"_{name}_kernel" in kernels.values()}
+    ranges, operations = named(events), {e["name"] for e in events if e.get("cat") == "cpu_op"}
+    passes = sum("multi_tensor_apply" in name for name in kernels.values())
+    if path.name == "trace_kernels.json.gz":
+        assert found == {*OURS} and not ranges["loss"] and passes == 1  # the steps' numbers
+        assert "LinearCrossEntropyFunction" in operations
+    else:
+        assert not found and passes > 100
+        assert (ranges["normalization"], ranges["rotary"], ranges["loss"]) == (3, 2, 1)
+
+
 def test_the_custom_kernels_replace_the_eager_operations(runs):
     baseline, custom = (
         {row["name"]: row["calls"] for row in runs[n][0]["operations"]}
@@ -286,6 +361,8 @@ def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
     assert profile_baseline.default_trace(none) == "traces/tiny-4x32-baseline.json"
     graph = profile_baseline.default_trace(replace(none, cuda_graph=True))
     assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
+    one = profile_baseline.default_trace(replace(none, first_layers=1))
+    assert one == "traces/tiny-1-layers-4x32-baseline.json"
     several = profile_baseline.default_trace(replace(none, accumulate=3))
     assert several == "traces/tiny-4x32-baseline-accumulate3.json"
 
@@ -328,7 +405,8 @@ def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkey
     monkeypatch.setattr(profiler, "profiled_step", profiled_step)
     monkeypatch.setattr(profiler, "timeline", timeline)
     monkeypatch.setattr(apply_kernels, "make_optimizer", make_optimizer)
-    monkeypatch.setattr(profile_baseline, "environment", dict)
+    for module in (profile_baseline, profiler):
+        monkeypatch.setattr(module, "environment", dict)
     workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1, cuda_graph=True)
     record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
     assert calls == ["categories", "capture", *["replay"] * 3, "timeline", *["replay"] * 3]

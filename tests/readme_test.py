@@ -3,6 +3,7 @@ be true.
 """
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -24,8 +25,18 @@ from next_steps.comparisons import sweep_kernels
 from next_steps.hugging_face import kernel_repository, sft
 from next_steps.studies import fp8_study, frontier, make_samples, scaling, weight_values
 from tests import packaged_model
-from tools import compile_check, fill_pages, make_records, page_outputs, trace_picture
+from tools import (
+    compile_check,
+    fill_pages,
+    instruction_count,
+    make_records,
+    page_outputs,
+    page_records,
+    page_sources,
+    trace_picture,
+)
 from tools.fill_pages import MARKED
+from tools.make_records import RUNS
 from tools.page_outputs import COLUMNS, LEFT_OUT
 from tools.page_records import HERE, RESULTS, load
 
@@ -67,6 +78,7 @@ MODULES = {
     "tools.compile_check": compile_check,
     "next_steps.comparisons.sweep_kernels": sweep_kernels,
     "tools.fill_pages": fill_pages,
+    "tools.instruction_count": instruction_count,
     "tools.make_records": make_records,
     "tools.trace_picture": trace_picture,
 }
@@ -77,7 +89,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def test_outputs_and_tables_equal_the_records():
-    changed = [name for name, text in TEXTS.items() if fill_pages.fill(text) != text]
+    changed = [p.name for p, text in zip(PAGES, TEXTS.values()) if fill_pages.fill(text, p) != text]
     assert not changed, "run: python -m tools.fill_pages"
 
 
@@ -100,7 +112,7 @@ def test_every_record_that_a_page_quotes_says_where_it_was_made():
     for name in " ".join(quoted).split():
         record = load(name)
         assert record["environment"]["date"] and record["environment"]["commit"] != "unknown", name
-        assert record["environment"]["gpu"] or record["kind"] == "estimate", name
+        assert record["environment"]["gpu"] or record["kind"] in ("estimate", "instructions"), name
 
 
 def headings(text: str) -> list[str]:
@@ -222,13 +234,67 @@ def test_commands_write_nothing_that_git_knows():
 
 
 def test_a_changed_figure_is_noticed():
-    text = TEXTS["README.md"]
+    page, text = PAGES[0], TEXTS["README.md"]
     for match in (
         next(m for m in MARKED.finditer(text) if m["kind"] == kind) for kind in ("output", "table")
     ):
         digit = re.search(r"\d", match["body"]).start() + match.start("body")
         changed = text[:digit] + ("7" if text[digit] != "7" else "8") + text[digit + 1 :]
-        assert fill_pages.fill(changed) == text != changed
+        assert fill_pages.fill(changed, page) == text != changed
+
+
+SOURCE = re.compile(
+    r"\[[^\]]+\]\((?P<record>[^)]+)\).*`python -m tools\.make_records (?P<names>.+)`"
+)
+
+
+def sources(text: str) -> list[re.Match | None]:
+    """The line below each filled block; None where it is missing or names nothing to be made."""
+    found = []
+    for block in MARKED.finditer(text):
+        said = SOURCE.search(block["source"].replace("\n> ", " "))
+        known = said and {*said["names"].split()} <= make_records.COMMANDS.keys() | RUNS.keys()
+        found.append(said if known else None)
+    return found
+
+
+def test_readme_says_below_each_filled_block_where_its_figures_come_from():
+    for said in sources(TEXTS["README.md"]):
+        record = (HERE / said["record"]).resolve()
+        assert record.parent == RESULTS and record.is_file()
+        made = [name for each in said["names"].split() for name in RUNS.get(each, [each])]
+        assert record.stem in made
+
+
+def test_a_missing_source_is_noticed_and_filled_in_again():
+    page, text = PAGES[0], TEXTS["README.md"]
+    for match in MARKED.finditer(text):
+        start, end = match.span("source")
+        missing, unknown = (text[:start] + new + text[end:] for new in ("", "\n> by hand"))
+        assert None in sources(missing) and None in sources(unknown)
+        assert fill_pages.fill(missing, page) == fill_pages.fill(unknown, page) == text
+
+
+def test_the_text_below_a_source_is_not_a_part_of_it():
+    for name, text in TEXTS.items():
+        for match in MARKED.finditer(text):
+            assert not match["source"] or text[match.end() :][:2] in ("\n\n", "\n", ""), name
+
+
+def test_a_source_says_all_commits_and_machines_of_its_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
+    machines = {"profile_1x512": ("NVIDIA H200", "a" * 40 + "+"), "ladder_1x512": (None, "b" * 40)}
+    for name, (gpu, commit) in machines.items():
+        versions = {"torch": "2.9.1+cpu", "triton": "3.5.0"}
+        environment = {"gpu": gpu, "commit": commit, **versions}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": environment}))
+    said = page_sources.source(machines, HERE / "docs" / "memory.md").replace("\n> ", " ")
+    assert said == (
+        "> [H200, torch 2.9.1, triton 3.5.0; CPU, torch 2.9.1, triton 3.5.0, aaaaaaa+, bbbbbbb]"
+        "(../results/profile_1x512.json) and 1 more: "
+        "`python -m tools.make_records profile_1x512 ladder_1x512`"
+    )
+    assert not page_sources.source(["published"], PAGES[0])
 
 
 LINES = """\

@@ -20,7 +20,6 @@ KERNEL_FLAGS = {
     "baseline": ["--kernels", "none"],
     "kernels": ["--kernels", "all"],
     "fp8": ["--kernels", "all", "--fp8"],
-    "inputs": ["--kernels", "all", "--fp8", "inputs"],
 }
 
 

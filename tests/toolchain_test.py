@@ -12,13 +12,17 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 import check_toolchain
-from harness.benchmark.checking import HAS_GPU, Check
+import rmsnorm_kernel
+from harness.benchmark.checking import DEVICE, HAS_GPU, Check
+from harness.profiling.kernel_facts import ROWS
+from next_steps.comparisons import repeats
+from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
 from tools.compile_targets import UNALIGNED, Row
 
 HERE = Path(__file__).parents[1]  # the project's folder
-COLUMNS = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)", "Access"]
+COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
 GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16)
 
 
@@ -175,6 +179,8 @@ def test_toolchain_says_yes_here():
     assert last == f"These kernels run here: {'yes' if HAS_GPU else cpu}"
     names = "Triton", "PyTorch", "CUDA", "transformers", "GPU", "Compute capability", "GPU memory"
     assert all(f"{name}:" in result.stdout for name in names)
+    (repeated,) = (line for line in result.stdout.splitlines() if "Repeated launches:" in line)
+    assert "kernels gave the same bits in" in repeated
 
 
 @pytest.mark.exhaustive
@@ -205,6 +211,63 @@ def test_wrong_result_is_no(monkeypatch):
     monkeypatch.setattr(check_toolchain, "check_kernels", lambda: checks)
     last = check_toolchain.render(check_toolchain.inspect()).splitlines()[-1]
     assert last.startswith("These kernels run here: no: RMSNorm y, FP32") and "dx" not in last
+
+
+def plant(monkeypatch, kernel, at: int) -> None:
+    """Have each third launch of a kernel give another lowest bit of its first argument."""
+    launches, run_it = itertools.count(1), type(kernel).run
+
+    def faulty(self, *arguments, **options):
+        result = run_it(self, *arguments, **options)
+        if self is kernel and next(launches) % 3 == 0:
+            arguments[at].view(torch.int8).flatten()[0] ^= 1
+        return result
+
+    monkeypatch.setattr(type(kernel), "run", faulty)
+
+
+def launch_two_kernels() -> None:
+    x = torch.randn(8, 256, device=DEVICE, requires_grad=True)
+    weight = torch.ones(256, device=DEVICE)
+    rmsnorm_kernel.TritonRMSNormFunction.apply(x, weight, 1e-5).sum().backward()
+
+
+def test_a_bit_that_differs_at_the_third_run_is_a_sentence_and_exit_code_1(monkeypatch, run_script):
+    monkeypatch.setattr(check_toolchain, "check_kernels", list)
+    monkeypatch.setattr(repeats, "launch_all", launch_two_kernels)
+    monkeypatch.setattr(repeats, "RUNS", 3)
+    outcome = run_script(check_toolchain)
+    agree = "Repeated launches:   2 kernels gave the same bits in 3 runs on the same inputs"
+    assert outcome.code == 0 and agree in outcome.out
+    plant(monkeypatch, rmsnorm_kernel._rmsnorm_fwd_kernel, at=0)
+    outcome = run_script(check_toolchain)
+    last = outcome.out.splitlines()[-1]
+    said = "no: _rmsnorm_fwd_kernel gave 2 different results in 3 runs on the same inputs: install"
+    assert outcome.code == 1 and last.startswith(f"These kernels run here: {said}")
+    assert "_rmsnorm_bwd_kernel" not in outcome.out and agree not in outcome.out
+
+
+def test_each_run_has_the_memory_as_it_was():
+    """In place, the second run would else begin with the first one's results."""
+    p, g = (torch.ones(64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    p.requires_grad_().grad = g
+    with repeats.repeated(3) as found:
+        TritonAdamW([p], lr=1.0, weight_decay=0.0).step()
+    assert found == {"_adamw_kernel": 1}
+    assert torch.equal(p, torch.zeros_like(p))  # one step of lr, not three
+
+
+@pytest.mark.exhaustive
+def test_every_kernel_is_repeated():
+    found = repeats.repeat_all(1)
+    known = {launch.prefix for row in ROWS for launch in row.launches} - {"_obvious", "_plain"}
+    assert not [each for each in known if not any(name.startswith(each) for name in found)]
+
+
+def test_no_kernel_adds_by_atomics():
+    """repeats.py states that, and therefore exempts no kernel from giving the same bits."""
+    sources = [*HERE.glob("*.py"), *(HERE / "next_steps").rglob("*.py")]
+    assert not [path for path in sources if "tl.atomic" in path.read_text()]
 
 
 @pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])

@@ -14,7 +14,7 @@ from tools.page_records import RESULTS
 
 WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt", "batch_size": 2}
 WHAT |= {"seq_len": 24, "seed": 3, "steps": 7, "lr": 0.25, "teacher": "other/model"}
-WHAT |= {"student_layers": 2, "temperature": 2.5}
+WHAT |= {"first_layers": 3, "student_layers": 2, "temperature": 2.5}
 HOW = {"kernels": ("rmsnorm", "adamw"), "stochastic_rounding": True, "fp8": "inputs"}
 HOW |= {"moments": "8bit"}
 EVERYTHING = Workload(**WHAT, **HOW, cuda_graph=True, warmup=5)
@@ -173,6 +173,13 @@ def test_a_teacher_that_the_other_lacks_is_a_difference():
 
 
 # ---------------------------------------------------------------- in words
+
+
+def test_a_model_without_all_of_its_layers_is_named_so():
+    record = EVERYTHING.as_record() | {"parameters": 1234}
+    assert workload.model_line(record).startswith("Model: DIR, 3 of its layers, 1,234 parameters,")
+    whole = replace(EVERYTHING, first_layers=None).as_record() | {"parameters": 1234}
+    assert workload.model_line(whole).startswith("Model: DIR, 1,234 parameters,")
 
 
 def test_what_a_run_used_is_named_in_new_and_in_older_records():

@@ -45,15 +45,17 @@ def failures(rows: list[Row]) -> list[str]:
 
 
 def render(rows: list[Row]) -> str:
-    headers = ["Kernel", "First used by", "Target", "Registers", "Spills", "Shared (bytes)"]
+    headers = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B"]
     body = []
-    for row in rows:
-        cells = ["error"] * 4
-        if not row.error:
-            widest = "n/a" if row.widest is None else row.widest
-            cells = [row.registers, row.spills, f"{row.shared:,}", widest]
-        body.append([row.kernel, row.case, row.target, *cells])
-    return tables.table([*headers, "Access (bytes)"], body, ["left"] * 3 + ["right"] * 4, keys=3)
+    for (_, case), kernels in itertools.groupby(rows, key=lambda row: (row.target, row.case)):
+        body.append([case])
+        for row in kernels:
+            cells = ["error"] * 4
+            if not row.error:
+                widest = "n/a" if row.widest is None else row.widest
+                cells = [row.registers, row.spills, f"{row.shared:,}", widest]
+            body.append([row.kernel, row.target, *cells])
+    return tables.table([*headers, "Access, B"], body, ["left"] * 2 + ["right"] * 4)
 
 
 def parse_targets(text: str) -> list[str]:

@@ -1,5 +1,6 @@
-"""The GPUs that every kernel is compiled for."""
+"""The GPUs that every kernel is compiled for, and how their code accesses the memory."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -40,3 +41,15 @@ class Row:
     widest: int | None = None  # bytes of a thread's widest access to memory; None: not read
     error: str | None = None
     binary: str = ""  # its SHA-256
+
+
+def access_of(instruction: str) -> tuple[str, int] | None:
+    """Return the bytes of a thread's access to the GPU's memory, behind "LDG", "STG" or "LDGSTS".
+
+    LDG: load; STG: store; LDGSTS: load into a program's shared memory.  None: no such access.
+    """
+    found = re.search(r"\b(LDG|STG|LDGSTS)\.E([.\w]*)", instruction)
+    if not found:
+        return None
+    bits = re.search(r"\.[US]?(\d+)\b", found[2])  # 32 bits are not written
+    return found[1], int(bits[1] if bits else 32) // 8

@@ -18,6 +18,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
+Below it stands, as a quotation, where its figures come from (page_sources.py).
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
 """
@@ -31,11 +32,11 @@ from pathlib import Path
 from exercises.grading import words
 from harness.cli import command_line, flags, output_files
 from harness.records import run_records
-from tools.page_records import HERE, RESULTS, load
+from tools.page_records import HERE, LOADED, RESULTS, load
 
 MARKED = re.compile(
     r"^<!-- (?P<kind>output|table): (?P<what>[^\n]+?) -->\n"
-    r"(?P<body>```text\n.*?^```$|(?:^\|[^\n]*$\n?)+)",
+    r"(?P<body>```text\n.*?^```$|\|[^\n]*(?:\n\|[^\n]*)*)(?P<source>(?:\n>[^\n]*)*)",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -44,10 +45,11 @@ def pages() -> list[Path]:
     return [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
 
 
-def fill(text: str) -> str:
+def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
     from tools import page_kernel_tables, page_published_tables, page_step_tables
     from tools.page_outputs import output_block
+    from tools.page_sources import source
 
     modules = page_kernel_tables, page_published_tables, page_step_tables
     tables = {"flags": flags.page, "exercises": words.page}
@@ -55,13 +57,14 @@ def fill(text: str) -> str:
         tables |= module.TABLES
 
     def computed(match: re.Match) -> str:
+        LOADED.clear()
         if match["kind"] == "output":
             body = output_block(match["what"])
         else:
             name, *arguments = match["what"].split()
             body = tables[name](*arguments)
-        end = "\n" if match["body"].endswith("\n") else ""
-        return f"<!-- {match['kind']}: {match['what']} -->\n{body}{end}"
+        lines = f"<!-- {match['kind']}: {match['what']} -->", body, source(LOADED, page)
+        return "\n".join(filter(None, lines))
 
     return MARKED.sub(computed, text)
 
@@ -124,7 +127,7 @@ def main() -> int:
     changed = []
     for page in pages():
         before = page.read_text()
-        after = fill(before)
+        after = fill(before, page)
         if before != after:
             changed.append(str(page.relative_to(HERE)))
             if not args.check:

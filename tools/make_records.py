@@ -1,7 +1,8 @@
 """Make the records that the pages' figures come from, on this machine's GPU.
 
     python -m tools.make_records                          # list the runs
-    python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8   # all
+    python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 checks
+    python -m tools.make_records estimates                # without a GPU; with the line above: all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -36,6 +37,18 @@ STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
+CHECKS = "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
+SIZES = {"1x512": SMALL, "4x2048": LARGE}
+ESTIMATED = {  # what is trained, as a record's name says it
+    f"{model}_{size}{trained}": f"{words} --model meta-llama/{model} {how}{ALL}"
+    for model in ("Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B")
+    for trained, how in {"": "", "_lora": f"{LORA} ", "_qlora": f"{QLORA} "}.items()
+    for size, words in SIZES.items()
+}
+ESTIMATED |= {
+    "Llama-3.1-8B_1x512_8bit": f"{SMALL} {ALL} --moments 8bit",
+    "Llama-3.1-8B_4_times_1x2048": f"{SMALL} --seq-len 2048 --accumulate 4 {ALL}",
+}
 AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
 import contextlib, importlib, json, runpy, sys
@@ -148,7 +161,10 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
         "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",
     },
+    "checks": {name: f"{name}.py" for name in CHECKS},
+    "estimates": {f"estimate_{e}": f"{PROFILE} --estimate {w}" for e, w in ESTIMATED.items()},
 }
+COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
 
 
 def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
@@ -195,8 +211,12 @@ def make(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
                 if end is not None and start >= end:
                     print(f"{name}: left out", flush=True)
                     continue
-                words = [*command.split(), "--json", str(folder / f"{name}.json")]
-                if words[0] == PROFILE:
+                words, record = command.split(), str(folder / f"{name}.json")
+                if name in CHECKS:
+                    words = ["tools.fill_pages", "--record", record, *words]
+                else:
+                    words += ["--json", record]
+                if words[0] == PROFILE and "--estimate" not in words:
                     words += ["--trace", str(aside / "trace.json")]
                 done = run(next(processes), words, None if end is None else end - start)
                 missing -= done
@@ -217,11 +237,10 @@ def main() -> int:
         for group, runs in RUNS.items():
             print(f"{group}:", *(f"    {name:<32}{runs[name]}" for name in runs), sep="\n")
         return 0
-    commands = {name: command for group in RUNS.values() for name, command in group.items()}
-    if unknown := [name for name in args.names if name not in commands | RUNS]:
+    if unknown := [name for name in args.names if name not in COMMANDS | RUNS]:
         raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
     names = [each for name in args.names for each in RUNS.get(name, [name])]
-    asked = {name: commands[name] for name in names}
+    asked = {name: COMMANDS[name] for name in names}
     return int(make(asked, args.into.resolve(), args.seconds) > 0)
 
 

@@ -10,10 +10,10 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
-from tools.page_records import load
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables, weight_values
+from tools import instruction_count
+from tools.page_records import COLUMNS, load
 
-COLUMNS = 120
 LEFT_OUT = "..."
 
 
@@ -36,6 +36,8 @@ def render(names: list[str]) -> str:
         "longest": longest.render,
         "fp8_accuracy": fp8_study.render_accuracy,
         "fp8_costs": fp8_study.render_costs,
+        "weight_values": weight_values.render,
+        "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }
     return renderers[kind](*records)

@@ -6,7 +6,7 @@ from harness.steps.power import joules_per_token
 from harness.steps.timing import datasheet_tflops
 from tools import page_records
 from tools.make_records import RUNS
-from tools.page_records import load, per_cent, size_label, table
+from tools.page_records import load, per_cent, short_gpu, size_label, table
 from tools.page_step_tables import run_label
 
 OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
@@ -20,10 +20,6 @@ def peak_tflops(gpu: str, precision: str) -> float | None:
     """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
     bf16 = datasheet_tflops(gpu)
     return bf16 and bf16 * OF_BF16[precision.split(",")[0]]
-
-
-def short_gpu(name: str) -> str:
-    return name.removeprefix("NVIDIA ").split()[0]
 
 
 def speed_cells(row: dict) -> dict[str, str]:

@@ -13,9 +13,13 @@ from harness.records.spread import Range, spread, timed, unless_same
 
 HERE = Path(__file__).parents[1]  # the project's folder
 RESULTS = HERE / "results"
+COLUMNS = 120  # of a page
+LOADED: dict[str, None] = {}  # in this order since it was last cleared
 
 
 def load(name: str) -> dict:
+    """Return a record, and note its name in LOADED."""
+    LOADED[name] = None
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -32,6 +36,10 @@ def table(rows: Iterable[dict | tuple], columns: str) -> str:
         cells = [f" {cell.rjust(width) if place else cell.ljust(width)} " for cell in column]
         shown.append([cells[0], "-" * (width + 1) + (":" if place else "-"), *cells[1:]])
     return "\n".join(f"|{'|'.join(line)}|" for line in zip(*shown))
+
+
+def short_gpu(name: str) -> str:
+    return name.removeprefix("NVIDIA ").split()[0]
 
 
 def times(value: float, digits: int = 2) -> str:

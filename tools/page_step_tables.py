@@ -13,8 +13,20 @@ from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
 from next_steps.studies import frontier, ladder, scaling_tables
+from tools import page_records, trace_picture
 from tools.page_kernel_tables import by_size
-from tools.page_records import Step, gb, in_words, load, size_label, step_cells, table, times
+from tools.page_records import (
+    Step,
+    gb,
+    in_words,
+    load,
+    short_gpu,
+    size_label,
+    step_cells,
+    table,
+    times,
+)
+from tools.page_sources import short_commit
 
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
 SHORT_NAMES = {  # for a column that must not be wide
@@ -315,7 +327,7 @@ def longest() -> str:
 def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
     records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
-    return table(scaling_tables.body(*records), " | ".join(scaling_tables.HEADERS))
+    return table(scaling_tables.body(*records), " | ".join(scaling_tables.columns(records[1])))
 
 
 def crossovers() -> str:
@@ -409,7 +421,23 @@ def trainer() -> str:
     return table(body, f"{size_label(records[0])}, LoRA | {columns}")
 
 
+def traces() -> str:
+    """The traces that are kept."""
+    body = []
+    for path in sorted(page_records.RESULTS.glob("trace_*.json.gz")):
+        trace = trace_picture.read(str(path))
+        made, events = trace["environment"], trace["traceEvents"]
+        step_us = next(each["dur"] for each in events if each["name"] == "step")
+        body.append(
+            (f"[{'after' if 'kernels' in path.name else 'before'}](../results/{path.name})",)
+            + (short_gpu(made["gpu"]), short_commit(made))
+            + (f"{len(trace_picture.gpu_work(trace)):,}", f"{step_us / 1e3:,.1f}")
+            + (f"{path.stat().st_size / 1e3:,.0f}",)
+        )
+    return table(body, "trace | on | commit | kernels, copies | step, ms | kB")
+
+
 FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
-FUNCTIONS += lora_fp8, trainer, families, durations, quality, distillation, distillation_8b
+FUNCTIONS += lora_fp8, traces, trainer, families, durations, quality, distillation, distillation_8b
 TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
 TABLES |= {function.__name__: function for function in FUNCTIONS}

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from tools.compile_cases import Case
-from tools.compile_targets import TARGETS, Row
+from tools.compile_targets import TARGETS, Row, access_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -146,11 +146,8 @@ def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
         if "Cannot decode architecture" not in error.stderr:
             raise
         return None
-    # LDG: load from the GPU's memory; STG: store; LDGSTS: load into a program's shared memory.
-    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E([.\w]*)", code)
-    widths = (re.search(r"\.[US]?(\d+)\b", words) for words in accesses)
-    bits = (int(width[1]) if width else 32 for width in widths)  # 32 bits are not written
-    return max(bits, default=0) // 8
+    accesses = filter(None, map(access_of, code.splitlines()))
+    return max((n_bytes for _, n_bytes in accesses), default=0)
 
 
 def amd_note(binary: bytes, key: bytes) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from triton.compiler.errors import CompilationError
 
 from exercises.grading.elementwise import ADAMW, ROPE_BACKWARD, SWIGLU_BACKWARD
 from exercises.grading.exercise import Case, Exercise, Inputs
@@ -108,11 +109,18 @@ def stopped(error: Exception, launch: Callable) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
+    last, where = chain[-1], Path(file).name
     frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
     lines = [frame.lineno for frame in frames if frame.filename == file]
-    where = f"line {lines[-1]} of {Path(file).name}" if lines else Path(file).name
-    first, *_ = str(chain[-1]).strip().splitlines() or [""]
-    return f"The code stops in {where} with {type(chain[-1]).__name__}: {first}"
+    why = f"{type(last).__name__}: {last}"
+    for each in chain:
+        if isinstance(each, CompilationError) and each.node is not None:
+            # of the kernel alone: its own lines, and not the file's, are counted
+            line = each.src.splitlines()[each.node.lineno - 1]
+            lines = [1 + Path(file).read_text().splitlines().index(line)]
+            why = each.error_message if each is last else why
+    first, *_ = why.strip().splitlines()
+    return f"The code stops in {f'line {lines[-1]} of ' if lines else ''}{where} with {first}"
 
 
 def memory_findings(exercise: Exercise, given: dict, written: dict) -> list[str]:

@@ -184,6 +184,7 @@ OF_OPTIMIZED = {
 OF_PROFILER = {
     "--use-custom-rmsnorm": switch("the same as --kernels rmsnorm"),
     "--use-custom-ce": switch("the same as --kernels cross_entropy"),
+    "--first-layers": row("the model's first N layers alone", type=positive_int, metavar="N"),
     "--warmup": row("unmeasured steps", type=positive_int, default=3, metavar="N"),
     "--trace": row(
         "Chrome trace to write (default: traces/MODEL-SIZE-KERNELS.json)", metavar="FILE[.gz]"
@@ -251,6 +252,8 @@ RULES = read_rules(f"""
 --data, --batch-size, --pack, --steps, --lr, --cuda-graph, --save,
 {CHECKPOINTS} with --longest
 
+--first-layers without --random-init, --model tiny
+    $flag leaves weights out, so it is for random ones: add --random-init, or leave $flag out
 --plot * without --ladder
     $flag draws the ladder: add --ladder, or leave --plot out
 --plot with --estimate

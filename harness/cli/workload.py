@@ -28,6 +28,7 @@ class Workload:
 
     model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
     random_init: bool = False
+    first_layers: int | None = None  # the model's first ones alone; None: all of them
     dtype: str = DTYPE[True]  # of flags.DTYPES
     data: str = "stdlib"
     batch_size: int = 1  # sequences per micro-batch, in each process
@@ -223,7 +224,10 @@ def kernels_in_words(record: dict) -> str:
 def model_line(record: dict) -> str:
     """Return the model of a record that also has the number of parameters."""
     size = f"{record['parameters']:,} parameters"
-    words = f"Model: {record['model']}, {size}, {record['weights']}, {record['dtype']}"
+    name = record["model"]
+    if "first_layers" in record:
+        name += f", {record['first_layers']} of its layers"
+    words = f"Model: {name}, {size}, {record['weights']}, {record['dtype']}"
     return "; ".join(filter(None, [words, lora_in_words(record)]))
 
 

@@ -18,7 +18,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.architecture import parameter_count, with_one_layer
+from harness.model.architecture import keep_layers, parameter_count, with_one_layer
 from harness.model.families import EXAMPLES, FAMILIES, Family, part_outside, window_of
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -48,6 +48,11 @@ def load_config(
             raise UserError(no_gpu)
         fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
         config = usable_config(model, read_config_file(model), fields, try_step)
+    if (n := workload.first_layers) is not None:
+        if n > config.num_hidden_layers:
+            given = f"--first-layers {n} is more than the {config.num_hidden_layers} of {model}"
+            raise UserError(f"{given}: name fewer, or leave --first-layers out")
+        keep_layers(config, n)
     if seq_len < 2:
         given = f"--seq-len {seq_len} leaves no next token to predict"
         raise UserError(f"{given}; at least 2 are needed")

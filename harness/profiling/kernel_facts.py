@@ -1,7 +1,7 @@
 """The facts about each kernel, one row for each.  Imports neither PyTorch nor the kernels.
 
 Attribution, diagnosis, ladder, tables of memory, --kernels and the benchmark's list read these
-rows.  docs/add_a_kernel.md adds a kernel and all that belongs to it, tests/kernel_facts_test.py
+rows.  docs/add_a_kernel.md adds a kernel and all that belongs to it.  tests/kernel_facts_test.py
 says what is missing.
 """
 

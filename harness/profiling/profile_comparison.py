@@ -11,7 +11,8 @@ from harness.records import run_records as records
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
 NAMED = 6  # operations that came or went
-SAME_WORKLOAD = "model", "weights", "dtype", "data", "batch_size", "seq_len", "accumulate", "device"
+SAME_WORKLOAD = "model", "first_layers", "weights", "dtype", "data", "device"
+SAME_WORKLOAD += "batch_size", "seq_len", "accumulate"
 
 of_timeline = records.has_numbers("step_ms", "idle_us", "host_us")
 of_category = records.has_numbers("us", "launches", "bytes", "flops")

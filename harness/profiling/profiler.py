@@ -21,11 +21,13 @@ from harness.model.adapters import has_adapter
 from harness.model.families import FAMILIES, family_of
 from harness.profiling import attribution
 from harness.profiling.kernel_facts import ROWS
+from harness.records.run_records import environment
 from harness.steps import stepping, timing
 
 # Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
 ALONE, TOGETHER = 7, 3
 NEEDED = ALONE + TOGETHER
+OF_THIS_MACHINE = "host_name", "traceName"  # of a trace; the second is a temporary file
 # the training step opens "forward", "backward" and "optimizer"
 RANGE_OF_PART = {
     "RMSNorm": "normalization",
@@ -179,8 +181,8 @@ def from_idle() -> float:
 # ---------------------------------------------------------------- the trace
 
 
-def read_trace(profiler: profile) -> tuple[dict, bytes]:
-    """Return a profile as a Chrome trace, and as the bytes of the trace's file.
+def read_trace(profiler: profile) -> dict:
+    """Return a profile as a Chrome trace.
 
     The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
     writes to a file of our own.
@@ -189,8 +191,7 @@ def read_trace(profiler: profile) -> tuple[dict, bytes]:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         try:
-            content = file.read_bytes()
-            return json.loads(content), content
+            return json.loads(file.read_bytes())
         except (FileNotFoundError, ValueError) as error:  # nothing was written, or a part
             raise RunError(
                 f"the profiler could not write its trace in {tempfile.gettempdir()}: "
@@ -199,8 +200,13 @@ def read_trace(profiler: profile) -> tuple[dict, bytes]:
 
 
 def write_trace(profiler: profile, path: str) -> tuple[dict, int]:
-    """Write a Chrome trace, compressed if `path` ends in .gz; return its content and its bytes."""
-    trace, content = read_trace(profiler)
+    """Write a Chrome trace, compressed if `path` ends in .gz; return its content and its bytes.
+
+    The file also says where it was made, as a record does, but no names of this machine.
+    """
+    trace = read_trace(profiler)
+    kept = {key: value for key, value in trace.items() if key not in OF_THIS_MACHINE}
+    content = json.dumps(kept | {"environment": environment()}).encode()
     if path.endswith(".gz"):
         content = gzip.compress(content)
     write_output(path, content, "the trace")

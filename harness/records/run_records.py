@@ -181,6 +181,7 @@ def is_environment(value: object) -> bool:
 
 # keys that only some records have, or only newer ones
 MAY_BE_MISSING = {
+    "first_layers": is_count,
     "lora_rank": is_count,
     "lora_alpha": is_number,
     "lora_targets": is_text,

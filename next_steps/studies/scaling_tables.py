@@ -13,7 +13,7 @@ from harness.records import run_records
 from harness.records.spread import overlap
 
 HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
-HEADERS += ["sent", "exposed", "over Liger"]
+HEADERS += ["sent", "exposed"]
 NOT_MEASURED = "n/a"
 # what --ways calls them: their names; Liger comes last, as its patch stays in the process
 WAYS = {"baseline": "baseline", "kernels": "all kernels", "fp8": IN_FP8, "liger": "Liger"}
@@ -132,11 +132,20 @@ def processes_of(record: dict) -> str:
     return f"{record['world_size']} processes, {record['parallel']}"
 
 
-def cells(row: dict, alone: dict, several: dict) -> list[str]:
-    """Return a row of the table, from the `measured` rows of one process and of several."""
+def reference(record: dict) -> str:
+    """Return the way that the others are compared with: Liger where it was measured."""
+    found = ways_in(record)
+    return WAYS["liger"] if WAYS["liger"] in found else found[0]
+
+
+def cells(row: dict, alone: dict, several: dict, beside: str) -> list[str]:
+    """Return a row of the table, from the `measured` rows of one process and of several.
+
+    `beside` names the way whose step the last column divides by this row's.
+    """
     way, size = row["way"], Size.of(row)
     name = f"{way} {size}"
-    one, liger = alone.get((way, size)), several.get(("Liger", size))
+    one, other = alone.get((way, size)), several.get((beside, size))
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
@@ -148,10 +157,10 @@ def cells(row: dict, alone: dict, several: dict) -> list[str]:
         return [name, "too large", speeds[1], NOT_MEASURED, *memory, *[NOT_MEASURED] * 3]
     share, over = exposed_share(row), NOT_MEASURED
     exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
-    if liger:
-        ratio = f"{liger['median_ms'] / row['median_ms']:.2f}×"
-        spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, liger))
-        over = "–" if way == "Liger" else "same" if overlap(*spreads) else ratio
+    if other:
+        ratio = f"{other['median_ms'] / row['median_ms']:.2f}×"
+        spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, other))
+        over = "–" if way == beside else "same" if overlap(*spreads) else ratio
     return [
         name,
         *speeds,
@@ -163,10 +172,16 @@ def cells(row: dict, alone: dict, several: dict) -> list[str]:
     ]
 
 
+def columns(record: dict) -> list[str]:
+    """Return the headings of the record's table."""
+    liger = WAYS["liger"]
+    return [*HEADERS, f"over {liger if reference(record) == liger else 'first'}"]
+
+
 def body(one: dict, record: dict) -> list[list[str]]:
     """Return the rows of a record of several processes, beside the record of one."""
     alone, several = measured(one), measured(record)
-    return [cells(row, alone, several) for row in record["rows"]]
+    return [cells(row, alone, several, reference(record)) for row in record["rows"]]
 
 
 def render(one: dict, *others: dict) -> str:
@@ -179,7 +194,7 @@ def render(one: dict, *others: dict) -> str:
         lines += [
             "",
             tables.title(title, on_gpu),
-            tables.table(HEADERS, body(one, record)),
+            tables.table(columns(record), body(one, record)),
             *communication_lines(record),
             *record["absent"],
             *(

@@ -1,0 +1,123 @@
+"""Launch each kernel several times on the same inputs, and compare the bits of what it writes.
+
+    faults(repeat_all(RUNS), RUNS)    # a sentence for each kernel whose runs differ
+
+A compiler can be wrong in a way that shows in some launches alone: Triton 3.7.0 gave other bits in
+3 of 5 trials on a B200.  No kernel of this project adds by atomics, the one thing that may change
+the order of a sum between two launches.  So each must give the same bits, and none is exempt.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.runtime.jit import KernelInterface
+
+from harness.benchmark.benchmark_specs import BANDWIDTH, NORM_APART, SEPARATE, SPECS, WIDE_MOMENTS
+from harness.benchmark.benchmarking import prepare
+from harness.cli.device import DEVICE, HAS_GPU
+from next_steps.comparisons.benchmark_contenders import CONTENDERS
+from next_steps.comparisons.benchmark_problems import PROBLEMS, random
+from next_steps.layers.fused_layer import SwiGLULinearFunction
+from next_steps.lessons.fp8_casts import rmsnorm_fp8
+from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
+
+RUNS = 10 if HAS_GPU else 3  # of each launch; the interpreter takes seconds
+TOKENS = 512 if HAS_GPU else 2  # rows of the inputs
+PARAMETERS = 2**24 if HAS_GPU else 2**9
+MADE_OF_OTHERS = NORM_APART, SEPARATE, WIDE_MOMENTS  # they launch the kernels of other rows
+
+
+def memory_of(arguments: tuple) -> dict[int, torch.Tensor]:
+    """Return the bytes of the memory that these arguments point to, once each, by address."""
+    found = {}
+    for each in arguments:
+        if isinstance(each, tuple):
+            found |= memory_of(each)
+        elif isinstance(each, torch.Tensor):
+            memory, empty = each.untyped_storage(), torch.empty(0, dtype=torch.uint8)
+            found[memory.data_ptr()] = empty.to(each.device).set_(memory)
+    return found
+
+
+@contextlib.contextmanager
+def repeated(runs: int) -> Iterator[dict[str, int]]:
+    """Launch each Triton kernel `runs` times, each time with the memory as it was before.
+
+    Yields:
+        {kernel: different results}, of the launch that had most of them; each launch fills it in.
+    """
+    found, get = {}, KernelInterface.__getitem__
+
+    def launcher(kernel, grid) -> Callable:
+        def launch(*arguments, **options):
+            memory = [*memory_of((*arguments, *options.values())).values()]
+            before, results = [each.clone() for each in memory], []
+            for _ in range(runs):
+                for each, as_it_was in zip(memory, before):
+                    each.copy_(as_it_was)
+                last = get(kernel, grid)(*arguments, **options)
+                if not any(all(map(torch.equal, memory, result)) for result in results):
+                    results.append([each.clone() for each in memory])
+            name = kernel.__name__
+            found[name] = max(found.get(name, 0), len(results))
+            return last
+
+        return launch
+
+    with mock.patch.object(KernelInterface, "__getitem__", launcher):
+        yield found
+
+
+def launch_all() -> None:
+    """Launch every kernel by the functions that users call, forward and backward."""
+    for name, spec in SPECS.items():
+        # linear + cross-entropy at its real size would need 10 GB; cross_entropy has the real one
+        large = HAS_GPU and spec.rate is BANDWIDTH
+        sizes = [(each.gpu if large else each.cpu)[0] for each in spec.dimensions]
+        size = sizes[0] if len(sizes) == 1 else tuple(sizes)
+        rows = {"Tokens": TOKENS, "Parameters": PARAMETERS}.get(spec.rows, spec.tokens(HAS_GPU)[0])
+        problem = PROBLEMS[name](rows, size, torch.bfloat16)
+        for implementation in CONTENDERS[name]("bf16").ours:
+            if implementation.name not in MADE_OF_OTHERS:
+                prepare(problem, implementation).results()
+    launch_others(TOKENS, *((4096, 14_336) if HAS_GPU else (64, 128)))
+
+
+def launch_others(tokens: int, hidden: int, inner: int, rank: int = 16) -> None:
+    """Launch the kernels that no benchmark has a row for: FP8's others, and SwiGLU's adapters."""
+
+    def t(*shape: int) -> torch.Tensor:
+        return random(*shape, dtype=torch.bfloat16).requires_grad_()
+
+    x = random(tokens, hidden, dtype=torch.bfloat16)
+    rows = quantize_rows(x)
+    transpose_rows(rows)
+    quantize_transposed(x, scale=rows.scales.amax())
+    rmsnorm_fp8(x, torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16), 1e-5)
+    gate, up = (t(tokens, inner).clone() for _ in range(2))  # leaves cannot be overwritten
+    h = t(tokens, 2 * rank)
+    adapters = t(inner, rank), t(inner, rank), t(hidden, inner), t(rank, inner), t(hidden, rank)
+    output = SwiGLULinearFunction.apply(gate, up, h, False, (1.0, 1.0, 1.0), None, *adapters, None)
+    output.sum().backward()
+
+
+def repeat_all(runs: int) -> dict[str, int]:
+    """Launch every kernel `runs` times; return {kernel: different results}."""
+    # masked columns overflow in the interpreter, as they do on a GPU, and are not used
+    with repeated(runs) as found, np.errstate(over="ignore", invalid="ignore"):
+        launch_all()
+    return found
+
+
+def faults(found: dict[str, int], runs: int) -> list[str]:
+    """Return a sentence for each kernel whose runs differ."""
+    return [
+        f"{kernel} gave {different} different results in {runs} runs on the same inputs: install "
+        "the versions of constraints.txt or another Triton and run this script again; until the "
+        "runs agree, do not train with this kernel (--kernels leaves it out)"
+        for kernel, different in found.items()
+        if different > 1
+    ]
