@@ -83,9 +83,11 @@ def test_code_that_an_older_disassembler_cannot_read_has_no_width(monkeypatch):
             assert pretended_gpu.widest_access(b"", gpu) is None
 
 
-def test_unknown_target_is_one_sentence_and_exit_code_2(run_script):
-    outcome = run_script(compile_check, "--targets", "sm_103,sm_1")
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "'sm_1'" in outcome.err
+@pytest.mark.parametrize("flags", [("--targets", "sm_103,sm_1"), ("--kernel", "softmax")])
+def test_unknown_name_is_one_sentence_and_exit_code_2(run_script, flags):
+    outcome = run_script(compile_check, *flags)
+    unknown = flags[1].split(",")[-1]
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and f"'{unknown}'" in outcome.err
 
 
 @pytest.mark.parametrize(
