@@ -3,6 +3,7 @@ be true.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -97,6 +98,20 @@ def test_every_comment_marks_the_block_below_it():
     for name, text in TEXTS.items():
         n_marked = len(list(MARKED.finditer(text)))
         assert text.count("<!--") == n_marked, f"{name}: a marker without block, or a comment"
+
+
+def test_each_question_has_its_answer():
+    """In brackets behind it, or on the page of answers."""
+    answers, without = TEXTS["docs/answers.md"], []
+    for name, text in TEXTS.items():
+        asked = re.search(r"^\*\*Try it:\*\*(.*?)(?:\n\n|\n*\Z)", text, re.DOTALL | re.MULTILINE)
+        page = name.rpartition("/")[2]
+        if asked and page not in ("README.md", "answers.md") and f"({page}).**" not in answers:
+            without += [name] if "(" not in re.sub(r"\[.*?\]\(.*?\)|`.*?`", "", asked[1]) else []
+    assert not without
+    steps = re.findall(r"^\*\*Step (\d+)\.\*\*", answers, re.MULTILINE)
+    asked = re.findall(r"^## Step (\d+)|(\*\*Try it)", TEXTS["README.md"], re.MULTILINE)
+    assert steps == [before[0] for before, after in itertools.pairwise(asked) if after[1]]
 
 
 def test_no_measured_figure_is_typed_by_hand():
