@@ -19,7 +19,7 @@ setup: $(SETUP)
 
 demo: $(SETUP)
 	@echo "make demo: some 3 minutes without a GPU. Results go to demo/."
-	@echo "1 of 8: both kernels run once and are compared with PyTorch (seconds)."
+	@echo "1 of 8: both kernels are compared with PyTorch, and every kernel with itself (seconds)."
 	$(PY) check_toolchain.py
 	@echo "2 of 8: a step of the tiny model is profiled as PyTorch runs it (seconds)."
 	$(PY) profile_baseline.py $(TINY) --json demo/before.json

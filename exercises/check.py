@@ -19,6 +19,7 @@ from pathlib import Path
 from exercises.grading.words import WORDS
 from harness.cli import command_line
 from harness.cli.command_line import RunError, UserError
+from harness.cli.tables import TERMINAL
 
 HERE = Path(__file__).parents[1]  # the project's folder
 JUDGE = """
@@ -42,7 +43,7 @@ def overview() -> str:
 def hint(name: str, number: int) -> str:
     words, last = WORDS[name], len(WORDS[name].hints)
     more = f"More: --hint {number + 1}" if number < last else f"The solution: {words.lesson}"
-    return f"{textwrap.fill(words.hints[number - 1], 100)}\n{more}"
+    return f"{textwrap.fill(words.hints[number - 1], TERMINAL)}\n{more}"
 
 
 def judge(name: str, file: Path) -> int:

@@ -11,8 +11,7 @@ from exercises.grading.speed import bytes_in_words, times_table
 from exercises.grading.words import WORDS
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU, require_interpreter
-
-COLUMNS = 100
+from harness.cli.tables import TERMINAL
 
 
 def load(file: str) -> Callable:
@@ -55,7 +54,7 @@ def report(name: str, launch: Callable) -> tuple[bool, str]:
 
 def broken(line: str) -> str:
     """Break a long sentence."""
-    return textwrap.fill(line, COLUMNS, subsequent_indent="  ") if "  " not in line else line
+    return textwrap.fill(line, TERMINAL, subsequent_indent="  ") if "  " not in line else line
 
 
 def main() -> int:

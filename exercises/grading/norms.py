@@ -126,11 +126,15 @@ def known_mistakes(inputs: Inputs, part: str) -> Mistakes:
     return named(rmsnorm.wrong_answers(given, douts, backward_answers(inputs)), part)
 
 
+def c1_of(wdy: torch.Tensor, x_hat: torch.Tensor) -> torch.Tensor:
+    return (wdy * x_hat).mean(-1, keepdim=True)
+
+
 def dx_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     dy, x, weight = inputs["dy"], inputs["x"], inputs["weight"]
     rstd = rstd_of(x)[:, None]
     x_hat, wdy = x * rstd, weight * dy
-    c1 = (wdy * x_hat).mean(-1, keepdim=True)
+    c1 = c1_of(wdy, x_hat)
     n_cols, block = x.shape[-1], block_of(x)
     answers = {
         "c1 divides by BLOCK_SIZE, where n_cols is meant": rstd
@@ -139,15 +143,11 @@ def dx_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
         "the c1 term is added, where it is subtracted": rstd * (wdy + x_hat * c1),
         "x stands where x_hat = x * rstd is meant": rstd * (wdy - x * c1),
         "the last factor rstd is missing": wdy - x_hat * c1,
-        "c1 lacks the weight": rstd * (wdy - x_hat * (dy * x_hat).mean(-1, keepdim=True)),
+        "c1 lacks the weight": rstd * (wdy - x_hat * c1_of(dy, x_hat)),
         "c1 is not multiplied by x_hat": rstd * (wdy - c1),
-        "every row takes rstd of row 0": rstd[:1] * (wdy - x * rstd[:1] * _c1(wdy, x * rstd[:1])),
+        "every row takes rstd of row 0": rstd[:1] * (wdy - x * rstd[:1] * c1_of(wdy, x * rstd[:1])),
     }
     return known_mistakes(inputs, "dx") | {sentence: {"dx": dx} for sentence, dx in answers.items()}
-
-
-def _c1(wdy: torch.Tensor, x_hat: torch.Tensor) -> torch.Tensor:
-    return (wdy * x_hat).mean(-1, keepdim=True)
 
 
 DX = Exercise(

@@ -26,19 +26,8 @@ MODEL_FILES = (
 MARK = "kernel-dev-ft"  # is in each picture, so that the next one may replace it
 KINDS = (  # a record begins with one of these
     *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
-    *(
-        "instructions",
-        "ladder",
-        "longest",
-        "memory",
-        "profile",
-        "published",
-        "scaling",
-        "sft",
-        "sweep",
-        "text",
-    ),
-    *("trace_picture", "weight_values"),
+    *("instructions", "ladder", "longest", "memory", "profile", "published", "scaling", "sft"),
+    *("sweep", "text", "trace_picture", "weight_values"),
 )
 # flags of files that a script writes: what they are in words, and a pattern of how they begin
 BEGINNINGS = {
