@@ -351,8 +351,9 @@ def test_each_test_runs_in_one_call(gpus, everything, has_gpu):
         for selected, workers in chosen:
             assert (workers == 0) == (alone and has_gpu)
             needs_all = len(gpus) > 1 and several and not alone
-            one_each = "ONE_GPU_OF" in run_tests.environment_of(selected, gpus)
-            assert one_each == (bool(gpus) and not needs_all)
+            environment = run_tests.environment_of(selected, gpus)
+            assert ("ONE_GPU_OF" in environment) == (bool(gpus) and not needs_all)
+            assert environment["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize("worker, gpu", [("gw0", "4"), ("gw1", "7"), ("gw5", "7"), (None, "4,7")])

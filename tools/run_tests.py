@@ -74,10 +74,11 @@ def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, i
 
 def environment_of(selected: str, gpus: list[str]) -> dict[str, str]:
     """Return the environment of a call; with it tests/conftest.py gives each worker one GPU."""
-    if not gpus:
-        return dict(os.environ)
     # as many processes as cores: threads of their own would wait for each other
-    one_thread = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    if not gpus:
+        return one_thread | os.environ
+    one_thread |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     one_gpu = {} if selected.startswith("several_gpus") else {"ONE_GPU_OF": ",".join(gpus)}
     return {**os.environ, **one_thread, **one_gpu}
 
