@@ -256,7 +256,8 @@ def test_each_run_has_the_memory_as_it_was():
     with repeats.repeated(3) as found:
         TritonAdamW([p], lr=1.0, weight_decay=0.0).step()
     assert found == {"_adamw_kernel": 1}
-    assert torch.equal(p, torch.zeros_like(p))  # one step of lr, not three
+    # one step of lr, not three; a GPU's square root may be an ulp off
+    torch.testing.assert_close(p, torch.zeros_like(p), atol=1e-6, rtol=0.0)
 
 
 @pytest.mark.exhaustive
