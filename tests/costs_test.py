@@ -276,10 +276,8 @@ def test_norms_over_heads_and_layers_without_rotation_are_counted():
     assert sizes["llama"].unrotated == sizes["llama"].head_norms == 0
 
 
-@pytest.mark.parametrize(
-    "fp8, n_products, n_in_head", [("all", 3, 0), ("inputs", 2, 0), ("head", 3, 2 * 64 * 257)]
-)
-def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products, n_in_head):
+@pytest.mark.parametrize("fp8, n_products", [("all", 3), ("inputs", 2)])
+def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products):
     config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
     plain = Workload(model="tiny", dtype="bf16", kernels=("fused_layer",))
     workload = replace(plain, fp8=fp8)
@@ -289,7 +287,7 @@ def test_with_fp8_the_projections_flops_pass_at_its_rate(fp8, n_products, n_in_h
         for rates in (ceilings, ceilings | {"fp8_tflops": 1.0})
     )
     assert without == costs.least_ms(config, plain, 10, 1e6, ceilings | {"fp8_tflops": 1.0})
-    saved = 10 * 2 * (n_products * in_layers + n_in_head) * (1 / 0.5 - 1 / 1.0) / 1e9
+    saved = 10 * 2 * n_products * in_layers * (1 / 0.5 - 1 / 1.0) / 1e9
     assert without - within == pytest.approx(saved, rel=1e-9)
 
 
@@ -319,10 +317,6 @@ def test_what_fp8_quantizes_and_transposes_in_a_step():
     assert of_all.transposed == weights * 3 / 2 + tokens * 69_632  # weights come in as bf16
     assert of_inputs.quantized == weights + tokens * (x + qkv + 2 * x + gate_up)
     assert of_inputs.transposed == weights * 3 / 2
-    of_head, weight = costs.sizes_of(config, replace(plain, fp8="head")), 2 * x * 128_256
-    rows = 2 * 1024 * (x + 128_256)
-    assert of_head.quantized == of_all.quantized + rows
-    assert of_head.transposed == of_all.transposed + weight * 3 / 2 + rows
     none = costs.sizes_of(config, plain)
     assert none.quantized == none.transposed == 0
     one = costs.cost_of_kernel("_fp8_transpose_kernel", 10, of_inputs)

@@ -60,14 +60,10 @@ profile_baseline [--first-layers 1]
 finetune_baseline [--lora-alpha 8, --lora-targets mlp, --merge]
 profile_baseline [--quantize nf4]
     FLAG is for LoRA: add --lora-rank R or --adapter DIR, or leave FLAG out
-finetune_optimized --kernels fused_layer,cross_entropy --fp8 head
-    --fp8 head computes the products of linear_cross_entropy: add --kernels all
-finetune_optimized --kernels all --lora-rank 2 --fp8 head
-    --fp8 head is about weights that are trained, which --lora-rank freezes: take --fp8 all
 profile_baseline --kernels all --lora-rank 2 --fp8 inputs
-    --fp8 inputs is about weights that are trained, which --lora-rank freezes: take --fp8 all
+    --fp8 inputs is about the gradients of weights, which --lora-rank freezes: take --fp8 all
 finetune_optimized --kernels all --adapter x --fp8 inputs
-    --fp8 inputs is about weights that are trained, which --adapter freezes: take --fp8 all
+    --fp8 inputs is about the gradients of weights, which --adapter freezes: take --fp8 all
 profile_baseline --kernels all --fp8 compact
     --fp8 compact keeps weights that are frozen: take --fp8 all, or add --lora-rank R
 finetune_optimized --kernels all --lora-rank 2 --quantize nf4 --fp8
@@ -178,8 +174,6 @@ ALLOWED = [
     "torchrun finetune_optimized --kernels all --fp8",
     "profile_baseline --random-init --first-layers 1",
     "profile_baseline --model tiny --first-layers 1 --estimate",
-    "finetune_optimized --kernels all --fp8 head --accumulate 2 --pack",
-    "profile_baseline --kernels fused_layer,linear_cross_entropy --fp8 head --estimate",
     "torchrun finetune_optimized --kernels all --lora-rank 2",
     "torchrun finetune_optimized --kernels all --lora-rank 2 --fp8 --parallel ddp",
     "torchrun finetune_optimized --kernels all --adapter x --fp8 --parallel ddp",

@@ -14,8 +14,6 @@ from harness.training import resuming
 from next_steps import finetune_options
 from next_steps.finetuning import kernel_training
 from next_steps.layers import fp8_layer
-from next_steps.layers.fp8_head import FP8HeadLoss
-from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
 from next_steps.patches import fp8_model
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, smaller_config
@@ -82,9 +80,6 @@ def test_the_mode_reaches_the_layers(small_model):
     for mode in ("all", "inputs"):
         model, *_ = kernel_training.prepare(workload_of(*SMALL, *FP8, mode))
         assert [layer.casts.mode for layer in model.model.layers] == [mode]
-        assert model.lm_head.loss is TritonLinearCrossEntropyLoss
-    model, *_ = kernel_training.prepare(workload_of(*SMALL, *FP8, "head"))
-    assert model.lm_head.loss is FP8HeadLoss
 
 
 def test_a_run_is_not_resumed_with_other_products():

@@ -349,6 +349,11 @@ def test_columns_are_left_out_and_the_heading_says_so():
     assert page_outputs.without_columns(LINES, ["Nothing"]) == LINES
 
 
+def test_the_sentence_below_a_table_keeps_its_end():
+    lines = [*LINES[:5], "a sentence that is longer than the table"]
+    assert page_outputs.without_columns(lines, ["Total"])[-2:] == ["b        3.0", lines[-1]]
+
+
 def test_every_picture_is_drawn_from_its_records():
     drawn = {f"{name}.png" for name, _, _ in fill_pages.pictures()}
     assert drawn == {path.name for path in RESULTS.glob("*.png")}

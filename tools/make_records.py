@@ -148,7 +148,6 @@ RUNS: dict[str, dict[str, str]] = {
     "fp8": {
         "fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
         "fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 --steps 12",
-        "fp8_head_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 head --steps 12",
         "fp8_torchao_tensorwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-tensorwise "
         "--steps 12",
         "fp8_torchao_rowwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-rowwise --steps 12",

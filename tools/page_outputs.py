@@ -76,7 +76,7 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
 
 def without_columns(lines: list[str], names: list[str]) -> list[str]:
     """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
-    spans, result = [], []
+    columns, spans, result = [], [], []
     for line, below in zip(lines, [*lines[1:], ""]):
         ending = ""
         if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
@@ -86,7 +86,7 @@ def without_columns(lines: list[str], names: list[str]) -> list[str]:
                 spans = []
             else:
                 ending = f"  {LEFT_OUT}"
-        elif not line:
+        elif not line or any(line[b - 2 : b].strip() for _, b in columns[:-1]):  # not a row
             spans = []
         if spans:
             line = "".join(line[a:b].ljust(b - a) for a, b in spans).rstrip() + ending

@@ -33,7 +33,6 @@ SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
 FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
-FP8_HEAD = "head"  # FP8_ALL, and the head's gradients
 IN_FP8 = "all kernels, fp8"  # what studies call such a run
 FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
 QUANTIZED = ("nf4",)
@@ -151,12 +150,11 @@ OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
     "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
     "--fp8": row(
         "the fused layer's matrix products in FP8: all of them, or 'inputs', those that make "
-        "outputs and inputs' gradients; 'head': all, and those of the head's gradients; 'compact', "
-        "with LoRA: half the frozen weights' memory "
+        "outputs and inputs' gradients; 'compact', with LoRA: half the frozen weights' memory "
         f"(default: {FP8_ALL})",
         nargs="?",
         const=FP8_ALL,
-        choices=(*FP8_MODES, FP8_HEAD, FP8_COMPACT),
+        choices=(*FP8_MODES, FP8_COMPACT),
     ),
 }
 OF_OPTIMIZED = {
@@ -287,10 +285,8 @@ RULES = read_rules(f"""
     $flag computes in FP8, and $other keeps weights in 4 bits: leave one of the two out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
---fp8 {FP8_INPUTS}|{FP8_HEAD} with --lora-rank, --adapter
-    $flag is about weights that are trained, which $other freezes: take --fp8 {FP8_ALL}
---fp8 {FP8_HEAD} without --kernels linear_cross_entropy
-    $flag computes the products of linear_cross_entropy: add --kernels all
+--fp8 {FP8_INPUTS} with --lora-rank, --adapter
+    $flag is about the gradients of weights, which $other freezes: take --fp8 {FP8_ALL}
 --fp8 {FP8_COMPACT} without --lora-rank, --adapter
     $flag keeps weights that are frozen: take --fp8 {FP8_ALL}, or add --lora-rank R
 --fp8 with --quantize

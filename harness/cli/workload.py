@@ -51,7 +51,7 @@ class Workload:
     kernels: tuple[str, ...] = field(default=(), compare=False)
     moments: str | None = field(default=None, compare=False)  # of flags.MOMENTS
     stochastic_rounding: bool = field(default=False, compare=False)
-    fp8: str | None = field(default=None, compare=False)  # of FP8_MODES, FP8_HEAD, FP8_COMPACT
+    fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES, or FP8_COMPACT
     recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)

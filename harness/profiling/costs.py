@@ -82,9 +82,9 @@ def sizes_of(config, workload: Workload) -> Sizes:
 def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
     """Return `quantized` and `transposed` of Sizes; nothing without FP8.
 
-    So fp8_layer.py and fp8_head.py do it, and with LoRA frozen_fp8.py.  Weights that the first two
-    transpose come in as bf16: three bytes, not two.  `per_layer` are bytes of one number for each
-    token in each layer, `copies` of one for each layer and micro-batch.
+    So fp8_layer.py does it, and with LoRA frozen_fp8.py.  Weights that fp8_layer.py transposes come
+    in as bf16: three bytes, not two.  `per_layer` are bytes of one number for each token in each
+    layer, `copies` of one for each layer and micro-batch.
     """
     if workload.fp8 is None:
         return {}
@@ -104,17 +104,10 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     if workload.fp8 == flags.FP8_INPUTS:
         numbers = columns["o_proj"] + results + gate_up
         return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
-    of_layers = {
+    return {
         "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
         "transposed": weights * 3 // 2 + per_layer * (results + gate_up + inputs),
     }
-    if workload.fp8 == flags.FP8_HEAD:
-        one, copy = (n_bytes // config.num_hidden_layers for n_bytes in (per_layer, copies))
-        weight = copy * config.vocab_size * config.hidden_size
-        rows = one * (config.hidden_size + config.vocab_size)  # hidden states, logits' gradients
-        of_layers["quantized"] += rows
-        of_layers["transposed"] += weight * 3 // 2 + rows
-    return of_layers
 
 
 def least_ms(
@@ -152,8 +145,6 @@ def fp8_flops_per_token(config, workload: Workload) -> float:
         shapes = architecture.projection_shapes(config)
         names = WITHOUT_GRADIENT[workload.lora_targets]
         return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
-    if workload.fp8 == flags.FP8_HEAD:  # but the logits
-        return 6.0 * n_weights + 4.0 * config.vocab_size * config.hidden_size
     return (4.0 if workload.fp8 == flags.FP8_INPUTS else 6.0) * n_weights
 
 

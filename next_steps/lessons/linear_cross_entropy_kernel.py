@@ -204,12 +204,10 @@ def linear_cross_entropy_forward(
     """
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     if max_targets is not None and max_targets < FEW * targets.numel():
-        options = ignore_index, reduction, need_dhidden, need_dweight, chunk_size, fp32_dweight
-
-        def of_rows(rows, row_targets, row_grads):
-            return linear_cross_entropy_forward(rows, weight, row_targets, *options, row_grads)
-
-        return of_rows_with_target(of_rows, max_targets, hidden, targets, ignore_index, grad_output)
+        options = reduction, need_dhidden, need_dweight, chunk_size, fp32_dweight
+        return _of_rows_with_target(
+            max_targets, hidden, weight, targets, grad_output, ignore_index, *options
+        )
     rows = hidden.reshape(-1, hidden.shape[-1])  # (n_rows, H)
     row_targets = targets.reshape(-1).contiguous()
     n_rows, V = len(rows), len(weight)
@@ -250,11 +248,10 @@ def linear_cross_entropy_forward(
     return reduced(row_loss.view(targets.shape), reduction), dhidden, dweight
 
 
-def of_rows_with_target(of_rows, max_targets, hidden, targets, ignore_index, grad_output=None):
-    """Return the same, computed of max_targets rows, among which are all that have a target.
-
-    of_rows: returns loss, dhidden and dweight of these rows, their targets and grad_outputs.
-    """
+def _of_rows_with_target(
+    max_targets, hidden, weight, targets, grad_output, ignore_index, reduction, *options
+):
+    """Return the same, computed of max_targets rows, among which are all that have a target."""
     rows, row_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     ignored = row_targets == ignore_index  # (n_rows,)
     # First the rows with a target, then the others, each in their order.  At least one is taken: if
@@ -265,8 +262,9 @@ def of_rows_with_target(of_rows, max_targets, hidden, targets, ignore_index, gra
     if grad_output is not None and grad_output.ndim > 0:
         grad_output = grad_output.reshape(-1)[taken]
     row_targets = row_targets[taken].masked_fill(too_many, outside)
-    loss, dhidden, dweight = of_rows(rows[taken], row_targets, grad_output)
-    if loss.ndim > 0:  # of each row
+    inputs = rows[taken], weight, row_targets, ignore_index, reduction
+    loss, dhidden, dweight = linear_cross_entropy_forward(*inputs, *options, grad_output)
+    if reduction == "none":
         loss = loss.new_zeros(len(rows)).index_copy(0, taken, loss).view(targets.shape)
     if dhidden is not None:
         zeros = torch.zeros_like(rows, memory_format=torch.contiguous_format)

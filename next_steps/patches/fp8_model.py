@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.flags import FP8_ALL, FP8_HEAD, FP8_MODES
+from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
 from harness.steps import parallel
-from next_steps.layers.fp8_head import FP8HeadLoss
 from next_steps.layers.fp8_layer import Casts, mlp_fp8, o_fp8, qkv_fp8
 from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
 from next_steps.patches import apply_kernels
-from next_steps.patches.llama_losses import Linear
 
 SHARE = 0.95  # of a GPU's memory, that tensors may fill
 
@@ -64,26 +62,19 @@ def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
 def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """Let the layers of a model with the fused layer compute in FP8; return the model.
 
-    mode: of FP8_MODES, or FP8_HEAD: FP8_ALL, and the head's gradients too.  If FP8 does not take
-    the head, that is an error.
-
     A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
     does not stand for it.  A warning counts those layers.  Call this after `apply_kernels` and
     before `fully_shard`.
     """
-    known = *FP8_MODES, FP8_HEAD
-    if mode not in known:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(known)}.")
+    if mode not in FP8_MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")
     require_fp8()
-    in_head = mode == FP8_HEAD
-    if in_head:
-        require_head(model.lm_head)
     layers, n_fp8, in_fp8 = model.model.layers, 0, CLASSES[family_of(model).model_type]
     for layer in layers:
         if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
             if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
-                layer.__class__, layer.casts = in_fp8, Casts(FP8_ALL if in_head else mode)
+                layer.__class__, layer.casts = in_fp8, Casts(mode)
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
@@ -92,18 +83,8 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):
         warnings.warn(f"{given}, those that are {expected}.", stacklevel=2)
-    if type(model.lm_head) is Linear:
-        model.lm_head.loss = FP8HeadLoss if in_head else Linear.loss
     model.between_micro_batches = KeptCodes(layers)
     return model
-
-
-def require_head(head: torch.nn.Module) -> None:
-    """Raise a UserError if FP8 does not take the products of this head's gradients."""
-    if type(head) is not Linear or head.bias is not None or not takes_fp8(head.in_features):
-        given = f"--fp8 {FP8_HEAD}: the head is {head}"
-        plain = f"one without a bias, whose inputs {MULTIPLE} divides, with linear_cross_entropy"
-        raise UserError(f"{given}, expected {plain}: take --fp8 {FP8_ALL}")
 
 
 class KeptCodes:
@@ -151,22 +132,16 @@ class KeptCodes:
 
 @contextlib.contextmanager
 def without_fp8(model: torch.nn.Module) -> Iterator[None]:
-    """Let layers and head compute in the model's own dtype meanwhile, as a saved model does."""
+    """Let the layers compute in the model's own dtype meanwhile, as a saved model's layers do."""
     kind = family_of(model).model_type
     layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
-    head = model.lm_head
-    loss = getattr(head, "loss", None)
     for layer in layers:
         layer.__class__ = FUSED[kind]
-    if loss is FP8HeadLoss:
-        head.loss = Linear.loss
     try:
         yield
     finally:
         for layer in layers:
             layer.__class__ = CLASSES[kind]
-        if loss is FP8HeadLoss:
-            head.loss = loss
 
 
 def require_fp8() -> None:

@@ -26,13 +26,11 @@ class Linear(torch.nn.Linear):
     Its hooks run in both cases: fully_shard's gather the weight and reduce its gradient.
     """
 
-    loss = TritonLinearCrossEntropyLoss  # a class; `fp8_layers` may set FP8HeadLoss
-
     def forward(self, input, targets=None, ignore_index=IGNORE_INDEX, max_targets=None):
         """Logits (..., V) of input (..., H); with targets (...) int64 their mean loss, () fp32."""
         if targets is None:
             return super().forward(input)
-        return self.loss(ignore_index)(input, self.weight, targets, max_targets)
+        return TritonLinearCrossEntropyLoss(ignore_index)(input, self.weight, targets, max_targets)
 
 
 def linear_cross_entropy_loss(hidden_states, head, labels, max_targets=None, **kwargs):

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_HEAD, FP8_INPUTS, Parser
+from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -70,7 +70,7 @@ STUDIES = {
         "FP8",
         "Products",
         "with FP8's products",
-        {"bf16": {}} | {f"fp8 {mode}": {"fp8": mode} for mode in (FP8_INPUTS, FP8_ALL, FP8_HEAD)},
+        {"bf16": {}} | {f"fp8 {mode}": {"fp8": mode} for mode in (FP8_INPUTS, FP8_ALL)},
         {},
     ),
     "lora": Study(

@@ -7,7 +7,7 @@ TESTS = "tests.llama_losses_test"  # where a test is looked for whose file is no
 FAULTS = {
     "test_another_label_may_be_ignored": [
         ("ignore_index dropped by cross_entropy", "TritonCrossEntropyLoss(ignore_index, ", "TritonCrossEntropyLoss("),
-        ("ignore_index dropped by linear_cross_entropy", "self.loss(ignore_index)", "self.loss()"),
+        ("ignore_index dropped by linear_cross_entropy", "TritonLinearCrossEntropyLoss(ignore_index)", "TritonLinearCrossEntropyLoss()"),
     ],
     "test_too_small_a_number_of_targets_is_noticed": [
         ("number of targets dropped", "self.weight, targets, max_targets)", "self.weight, targets)"),
