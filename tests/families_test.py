@@ -45,7 +45,13 @@ SIZES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 EACH = pytest.mark.parametrize("kind", FAMILIES)
-OTHERS = pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "llama"])
+NOT_LLAMA = [kind for kind in FAMILIES if kind != "llama"]
+OTHERS = pytest.mark.parametrize("kind", NOT_LLAMA)
+# what takes long: always of one with norms over heads
+SLOW_OTHERS = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=() if k == "qwen3" else pytest.mark.exhaustive) for k in NOT_LLAMA],
+)
 
 
 def small_config(kind: str, **values):
@@ -221,7 +227,7 @@ def test_bf16_is_at_most_twice_as_wrong_as_without_the_kernels(kind):
 
 
 @pytest.mark.parametrize("level", RECOMPUTE)
-@OTHERS
+@SLOW_OTHERS
 def test_every_level_of_recomputation_has_the_same_gradients(kind, level):
     expected = loss_and_gradients(make_model(kind))
     for names in ((), MODEL_KERNELS):
@@ -247,7 +253,7 @@ def test_packed_samples_attend_within_themselves(kind):
 # ---------------------------------------------------------------- with adapters, 4 bits, FP8
 
 
-@OTHERS
+@SLOW_OTHERS
 @pytest.mark.parametrize("quantized", [False, True])
 def test_adapters_have_the_unpatched_gradients(kind, quantized):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # NF4 takes blocks of 64
@@ -262,7 +268,7 @@ def test_adapters_have_the_unpatched_gradients(kind, quantized):
     assert all("lora" in name for name in trained - {"loss"})
 
 
-@OTHERS
+@SLOW_OTHERS
 def test_fp8_takes_all_layers_and_stays_near(kind):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     plain = make_model(kind, MODEL_KERNELS, **sizes)
@@ -278,7 +284,7 @@ def test_fp8_takes_all_layers_and_stays_near(kind):
 # ---------------------------------------------------------------- evaluation
 
 
-@OTHERS
+@SLOW_OTHERS
 @pytest.mark.parametrize("cache", [True, False])
 def test_generation_from_padded_prompts(kind, cache):
     ids, mask = make_batch()["input_ids"], torch.ones(2, T, dtype=torch.int64, device=DEVICE)
@@ -314,7 +320,7 @@ def saved(tmp_path):
 RUN = "--random-init", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"
 
 
-@OTHERS
+@SLOW_OTHERS
 def test_scripts_train_it_with_and_without_the_kernels(kind, saved, recorded, little_validation):
     folder = saved(kind)
     runs = [
@@ -330,7 +336,7 @@ def test_scripts_train_it_with_and_without_the_kernels(kind, saved, recorded, li
     assert all(relative_error(each, losses[0]) < 1e-4 for each in losses[1:])
 
 
-@OTHERS
+@SLOW_OTHERS
 def test_a_student_with_half_of_the_layers_is_saved(kind, saved, run_script, tmp_path):
     """The lists of what each layer is are cut too: transformers refuses longer ones."""
     folder = str(tmp_path / "student")

@@ -93,6 +93,7 @@ def test_every_seed_trains_in_every_mode(
     assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
 
 
+@pytest.mark.exhaustive
 def test_every_seed_trains_with_both_kinds_of_moments(
     run_script, monkeypatch, tmp_path, own_cache, little_validation
 ):

@@ -630,6 +630,7 @@ def counted_casts(monkeypatch) -> Counter:
     return calls
 
 
+@pytest.mark.exhaustive
 def test_weights_are_rounded_once_in_a_step_from_the_third_step_on(monkeypatch):
     """Two layers of four groups each; in the first steps anew in each of three micro-batches."""
     calls, model = counted_casts(monkeypatch), make_model("all")
@@ -646,6 +647,7 @@ def test_weights_are_rounded_once_in_a_step_from_the_third_step_on(monkeypatch):
     assert all(layer.casts.kept is None for layer in model.model.layers)
 
 
+@pytest.mark.exhaustive
 def test_kept_codes_change_no_number():
     losses = []
     for keeps in (True, False):

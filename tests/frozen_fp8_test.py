@@ -265,7 +265,7 @@ RUN = [*TINY, *DTYPE_FLAG, "--seq-len", "8", "--steps", "3", "--kernels", "all"]
 LORA = [*RUN, "--lora-rank", "2"]
 
 
-@pytest.mark.parametrize("mode", ["all", "compact"])
+@pytest.mark.parametrize("mode", ["all", pytest.param("compact", marks=pytest.mark.exhaustive)])
 def test_a_run_merges_into_the_weights_that_it_started_from(
     run_script, tmp_path, small_model, mode
 ):

@@ -103,7 +103,11 @@ def test_every_level_has_the_loss_and_the_adapters_gradients_of_none(kernels):
 
 @pytest.mark.parametrize("attention_pays", [False, True])
 @pytest.mark.parametrize("attention", [0.0, 0.5])
-@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
+@pytest.mark.parametrize(
+    "kernels",
+    [[], pytest.param(MODEL_KERNELS, marks=pytest.mark.exhaustive)],
+    ids=["none", "all"],
+)
 def test_what_runs_twice_drops_the_same_both_times(kernels, attention, attention_pays, monkeypatch):
     """LoRA's dropout drew its masks anew: gradients were wrong by up to twice their size."""
     monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)

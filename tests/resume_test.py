@@ -143,7 +143,11 @@ WAYS = [  # flags, changes of the workload
     ("--recompute layer", {}),
     ("--pack", {}),
     ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True}),
-    ("--dtype bf16 --steps 4", ADAMW | {"stochastic_rounding": True, "moments": "8bit"}),
+    pytest.param(
+        "--dtype bf16 --steps 4",
+        ADAMW | {"stochastic_rounding": True, "moments": "8bit"},
+        marks=pytest.mark.exhaustive,
+    ),
     *(
         pytest.param(f"--data {data}", ALL, marks=pytest.mark.exhaustive)
         for data in ("stdlib", "synthetic")
