@@ -21,7 +21,7 @@ from harness.model.architecture import tiny_config
 from harness.steps import parallel
 from harness.training import checkpoint_files
 from tests.small_workloads import TINY, jsonl, tiny_workload
-from tests.two_processes import made_once, one_gpu_is_too_few
+from tests.two_processes import by, made_once, one_gpu_is_too_few
 from tests.warm_processes import HERE, torchrun
 
 STANDALONE = ["--standalone", "--nproc-per-node", "2"]
@@ -148,16 +148,19 @@ def test_two_processes_in_fp8_train_what_one_trains(in_fp8, way):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.several_gpus(3, or_none=True)
-def test_three_processes_divide_what_two_do_not(tmp_path):
-    """Neither the weights' rows nor the batches for validation are a multiple of three."""
+@pytest.mark.parametrize(
+    ("n", "how"), [by(3, "baseline-3"), by(4, "kernels-1"), by(8, "baseline-1"), by(8, "kernels-1")]
+)
+def test_more_processes_equal_one_with_the_whole_batch(tmp_path, n, how):
+    """Neither weights' rows nor batches for validation are multiples of 3; 8 have few rows each."""
     write_data(tmp_path)
-    folder = tmp_path / "three"
+    folder = tmp_path / "runs"
     folder.mkdir()
-    trained(folder, 1, 3, ["one-baseline-3"])
-    trained(folder, 3, 1, ["fsdp-baseline-3", "ddp-baseline-3"])
-    for case in ("fsdp-baseline-3", "ddp-baseline-3"):
-        hold_equal(folder, folder, case)
+    cases = [f"{way}-{how}" for way in processes.PARALLEL]
+    trained(folder, 1, n, [f"one-{how}"])
+    trained(folder, n, 1, cases)
+    for case in cases:
+        assert hold_equal(folder, folder, case)["world_size"] == n
 
 
 @pytest.mark.exhaustive
@@ -218,15 +221,15 @@ def outputs(folder: Path) -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", processes.PARALLEL)
-def test_two_processes_go_on_to_the_bit(way, tmp_path):
+@pytest.mark.parametrize(("n", "way"), [by(2, "fsdp"), by(2, "ddp"), by(4, "ddp"), by(8, "fsdp")])
+def test_processes_go_on_to_the_bit(n, way, tmp_path):
     """bf16, rounded at random by the kernel that steps the shards."""
     flags = [*THREE, "1", *ROUNDED, "--parallel", way]
     kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "2"]
     script = "-m", "tests.several_processes", "small", "finetune_optimized.py"
-    run_of(2, *script, *flags, *kept, *outputs(tmp_path / "straight"))
+    run_of(n, *script, *flags, *kept, *outputs(tmp_path / "straight"))
     resumed = [*flags, "--resume", str(tmp_path / "kept"), *outputs(tmp_path / "resumed")]
-    said = run_of(2, *script, *resumed)
+    said = run_of(n, *script, *resumed)
     assert "steps 3 to 3" in said and "In another way" not in said
     losses, weights = what_came_out(tmp_path / "straight")
     others, resumed = what_came_out(tmp_path / "resumed")
@@ -235,15 +238,17 @@ def test_two_processes_go_on_to_the_bit(way, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, tmp_path):
+@pytest.mark.parametrize(
+    ("most", "before", "after"), [by(2, 1, 2), by(2, 2, 1), by(4, 4, 2), by(8, 4, 8)]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_processes(most, before, after, tmp_path):
     kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "2"]
-    size = {1: "2", 2: "1"}  # the same sequences in a step
+    size = {n: str(most // n) for n in (before, after)}  # the same sequences in a step
     first = [*THREE, size[before], *kept, *outputs(tmp_path / "first")]
     run_of(before, "finetune_baseline.py", *first)
     then = ["--resume", str(tmp_path / "kept"), *outputs(tmp_path / "then")]
     said = run_of(after, "finetune_baseline.py", *THREE, size[after], *then)
-    assert "steps 3 to 3" in said and f"world_size {None if after == 1 else 2} (not" in said
+    assert "steps 3 to 3" in said and f"world_size {None if after == 1 else after} (not" in said
     losses, weights = what_came_out(tmp_path / "first")
     others, resumed = what_came_out(tmp_path / "then")
     assert others == pytest.approx(losses, rel=1e-6)

@@ -23,6 +23,11 @@ LONGEST_WAIT = datetime.timedelta(seconds=60)  # of one process for the other: a
 one_gpu_is_too_few = pytest.mark.several_gpus(2, or_none=True)
 
 
+def by(n: int, *values):
+    """Values of a parametrized test that so many processes run, each on a GPU or all on the CPU."""
+    return pytest.param(n, *values, marks=pytest.mark.several_gpus(n, or_none=True))
+
+
 def made_once(make: Callable, tmp_path_factory) -> Path:
     """Return a folder that make(folder) has filled, once for all workers of pytest-xdist."""
     folder = shared_folder(tmp_path_factory) / f"{make.__module__}.{make.__name__}"

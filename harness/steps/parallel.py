@@ -79,6 +79,20 @@ def shard(model: torch.nn.Module) -> None:
     fully_shard(model, **options)
 
 
+def settle(model: torch.nn.Module) -> None:
+    """Let DDP group its gradients as after a first step, for a run that goes on with a later one.
+
+    In the first step DDP sends all gradients together, later in buckets, by when they are ready.
+    Where a gradient lies decides in which order the processes' parts of it are added.  Of two parts
+    any order has the same bits; of more it has not.  So those processes take a backward here that
+    counts for nothing.  Load the weights and the optimizer's state afterwards.
+    """
+    if world_size() > 2 and isinstance(model, DistributedDataParallel):
+        ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+
 @contextlib.contextmanager
 def unreduced(model: torch.nn.Module) -> Iterator[None]:
     """Let backwards add gradients up in each process; the next backward outside averages them."""
