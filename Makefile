@@ -40,10 +40,10 @@ demo: $(SETUP)
 	@echo "Next: make test proves the kernels; README.md tells the same in twelve steps."
 
 test: $(SETUP)
-	@echo "make test: 4 to 8 minutes on two cores."
+	@echo "make test: 4 to 10 minutes on two cores."
 	@echo "1 of 2: every kernel is compiled for a GB300, without a GPU (a minute, silent)."
 	$(PY) -m tools.compile_check --targets sm_103
-	@echo "2 of 2: the tests, several at a time (3 to 7 minutes; a dot is a test that passed)."
+	@echo "2 of 2: the tests, several at a time (3 to 9 minutes; a dot is a test that passed)."
 	@echo "The last line counts them. Next: README.md, step 1."
 	$(PY) -m tools.run_tests
 
