@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
 
 import check_toolchain
 import rmsnorm_kernel
@@ -19,7 +18,7 @@ from next_steps.comparisons import repeats
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
-from tools.compile_targets import UNALIGNED, Row
+from tools.compile_targets import UNALIGNED, Row, widest_access
 
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
@@ -70,17 +69,21 @@ def test_every_kernel_compiles_for_gb300_and_is_listed(tmp_path):
     assert "none spills: PASSED" in result.stdout
 
 
-def test_code_that_an_older_disassembler_cannot_read_has_no_width(monkeypatch):
-    """Triton 3.6 compiles for GB300, and its disassembler does not know GB300."""
-    gpu = GPUTarget("cuda", 103, 32)
-    for said in ("nvdisasm fatal : Cannot decode architecture 'SM103a'", "other"):
-        error = subprocess.CalledProcessError(1, ["cuobjdump"], stderr=said)
-        monkeypatch.setattr(pretended_gpu, "cuobjdump", raising(error))
-        if said == "other":
-            with pytest.raises(subprocess.CalledProcessError):
-                pretended_gpu.widest_access(b"", gpu)
-        else:
-            assert pretended_gpu.widest_access(b"", gpu) is None
+@pytest.mark.parametrize(
+    "ptx, widest",
+    [
+        ("ld.param.b64 %rd1, [p]; st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};", 0),
+        ("@%p1 ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", 2),
+        ("st.global.f32 [ %rd1 + 0 ], { %r1 }; ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", 4),
+        ("ld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r1, %r2 }, [ %rd1 + 0 ], %rd2;", 16),
+        (
+            "ld.global.b16 { %rs1 }, [ %rd1 ]; cp.async.cg.shared.global [ %r1 ], [ %rd2 ], 0x10;",
+            16,
+        ),
+    ],
+)
+def test_widest_access_is_read_from_ptx(ptx, widest):
+    assert widest_access(ptx) == widest
 
 
 @pytest.mark.parametrize("flags", [("--targets", "sm_103,sm_1"), ("--kernel", "softmax")])

@@ -53,3 +53,14 @@ def access_of(instruction: str) -> tuple[str, int] | None:
         return None
     bits = re.search(r"\.[US]?(\d+)\b", found[2])  # 32 bits are not written
     return found[1], int(bits[1] if bits else 32) // 8
+
+
+def widest_access(ptx: str) -> int:
+    """Return the most bytes that a thread loads or stores in the GPU's memory at once, by PTX.
+
+    PTX is the text that NVIDIA's assembler gets: ld.global.v4.b32 loads 4 x 4 bytes.
+    """
+    vectors = re.findall(r"\b(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    copies = re.findall(r"\bcp\.async\.\w+\.shared\.global[^;]*?\], (\w+)", ptx)
+    widths = [int(many or 1) * int(bits) // 8 for many, bits in vectors]
+    return max([*widths, *(int(n_bytes, 0) for n_bytes in copies)], default=0)

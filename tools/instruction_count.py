@@ -304,7 +304,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
         counts.append(Count(kernel.__name__, case.name, target, n, moved.loads + moved.stores))
         return compiled
 
-    triton.runtime.driver.set_active(pretended_gpu.stub_driver(target, []))
+    triton.runtime.driver.set_active(pretended_gpu.stub_driver(target))
     with pretended_gpu.pretend_gpu(), mock.patch.object(JITFunction, "run", counted):
         for case in cases:
             pretended_gpu.launch(case, torch.bfloat16)

@@ -1,12 +1,11 @@
 """A GPU that is not there: kernels are launched for it and compiled, but not run.
 
 Two things are faked.  Tensors in PyTorch's FakeTensorMode have a shape, strides and a CUDA device,
-but no memory.  Triton's driver names a target to compile for, and keeps the binary.
+but no memory.  Triton's driver names a target to compile for.
 """
 
 import contextlib
 import hashlib
-import os
 import re
 import subprocess
 import tempfile
@@ -22,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from tools.compile_cases import Case
-from tools.compile_targets import TARGETS, Row, access_of
+from tools.compile_targets import TARGETS, Row, widest_access
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,14 +31,10 @@ def gpu_target(name: str) -> GPUTarget:
     return GPUTarget(target.backend, target.arch, target.warp_size)
 
 
-def stub_driver(target: str, loaded: list[tuple[str, bytes, int]]) -> SimpleNamespace:
-    """Return the part of Triton's driver that a launch touches.
-
-    The driver adds each compiled kernel to `loaded`: its name, its binary, its shared memory.
-    """
+def stub_driver(target: str) -> SimpleNamespace:
+    """Return the part of Triton's driver that a launch touches."""
 
     def load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
-        loaded.append((name, binary, shared))
         # module, function, registers and spills (`resources` reads these), most threads
         return 0, 0, 0, 0, 1024
 
@@ -117,37 +112,13 @@ def resources(binary: bytes, gpu: GPUTarget) -> tuple[int, int]:
     """Return registers and spilled registers of a compiled kernel."""
     if gpu.backend == "hip":
         return amd_note(binary, b".vgpr_count"), amd_note(binary, b".vgpr_spill_count")
-    usage = cuobjdump(binary, "-res-usage")
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
-    return int(registers), (int(stack) + int(local)) // 4
-
-
-def cuobjdump(binary: bytes, flag: str) -> str:
-    """Return what NVIDIA's tool, which Triton brings along, prints of a binary."""
-    tool = Path(triton.knobs.nvidia.cuobjdump.path)
-    path = os.pathsep.join([str(tool.parent), os.environ["PATH"]])  # -sass calls nvdisasm
-    how = {"capture_output": True, "text": True, "check": True, "env": os.environ | {"PATH": path}}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        return subprocess.run([str(tool), flag, file.name], **how).stdout
-
-
-def widest_access(binary: bytes, gpu: GPUTarget) -> int | None:
-    """Return the most bytes that a thread loads or stores at once; None if the code is unreadable.
-
-    AMD's code is, and so is GB300's with Triton 3.6, which brings the tools of CUDA 12.8.
-    """
-    if gpu.backend == "hip":
-        return None
-    try:
-        code = cuobjdump(binary, "-sass")
-    except subprocess.CalledProcessError as error:
-        if "Cannot decode architecture" not in error.stderr:
-            raise
-        return None
-    accesses = filter(None, map(access_of, code.splitlines()))
-    return max((n_bytes for _, n_bytes in accesses), default=0)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
+    return int(registers), (int(stack) + int(local)) // 4
 
 
 def amd_note(binary: bytes, key: bytes) -> int:
@@ -162,9 +133,11 @@ def amd_note(binary: bytes, key: bytes) -> int:
 
 def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
     """Return a row for every different kernel that the cases launch on the named target."""
-    rows, loaded, gpu = [], [], gpu_target(target)
-    triton.runtime.driver.set_active(stub_driver(target, loaded))
-    with pretend_gpu():
+    rows, compiled = [], []
+    triton.runtime.driver.set_active(stub_driver(target))
+    keep = lambda metadata, metadata_group, **rest: compiled.append((metadata, metadata_group))  # noqa: E731
+    with pretend_gpu(), triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = keep  # called once a process for each kernel
         for case in (case for case in cases if target.startswith(case.targets)):
             for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
                 label = f"{case.name}, {dtype_name}"
@@ -173,11 +146,19 @@ def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
                     launch(case, DTYPES[dtype_name])
                 except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
                     error = f"{type(failure).__name__}: {str(failure).strip()}"
-                for kernel, binary, shared in loaded:
-                    found = *resources(binary, gpu), shared, widest_access(binary, gpu)
-                    digest = hashlib.sha256(binary).hexdigest()
-                    rows.append(Row(kernel, label, target, *found, binary=digest))
-                loaded.clear()
+                rows += [row_of(*kernel, label, target) for kernel in compiled]
+                compiled.clear()
                 if error:
                     rows.append(Row("(none)", label, target, error=error))
     return rows
+
+
+def row_of(metadata: dict, files: dict[str, str], label: str, target: str) -> Row:
+    """Return the row of a kernel from what Triton says of it, and from the files that it wrote."""
+    gpu, name = gpu_target(target), metadata["name"]
+    code = {Path(file).suffix: Path(path) for file, path in files.items()}
+    binary = code[".hsaco" if gpu.backend == "hip" else ".cubin"].read_bytes()
+    widest = widest_access(code[".ptx"].read_text()) if ".ptx" in code else None
+    digest = hashlib.sha256(binary).hexdigest()
+    found = *resources(binary, gpu), metadata["shared"], widest
+    return Row(name, label, target, *found, binary=digest)
