@@ -282,3 +282,15 @@ def test_parameters_and_subclasses_with_memory_of_their_own_are_taken(subject, k
     outputs = call(subject, leaves)
     found = dict(zip(douts, outputs)) | gradients(outputs, leaves, douts)
     assert same_bits(found, expected)
+
+
+@contract("of", lambda subject: ("inputs", "gradients"))
+def test_tensors_that_are_held_negated(subject, of):
+    """A loss that goes through complex numbers sends such gradients back."""
+    inputs, douts, expected = made(subject)
+    held = {
+        name: torch._neg_view(-t) if t.is_floating_point() else t
+        for name, t in (inputs if of == "inputs" else douts).items()
+    }
+    tensors = (held, douts) if of == "inputs" else (inputs, held)
+    assert same_bits(run(subject, subject.function, *tensors), expected)
