@@ -47,6 +47,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
@@ -241,6 +242,19 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")
 
 
+def refuse_forward_mode(name: str, *arguments) -> None:
+    """Call it where torch.compile traces an operator, which would give the derivative 0.
+
+    Raises:
+        RuntimeError: an argument is a tensor with a tangent, as torch.func.jvp gives it one.
+    """
+    if forward_ad._current_level >= 0:
+        tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            given = f"{name} has no forward-mode derivative, which jvp asks for"
+            raise RuntimeError(f"{given}: use backward().")
+
+
 # ---- Launches -----------------------------------------------------------------------------------
 #
 # On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
@@ -335,6 +349,7 @@ def operator(
                     return launch(*args, **named)
                 except HeldNegatedError:
                     return resolved(*args, **named)
+            refuse_forward_mode(name, *args, *named.values())
             if present is None:
                 return compiled(*args, **named)
             found = iter(compiled(*args, **named))
