@@ -242,6 +242,22 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")
 
 
+def outside_autocast(backward: Callable) -> Callable:
+    """Decorate a backward that multiplies matrices: autocast around it would change their dtypes.
+
+    A forward that ran outside of autocast may have its backward inside.
+    """
+
+    @functools.wraps(backward)
+    def call(*args):
+        if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+            return backward(*args)
+        with torch._C._DisableAutocast():  # torch.autocast(enabled=False) is of one kind of device
+            return backward(*args)
+
+    return call
+
+
 def refuse_forward_mode(name: str, *arguments) -> None:
     """Call it where torch.compile traces an operator, which would give the derivative 0.
 
