@@ -87,12 +87,13 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
             first one is not on a GPU, although the kernels are not interpreted.
     """
     device, patterns, shapes, is_plain = None, (), (), True
+    traced = torch.compiler.is_dynamo_compiling()  # is_neg() cannot be traced
     for name, t, dtypes, pattern in arguments:
         if t is None and name.endswith("?"):
             continue
         dtypes = dtypes or (arguments[0][1].dtype,)
         plain = type(t) in PLAIN and t.layout is torch.strided
-        if not (plain and t.dtype in dtypes) or t.is_neg():
+        if not (plain and t.dtype in dtypes) or (not traced and t.is_neg()):
             check_memory(name.rstrip("?"), t, dtypes)
             is_plain = False
         if device is None:
@@ -137,7 +138,7 @@ def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ())
     if dtypes and t.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
-    if t.is_neg():
+    if not torch.compiler.is_dynamo_compiling() and t.is_neg():
         given = f"{name} holds its numbers negated (is_neg() is True)"
         raise HeldNegatedError(f"{given}, expected the numbers: pass its resolve_neg().")
 
