@@ -259,19 +259,6 @@ def outside_autocast(backward: Callable) -> Callable:
     return call
 
 
-def refuse_forward_mode(name: str, *arguments) -> None:
-    """Call it where torch.compile traces an operator, which would give the derivative 0.
-
-    Raises:
-        RuntimeError: an argument is a tensor with a tangent, as torch.func.jvp gives it one.
-    """
-    if forward_ad._current_level >= 0:
-        tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            given = f"{name} has no forward-mode derivative, which jvp asks for"
-            raise RuntimeError(f"{given}: use backward().")
-
-
 # ---- Launches -----------------------------------------------------------------------------------
 #
 # On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
@@ -322,6 +309,13 @@ def n_multiprocessors(device: torch.device) -> int:
 # real tensors.  The compiler is told which arguments it writes, and what the results look like.
 
 
+def has_tangent(*arguments) -> bool:
+    """Return True if forward-mode differentiation, such as torch.func.jvp, comes with a tensor."""
+    tensors = (t for t in arguments if isinstance(t, torch.Tensor))
+    within = forward_ad._current_level >= 0
+    return within and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def operator(
     name: str,
     schema: str,
@@ -366,7 +360,9 @@ def operator(
                     return launch(*args, **named)
                 except HeldNegatedError:
                     return resolved(*args, **named)
-            refuse_forward_mode(name, *args, *named.values())
+            if has_tangent(*args, *named.values()):  # the operator would make it 0
+                given = f"{name} has no forward-mode derivative, which jvp asks for"
+                raise RuntimeError(f"{given}: use backward().")
             if present is None:
                 return compiled(*args, **named)
             found = iter(compiled(*args, **named))
