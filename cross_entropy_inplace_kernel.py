@@ -215,6 +215,7 @@ def cross_entropy_inplace(logits, targets, ignore_index=-100, reduction="mean"):
     return reduced(row_loss, reduction)
 
 
+@support.takes_negated("dlogits")
 def cross_entropy_scale(grad_output, dlogits, targets, ignore_index=-100):
     """Multiply what cross_entropy_inplace has left in the logits by grad_output, () or (...).
 

@@ -40,13 +40,16 @@ Four things are not mended.  No kernel here needs them:
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -84,11 +87,13 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
             first one is not on a GPU, although the kernels are not interpreted.
     """
     device, patterns, shapes, is_plain = None, (), (), True
+    traced = torch.compiler.is_dynamo_compiling()  # is_neg() cannot be traced
     for name, t, dtypes, pattern in arguments:
         if t is None and name.endswith("?"):
             continue
         dtypes = dtypes or (arguments[0][1].dtype,)
-        if type(t) not in PLAIN or t.layout is not torch.strided or t.dtype not in dtypes:
+        plain = type(t) in PLAIN and t.layout is torch.strided
+        if not (plain and t.dtype in dtypes) or (not traced and t.is_neg()):
             check_memory(name.rstrip("?"), t, dtypes)
             is_plain = False
         if device is None:
@@ -117,7 +122,8 @@ def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ())
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
 
     Raises:
-        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given.
+        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given;
+            or as a HeldNegatedError: t's memory holds the negated numbers.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -132,6 +138,38 @@ def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ())
     if dtypes and t.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
+    if not torch.compiler.is_dynamo_compiling() and t.is_neg():
+        given = f"{name} holds its numbers negated (is_neg() is True)"
+        raise HeldNegatedError(f"{given}, expected the numbers: pass its resolve_neg().")
+
+
+class HeldNegatedError(TypeError):
+    """A tensor's memory holds the negated numbers, as those of `z.conj().imag` are."""
+
+
+def takes_negated(*written: str) -> Callable:
+    """Decorate what checks tensors before all else: it gets copies of tensors held negated.
+
+    Tensors in the arguments that are named are not copied, because they are written.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **named):
+            try:
+                return function(*args, **named)
+            except HeldNegatedError:
+                given = inspect.signature(function).bind(*args, **named)
+            given.arguments |= {
+                name: tree_map_only(torch.Tensor, torch.Tensor.resolve_neg, value)
+                for name, value in given.arguments.items()
+                if name not in written
+            }
+            return function(*given.args, **given.kwargs)
+
+        return call
+
+    return decorate
 
 
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
@@ -205,6 +243,22 @@ def refuse_second_derivative(name: str) -> None:
         raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")
 
 
+def outside_autocast(backward: Callable) -> Callable:
+    """Decorate a backward that multiplies matrices: autocast around it would change their dtypes.
+
+    A forward that ran outside of autocast may have its backward inside.
+    """
+
+    @functools.wraps(backward)
+    def call(*args):
+        if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+            return backward(*args)
+        with torch._C._DisableAutocast():  # torch.autocast(enabled=False) is of one kind of device
+            return backward(*args)
+
+    return call
+
+
 # ---- Launches -----------------------------------------------------------------------------------
 #
 # On a few hundred rows the GPU needs 10 us and waits for the host, which needs ten times as long.
@@ -255,6 +309,13 @@ def n_multiprocessors(device: torch.device) -> int:
 # real tensors.  The compiler is told which arguments it writes, and what the results look like.
 
 
+def has_tangent(*arguments) -> bool:
+    """Return True if forward-mode differentiation, such as torch.func.jvp, comes with a tensor."""
+    tensors = (t for t in arguments if isinstance(t, torch.Tensor))
+    within = forward_ad._current_level >= 0
+    return within and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def operator(
     name: str,
     schema: str,
@@ -277,21 +338,31 @@ def operator(
         tags: of the operator.
     """
 
+    resolving = takes_negated(*mutates)
+
     def decorate(launch: Callable) -> Callable:
+        resolved = resolving(launch)
+
         def without_none(function):
             if present is None:
                 return function
             return lambda *args: [t for t in function(*args) if t is not None]
 
         compiled = torch.library.custom_op(
-            name, without_none(launch), mutates_args=mutates, schema=schema, tags=tags
+            name, without_none(resolved), mutates_args=mutates, schema=schema, tags=tags
         )
-        compiled.register_fake(without_none(results))
+        compiled.register_fake(without_none(resolving(results)))
 
         @functools.wraps(launch)
         def call(*args, **named):
             if not torch.compiler.is_compiling():
-                return launch(*args, **named)
+                try:  # here too, because one call more takes host time
+                    return launch(*args, **named)
+                except HeldNegatedError:
+                    return resolved(*args, **named)
+            if has_tangent(*args, *named.values()):  # the operator would make it 0
+                given = f"{name} has no forward-mode derivative, which jvp asks for"
+                raise RuntimeError(f"{given}: use backward().")
             if present is None:
                 return compiled(*args, **named)
             found = iter(compiled(*args, **named))

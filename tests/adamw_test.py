@@ -217,7 +217,8 @@ def test_numbers_and_tensors_give_the_same_bits(betas, device):
     tensors = {key: tensor(value) for key, value in numbers.items()}  # betas: a tensor of two
     expected = kernel_steps(start, grads, **numbers)
     assert all_equal(kernel_steps(start, grads, **tensors), expected)
-    tensors = {"lr": tensor([0.05], dtype=torch.float64), "betas": (tensor(betas[0]), betas[1])}
+    lr = torch._neg_view(tensor([-0.05], dtype=torch.float64))  # held negated
+    tensors = {"lr": lr, "betas": (tensor(betas[0]), betas[1])}
     assert all_equal(kernel_steps(start, grads, **(numbers | tensors)), expected)
 
 
@@ -576,6 +577,11 @@ BAD_INPUT = [  # arguments, exception, what its sentence says
     ({"lr": META.sum()}, ValueError, "lr is a tensor on meta, expected p's"),
     ({"beta1": ONES[0, 0].to_sparse()}, ValueError, r"beta1 is a tensor of shape \(\), expected"),
     ({"weight_decay": 1j}, ValueError, "weight_decay is 1j, expected a number or a plain tensor"),
+    (
+        {"p": torch._neg_view(ONES)},
+        TypeError,
+        r"p holds its numbers negated .*: pass its resolve_neg",
+    ),
     ({"eps": "1e-8"}, ValueError, "eps is '1e-8', expected a number"),
 ]
 

@@ -442,13 +442,34 @@ def with_wide_weights_in_norms(model):
     return model
 
 
-CASTS = [torch.nn.Module.double, with_wide_head, with_wide_weights_in_norms]
+class Doubled(torch.Tensor):
+    """A weight with a product of its own, as quantized weights of torchao have it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs)
+        return out.as_subclass(torch.Tensor) * 2 if function is torch.nn.functional.linear else out
+
+
+def with_weights_of_a_subclass(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.detach().as_subclass(Doubled))
+    return model
+
+
+CASTS = [
+    torch.nn.Module.double,
+    with_wide_head,
+    with_wide_weights_in_norms,
+    with_weights_of_a_subclass,
+]
 
 
 @TOGETHER_AND_ALONE
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.__name__)
 def test_a_model_that_is_cast_later_runs_as_without_the_kernels(cast, names):
-    """In float64 the kernels refused it, where the unpatched model runs."""
+    """In float64 the kernels refused it, and a subclass's product was not asked for."""
     models = [cast(each) for each in without_and_with(names)]
     expected, found = map(loss_and_gradients, models)
     assert_equal(found, expected, allowed=2e-2 if cast is with_wide_head else 1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed, relative_error
 from tests.contracts import contract
 from tests.fixtures import saved_tensors
 from tests.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
@@ -282,3 +282,25 @@ def test_parameters_and_subclasses_with_memory_of_their_own_are_taken(subject, k
     outputs = call(subject, leaves)
     found = dict(zip(douts, outputs)) | gradients(outputs, leaves, douts)
     assert same_bits(found, expected)
+
+
+@contract("of", lambda subject: ("inputs", "gradients"))
+def test_tensors_that_are_held_negated(subject, of):
+    """A loss that goes through complex numbers sends such gradients back."""
+    inputs, douts, expected = made(subject)
+    held = {
+        name: torch._neg_view(-t) if t.is_floating_point() else t
+        for name, t in (inputs if of == "inputs" else douts).items()
+    }
+    tensors = (held, douts) if of == "inputs" else (inputs, held)
+    assert same_bits(run(subject, subject.function, *tensors), expected)
+
+
+@contract()
+def test_backward_under_autocast_has_the_forwards_dtypes(subject):
+    inputs, douts, expected = made(subject)
+    leaves = leaves_of(subject, inputs)
+    outputs = call(subject, leaves)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        backward(outputs, douts)
+    assert_grads(subject, leaves, expected)

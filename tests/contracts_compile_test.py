@@ -249,3 +249,18 @@ def test_bad_input_is_refused_with_the_same_sentence(subject):
     leaves = leaves_of(subject, dict(zip(names, bad.inputs)))
     with pytest.raises(Exception, match=bad.sentence):
         compiled(subject, "aot_eager")(*leaves.values())
+
+
+@contract()
+def test_forward_mode_is_refused(subject):
+    inputs, _ = subject.make((2,), subject.size, torch.float32)
+    name = subject.differentiable[0]
+
+    def jvp(x):
+        def function(x):
+            return subject.function(*(inputs | {name: x}).values())
+
+        return torch.func.jvp(function, (x,), (x,))[1]
+
+    with pytest.raises(Exception, match="no forward-mode derivative"):
+        torch.compile(jvp, fullgraph=True, backend="eager")(inputs[name])

@@ -24,6 +24,10 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
+class Quantized(torch.Tensor):
+    """A weight whose product may be another."""
+
+
 def linear(cls=torch.nn.Linear, bias=False) -> torch.nn.Linear:
     return cls(8, 8, bias=bias, device=DEVICE)
 
@@ -32,6 +36,9 @@ def test_a_linear_layer_without_a_bias_is_a_matrix():
     assert is_matrix(linear()) and is_unchanged(linear(bias=True))
     assert not is_matrix(linear(bias=True)) and not is_matrix(linear(Doubled))
     assert not is_matrix(torch.nn.Identity())
+    quantized = linear()
+    quantized.weight = torch.nn.Parameter(quantized.weight.detach().as_subclass(Quantized))
+    assert not is_matrix(quantized)
 
 
 @pytest.mark.parametrize("register", REGISTER)

@@ -45,6 +45,7 @@ REFUSED = {
         "stats is torch.float64, expected torch.float32: convert it",
     ),
     "sparse": ((X.to_sparse(),), TypeError, "x is torch.sparse_coo, expected torch.strided"),
+    "negated": ((X, torch._neg_view(ROW)), TypeError, "weight holds its numbers negated"),
     "no memory": ((X.to("meta"),), ValueError, "x is on meta, expected a GPU: move it"),
     "elsewhere": (
         (X, ROW.to("meta")),

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+PLAIN = torch.nn.Parameter, type(None), torch.Tensor, DTensor  # of a parameter
 EXEMPT = (
     "transformers.utils.output_capturing",  # they stay after output_attentions=True, and do nothing
     "torch.distributed.fsdp",  # they gather a module's weights while it is called
@@ -46,10 +48,24 @@ def is_as_written(cls: type) -> bool:
     return is_from_package_of(cls, cls.forward)
 
 
+def has_plain_parameters(module: torch.nn.Module) -> bool:
+    """Return True if products with the module's own parameters are PyTorch's.
+
+    A subclass of a tensor, such as a quantized weight of torchao, may have products of its own.
+    """
+    for p in module._parameters.values():  # noqa: SIM110  each call asks, all() takes longer
+        if type(p) not in PLAIN:
+            return False
+    return True
+
+
 def is_unchanged(module: torch.nn.Module) -> bool:
-    """Return True if a call runs the forward that the class was written with, and no hooks."""
+    """Return True if a call runs the forward that the class was written with, and no hooks.
+
+    Its parameters are plain tensors, too.
+    """
     as_written = is_as_written(class_of(module)) and "forward" not in vars(module)
-    return as_written and not has_hooks(module)
+    return as_written and has_plain_parameters(module) and not has_hooks(module)
 
 
 def is_untouched(module: torch.nn.Module) -> bool:

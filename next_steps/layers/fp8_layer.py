@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 
 from harness.cli.flags import FP8_ALL
-from kernel_support import refuse_second_derivative
+from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.layers.lora_linear import as_rows
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
@@ -178,6 +178,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
         return x.view_as(x), *out.split([len(weight) for weight in weights], dim=-1)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dresidual, *douts):
         refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, scale, *weights = ctx.saved_tensors
@@ -217,6 +218,7 @@ class FP8LinearFunction(torch.autograd.Function):
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dout):
         refuse_second_derivative("FP8 in the layer")
         x, weight, scale = ctx.saved_tensors
@@ -252,6 +254,7 @@ class FP8MLPFunction(torch.autograd.Function):
         return x.view_as(x), out.view(x.shape)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dresidual, dout):
         refuse_second_derivative("FP8 in the layer")
         x, norm_weight, rstd, both, scale, scale_down, *weights, w_down = ctx.saved_tensors

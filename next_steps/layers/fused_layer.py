@@ -34,7 +34,7 @@ Limits: those of the two kernels; no second derivative.
 import torch
 from torch.nn.functional import linear
 
-from kernel_support import refuse_second_derivative
+from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.layers import lora_linear as lora
 from next_steps.layers.lora_linear import as_rows
 from next_steps.layers.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
@@ -74,6 +74,7 @@ class NormLinearFunction(torch.autograd.Function):
         return x.view_as(x), *outs, *(() if add else (h,))
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dresidual, *douts):
         refuse_second_derivative("The fused layer")
         dh = None
@@ -133,6 +134,7 @@ class SwiGLULinearFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dout):
         refuse_second_derivative("The fused layer")
         gate, up, y, h, b_gate, b_up, h_down, w, a, b = ctx.saved_tensors

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 
 from harness.model.exact_modules import has_global_hooks, is_matrix
-from kernel_support import refuse_second_derivative
+from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.lessons import swiglu_kernel as swiglu
 
 
@@ -44,6 +44,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, dout):
         refuse_second_derivative("SwiGLU in Triton")
         inplace = swiglu.may_overwrite_saved()  # only this Function holds gate, up and dy

@@ -47,7 +47,7 @@ import torch
 from torch.nn.functional import linear
 
 from harness.model.exact_modules import has_global_hooks, is_linear, is_unchanged
-from kernel_support import refuse_second_derivative
+from kernel_support import outside_autocast, refuse_second_derivative
 
 PEFT = "peft.tuners.lora.layer", "Linear"  # a name, so that nobody must install peft
 
@@ -233,6 +233,7 @@ class LoRALinearFunction(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @outside_autocast
     def backward(ctx, *douts):
         refuse_second_derivative("A projection with LoRA")
         x, h, stacked, *others = ctx.saved_tensors

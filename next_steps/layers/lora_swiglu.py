@@ -291,6 +291,7 @@ def _launch_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, results):
     _launch(_swiglu_lora_bwd_kernel, dy, gate, up, h, *adapters, *results, ranks=ranks)
 
 
+@support.takes_negated()
 def lora_swiglu_backward(dy, gate, up, h, scales, b_gate, b_up, dh, a, inplace=False, need_y=True):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 

@@ -28,7 +28,7 @@ hidden states is a sum over the slices, which the caller who split the head must
 import torch
 
 from cross_entropy_kernel import LN2, check_logits, cross_entropy_backward, cross_entropy_forward
-from kernel_support import refuse_second_derivative
+from kernel_support import refuse_second_derivative, takes_negated
 
 IGNORED = -100  # for the kernel; any ignore_index of a user's may be a column of a slice
 
@@ -80,6 +80,7 @@ class SplitCrossEntropyFunction(torch.autograd.Function):
     """`.apply(logits, targets, first_column, group, ignore_index, reduction)`, for autograd."""
 
     @staticmethod
+    @takes_negated()
     def forward(ctx, logits, targets, first_column, group, ignore_index, reduction):
         if not torch.compiler.is_compiling():  # when compiling, the operator checks the tensors
             check_logits(logits, targets, reduction)

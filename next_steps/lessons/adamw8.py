@@ -47,7 +47,17 @@ from typing import NamedTuple
 
 import torch
 
-from kernel_support import FLOATS, FP32, SAME, check_tensors, on_device_of, operator, tl, triton
+from kernel_support import (
+    FLOATS,
+    FP32,
+    SAME,
+    check_tensors,
+    on_device_of,
+    operator,
+    takes_negated,
+    tl,
+    triton,
+)
 from next_steps.lessons.adamw_kernel import (
     adamw_reference,
     check_overlap,
@@ -193,6 +203,7 @@ def _adamw8_kernel(
 # ---- The launcher
 
 
+@takes_negated("p", "m", "v", "scales")
 def adamw8_step(
     p, grad, m, v, scales, steps_done,
     lr, beta1, beta2, eps, weight_decay,
@@ -218,7 +229,7 @@ def adamw8_step(
     scalars = numbers_for(p.device, lr, beta1, beta2, eps, weight_decay)
     if (n := p.numel()) == 0:
         return
-    p_dense, grad = p.detach().contiguous(), grad.detach().resolve_neg().contiguous()
+    p_dense, grad = p.detach().contiguous(), grad.detach().contiguous()
     with on_device_of(p):
         _adamw8_kernel[(triton.cdiv(n, BLOCK),)](
             p_dense,

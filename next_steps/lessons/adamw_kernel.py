@@ -53,7 +53,17 @@ import numbers
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kernel_support import FLOATS, FP32, SAME, check_tensors, on_device_of, operator, tl, triton
+from kernel_support import (
+    FLOATS,
+    FP32,
+    SAME,
+    check_tensors,
+    on_device_of,
+    operator,
+    takes_negated,
+    tl,
+    triton,
+)
 
 MOMENTS = (torch.bfloat16, torch.float32)
 # 58.7 million bf16 weights on an H200: 195 us; with blocks of 2,048: 198; of 4,096: 203.
@@ -227,6 +237,7 @@ def _adamw_kernel(
 # ---- The launcher
 
 
+@takes_negated("p", "m", "v")
 def adamw_step(
     p, grad, m, v, steps_done,
     lr, beta1, beta2, eps, weight_decay,
@@ -263,8 +274,7 @@ def adamw_step(
     copied = p if p.is_contiguous() else torch.empty_like(p, device="meta")
     strides = copied.stride()
     stepped = p_dense, m_dense, v_dense = [_dense(t, strides) for t in (p, m, v)]
-    # A gradient through complex numbers may hold its values negated, and a bit that says so.
-    grad = _dense(grad.resolve_neg() if grad.is_neg() else grad, strides)
+    grad = _dense(grad, strides)
     with on_device_of(p):
         _adamw_kernel[((offset % BLOCK_SIZE + n + BLOCK_SIZE - 1) // BLOCK_SIZE,)](
             p_dense, grad, m_dense, v_dense,
@@ -310,7 +320,7 @@ def number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
     if not is_tensor:
         return float(value)
     if value.device == device:
-        return value
+        return value.resolve_neg()
     if value.device.type not in ("cpu", device.type):
         expected = f"p's {device} or the CPU: move it with .to(p.device)."
         raise ValueError(f"{name} is a tensor on {value.device}, expected {expected}")

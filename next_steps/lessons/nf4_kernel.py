@@ -280,6 +280,7 @@ class NF4LinearFunction(torch.autograd.Function):
         return linear(x, nf4_dequantize(NF4(*nf4), shape, x.dtype))
 
     @staticmethod
+    @support.outside_autocast
     def backward(ctx, dy):
         support.refuse_second_derivative("NF4's product")
         weight = nf4_dequantize(NF4(*ctx.saved_tensors), ctx.shape, dy.dtype)  # again

@@ -244,6 +244,7 @@ def _backward_into_new_memory(dy, gate, up, need_y):
     return results
 
 
+@support.takes_negated()
 def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
     """Return dgate and dup (..., I), and y (..., I) or None where it is not needed.
 

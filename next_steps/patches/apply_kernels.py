@@ -67,7 +67,7 @@ def apply_kernels(
     - the forward, and with it the loss, of a subclass of the family's ForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
     - a projection that is more than a matrix product with or without a bias and an adapter, such as
-      one with another LoRA than lora_linear's;
+      one with another LoRA than lora_linear's, or a weight of a subclass of torch.Tensor;
     - all of a model in float64, as long as it is in float64: no kernel computes in it.
 
     Raises:

@@ -5,6 +5,7 @@ TESTS = "tests.kernel_support_test"
 FAULTS = {
     "test_tensors_that_a_kernel_cannot_take_are_refused": [
         ("any dtype", "if dtypes and t.dtype not in dtypes:", "if False:"),
+        ("a negated tensor", " or (not traced and t.is_neg()):", ":"),
         ("any device", "elif t.device != device:", "elif False:"),
         ("any shape", "if misfit is not None:", "if False:"),
         ("any layout", "if t.layout is not torch.strided:", "if False:"),

@@ -18,6 +18,12 @@ FAULTS = {
         ("rows' grad_outputs not taken along", "grad_output.reshape(-1)[taken]", "grad_output.reshape(-1)[: len(taken)]"),
         ("losses stay with the rows taken", "index_copy(0, taken, loss)", "index_copy(0, taken.sort().values, loss.flip(0))"),
     ],
+    "tests.contracts_autograd_test::test_tensors_that_are_held_negated[linear_cross_entropy-gradients]": [
+        ("a negated grad_output goes uphill", "factor.resolve_neg()", "factor"),
+    ],
+    "tests.contracts_autograd_test::test_tensors_that_are_held_negated[linear_cross_entropy_rows-gradients]": [
+        ("negated grad_outputs go uphill", "grad_of_loss.resolve_neg()", "grad_of_loss"),
+    ],
     "test_rows_without_a_target_are_not_multiplied": [
         ("all rows multiplied", "max_targets < FEW * targets.numel()", "max_targets < 0"),
     ],

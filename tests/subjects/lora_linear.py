@@ -286,6 +286,7 @@ SUBJECTS = (
             "comparator_rejects_what_no_kernel_wrote": NO_KERNEL,
             "cpu_tensors_without_the_interpreter_are_refused_with_a_sentence": NO_KERNEL,
             "new_row_counts_compile_no_new_kernels": NO_KERNEL,
+            "forward_mode_is_refused": "compiled, it is right: PyTorch's products alone",
         },
     ),
     Subject(
