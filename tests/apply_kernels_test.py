@@ -548,6 +548,22 @@ def test_generation_with_and_without_a_cache(launches):
     assert launches["swiglu_fwd"] > LAYERS and launches["rope"] > LAYERS
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_is_taken_by_each_of_its_names(name):
+    """transformers renamed the argument in 5.24."""
+    model, ids = make_model(MODEL_KERNELS).eval(), make_batch()["input_ids"]
+    layer, states = model.model.layers[0], torch.randn(B, T, 32, device=DEVICE)
+    turned = model.model.rotary_emb(states, torch.arange(T, device=DEVICE)[None])
+    for module, given in (
+        (model, {"input_ids": ids}),
+        (layer, {"hidden_states": states, "position_embeddings": turned}),
+        (layer.self_attn, {"hidden_states": states, "position_embeddings": turned}),
+    ):
+        cache = transformers.DynamicCache()
+        module(**given, **{name: cache})
+        assert cache.get_seq_length() == T
+
+
 @pytest.mark.exhaustive
 @IN_TRAINING_AND_EVALUATION
 def test_hidden_states_and_attentions_are_returned_on_request(training, launches):
@@ -852,8 +868,9 @@ def test_hooks_on_parts_are_called(register):
     assert called == dict.fromkeys(parts, 1)
 
 
-def test_hook_on_the_activation_of_a_fused_layer_is_called():
-    model, called = make_model(["fused_layer"]), []
+@pytest.mark.parametrize("names", [["fused_layer"], ["swiglu"]], ids="+".join)
+def test_hook_on_the_activation_is_called(names):
+    model, called = make_model(names), []
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
     model(**make_batch())
     assert called == [1]
@@ -885,8 +902,8 @@ def in_its_forward(part, called):
 
 
 HOOKED = ["input_layernorm", "post_attention_layernorm", "self_attn", "self_attn.v_proj"]
-HOOKED += ["mlp", "mlp.gate_proj", "mlp.up_proj"]
-BEFORE_AND_AFTER = [*itertools.product(HOOKED, [True, False]), ("mlp.act_fn", True)]
+HOOKED += ["mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.act_fn"]
+BEFORE_AND_AFTER = list(itertools.product(HOOKED, [True, False]))
 
 
 @pytest.mark.exhaustive
@@ -1081,14 +1098,15 @@ def test_rotary_function_in_a_module_of_kernels(kernelized, monkeypatch, launche
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [MODEL_KERNELS, ["swiglu"], ["fused_layer"]], ids="+".join)
 @pytest.mark.parametrize("before", [True, False])
-def test_another_activation_in_one_mlp_is_called(before):
+def test_another_activation_in_one_mlp_is_called(before, names):
     def with_gelu(model):
         model.model.layers[0].mlp.act_fn = torch.nn.GELU()
         return model
 
-    found = with_gelu(make_model(() if before else ["fused_layer"]))
-    apply_kernels(found, MODEL_KERNELS if before else ["fused_layer"])
+    found = with_gelu(make_model(() if before else names))
+    apply_kernels(found, names)
     assert_not_bypassed(with_gelu(make_model()), found)
 
 
@@ -1128,6 +1146,7 @@ def test_something_else_than_a_known_model_is_refused():
         (AutoModelForCausalLM.from_config(config), stands),
         (model.model, stands),
         (torch.nn.Linear(2, 2), stands),
+        (None, stands),
     ):
         with pytest.raises(TypeError, match=f"model is a {type(other).__name__}, .*{advice}"):
             apply_kernels(other)
@@ -1158,8 +1177,11 @@ IDLE = {  # kernel: what somebody did, after which it finds nothing
 def test_a_kernel_that_finds_nothing_to_replace_is_refused(case, monkeypatch):
     model, name = make_model(), case.partition(",")[0]
     IDLE[case](model, monkeypatch)
+    classes = [type(module) for module in model.modules()]
+    other = "rope" if name == "rmsnorm" else "rmsnorm"
     with pytest.raises(ValueError, match=f"{name} finds nothing in the model to replace, expected"):
-        apply_kernels(model, [name])
+        apply_kernels(model, [other, name])
+    assert [type(module) for module in model.modules()] == classes, f"{other} was put in"
     apply_kernels(model)  # of all kernels, those that find something are put in
 
 

@@ -150,9 +150,11 @@ def test_what_no_row_has_is_refused_by_its_name(kind, tmp_path, run_script):
     said = f"model is a {type(model).__name__}" + (f" with {part}, " if part else ", ")
     assert str(refusal.value).startswith(said + "expected a causal language model of llama, ")
     model.config.save_pretrained(tmp_path)
-    outcome = run_script(finetune_baseline, "--model", str(tmp_path), "--random-init")
     expected = part or f"these scripts train models of {', '.join(FAMILIES)}"
-    assert_refused(outcome, expected.removesuffix(" in attention"))
+    for script in (finetune_baseline, finetune_optimized):
+        outcome = run_script(script, "--model", str(tmp_path), "--random-init")
+        assert_refused(outcome, expected.removesuffix(" in attention"))
+        assert "several fields" not in outcome.err
 
 
 # ---------------------------------------------------------------- training

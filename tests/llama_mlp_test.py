@@ -130,7 +130,7 @@ def test_lora_around_the_projections(names, inplace):
         with_adapters(mlp, target_modules=list(names)).requires_grad_()
 
     theirs, ours, x, dout = modules_and_inputs(change=adapt)
-    ours.act_fn.inplace = inplace
+    ours.inplace = inplace
     assert not is_fused(ours(x))
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
@@ -184,7 +184,7 @@ def test_parametrized_weight_is_used():
 def test_layer_that_keeps_its_output_raises_in_place():
     _, mlp, x, dout = modules_and_inputs()
     mlp.gate_proj = torch.nn.Sequential(mlp.gate_proj, torch.nn.Tanh())
-    mlp.act_fn.inplace = True
+    mlp.inplace = True
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         mlp(x).backward(dout)
 

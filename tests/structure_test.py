@@ -175,3 +175,25 @@ def test_every_launch_says_whether_multiply_and_add_are_one_instruction():
         if "enable_fp_fusion" not in [keyword.arg for keyword in call.keywords]
     ]
     assert not open_launches
+
+
+# transformers calls these with whatever the model was called with, and its own ignore the rest
+IGNORE_THE_REST = {"packed_attention", "meta_attention", "keep_attention", "loss_function"}
+IGNORE_THE_REST |= {"ForCausalLMLoss.forward"}
+
+
+def test_what_is_taken_by_any_name_is_passed_on():
+    """An argument that transformers renames must not end in **kwargs."""
+    swallowing = []
+    for module in MODULES:
+        if not module.startswith(("next_steps.", "harness.model.")):
+            continue
+        tree = ast.parse(SOURCES[module].read_text())
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                child.name_around = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg:
+                names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name)]
+                if node.args.kwarg.arg not in names:
+                    swallowing.append(node.name_around + node.name)
+    assert set(swallowing) == IGNORE_THE_REST

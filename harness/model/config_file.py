@@ -206,7 +206,7 @@ def usable_config(
     def attempt(values: dict) -> PreTrainedConfig:
         config = FAMILIES[values["model_type"]].part("Config").from_dict(copy.deepcopy(values))
         try_forward(config)
-        if try_step is not None:
+        if try_step is not None and window_of(config) is None:  # a window is refused below
             try_step(with_one_layer(config))
         return config
 

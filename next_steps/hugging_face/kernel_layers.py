@@ -13,7 +13,6 @@ import torch
 from cross_entropy_kernel import TritonCrossEntropyLoss
 from next_steps.layers.llama_mlp import swiglu_mlp
 from next_steps.lessons.rope_kernel import rope_reference, triton_apply_rotary_pos_emb
-from next_steps.lessons.swiglu_kernel import TritonSwiGLUFunction
 from rmsnorm_kernel import TritonRMSNorm
 
 __all__ = ["ForCausalLMLoss", "RMSNorm", "SwiGLUMLP", "rotary_pos_emb"]
@@ -31,16 +30,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class SwiGLUMLP(torch.nn.Module):
-    """In place of LlamaMLP and its like, where its activation is SiLU; else the MLP stays."""
+    """In place of LlamaMLP and its like, whose activation it calls where that is not SiLU."""
 
     has_backward = True
     can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the MLP (..., H) of x (..., H)."""
-        if type(self.act_fn).__name__ not in ("SiLU", "SiLUActivation"):  # PyTorch, transformers
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return swiglu_mlp(self, x, lambda gate, up: TritonSwiGLUFunction.apply(gate, up, False))
+        return swiglu_mlp(self, x)
 
 
 class rotary_pos_emb(torch.nn.Module):

@@ -20,13 +20,13 @@ up).  In one of LLaMA 3.1 8B's 32 layers (I = 14,336), 8,192 tokens save 470 MB 
 Limits: those of the kernel; no second derivative.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from harness.model.exact_modules import has_global_hooks, is_matrix
+from harness.model.exact_modules import has_global_hooks, is_matrix, is_unchanged
 from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.lessons import swiglu_kernel as swiglu
+
+SILU = {("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation")}
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
@@ -70,44 +70,54 @@ class TritonLlamaMLP(torch.nn.Module):
     """Drop-in replacement for LlamaMLP: same submodules, same `state_dict` keys, same numbers.
 
     Where a projection is more than a plain nn.Linear (LoRA, quantized, with a bias, hooked), and
-    under autocast, `forward` calls the projections with act_fn between them.  `act_fn.inplace =
-    True` then saves memory, if no other code keeps gate or up.
+    under autocast, `forward` calls the projections with the kernel between them.  `inplace = True`
+    then saves memory, if no other code keeps gate or up.
     """
 
-    def __init__(self, gate_proj, up_proj, down_proj):
+    inplace = False
+
+    def __init__(self, gate_proj, up_proj, down_proj, act_fn=None):
         super().__init__()
         self.gate_proj = gate_proj
         self.up_proj = up_proj
         self.down_proj = down_proj
-        self.act_fn = swiglu.TritonSwiGLU()
+        self.act_fn = act_fn or torch.nn.SiLU()
 
     @classmethod
     def from_llama_mlp(cls, module: torch.nn.Module) -> "TritonLlamaMLP":
         """Take over a LlamaMLP.
 
-        Its projections are shared, not copied, so an optimizer may already hold them.
+        Its submodules are shared, not copied, so an optimizer may already hold their weights.
         """
         given = module.config.hidden_act
         if given not in ("silu", "swish"):  # two names of one function
             expected = "expected 'silu': leave this module as it is."
             raise ValueError(f"hidden_act is {given!r}, {expected}")
-        return cls(module.gate_proj, module.up_proj, module.down_proj).train(module.training)
+        parts = module.gate_proj, module.up_proj, module.down_proj, module.act_fn
+        return cls(*parts).train(module.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu_mlp(self, x, self.act_fn)
+        return swiglu_mlp(self, x, self.inplace)
 
 
-def swiglu_mlp(mlp: torch.nn.Module, x: torch.Tensor, act: Callable) -> torch.Tensor:
-    """Return the MLP (..., H) of x (..., H), by the projections of `mlp`.
+def is_silu(module: torch.nn.Module) -> bool:
+    """Return True if an MLP's act_fn is SiLU, unchanged and without hooks."""
+    return (type(module).__module__, type(module).__name__) in SILU and is_unchanged(module)
 
-    act(gate, up) is the kernel's SwiGLU, for projections that are more than a matrix.
+
+def swiglu_mlp(mlp: torch.nn.Module, x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """Return the MLP (..., H) of x (..., H), by the projections of `mlp`, and its act_fn.
+
+    inplace: the backward may overwrite the results of projections that are more than a matrix.
     """
     projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    wide = x.dtype == torch.float64
-    if all(map(is_matrix, projections)) and not (has_global_hooks() or autocast or wide):
+    known = is_silu(mlp.act_fn) and not has_global_hooks()
+    if known and all(map(is_matrix, projections)) and not (autocast or x.dtype == torch.float64):
         return SwiGLUMLPFunction.apply(x, *(p.weight for p in projections))
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     # the kernel refuses float64: a model that was cast to float64 runs without the kernel
-    act = swiglu.swiglu_reference if gate.dtype == torch.float64 else act
-    return mlp.down_proj(act(gate, up))
+    if not known or gate.dtype == torch.float64:
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+    inplace = inplace and torch.is_grad_enabled()
+    return mlp.down_proj(swiglu.TritonSwiGLUFunction.apply(gate, up, inplace))

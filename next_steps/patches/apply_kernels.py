@@ -14,12 +14,15 @@ writes their gradient over them.  Whoever needs them there calls the model witho
 it a `loss_function`.  In evaluation they are always there, also with labels and with gradients.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers.activations import SiLUActivation
+from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,16 +30,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harness.model import exact_modules
 from harness.model.exact_modules import class_of, is_unchanged, is_untouched
 from harness.model.families import FAMILIES, Family, family_of, part_outside
+from harness.model.known_texts import CACHE, is_known_text
 from harness.model.patching import called_function, replace_modules
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from next_steps.layers.fused_layer import norm_linear, norm_mlp
-from next_steps.layers.llama_mlp import TritonLlamaMLP
+from next_steps.layers.llama_mlp import TritonLlamaMLP, is_silu
 from next_steps.layers.lora_linear import is_product, lora_linear
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.lessons.swiglu_kernel import TritonSwiGLU
 from next_steps.patches.llama_losses import Linear, cross_entropy_loss, linear_cross_entropy_loss
 from rmsnorm_kernel import TritonRMSNorm
 
@@ -63,7 +66,8 @@ def apply_kernels(
     - a part with a `forward` of its own; and a class whose forward is not transformers', or an
       `apply_rotary_pos_emb` that is not transformers', if they were replaced before this call;
     - a norm or an MLP with hooks, or with an activation that is not SiLU, before this call; hooks
-      that come later are called;
+      that come later are called, and so is an activation that comes later;
+    - a part whose text this version of transformers has changed (known_texts.py): a line says so;
     - the forward, and with it the loss, of a subclass of the family's ForCausalLM;
     - the loss of a model whose `loss_function` is not transformers' ForCausalLMLoss;
     - a projection that is more than a matrix product with or without a bias and an adapter, such as
@@ -90,6 +94,51 @@ def apply_kernels(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         given = "fully_shard has spread the model over processes"
         raise ValueError(f"{given}, expected it whole: apply the kernels first.")
+    with unchanged_if_it_raises(model):
+        put_in(model, family, [n for n in names if all(map(is_known_text, stands_for(family, n)))])
+        idle = [name for name in names if not has_kernel(model, name)]
+        # whoever names all kernels wants those that find something
+        if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
+            given = (
+                f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
+            )
+            expected = "expected what transformers wrote, unchanged and without hooks"
+            raise ValueError(f"{given}, {expected}: leave that kernel out.")
+    if isinstance(model, ForCausalLM):
+        model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
+    return model
+
+
+def stands_for(family: Family, name: str) -> list[Callable]:
+    """Return the forwards and functions of transformers in whose place a kernel computes."""
+    parts = "RMSNorm", "MLP", "Attention", "DecoderLayer", "ForCausalLM"
+    norm, mlp, attention, layer, model = (family.part(part).forward for part in parts)
+    rotary = called_function(ROTARY[family.model_type]), family.modeling.rotate_half
+    if name in LOSS_KERNELS:
+        return [model, ForCausalLMLoss, loss_utils.fixed_cross_entropy]
+    functions = {
+        "rmsnorm": [norm],
+        "swiglu": [mlp, SiLUActivation.forward],
+        "rope": [attention, *rotary, *([norm] if family.head_norms else [])],
+    }
+    return functions.get(name) or [layer, *itertools.chain(*functions.values())]
+
+
+@contextmanager
+def unchanged_if_it_raises(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model have the modules and classes that it had, if the body raises."""
+    before = [(module, type(module), dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, children in before:
+            module.__class__ = cls
+            module._modules.update(children)
+        raise
+
+
+def put_in(model: torch.nn.Module, family: Family, names: Sequence[str]) -> None:
+    """Replace the parts that somebody else has not changed."""
     if "rmsnorm" in names:
         replace_modules(model, family.part("RMSNorm"), norm_with_kernel)
     if "swiglu" in names:
@@ -105,15 +154,6 @@ def apply_kernels(
     if set(LOSS_KERNELS) & set(names):
         change_class(model, CLASSES[ForCausalLM][family.model_type])
         change_class(model.lm_head, Linear)
-    if isinstance(model, ForCausalLM):
-        model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
-    idle = [name for name in names if not has_kernel(model, name)]
-    # whoever names all kernels wants those that find something
-    if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
-        given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
-        expected = "expected what transformers wrote, unchanged and without hooks"
-        raise ValueError(f"{given}, {expected}: leave that kernel out.")
-    return model
 
 
 def require_family(model: torch.nn.Module) -> Family:
@@ -125,7 +165,8 @@ def require_family(model: torch.nn.Module) -> Family:
         return family_of(model)
     given = f"model is a {type(model).__name__}" + (f" with {part}" if part else "")
     expected = f"expected a causal language model of {', '.join(FAMILIES)}"
-    inside = any(isinstance(module, known) for module in model.modules() if module is not model)
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    inside = any(isinstance(module, known) for module in modules if module is not model)
     advice = "unwrap it first" if inside else "the kernels stand for their code alone"
     raise TypeError(f"{given}, {expected}: {advice}.")
 
@@ -172,7 +213,7 @@ def norm_with_kernel(norm: torch.nn.Module) -> torch.nn.Module:
 
 def mlp_with_kernel(mlp: torch.nn.Module) -> torch.nn.Module:
     """Return the kernel's module for an MLP; the MLP where it or its activation changed."""
-    unchanged = is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)
+    unchanged = is_unchanged(mlp) and is_silu(mlp.act_fn)
     return TritonLlamaMLP.from_llama_mlp(mlp) if unchanged else mlp
 
 
@@ -207,8 +248,9 @@ def change_class(model: torch.nn.Module, cls: type) -> None:
 
 
 def attend(
-    attention, q, k, v, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-):
+    attention, q, k, v, position_embeddings, attention_mask=None, past_key_values=None, cache=None,
+    **kwargs,
+):  # fmt: skip
     """Do what attention's forward does between its projections, with the rotary kernel.
 
     q is (B, T, heads * D), k and v are (B, T, KV heads * D).  Returns (B, T, heads * D), weights.
@@ -236,7 +278,9 @@ def attend(
             rotate = ROTARY[family.model_type] if in_fp64 else triton_apply_rotary_pos_emb
             q, k = rotate(q, k, *position_embeddings)
     v = v.transpose(1, 2)
-    if past_key_values is not None:
+    if cache is not None:  # its name since 5.24
+        k, v = cache.update(k, v, attention.layer_idx, kwargs=kwargs)
+    elif past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, family.modeling.eager_attention_forward
@@ -286,9 +330,9 @@ class DecoderLayer(torch.nn.Module):
         norms = self.input_layernorm, self.post_attention_layernorm
         if type(attention) not in ATTENTION or type(mlp) not in MLP:
             return False
-        if any(type(norm) not in NORM for norm in norms) or type(mlp.act_fn) not in SILU:
+        if any(type(norm) not in NORM for norm in norms) or not is_silu(mlp.act_fn):
             return False
-        return all(map(is_untouched, (attention, mlp, mlp.act_fn, *norms)))
+        return all(map(is_untouched, (attention, mlp, *norms)))
 
     def fits(self, hidden_states: torch.Tensor, output_attentions: bool | None) -> bool:
         """Return True if `compute` does all that this call wants."""
@@ -343,7 +387,7 @@ class ForCausalLM(torch.nn.Module):
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
         inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, max_targets=None,
-        **kwargs,
+        cache=None, **kwargs,
     ):  # fmt: skip
         """Return the loss of all tokens from a kernel; in training without logits.
 
@@ -355,7 +399,7 @@ class ForCausalLM(torch.nn.Module):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values if cache is None else cache,
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
         }
@@ -391,8 +435,8 @@ class ForCausalLM(torch.nn.Module):
             )
         output = CausalLMOutputWithPast(
             loss=loss, logits=None if without_logits else logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )  # fmt: skip
         return output if return_dict else output.to_tuple()
 
@@ -427,7 +471,6 @@ ATTENTION = of_families("Attention", *CLASSES[Attention].values())
 HEAD = torch.nn.Linear, Linear
 MLP = of_families("MLP", TritonLlamaMLP)
 NORM = of_families("RMSNorm", TritonRMSNorm)
-SILU = type(ACT2FN["silu"]), type(ACT2FN["swish"]), TritonSwiGLU
 KERNEL_CLASSES = {
     "rmsnorm": TritonRMSNorm,
     "swiglu": TritonLlamaMLP,

@@ -34,7 +34,9 @@ from transformers import PreTrainedConfig
 
 from harness.cli.flags import RECOMPUTE
 from harness.model.architecture import head_size
+from harness.model.exact_modules import is_unchanged
 from harness.model.families import family_of
+from harness.model.known_texts import is_known_text
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 
@@ -70,7 +72,8 @@ def set_recompute(
             noted = True
             for norm in norms:
                 norm.forward = Instead(notes.recomputed, norm, norm.forward)
-            if level == MLP and type(layer.mlp) is plain_mlp:  # no kernel forgets it
+            is_plain = type(layer.mlp) is plain_mlp and is_unchanged(layer.mlp)
+            if level == MLP and is_plain and is_known_text(plain_mlp.forward):
                 layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
         if level == LAYER:
             layer.forward = Instead(checkpointed, model.config, layer, layer.forward)

@@ -20,6 +20,15 @@ FAULTS = {
     "test_a_step_tells_the_model_how_many_targets_its_batch_has": [
         ("number of targets dropped", "head, labels, max_targets, **kwargs", "head, labels, **kwargs"),
     ],
+    "tests.known_texts_test::test_a_new_text_keeps_its_own_code_and_a_line_says_so[LlamaRMSNorm]": [
+        ("a new text bypassed", " if all(map(is_known_text, stands_for(family, n)))", ""),
+    ],
+    "test_a_kernel_that_finds_nothing_to_replace_is_refused[swiglu]": [
+        ("kernels named earlier stay in", "            module._modules.update(children)\n", ""),
+    ],
+    "test_the_cache_is_taken_by_each_of_its_names[cache]": [
+        ("another name for the cache ignored", "    if cache is not None:", "    if False:"),
+    ],
     "test_subclass_of_a_part_keeps_its_forward[model.layers.1.self_attn-False]": [
         ("subclass bypassed", "if type(module) is base:", "if isinstance(module, base):"),
     ],
@@ -44,8 +53,8 @@ FAULTS = {
     "test_rotary_function_in_a_module_of_kernels[True]": [
         ("another library's forward bypassed", "called_function(rotary)", "family.part('Attention').forward"),
     ],
-    "test_another_activation_in_one_mlp_is_called[True]": [
-        ("activation bypassed", "is_unchanged(mlp) and type(mlp.act_fn) in SILU and is_unchanged(mlp.act_fn)", "is_unchanged(mlp)"),
+    "test_hook_on_the_activation_is_called[fused_layer]": [
+        ("activation bypassed", " or not is_silu(mlp.act_fn):", ":"),
     ],
     "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
         ("the user's loss bypassed", " and self.loss_function is ForCausalLMLoss", ""),
