@@ -42,6 +42,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -132,6 +133,27 @@ def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ())
     if dtypes and t.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise TypeError(f"{name} is {t.dtype}, expected {expected}: convert it.")
+
+
+def number(name: str, value, kind: type) -> int | float:
+    """Return a number as Python's int or float, which a kernel and torch.compile can take.
+
+    It may be NumPy's or a tensor of one on the CPU, as in PyTorch.
+
+    Raises:
+        TypeError: it is none of these, or kind is int and it is not whole.
+        ValueError: it is a tensor on a GPU, which reading would wait for.
+    """
+    if type(value) is kind:
+        return value
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        expected = "expected a number: pass its item(), which waits for the GPU"
+        raise ValueError(f"{name} is a tensor on {value.device}, {expected}.")
+    plain = value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
+    if isinstance(plain, bool) or not isinstance(plain, (int, kind)):
+        expected = "a whole number" if kind is int else "a number"
+        raise TypeError(f"{name} is {value!r}, expected {expected}: convert it.")
+    return kind(plain)
 
 
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
@@ -269,13 +291,20 @@ def operator(
 
     Args:
         name: "namespace::name", used once in a process.
-        schema: the arguments and results, as torch.library writes them.
+        schema: the arguments and results, as torch.library writes them.  A launcher gets an "int"
+            or a "float" as Python's, whatever the caller's is.
         results: takes the launcher's arguments and returns new tensors that look like its results.
         mutates: the arguments that the launcher writes.
         present: where a result may be None.  It takes the launcher's arguments and returns, for
             each result, whether there is one.  The schema then ends in "-> Tensor[]".
         tags: of the operator.
     """
+
+    numbers = [
+        (place, name, {"int": int, "float": float}[kind])
+        for place, argument in enumerate(schema.split(", "))
+        for kind, name in re.findall(r"\b(int|float) (\w+)", argument)
+    ]
 
     def decorate(launch: Callable) -> Callable:
         def without_none(function):
@@ -290,6 +319,11 @@ def operator(
 
         @functools.wraps(launch)
         def call(*args, **named):
+            for place, name, kind in numbers:
+                if name in named:
+                    named[name] = number(name, named[name], kind)
+                elif place < len(args) and type(args[place]) is not kind:
+                    args = *args[:place], number(name, args[place], kind), *args[place + 1 :]
             if not torch.compiler.is_compiling():
                 return launch(*args, **named)
             if present is None:

@@ -374,7 +374,7 @@ class TritonRMSNorm(torch.nn.Module):
             weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         self.hidden_size = hidden_size
-        self.variance_epsilon = eps
+        self.variance_epsilon = support.number("eps", eps, float)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
