@@ -60,8 +60,8 @@ def check_kernels() -> list:
     from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
     torch.manual_seed(0)
-    x, weight, dy = (torch.randn(shape, device=DEVICE) for shape in ((8, 256), (256,), (8, 256)))
-    logits = torch.randn(8, 1000, device=DEVICE)
+    shapes = (8, 256), (256,), (8, 256), (8, 1000)
+    x, weight, dy, logits = (torch.randn(s, dtype=torch.float32, device=DEVICE) for s in shapes)
     targets = torch.randint(1000, (8,), device=DEVICE)
 
     def eager_loss(logits, targets):
@@ -70,7 +70,7 @@ def check_kernels() -> list:
 
     of_norm = ["RMSNorm y", "RMSNorm dx", "RMSNorm dw"]
     of_loss = ["cross-entropy loss", "cross-entropy dlogits"]
-    one = torch.ones((), device=DEVICE)
+    one = torch.ones((), dtype=torch.float32, device=DEVICE)
     cases = [  # names of the results, ours, eager, tensors, the last argument
         (of_norm, TritonRMSNormFunction.apply, rmsnorm_reference, [x, weight, dy], EPS),
         (of_loss, TritonCrossEntropyLoss(), eager_loss, [logits, one], targets),

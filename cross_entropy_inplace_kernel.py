@@ -224,6 +224,7 @@ def cross_entropy_scale(grad_output, dlogits, targets, ignore_index=-100):
     of_rows = ("...",) if grad_output.ndim else ()
     check_logits(dlogits, targets, "mean", ("grad_output", grad_output, FLOATS, of_rows))
     rows = dlogits, dlogits.shape[-1]
+    ignore_index = support.number("ignore_index", ignore_index, int)
     launch_scale(row_gradients(grad_output), rows, targets.contiguous(), ignore_index)
 
 

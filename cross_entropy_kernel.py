@@ -634,7 +634,7 @@ class TritonCrossEntropyLoss(torch.nn.Module):
 
     def __init__(self, ignore_index: int = -100, reduction: str = "mean", inplace: bool = False):
         super().__init__()
-        self.ignore_index = ignore_index
+        self.ignore_index = support.number("ignore_index", ignore_index, int)
         self.reduction = reduction
         self.inplace = inplace
 

@@ -10,10 +10,8 @@
 
 A lesson is carried away as two files: itself and this one.
 
-Without a GPU Triton's interpreter runs the kernels, on the CPU.  Importing this file first or late
-makes no difference: functions of Triton that were compiled for a GPU already are replaced.  In
-Triton 3.6 and 3.7 the interpreter gives other numbers than a GPU in three places, which this file
-mends:
+Without a GPU Triton's interpreter runs the kernels, on the CPU.  In Triton 3.6 and 3.7 it gives
+other numbers than a GPU in three places, which this file mends:
 
 - fp32 -> bf16 drops the lower 16 bits, where a GPU rounds to nearest, ties to even.  The
   interpreter so rounds towards zero: weights in bf16 lose norm in every step of an optimizer.
@@ -28,13 +26,13 @@ mends:
 With NumPy 2.4 the interpreter of Triton 3.5 and 3.6 also runs no loop whose bound is a number of
 the kernel: it converts an array of one number to int, which NumPy now refuses.
 
-Four things are not mended.  No kernel here needs them:
+Three things are not mended.  No kernel here needs them:
 
 - `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first;
 - arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
   integers.  Convert to fp32 first, as all kernels here do;
-- fp8 of other formats than e4m3 (`tl.float8e4nv`), or to and from anything but fp32;
-- casts with `fp_downcast_rounding=`.
+- fp8 of other formats than e4m3 (`tl.float8e4nv`), or to and from anything but fp32; casts with
+  `fp_downcast_rounding=`.
 """
 
 import contextlib
@@ -43,6 +41,7 @@ import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -130,9 +129,8 @@ def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ())
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{given}, expected a tensor: wrap it in torch.tensor().")
         if is_traceable_wrapper_subclass(t):
-            has_local = hasattr(t, "to_local")
-            advice = "pass its to_local() or full_tensor()" if has_local else "unwrap it"
-            raise TypeError(f"{given}, expected a plain tensor: {advice}.")
+            how = "pass its to_local() or full_tensor()" if hasattr(t, "to_local") else "unwrap it"
+            raise TypeError(f"{given}, expected a plain tensor: {how}.")
     if t.layout is not torch.strided:
         raise TypeError(f"{name} is {t.layout}, expected torch.strided: pass its to_dense().")
     if dtypes and t.dtype not in dtypes:
@@ -148,10 +146,7 @@ class HeldNegatedError(TypeError):
 
 
 def takes_negated(*written: str) -> Callable:
-    """Decorate what checks tensors before all else: it gets copies of tensors held negated.
-
-    Tensors in the arguments that are named are not copied, because they are written.
-    """
+    """Decorate what checks tensors first: it gets copies of those held negated and not written."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -170,6 +165,23 @@ def takes_negated(*written: str) -> Callable:
         return call
 
     return decorate
+
+
+def number(name: str, value, kind: type) -> int | float:
+    """Return a number as Python's int or float, which a kernel and torch.compile can take.
+
+    It may be NumPy's or a tensor of one, as in PyTorch; for one on a GPU the host waits.
+
+    Raises:
+        TypeError: it is none of these, or kind is int and it is not whole.
+    """
+    if type(value) is kind:
+        return value
+    plain = value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
+    if isinstance(plain, bool) or not isinstance(plain, (int, kind)):
+        expected = "a whole number" if kind is int else "a number"
+        raise TypeError(f"{name} is {value!r}, expected {expected}: convert it.")
+    return kind(plain)
 
 
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
@@ -213,21 +225,19 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
             memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
-    seen = []  # (owner of the memory, tensor) of each tensor so far
+    seen = []  # (owner of the memory, first element, number of elements) of each tensor so far
     for name, t in tensors.items():
         owner = t if compiling or t._base is None else t._base
         leaf = owner.is_leaf and owner.requires_grad
-        shared = any(owner is its_owner and _overlap(t, other) for its_owner, other in seen)
+        shared = any(
+            owner is its_owner and -t.numel() < t.storage_offset() - start < n_elements
+            for its_owner, start, n_elements in seen
+        )
         if leaf or shared or not t.is_contiguous():
             given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
             expected = "expected a contiguous result of its own to overwrite"
             raise ValueError(f"{given}; {expected}: use inplace=False.")
-        seen.append((owner, t))
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two contiguous parts of one memory have an element in common."""
-    return -a.numel() < a.storage_offset() - b.storage_offset() < b.numel()
+        seen.append((owner, t.storage_offset(), t.numel()))
 
 
 def refuse_second_derivative(name: str) -> None:
@@ -244,10 +254,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def outside_autocast(backward: Callable) -> Callable:
-    """Decorate a backward that multiplies matrices: autocast around it would change their dtypes.
-
-    A forward that ran outside of autocast may have its backward inside.
-    """
+    """Decorate a backward that multiplies: autocast may be on there, and off in the forward."""
 
     @functools.wraps(backward)
     def call(*args):
@@ -309,11 +316,9 @@ def n_multiprocessors(device: torch.device) -> int:
 # real tensors.  The compiler is told which arguments it writes, and what the results look like.
 
 
-def has_tangent(*arguments) -> bool:
+def has_tangent(t) -> bool:
     """Return True if forward-mode differentiation, such as torch.func.jvp, comes with a tensor."""
-    tensors = (t for t in arguments if isinstance(t, torch.Tensor))
-    within = forward_ad._current_level >= 0
-    return within and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
 
 
 def operator(
@@ -330,7 +335,8 @@ def operator(
 
     Args:
         name: "namespace::name", used once in a process.
-        schema: the arguments and results, as torch.library writes them.
+        schema: the arguments and results, as torch.library writes them.  A launcher gets an "int"
+            or a "float" as Python's, whatever the caller's is.
         results: takes the launcher's arguments and returns new tensors that look like its results.
         mutates: the arguments that the launcher writes.
         present: where a result may be None.  It takes the launcher's arguments and returns, for
@@ -339,6 +345,11 @@ def operator(
     """
 
     resolving = takes_negated(*mutates)
+    numbers = [
+        (place, name, {"int": int, "float": float}[kind])
+        for place, argument in enumerate(schema.split(", "))
+        for kind, name in re.findall(r"\b(int|float) (\w+)", argument)
+    ]
 
     def decorate(launch: Callable) -> Callable:
         resolved = resolving(launch)
@@ -355,12 +366,15 @@ def operator(
 
         @functools.wraps(launch)
         def call(*args, **named):
+            for place, name, kind in numbers:
+                if name in named:
+                    named[name] = number(name, named[name], kind)
+                elif place < len(args) and type(args[place]) is not kind:
+                    args = *args[:place], number(name, args[place], kind), *args[place + 1 :]
             if not torch.compiler.is_compiling():
-                try:  # here too, because one call more takes host time
-                    return launch(*args, **named)
-                except HeldNegatedError:
-                    return resolved(*args, **named)
-            if has_tangent(*args, *named.values()):  # the operator would make it 0
+                return resolved(*args, **named)
+            within = forward_ad._current_level >= 0
+            if within and any(map(has_tangent, (*args, *named.values()))):  # it would become 0
                 given = f"{name} has no forward-mode derivative, which jvp asks for"
                 raise RuntimeError(f"{given}: use backward().")
             if present is None:

@@ -371,10 +371,16 @@ class TritonRMSNorm(torch.nn.Module):
             raise TypeError(f"{given}, expected an int: the norm is over the last dimension alone.")
         weight = None
         if elementwise_affine:
-            weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+            weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         self.hidden_size = hidden_size
-        self.variance_epsilon = eps
+        self.variance_epsilon = support.number("eps", eps, float)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1, as PyTorch asks after `to_empty`."""
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
 
     @classmethod
     def from_llama_rmsnorm(cls, module: torch.nn.Module) -> "TritonRMSNorm":

@@ -36,7 +36,15 @@ from tests.adamw_test import (
     randn,
     train,
 )
-from tests.fixtures import captured, is_freed, needs_gpu, needs_two_gpus, waiting_forbidden
+from tests.fixtures import (
+    OTHER_DEFAULTS,
+    captured,
+    default_dtype,
+    is_freed,
+    needs_gpu,
+    needs_two_gpus,
+    waiting_forbidden,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 SHAPES = ((13, 9), (40,), (), (6, 5))
@@ -372,6 +380,18 @@ def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
         for key, t in zip(STATE[1:], dequantize_moments(expected, FP32)):
             assert torch.equal(found[key], t) and t.any()
     train_all(coded, wide, steps=1)
+
+
+@pytest.mark.parametrize("moments", [None, torch.uint8])
+def test_the_default_dtype_changes_no_step_and_nothing_that_is_loaded(moments):
+    runs = [TritonAdamW(make_params(*SHAPES), moments_dtype=moments) for _ in range(4)]
+    grads = random_grads(runs[0], 2)
+    for optimizer, dtype in zip(runs, (torch.float32, *OTHER_DEFAULTS)):
+        with default_dtype(dtype):
+            train(optimizer, grads[:1])
+            optimizer.load_state_dict(optimizer.state_dict())
+            train(optimizer, grads[1:])
+        assert_same_run(optimizer, runs[0])
 
 
 def test_codes_of_another_size_or_type_are_refused():

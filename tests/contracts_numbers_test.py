@@ -11,6 +11,7 @@ from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed
 from rmsnorm_kernel import triton
 from tests import tiles
 from tests.contracts import contract
+from tests.fixtures import OTHER_DEFAULTS, default_dtype
 from tests.layouts import Layout, layouts_of
 from tests.subject import (
     as_tuple,
@@ -42,6 +43,18 @@ def test_new_tensors_are_poisoned():
 @contract("dtype", lambda subject: subject.dtypes)
 def test_outputs_and_gradients_match_float64(subject, dtype):
     assert_all_passed(checks(subject, *subject.make((5, 3), subject.size, dtype)))
+
+
+@contract()
+def test_the_default_dtype_changes_nothing(subject):
+    inputs, douts = subject.make((5,), subject.size, subject.dtypes[0])
+    expected = run(subject, subject.function, inputs, douts)
+    for dtype in OTHER_DEFAULTS:
+        with default_dtype(dtype):
+            found = run(subject, subject.function, inputs, douts)
+        for part, right in expected.items():
+            assert found[part].dtype == right.dtype, (dtype, part)
+        assert same_bits(found, expected), dtype
 
 
 @contract(

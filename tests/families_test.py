@@ -37,6 +37,7 @@ from tests.apply_kernels_test import (
     padding_mask,
 )
 from tests.conftest import assert_refused
+from tests.fixtures import OTHER_DEFAULTS, default_dtype
 from tests.small_workloads import in_float64, tiny_workload, with_adapters
 
 SIZES = {
@@ -103,6 +104,17 @@ def test_a_row_says_what_transformers_builds(kind):
     for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer", "ForCausalLM"):
         assert any(type(module) is family.part(part) for module in model.modules())
     assert part_outside(model) is None
+
+
+@EACH
+def test_the_default_dtype_changes_no_step(kind):
+    model, batch = make_model(kind, MODEL_KERNELS), make_batch(num_items_in_batch=7)
+    expected = loss_and_gradients(model, batch)
+    for dtype in OTHER_DEFAULTS:
+        with default_dtype(dtype):
+            found = loss_and_gradients(model, batch)
+        assert found["loss"].dtype == torch.float32
+        assert all(torch.equal(found[name], t) for name, t in expected.items()), dtype
 
 
 BILLIONS = {"llama": 8.03, "mistral": 7.25, "qwen2": 7.62, "qwen3": 8.19, "smollm3": 3.08}

@@ -20,6 +20,7 @@ from harness.benchmark.checking import DEVICE, HAS_GPU
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.several_gpus(2)
+OTHER_DEFAULTS = torch.bfloat16, torch.float16, torch.float64
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,17 @@ def small_tiles(monkeypatch):
     from tests import tiles  # of the kernels of this test: mutation_test exchanges them
 
     tiles.small_tiles(monkeypatch)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let new tensors have this dtype, as scripts do that set it for the whole process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

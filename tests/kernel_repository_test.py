@@ -5,6 +5,7 @@ The models need a transformers that takes the installed `kernels`.
 
 import contextlib
 import json
+import types
 
 import pytest
 import torch
@@ -168,6 +169,17 @@ def test_the_package_reads_the_metadata_and_its_digest(folder):
 
 
 # ---- Models
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Olmo2RMSNorm])
+def test_a_wider_weight_gives_the_dtype_that_the_replaced_norm_gives(norm):
+    """As where norms stay in fp32 beside bf16: OLMo 2's rounds to x's dtype, LLaMA's does not."""
+    plain = norm(32).to(DEVICE)
+    x = torch.randn(2, 3, 32, device=DEVICE, dtype=torch.bfloat16)
+    expected = plain(x)
+    plain.forward = types.MethodType(kernel_layers.RMSNorm.forward, plain)  # as kernelize does
+    for call in (plain, torch.compile(plain, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(call(x), expected, rtol=2**-7, atol=0)
 
 
 @with_kernels

@@ -1,9 +1,13 @@
 """What every lesson takes from kernel_support.py: checks, rows, refusals, operators."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 
 import kernel_support
+from cross_entropy_kernel import TritonCrossEntropyLoss
 from harness.benchmark.checking import DEVICE
 from kernel_support import (
     FLOATS,
@@ -15,6 +19,10 @@ from kernel_support import (
     refuse_second_derivative,
     refuse_to_overwrite,
 )
+from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
+from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss
+from rmsnorm_kernel import TritonRMSNorm
 
 X = torch.ones(2, 3, 8, device=DEVICE)
 ROW = torch.ones(8, device=DEVICE)
@@ -175,6 +183,47 @@ def test_an_operator_gives_the_launchers_results_also_when_compiled(need):
     for found, expected in zip(compiled(x), double(x + 1, *need), strict=True):
         assert (found is None) == (expected is None)
         assert found is None or torch.equal(found, expected)
+
+
+@operator(
+    "support_test::power",
+    "(Tensor x, float factor, int n=1) -> Tensor",
+    lambda x, factor, n=1: torch.empty_like(x),
+)
+def power(x, factor, n=1):
+    assert (type(factor), type(n)) == (float, int)
+    return factor * x**n
+
+
+@pytest.mark.parametrize("whole", [np.int32, np.int64, torch.tensor])
+@pytest.mark.parametrize("real", [np.float32, np.float64, torch.tensor])
+def test_an_operator_takes_numbers_of_numpy_and_tensors(real, whole):
+    for result in (power(X, real(3.0), whole(2)), power(X, factor=real(3.0), n=whole(2))):
+        assert (result == 3).all()
+    for bad in (2.5, np.float32(2), True, None, "2"):
+        with pytest.raises(TypeError, match=r"n is .*, expected a whole number: convert"):
+            power(X, 3, n=bad)
+
+
+ROWS, TARGETS = (X[0],), torch.tensor([1, 3, 2], device=DEVICE)
+MODULES = {
+    TritonRMSNorm: ({"eps": 3}, ROWS),
+    TritonCrossEntropyLoss: ({"ignore_index": 3}, (*ROWS, TARGETS)),
+    TritonSplitCrossEntropyLoss: ({"first_column": 0, "ignore_index": 3}, (*ROWS, TARGETS)),
+    TritonLinearCrossEntropyLoss: ({"ignore_index": 3, "chunk_size": 2}, (*X, TARGETS)),
+    TritonReverseKLLoss: ({"temperature": 3, "ignore_index": 3}, (X[0], X[0].cumsum(-1), TARGETS)),
+}
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_modules_take_them_also_when_compiled(module, kind):
+    numbers, inputs = MODULES[module]
+    make = partial(module, 8) if module is TritonRMSNorm else module
+    expected = make(**numbers)(*inputs)
+    given = make(**{name: kind(value) for name, value in numbers.items()})
+    for call in (given, torch.compile(given, backend="aot_eager", fullgraph=True)):
+        assert torch.equal(call(*inputs), expected)
 
 
 def test_an_operator_is_one_operation_of_the_graph():

@@ -224,6 +224,7 @@ CHANGED = {
         model.q.delete_adapter("other"),
         model.q.set_adapter(["other"]),
     ),
+    "a scale in a tensor": lambda model: model.q.scaling.update(default=torch.tensor(1.5)),
     "an adapter in another dtype": lambda model: model.q.lora_A.to(torch.bfloat16),
     "a subclass": lambda model: setattr(model.q, "__class__", Doubled),
     "a hook on the projection": lambda model: model.q.register_forward_hook(lambda *_: None),

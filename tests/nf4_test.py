@@ -22,7 +22,7 @@ from next_steps.lessons.nf4_kernel import (
     nf4_quantize,
 )
 from tests import tiles
-from tests.fixtures import needs_gpu
+from tests.fixtures import OTHER_DEFAULTS, default_dtype, needs_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_bitsandbytes = pytest.mark.skipif(
@@ -70,6 +70,9 @@ def test_recorded_codes_and_numbers():
     assert nf4.absmax_codes.tolist() == ABSMAX_CODES
     weight = nf4_dequantize(nf4, (2, 128), torch.float32)
     assert weight.view(-1)[::37].tolist() == EVERY_37TH
+    for dtype in OTHER_DEFAULTS:
+        with default_dtype(dtype):
+            assert all(map(torch.equal, nf4_quantize(recorded_weight()), nf4))
 
 
 def test_the_map_of_absmax_is_dynamic():

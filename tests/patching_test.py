@@ -11,6 +11,7 @@ from harness.benchmark.checking import DEVICE, relative_error
 from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, patching
 from rmsnorm_kernel import TritonRMSNorm
+from tests.fixtures import OTHER_DEFAULTS, default_dtype
 from tests.small_workloads import (
     largest_error,
     loss_and_gradients,
@@ -56,6 +57,9 @@ def assert_hugging_faces(logits, labels, **options) -> torch.Tensor:
 def test_loss_and_gradient_are_hugging_faces(items):
     logits, labels = logits_and_labels()
     theirs = assert_hugging_faces(logits, labels, num_items_in_batch=items)
+    for dtype in OTHER_DEFAULTS:
+        with default_dtype(dtype):
+            assert_hugging_faces(logits, labels, num_items_in_batch=items)
     off_by_one = OURS(logits, None, shift_labels=labels)
     assert relative_error(off_by_one, theirs) > 1e-3, "this comparison cannot fail"
 

@@ -213,11 +213,14 @@ def test_module_replaces_torchs_rmsnorm(affine, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_is_made_where_and_as_told(dtype):
+def test_weight_is_made_where_and_as_told_and_made_anew(dtype):
     module = TritonRMSNorm(48, device="meta", dtype=dtype)
     assert module.weight.device.type == "meta" and module.weight.dtype == dtype
-    module = TritonRMSNorm(48, dtype=dtype)
-    assert torch.equal(module.weight, torch.ones(48, dtype=dtype))
+    module = module.to_empty(device=DEVICE)
+    module.weight.data.fill_(7.0)  # what memory held
+    module.reset_parameters()
+    for made in (module, TritonRMSNorm(48, device=DEVICE, dtype=dtype)):
+        assert made.weight.dtype == dtype and (made.weight == 1).all()
     assert module.variance_epsilon == 1e-5 and list(module.state_dict()) == ["weight"]
 
 

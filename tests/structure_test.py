@@ -164,6 +164,21 @@ def test_no_module_is_too_long_and_no_line_too_wide():
         assert not wide or module.startswith("tests.faults"), f"lines {wide} of {module}"
 
 
+def test_every_new_tensor_has_a_dtype():
+    """Without one it has the process's, which torch.set_default_dtype changes."""
+    makers = {"arange", "as_tensor", "empty", "full", "linspace", "ones", "rand", "randn"}
+    makers |= {"tensor", "zeros"}
+    without = [
+        f"{module}.py, line {call.lineno}"
+        for module in MODULES
+        for call in ast.walk(ast.parse(SOURCES[module].read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if ast.unparse(call.func.value) == "torch" and call.func.attr in makers
+        if not {"dtype", None} & {keyword.arg for keyword in call.keywords}  # None: **options
+    ]
+    assert not without
+
+
 def test_every_launch_says_whether_multiply_and_add_are_one_instruction():
     """Triton 3.9 warns where a launch leaves it open: Triton 3.10 will not fuse them there."""
     open_launches = [

@@ -205,8 +205,9 @@ SETTINGS = {"lr": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay"
 def make_adamw(rows, size, dtype) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     n = rows[0] * size
-    p, g, m = (torch.randn(n, generator=generator) + mean for mean in (0.0, 0.3, 0.1))
-    v = 0.5 + torch.rand(n, generator=generator)
+    options = {"generator": generator, "dtype": torch.float32}
+    p, g, m = (torch.randn(n, **options) + mean for mean in (0.0, 0.3, 0.1))
+    v = 0.5 + torch.rand(n, **options)
     corrections = {f"correction{i}": 1 - SETTINGS[f"beta{i}"] ** STEP for i in (1, 2)}
     tensors = {"p": p, "g": g, "m": m, "v": v}
     return {name: t.to(DEVICE, dtype) for name, t in tensors.items()} | SETTINGS | corrections
@@ -275,7 +276,7 @@ def adamw_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
 
 
 def lesson_of_adamw(inputs: Inputs):
-    steps_done = torch.tensor(float(STEP - 1), device=DEVICE)
+    steps_done = torch.tensor(float(STEP - 1), device=DEVICE, dtype=torch.float32)
     tensors = chosen(inputs, "p", "g", "m", "v").values()
     return lambda: adamw_step(*tensors, steps_done, *SETTINGS.values())
 

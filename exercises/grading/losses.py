@@ -101,7 +101,7 @@ def softmax_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
 def of_rows(inputs: Inputs, *names: str) -> Parts:
     """Return an empty fp32 number a row, by name."""
     n_rows = len(inputs["logits"])
-    return {name: torch.empty(n_rows, device=DEVICE) for name in names}
+    return {name: torch.empty(n_rows, device=DEVICE, dtype=torch.float32) for name in names}
 
 
 ONLINE_SOFTMAX = Exercise(
@@ -172,13 +172,13 @@ def loss_formulas(logits: torch.Tensor, targets: torch.Tensor) -> Mistakes:
     return {sentence: {"loss": loss} for sentence, loss in losses.items()}
 
 
-def gradient_formulas(inputs: Inputs, scale: torch.Tensor, part: str) -> Mistakes:
+def gradient_formulas(inputs: Inputs, scale: torch.Tensor | float, part: str) -> Mistakes:
     """Return known mistakes of the gradient alone, which is called `part`."""
     logits, targets = inputs["logits"], inputs["targets"]
     softmax = logits.softmax(-1)
     valid = (targets != IGNORED)[:, None]
     one_hot = F.one_hot(targets.clamp(min=0), logits.shape[-1])
-    columns = torch.arange(logits.shape[-1], device=DEVICE)
+    columns = torch.arange(logits.shape[-1], device=DEVICE, dtype=torch.int64)
     in_chunk = (columns % CHUNK == targets[:, None]).to(logits.dtype)
     e = exponentials(logits)
     gradients = {
@@ -264,7 +264,7 @@ def inplace_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
     wrong = {s: {"loss": parts["loss"].where(valid, 0)} for s, parts in wrong.items()}
     return {
         **wrong,
-        **gradient_formulas(inputs, torch.as_tensor(scale, device=DEVICE), "logits"),
+        **gradient_formulas(inputs, scale, "logits"),
         "the target's logit is loaded after the gradient has overwritten it": {
             "loss": (m - late + d.log()).where(valid, 0)
         },

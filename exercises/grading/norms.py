@@ -203,7 +203,7 @@ def dw_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
 def make_partial(inputs: Inputs) -> Parts:
     x = inputs["x"]
     n_programs = PROGRAMS if len(x) < TIMED_ROWS else 256  # two for each of a GPU's processors
-    return {"partial": torch.empty((n_programs, x.shape[-1]), device=DEVICE)}
+    return {"partial": torch.empty((n_programs, x.shape[-1]), device=DEVICE, dtype=torch.float32)}
 
 
 LOOP = "Does each program go on, by tl.num_programs(0), until n_rows?"

@@ -62,7 +62,7 @@ class Call:
         self.problem, self.function = problem, implementation.function
         self.copies = [t.clone() for t in problem.inputs]
         self.dy = problem.dy and tuple(t.clone() for t in problem.dy)
-        self.anchor = torch.zeros((), device=DEVICE, requires_grad=True)
+        self.anchor = torch.zeros((), dtype=torch.float32, device=DEVICE, requires_grad=True)
         self.activate()
 
     def activate(self) -> None:
@@ -100,7 +100,8 @@ class Step:
         self.p, gradient, m, v = (t.clone() for t in problem.inputs)
         self.p.grad = gradient
         self.optimizer = implementation.function([self.p])
-        state = {"step": torch.tensor(STEPS_DONE), "exp_avg": m, "exp_avg_sq": v}
+        step = torch.tensor(STEPS_DONE, dtype=torch.float32)
+        state = {"step": step, "exp_avg": m, "exp_avg_sq": v}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: state}})
 
     def both(self) -> tuple[()]:

@@ -67,7 +67,7 @@ def lay_out(samples: Samples, sequences: list[list[int]], size: int) -> dict:
     return {
         "input_ids": torch.cat(ids)[None],
         "labels": torch.cat(labels)[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "cu_seq_lens": torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        "position_ids": torch.cat([torch.arange(n, dtype=torch.int64) for n in lengths])[None],
+        "cu_seq_lens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         "sample_lengths": tuple(lengths),
     }

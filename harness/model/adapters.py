@@ -180,7 +180,8 @@ def frozen_digest(model: torch.nn.Module) -> str | None:
     saved = model.state_dict().keys()
     tensors += [(name, t) for name, t in model.named_buffers() if name in saved]
     sums = torch.stack([checksum(t) for _, t in tensors])  # (n,) int64
-    parted = torch.tensor([isinstance(t, DTensor) for _, t in tensors], device=sums.device)
+    parted = [isinstance(t, DTensor) for _, t in tensors]
+    parted = torch.tensor(parted, dtype=torch.bool, device=sums.device)
     if parted.any():
         whole = sums.where(parted, 0)
         dist.all_reduce(whole)
@@ -207,7 +208,7 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
     bits = t.detach().contiguous().view(-1).view(BITS[t.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for part in bits.split(CHUNK[t.device.type]):
-        places = torch.arange(first, first + len(part), device=t.device)
+        places = torch.arange(first, first + len(part), device=t.device, dtype=torch.int64)
         total += (part.to(torch.int64) * (2 * places * FACTOR + 1)).sum()
         first += len(part)
     return total

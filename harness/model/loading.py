@@ -59,7 +59,8 @@ def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
         model, report = AutoModelForCausalLM.from_pretrained(
             workload.model,
             dtype=TORCH_DTYPES[workload.dtype],
-            device_map={"": torch.empty(0, device=device).device},  # with its number
+            # a new tensor's device has a number
+            device_map={"": torch.empty(0, dtype=torch.int8, device=device).device},
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

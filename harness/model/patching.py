@@ -72,7 +72,7 @@ def causal_lm_loss(cross_entropy: Callable) -> Callable:
             n_valid = (shift_labels != ignore_index).sum()
             # The quotient comes first: with one micro-batch it is exactly 1, and a fused loss need
             # not scale its gradients.  Without any target in the whole step it is NaN.
-            share = n_valid / num_items_in_batch
+            share = n_valid.float() / num_items_in_batch
             # The mean over no target is NaN.  Such a micro-batch must add nothing to the others.
             loss = torch.where(n_valid > 0, loss * share.nan_to_num(), share)
         return loss

@@ -100,8 +100,9 @@ def matmul_rate(dtype: torch.dtype = torch.bfloat16) -> float:
 def fp8_rate() -> float:
     """Measure the same for e4m3 with a scale for each row and fast accumulation; needs a GPU."""
     n = 8192
-    a, b = (torch.randn(n, n, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
-    scales = torch.ones(n, 1, device=DEVICE)
+    options = {"dtype": torch.float32, "device": DEVICE}
+    a, b = (torch.randn(n, n, **options).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.ones(n, 1, **options)
     options = {"scale_a": scales, "scale_b": scales.t()}
     options |= {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     product = partial(torch._scaled_mm, a, b.t(), **options)

@@ -31,14 +31,14 @@ def eager_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rmsnorm_reference(x, weight, EPS)
 
 
-def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
 def rmsnorm_problem(tokens: int, hidden: int, dtype: torch.dtype) -> Problem:
     torch.manual_seed(0)
     x = random(tokens, hidden, dtype=dtype)  # (B*T, H)
-    weight = (1 + 0.1 * torch.randn(hidden, device=DEVICE)).to(dtype)  # (H,)
+    weight = (1 + 0.1 * random(hidden)).to(dtype)  # (H,)
     dy = random(tokens, hidden, dtype=dtype)  # (B*T, H)
 
     def parts(output: torch.Tensor | None, gradients: tuple[torch.Tensor, ...]) -> Parts:
@@ -124,8 +124,9 @@ def heads_and_angles(
     T = next(length for length in range(min(tokens, MAX_SEQUENCE), 0, -1) if tokens % length == 0)
     shapes = [(tokens // T, T, heads, HEAD_DIM) for heads in (Q_HEADS, K_HEADS)]
     tensors = [random(*shape, dtype=dtype).transpose(1, 2) for shape in shapes * 2]
-    frequencies = theta ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
-    angles = torch.outer(torch.arange(T, device=DEVICE), frequencies).repeat(1, 2)[None]
+    options = {"dtype": torch.float32, "device": DEVICE}
+    frequencies = theta ** (-torch.arange(0, HEAD_DIM, 2, **options) / HEAD_DIM)
+    angles = torch.outer(torch.arange(T, **options), frequencies).repeat(1, 2)[None]
     return tensors, [angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
@@ -149,7 +150,7 @@ def rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
 
 def qk_norm_rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
     (q, k, dq, dk), angles = heads_and_angles(tokens, dtype, theta=1_000_000.0)
-    weights = [(1 + 0.1 * torch.randn(HEAD_DIM, device=DEVICE)).to(dtype) for _ in range(2)]
+    weights = [(1 + 0.1 * random(HEAD_DIM)).to(dtype) for _ in range(2)]
 
     def parts(rotated: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> Parts:
         *heads, dq_weight, dk_weight = gradients
@@ -170,7 +171,7 @@ def qk_norm_rope_problem(tokens: int, columns: int, dtype: torch.dtype) -> Probl
 def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Problem:
     torch.manual_seed(0)
     p, g, m = (0.01 * random(parameters, dtype=dtype) for _ in range(3))
-    v = 1e-4 * (0.5 + torch.rand(parameters, device=DEVICE)).to(dtype)
+    v = 1e-4 * (0.5 + torch.rand(parameters, dtype=torch.float32, device=DEVICE)).to(dtype)
     before, *others = (t[-CHECKED_PARAMETERS:].double() for t in (p, g, m, v))
 
     def parts(stepped: torch.Tensor, gradients: tuple[()]) -> Parts:
@@ -187,9 +188,9 @@ def linear_cross_entropy_problem(tokens: int, size: tuple[int, int], dtype: torc
     torch.manual_seed(0)
     H, V = size
     hidden = random(tokens, H, dtype=dtype)  # (B*T, H)
-    weight = (torch.randn(V, H, device=DEVICE) / H**0.5).to(dtype)  # (V, H): logits near 1
+    weight = (random(V, H) / H**0.5).to(dtype)  # (V, H): logits near 1
     targets = torch.randint(V, (tokens,), device=DEVICE)  # (B*T,)
-    all_words = torch.arange(V, device=DEVICE)
+    all_words = torch.arange(V, dtype=torch.int64, device=DEVICE)
     wanted = targets[:CHECKED_ROWS]
     unwanted = all_words[~torch.isin(all_words, targets)][:CHECKED_ROWS]
 

@@ -58,8 +58,9 @@ def processors() -> int:
 
 def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
     torch.manual_seed(0)
-    x, dy = (torch.randn(n_rows, H, device=DEVICE).to(dtype) for _ in range(2))  # (B*T, H)
-    weight = (1 + 0.1 * torch.randn(H, device=DEVICE)).to(dtype)  # (H,)
+    options = {"dtype": torch.float32, "device": DEVICE}
+    x, dy = (torch.randn(n_rows, H, **options).to(dtype) for _ in range(2))  # (B*T, H)
+    weight = (1 + 0.1 * torch.randn(H, **options)).to(dtype)  # (H,)
     _, rstd = rmsnorm_kernel.rmsnorm_forward(x, weight, 1e-5)
     forward = functools.partial(rmsnorm_kernel.rmsnorm_forward, x, weight, 1e-5)
     backward = functools.partial(rmsnorm_kernel.rmsnorm_backward, dy, x, weight, rstd)
@@ -107,7 +108,7 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     torch.manual_seed(0)
     logits = torch.randn(n_rows, V, device=DEVICE, dtype=dtype)  # (B*T, V)
     targets = torch.randint(V, (n_rows,), device=DEVICE)  # (B*T,)
-    one = torch.ones((), device=DEVICE)
+    one = torch.ones((), dtype=torch.float32, device=DEVICE)
     kernels, in_place_kernels = cross_entropy_kernel, cross_entropy_inplace_kernel
     _, stats, n_valid = kernels.cross_entropy_forward(logits, targets)
     overwritten = torch.empty_like(logits)

@@ -71,7 +71,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[p] = new_state(p, group["moments_dtype"])
                 continue
             optimizer.state[p] = {
-                "step": torch.zeros((), device=p.device if on_gpu else "cpu"),  # () fp32
+                "step": torch.zeros((), dtype=torch.float32, device=p.device if on_gpu else "cpu"),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
@@ -257,7 +257,7 @@ class Keeper(contextlib.AbstractContextManager):
         """Return the signal that has come to any process, so that all save one step; 0: none."""
         if not dist.is_initialized():
             return self.signal
-        signals = torch.tensor(self.signal, device=DEVICE)
+        signals = torch.tensor(self.signal, device=DEVICE, dtype=torch.int64)
         dist.all_reduce(signals, dist.ReduceOp.MAX)
         return int(signals)
 

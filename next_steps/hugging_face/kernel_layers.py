@@ -26,7 +26,12 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return y (..., H) of hidden_states (..., H); the module has weight (H,) and its eps."""
-        return TritonRMSNorm.forward(self, hidden_states)
+        y = TritonRMSNorm.forward(self, hidden_states)
+        if y.dtype == hidden_states.dtype:
+            return y
+        # a wider weight: most norms return its dtype, OLMo 2's and others' round to x's
+        no_rows = hidden_states.new_empty(0, hidden_states.shape[-1])
+        return y.to(type(self).forward(self, no_rows).dtype)
 
 
 class SwiGLUMLP(torch.nn.Module):

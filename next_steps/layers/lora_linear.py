@@ -332,7 +332,8 @@ def is_adapted(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     # a quantized layer has no weight, and most layers have no bias
     weights = [t for t in (a.weight, b.weight, base.weight, base.bias) if t is not None]
     of_dtype = all(weight.dtype == dtype for weight in weights)
-    return of_dtype and all(map(is_unchanged, layers))
+    plain_scale = isinstance(module.scaling[name], (int, float))  # not NumPy's fp32, not a tensor
+    return of_dtype and plain_scale and all(map(is_unchanged, layers))
 
 
 def is_peft(module: torch.nn.Module) -> bool:

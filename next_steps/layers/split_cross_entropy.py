@@ -70,7 +70,8 @@ def loss_of_rows(stats, target_logit):
     is d, as in the kernel.
     """
     m, d, unit = stats.double().unbind(1)
-    to_log = torch.where(unit == 1.0, 1.0, LN2.value)  # from the unit to natural logarithms
+    # from the unit to natural logarithms
+    to_log = torch.ones_like(unit, dtype=torch.float32).masked_fill(unit != 1.0, LN2.value)
     t = target_logit * unit - m
     is_all = torch.exp2(t).float() == stats[:, 1]
     return (d.log() - t * to_log).clamp(min=0).masked_fill(is_all, 0.0).float()

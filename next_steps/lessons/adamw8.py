@@ -85,7 +85,7 @@ class Moments(NamedTuple):
 def new_moments(p: torch.Tensor) -> Moments:
     """Return the moments of a parameter that has made no step: all are 0."""
     m, v = (torch.zeros(p.shape, dtype=t, device=p.device) for t in (torch.int8, torch.uint8))
-    scales = torch.zeros(2, triton.cdiv(p.numel(), BLOCK), device=p.device)
+    scales = torch.zeros(2, triton.cdiv(p.numel(), BLOCK), device=p.device, dtype=torch.float32)
     return Moments(m, v, scales)
 
 

@@ -431,7 +431,7 @@ def _check_placements(p: torch.Tensor, rounding: bool) -> None:
 def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.Tensor]:
     """Return what a state_dict holds for a parameter; refuse it unless it fits."""
     loaded, codes = {}, new_moments(torch.empty_like(_local(p), device="meta"))
-    expected_tensors = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p}
+    expected_tensors = {"step": torch.zeros((), dtype=torch.float32), "exp_avg": p, "exp_avg_sq": p}
     if "scales" in saved:
         expected_tensors |= zip(CODED_MOMENTS, codes)
     for key, like in expected_tensors.items():

@@ -369,6 +369,9 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
 
     def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None, fp32_dweight=None):
         super().__init__()
+        ignore_index = support.number("ignore_index", ignore_index, int)
+        if chunk_size is not None:
+            chunk_size = support.number("chunk_size", chunk_size, int)
         self.args = ignore_index, reduction, chunk_size, fp32_dweight
 
     def forward(self, hidden, weight, targets, max_targets=None) -> torch.Tensor:

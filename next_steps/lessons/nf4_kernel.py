@@ -121,9 +121,10 @@ def nf4_tables(device: torch.device) -> torch.Tensor:
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32, device="cpu")
         magnitudes.append(10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2))
     magnitudes = torch.cat(magnitudes)
-    ends = torch.tensor([0.0, 1.0], device="cpu")
+    options = {"dtype": torch.float32, "device": "cpu"}
+    ends = torch.tensor([0.0, 1.0], **options)
     absmax_map = torch.cat([magnitudes, -magnitudes, ends]).sort().values
-    return torch.cat([torch.tensor(NF4_VALUES, device="cpu"), absmax_map]).to(device)
+    return torch.cat([torch.tensor(NF4_VALUES, **options), absmax_map]).to(device)
 
 
 def _nearest(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -606,8 +606,8 @@ class TritonReverseKLLoss(torch.nn.Module):
 
     def __init__(self, temperature=1.0, ignore_index=-100, reduction="batchmean", group=None):
         super().__init__()
-        self.ignore_index = ignore_index
-        self.args = temperature, reduction, group
+        self.ignore_index = support.number("ignore_index", ignore_index, int)
+        self.args = support.number("temperature", temperature, float), reduction, group
 
     def forward(self, student_logits, teacher_logits, mask=None) -> torch.Tensor:
         if getattr(mask, "dtype", None) in (torch.int64, torch.int32):

@@ -39,7 +39,7 @@ class Cast:
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(torch.bfloat16)
 
 
 def separate_swiglu(gate: torch.Tensor, up: torch.Tensor) -> Rows:
