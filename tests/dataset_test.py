@@ -183,6 +183,16 @@ def test_how_a_step_is_laid_out_decides_no_sequence(flags_of_data, monkeypatch):
         assert others[3] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("pack", [[], ["--pack"]], ids=["padded", "packed"])
+def test_the_line_about_the_data_says_how_many_are_validated_on(tmp_path, pack):
+    for n_examples, used in ((40, None), (80, 4)):  # a tenth is held out; each fills a sequence
+        file = jsonl(tmp_path / f"{n_examples}.jsonl", *[("a", "b" * 9)] * n_examples)
+        data = load(3, "--data", str(file), "--seq-len", "12", *pack)
+        words = f"; validated on {used} of those held out"
+        assert (words in data.source) == (used is not None), data.source
+        assert len(data.validation) == 4
+
+
 def test_each_held_out_set_has_a_digest_of_its_own(tmp_path):
     examples = [(f"{i}", f"{i}" * 9) for i in range(30)]
     files = [tmp_path / f"{i}.jsonl" for i in range(3)]

@@ -47,6 +47,7 @@ from tests.two_processes import one_gpu_is_too_few
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RANK = ["--lora-rank", "4", "--lora-alpha", "6"]
+NAMED = "q_proj,v_proj", "o_proj", "k_proj,down_proj"
 SCRIPTS = finetune_baseline, finetune_optimized
 
 
@@ -67,12 +68,12 @@ def adapted(*flags: str) -> torch.nn.Module:
 # ---------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
 def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
     model, plain = patched_model.load(workload), loading.load_model(tiny_workload())
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
-    assert names == set(TARGETS[targets])
+    assert names == set(adapter_config.projections(targets))
     n_trained = sum(p.numel() for p in stepping.trained(model))
     assert n_trained == adapters.trained_count(model.config, workload)
     n = sum(p.numel() for p in model.parameters())
@@ -96,6 +97,11 @@ def test_adapters_have_the_models_dtype_and_are_the_same_for_a_seed(dtype):
     assert not any(torch.equal(states[0][name], states[2][name]) for name in names)
 
 
+def test_equal_sets_of_targets_are_equal():
+    texts = ",".join(reversed(MLP)), "v_proj,q_proj,v_proj", "all"
+    assert [*map(adapter_config.lora_targets, texts)] == ["mlp", "q_proj,v_proj", "all"]
+
+
 def test_the_learning_rate_is_ten_times_that_of_full_fine_tuning():
     assert tiny_workload(*RANK).lr == pytest.approx(10 * tiny_workload().lr)
     assert tiny_workload(*RANK, "--lr", "0.5").lr == 0.5
@@ -103,7 +109,7 @@ def test_the_learning_rate_is_ten_times_that_of_full_fine_tuning():
     assert not tiny_workload(*RANK).is_on_the_page
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
 def test_flops_are_what_pytorch_counts(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
     model = patched_model.load(workload)
@@ -240,7 +246,7 @@ def saved(base, recorded, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("targets", ["all", "mlp"])
+@pytest.mark.parametrize("targets", ["all", "mlp", "v_proj,q_proj"])
 def test_peft_loads_what_is_saved_and_a_merged_model_is_the_same(base, saved, targets):
     flags = [*RANK, "--lora-targets", targets, "--lr", "0.05"]
     (folder, _), (merged, _) = saved(*flags), saved(*flags, "--merge", name="merged")
@@ -266,14 +272,17 @@ def test_an_adapter_is_trained_further(base, saved, recorded):
     assert recorded(finetune_baseline, *flags, *RANK)["losses"] == again["losses"]
 
 
-def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path):
+@pytest.mark.parametrize(
+    "targets, said", [([*ATTENTION], "attention"), (["v_proj", "q_proj"], "q_proj,v_proj")]
+)
+def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said):
     """Its file has the names that peft's own code gives."""
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(ATTENTION), lora_dropout=0.1)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, lora_dropout=0.1)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).to(DEVICE)
     without_zeros(theirs).save_pretrained(tmp_path / "theirs")
     workload = tiny_workload("--model", base, "--adapter", str(tmp_path / "theirs"))
     assert (workload.lora_rank, workload.lora_alpha) == (3, 5.0)
-    assert workload.lora_targets == "attention"
+    assert workload.lora_targets == said
     torch.testing.assert_close(logits_of(patched_model.load(workload)), logits_of(theirs))
 
 
@@ -361,7 +370,7 @@ def test_an_adapter_of_4_bit_weights_goes_onto_the_model_they_were_made_of(base,
         patched_model.load(tiny_workload("--model", other, *flags[2:], "--quantize", "nf4"))
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
 def test_the_base_has_one_digest_with_kernels_and_with_any_adapters(targets):
     model = adapted()
     expected = frozen_digest(model)
@@ -531,7 +540,10 @@ def test_the_estimate_of_a_script_names_adapters(recorded):
 REFUSED = {
     "rank 0": (["--lora-rank", "0"], "at least 1"),
     "alpha 0": ([*RANK[:2], "--lora-alpha", "0"], "must be a number above 0"),
-    "unknown targets": ([*RANK, "--lora-targets", "conv"], "invalid choice: 'conv'"),
+    "unknown targets": (
+        [*RANK, "--lora-targets", "q_proj,conv"],
+        "'conv': expected all, attention, mlp, or names of q_proj,k_proj",
+    ),
     "no adapter": (["--adapter", "nowhere"], "--adapter nowhere cannot be read (No such file"),
 }
 
@@ -569,7 +581,7 @@ DAMAGED = {
     "targets 5": (lambda f: change(f, target_modules=5), "is damaged (TypeError"),
     "other targets": (
         lambda f: change(f, target_modules=["query_key_value"]),
-        "adapts query_key_value, expected one of these sets of projections: all: q_proj",
+        "adapts query_key_value, expected some of these projections: q_proj",
     ),
     "DoRA": (lambda f: change(f, use_dora=True), "use_dora = true, expected plain LoRA"),
     "rsLoRA": (lambda f: change(f, use_rslora=True), "use_rslora = true"),

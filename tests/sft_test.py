@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
+from harness.model.loading import load_model
 from next_steps.hugging_face import sft
+from next_steps.patches.apply_kernels import apply_kernels
 from tests.apply_kernels_test import launches  # noqa: F401
 from tests.conftest import assert_refused
-from tests.small_workloads import jsonl
+from tests.small_workloads import jsonl, tiny_workload
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="needs the package trl (pip install trl)"
@@ -73,6 +76,54 @@ def test_adapters_have_the_models_dtype(data):
     dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     assert dtypes == {torch.bfloat16}
     assert trainer.accelerator.mixed_precision == "no"
+
+
+PAIRS = [{"prompt": "ab", "chosen": "cdefg", "rejected": "zz"}]
+JUDGED = [{"prompt": "ab", "completion": text, "label": text == "cd"} for text in ("cd", "xyz")]
+SAMPLING = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4}
+PREFERENCES = {  # a trainer of TRL: its data, its settings
+    "DPO": (PAIRS, {}),
+    "KTO": (JUDGED, {"per_device_train_batch_size": 2}),
+    "GRPO": ([{"prompt": "ab"}], SAMPLING),
+    "RLOO": ([{"prompt": "ab"}], SAMPLING),
+}
+
+
+def different_letters(completions: list[str], **_) -> list[float]:
+    """A reward that differs between completions."""
+    return [float(len({*text})) for text in completions]
+
+
+@needs_trl
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_kernels_change_no_step_of_trls_others(tmp_path, small_model, name, launches):  # noqa: F811
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    load_model(tiny_workload(*FLAGS)).save_pretrained(tmp_path)  # TRL loads the reference itself
+    data, settings = PREFERENCES[name]
+    online = {"reward_funcs": different_letters} if settings is SAMPLING else {}
+    options = {"bf16": False, "gradient_checkpointing": False, "use_cpu": not HAS_GPU}
+    options |= {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2}
+    options |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    logs = []
+    for prepare in (lambda model: model, apply_kernels):
+        assert not launches
+        trainer = getattr(trl, f"{name}Trainer")(
+            prepare(AutoModelForCausalLM.from_pretrained(tmp_path)),
+            args=getattr(trl, f"{name}Config")(**options, **settings),
+            train_dataset=Dataset.from_list(data),
+            processing_class=sft.byte_tokenizer(),
+            **online,
+        )
+        trainer.train()
+        logs.append(trainer.state.log_history[:STEPS])
+    assert launches["rmsnorm_bwd"] and launches["rope"]
+    for plain, ours in zip(*logs):
+        assert plain["grad_norm"] > 1e-2, "nothing is learned: this comparison cannot fail"
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-5), key
 
 
 def test_bytes_are_the_tokens_of_a_model_without_a_tokenizer():

@@ -15,8 +15,9 @@ from harness.cli.command_line import UserError, flag_name, positive_float, posit
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
-# by the words of --lora-targets: the projections that get adapters
+# by the words of --lora-targets, which also takes names: the projections that get adapters
 TARGETS = {"all": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
+ALL = TARGETS["all"]
 SHARING = ATTENTION[:3], ATTENTION[3:], MLP[:2], MLP[2:]  # projections of one input
 SETTINGS = "lora_rank", "lora_alpha", "lora_targets"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -31,6 +32,21 @@ VARIANTS = (
 PLAIN_STARTS = True, False, "gaussian"  # values of init_lora_weights that leave W as it is
 
 
+def projections(targets: str) -> tuple[str, ...]:
+    """Return the projections that a value of --lora-targets names."""
+    return TARGETS.get(targets) or tuple(targets.split(","))
+
+
+def lora_targets(text: str) -> str:
+    """argparse type: a word of TARGETS or projections' names; equal sets become equal texts."""
+    names = projections(text)
+    if unknown := [name for name in names if name not in ALL]:
+        found, words = ", ".join(map(repr, unknown)), ", ".join(TARGETS)
+        raise ArgumentTypeError(f"{found}: expected {words}, or names of {','.join(ALL)}")
+    chosen = tuple(name for name in ALL if name in names)
+    return next((word for word in TARGETS if TARGETS[word] == chosen), ",".join(chosen))
+
+
 def settings(args: Namespace) -> dict:
     """Return a workload's SETTINGS; {} without LoRA.
 
@@ -39,7 +55,7 @@ def settings(args: Namespace) -> dict:
 
     Raises:
         UserError: peft is missing; a flag contradicts the adapter; the adapter cannot be read, or
-            is more than two matrices beside each of TARGETS' projections; or the folder of --save
+            is more than two matrices beside some of ALL; or the folder of --save
             holds what would be mixed up with what this run saves.
     """
     given = {name: getattr(args, name, None) for name in SETTINGS}
@@ -90,13 +106,10 @@ def read_config(folder: str) -> dict:
     except (ValueError, LookupError, TypeError, RecursionError, ArgumentTypeError) as error:
         given = f"{path} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --save or peft wrote: name another") from error
-    targets = next((name for name, modules in TARGETS.items() if named == set(modules)), None)
-    if named == {"all-linear"}:
-        targets = "all"
-    if targets is None:
+    named = {*ALL} if named == {"all-linear"} else named
+    if not named or named - {*ALL}:
         given = f"--adapter {folder} adapts {', '.join(sorted(map(str, named))) or 'nothing'}"
-        sets = "; ".join(f"{name}: {', '.join(modules)}" for name, modules in TARGETS.items())
-        raise UserError(f"{given}, expected one of these sets of projections: {sets}")
+        raise UserError(f"{given}, expected some of these projections: {', '.join(ALL)}")
     odd = {name: said[name] for name in VARIANTS if said.get(name)}
     odd |= {"peft_type": said.get("peft_type")} if said.get("peft_type") != "LORA" else {}
     odd |= {"bias": said["bias"]} if said.get("bias", "none") != "none" else {}
@@ -106,4 +119,4 @@ def read_config(folder: str) -> dict:
         given = f"{path} has {name} = {json.dumps(value)[:60]}"
         expected = "expected plain LoRA, two matrices beside each projection"
         raise UserError(f"{given}, {expected}: train such an adapter with peft itself")
-    return dict(zip(SETTINGS, (rank, alpha, targets)))
+    return dict(zip(SETTINGS, (rank, alpha, lora_targets(",".join(named)))))

@@ -19,7 +19,7 @@ from string import Template
 from typing import NamedTuple
 
 from harness.cli import command_line
-from harness.cli.adapter_config import TARGETS
+from harness.cli.adapter_config import TARGETS, lora_targets
 from harness.cli.command_line import UserError, flag_name, positive_float, positive_int
 from harness.cli.processes import PARALLEL, world_size
 
@@ -123,7 +123,11 @@ OF_TRAINING = {
     "--lora-alpha": row(
         "the adapters' results count X / R times (default: R)", type=positive_float, metavar="X"
     ),
-    "--lora-targets": row("which projections get adapters (default: all)", choices=TARGETS),
+    "--lora-targets": row(
+        "which projections get adapters, in a word or by name: q_proj,v_proj (default: all)",
+        type=lora_targets,
+        metavar="|".join([*TARGETS, "NAME,NAME"]),
+    ),
     "--adapter": row("train the adapters further that --save wrote to DIR", metavar="DIR"),
     "--quantize": row("the layers' frozen weights in 4 bits", choices=QUANTIZED),
     "--json": row("write the run as a JSON record", metavar="FILE"),

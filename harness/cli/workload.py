@@ -43,7 +43,7 @@ class Workload:
     temperature: float | None = None
     lora_rank: int | None = None  # None: all weights are trained; the next two come with it
     lora_alpha: float | None = None
-    lora_targets: str | None = None  # of adapter_config.TARGETS
+    lora_targets: str | None = None  # as adapter_config.lora_targets returns it
     quantize: str | None = None  # of flags.QUANTIZED: the frozen weights
     adapter: str | None = None  # the folder of adapters that are trained further
     world_size: int | None = None  # processes, if torchrun started several; no flag

@@ -176,6 +176,9 @@ def load_data(
         sequences = [[i] for i in epochs(len(train), n_train, workload.seed)]
         held_out = [[i] for i in range(min(n_validation, len(validation)))]
     batches = Batches(train, sequences, workload.batch_size, packed_to)
+    n_validated = sum(map(len, held_out))
+    if n_validated < len(validation):
+        source += f"; validated on {n_validated:,} of those held out"
     n_drawn = sum(map(len, sequences))
     if n_drawn > len(train):
         source += f" (each seen about {n_drawn / len(train):.1f} times)"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
+from harness.cli.adapter_config import ATTENTION, CONFIG, SHARING, WEIGHTS, projections
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, draws_weights, same_place
 from harness.model import architecture
@@ -34,9 +34,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an
 # elements at a time, whose products take 8 bytes each: on a CPU so few that its cache holds them
 CHUNK = {"cuda": 2**24, "cpu": 2**15}
 FACTOR = 0x1E3779B97F4A7C15  # large and odd: its multiples modulo 2**64 differ in all their bits
-# projections whose inputs come before the first adapter, so that they need no gradient: the first
-# layer's, as the embedding is frozen
-WITHOUT_GRADIENT = {"all": ATTENTION[:3], "attention": ATTENTION[:3], "mlp": (*ATTENTION, *MLP[:2])}
 
 
 def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
@@ -70,7 +67,7 @@ def peft_config(workload: Workload):
     return LoraConfig(
         r=workload.lora_rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=list(TARGETS[workload.lora_targets]),
+        target_modules=list(projections(workload.lora_targets)),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -91,7 +88,7 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     shapes = {}
     for name, (rows, columns) in projection_shapes(config).items():
         part = "self_attn" if name in ATTENTION else "mlp"
-        if name in TARGETS[workload.lora_targets]:
+        if name in projections(workload.lora_targets):
             for layer in range(config.num_hidden_layers):
                 prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
                 shapes[f"{prefix}.lora_A.weight"] = rank, columns
@@ -270,12 +267,22 @@ def merged_weights(
 # ---------------------------------------------------------------- how much there is
 
 
+def without_gradient(workload: Workload) -> tuple[str, ...]:
+    """Return the first layer's projections whose inputs need no gradient.
+
+    No adapter comes before them, and the embedding is frozen.
+    """
+    adapted = {*projections(workload.lora_targets)}
+    first = next(i for i, names in enumerate(SHARING) if adapted & {*names})
+    return sum(SHARING[: first + 1], ())
+
+
 def trained_count(config, workload: Workload) -> int:
     """Return how many parameters of a model of this configuration are trained."""
     if workload.lora_rank is None:
         return architecture.parameter_count(config)
     shapes = projection_shapes(config)
-    of_a_layer = sum(sum(shapes[name]) for name in TARGETS[workload.lora_targets])
+    of_a_layer = sum(sum(shapes[name]) for name in projections(workload.lora_targets))
     return config.num_hidden_layers * workload.lora_rank * of_a_layer
 
 
@@ -300,12 +307,15 @@ def flops_per_token(config, workload: Workload, seq_len: float) -> float:
     flops = architecture.flops_per_token(config, seq_len)
     if workload.lora_rank is None:
         return flops
-    shapes, adapted = projection_shapes(config), TARGETS[workload.lora_targets]
+    shapes, adapted = projection_shapes(config), projections(workload.lora_targets)
     flops += 6.0 * trained_count(config, workload) - 2.0 * architecture.matrix_weights(config)
-    for name in WITHOUT_GRADIENT[workload.lora_targets]:
+    for name in without_gradient(workload):
         rows, columns = shapes[name]
         flops -= 2.0 * rows * columns
         flops -= 2.0 * workload.lora_rank * columns if name in adapted else 0.0
-    if ATTENTION[0] not in adapted:  # nor has the first layer's attention a backward
-        flops -= 4.0 * config.num_attention_heads * architecture.head_size(config) * seq_len
+    # the first layer's attention: a gradient for each of q, k and v that has an adapter before it,
+    # and for q and k the scores' gradient too
+    q, k, v = (name in adapted for name in SHARING[0])
+    n_unneeded = 4 - (q + k + v + (q or k))
+    flops -= n_unneeded * config.num_attention_heads * architecture.head_size(config) * seq_len
     return flops

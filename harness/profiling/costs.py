@@ -15,7 +15,7 @@ import torch
 from harness.cli import adapter_config, flags
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.adapters import WITHOUT_GRADIENT, trained_count
+from harness.model.adapters import trained_count, without_gradient
 from harness.model.families import FAMILIES
 from harness.profiling.diagnose import flops_at_ceilings_us
 from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
@@ -95,7 +95,7 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     results = qkv + rows["o_proj"] + rows["down_proj"]  # their gradients come in bf16
     inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
     if workload.frozen_as:
-        first = sum(rows[name] for name in WITHOUT_GRADIENT[workload.lora_targets])
+        first = sum(rows[name] for name in without_gradient(workload))
         unused = per_layer // config.num_hidden_layers * first  # no gradients arrive there
         return {
             "quantized": per_layer * (inputs + results + gate_up) - unused,
@@ -143,7 +143,7 @@ def fp8_flops_per_token(config, workload: Workload) -> float:
     n_weights = config.num_hidden_layers * architecture.projection_weights(config)
     if workload.frozen_as:  # outputs and inputs' gradients, but where none is needed
         shapes = architecture.projection_shapes(config)
-        names = WITHOUT_GRADIENT[workload.lora_targets]
+        names = without_gradient(workload)
         return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
     return (4.0 if workload.fp8 == flags.FP8_INPUTS else 6.0) * n_weights
 

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from harness.cli.adapter_config import TARGETS
+from harness.cli.adapter_config import projections
 from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU, free_memory
 from harness.cli.flags import OPPONENTS
@@ -117,7 +117,7 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
         model,
         r=workload.lora_rank,
         lora_alpha=workload.lora_alpha,
-        target_modules=list(TARGETS[workload.lora_targets]),
+        target_modules=list(projections(workload.lora_targets)),
         lora_dropout=0.0,
         bias="none",
         use_gradient_checkpointing=False,
