@@ -752,6 +752,15 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*"))
 
 
+def test_a_model_of_which_transformers_writes_no_weights_is_not_called_saved(tmp_path, capsys):
+    save(make_model(0), tmp_path)
+    before, new = contents(tmp_path), make_model(1)
+    new.save_pretrained = lambda folder, **options: new.config.save_pretrained(folder)
+    with pytest.raises(command_line.RunError, match=r"transformers wrote no model\.safetensors"):
+        save(new, tmp_path)
+    assert contents(tmp_path) == before and capsys.readouterr().out.count("saved to") == 1
+
+
 def test_what_an_earlier_crash_left_is_removed_and_files_of_others_are_not(tmp_path):
     (tmp_path / ".unfinished-model").mkdir()
     (tmp_path / ".unfinished-model" / "half.safetensors").write_text("half")

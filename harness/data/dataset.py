@@ -12,13 +12,15 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import TINY
-from harness.cli.workload import Workload, read_file
+from harness.cli.processes import is_first
+from harness.cli.workload import Workload, draws_weights, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
-from harness.model.architecture import IGNORE_INDEX
-from harness.model.config_file import drawn_example, reading
+from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
+from harness.model.config_file import drawn_example, load_config, read_config_file, reading
 
 VALIDATION_BATCHES = 4  # each of the sequences of a whole step
+print_once = functools.cache(print)
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,20 @@ def load_data(
     return Data(train=batches, validation=validation, source=source, span=span)
 
 
+def look_at_data(workload: Workload, day: str | None = None) -> None:
+    """Refuse what `load_data` refuses of a file or a tokenizer, before the weights are loaded.
+
+    Of several processes the first looks.
+    """
+    if not is_first():
+        return
+    config = load_config(workload)
+    if workload.data == "stdlib":
+        load_tokenizer(workload)
+    else:
+        load_data(workload, config, workload.steps, day)
+
+
 def load_samples(
     workload: Workload, config: PreTrainedConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
@@ -228,14 +244,34 @@ def load_samples(
 
 
 def load_tokenizer(workload: Workload):
-    """Return the model's tokenizer; None if it has none: then UTF-8 bytes are the tokens."""
+    """Return the model's tokenizer; None if UTF-8 bytes are the tokens.
+
+    They are for random weights, and for a vocabulary of bytes, if there is no tokenizer.  The text
+    of a tokenizer without eos_token ends as config.json says.
+
+    Raises:
+        UserError: there is no tokenizer beside pretrained weights, or it is damaged.
+    """
     model = workload.model
     if model == TINY or drawn_example(workload):
         return None
+    config = read_config_file(model)
     if Path(model).is_dir() and not any(Path(model).glob("token*")):
-        return None
+        if draws_weights(model, workload) or config.get("vocab_size") == BYTE_VOCABULARY:
+            return None
+        given = f"{model} has pretrained weights and no tokenizer"
+        raise UserError(f"{given}: bring its tokenizer.json and tokenizer_config.json there")
     with reading(f"the tokenizer of {model}"):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    if tokenizer.eos_token_id is None:
+        ends = config.get("eos_token_id")
+        end = ends[0] if isinstance(ends, list) else ends
+        tokenizer.eos_token = {i: token for token, i in tokenizer.get_vocab().items()}.get(end)
+        how = "so the model does not learn to stop"
+        if tokenizer.eos_token is not None:
+            how = f"so each text or completion ends with {tokenizer.eos_token}, as config.json says"
+        print_once(f"Note: the tokenizer of {model} names no eos_token, {how}")
+    return tokenizer
 
 
 def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:

@@ -159,6 +159,8 @@ def put_model_in_place(folder: Path, target: Path) -> None:
     last: without it a folder holds no model.
     """
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    if missing := {CONFIG, WEIGHTS} - names:
+        raise ValueError(f"transformers wrote no {' and no '.join(sorted(missing))}")
     for name in sorted(names, key=lambda name: (name == CONFIG) - (name == WEIGHTS)):
         (target / name).parent.mkdir(exist_ok=True)
         (folder / name).replace(target / name)
