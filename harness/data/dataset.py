@@ -221,11 +221,9 @@ def load_samples(
         text = read_file(name)
         tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
         examples = token_cache.cached(name, [text], encode, tokenize)
-        examples, n_skipped = samples.of_examples(name, examples, seq_len)
+        examples, note = samples.of_examples(name, examples, seq_len)
         train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
         what = "examples"
-        if n_skipped:
-            note = f", {n_skipped:,} skipped: no completion token within --seq-len {seq_len}"
     else:
         to_train_on, held_out = samples.read_texts(name)
         texts = [*to_train_on, *held_out]
