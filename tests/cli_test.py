@@ -289,6 +289,7 @@ def test_bytes_are_no_tokens_for_pretrained_weights(cli, checkpoint):
 ENDS = {  # eos_token_id in config.json: the token that ends a text
     "one": (2, "b"),
     "several": ([3, 1], "c"),
+    "empty": ([], None),
     "unknown": (200, None),
     "none": (None, None),
 }
@@ -301,7 +302,7 @@ def test_what_ends_the_texts_of_a_tokenizer_that_does_not_say_it(checkpoint, cap
     tokenizer_of("a b c").save_pretrained(checkpoint)
     tokenizer = dataset.load_tokenizer(tiny_workload("--model", str(checkpoint)))
     assert tokenizer.eos_token == token
-    said = f"ends with {token}, as config.json says" if token else "does not learn to stop"
+    said = f"texts end with {token}, as config.json says" if token else "end in nothing"
     assert said in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ The loss and its gradients are held against F.kl_div, which no code here shares.
 import functools
 import json
 import os
+import shutil
 import types
 from collections import Counter
 
@@ -414,6 +415,14 @@ def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
     renumbered.add_tokens(["<other>", "<pad>"])
     assert distill.differing_tokens(plain, extended) == []
     assert distill.differing_tokens(extended, renumbered) == ["<pad>"]
+
+
+def test_a_copy_of_the_teacher_has_nothing_to_learn(run_script, checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    flags = [*SMALL, "--teacher", str(checkpoint), "--model", str(copy)]
+    outcome = run_script(finetune_optimized, *flags)
+    assert_refused(outcome, f"{copy} has the weights of its teacher {checkpoint}")
+    assert run_script(finetune_optimized, *flags, *EAGER, "--student-layers", "1").code == 0
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -244,11 +244,11 @@ def load_samples(
 def load_tokenizer(workload: Workload):
     """Return the model's tokenizer; None if UTF-8 bytes are the tokens.
 
-    They are for random weights, and for a vocabulary of bytes, if there is no tokenizer.  The text
-    of a tokenizer without eos_token ends as config.json says.
+    Without a tokenizer they are for random weights and for a vocabulary of bytes alone.  A
+    tokenizer without eos_token gets config.json's.
 
     Raises:
-        UserError: there is no tokenizer beside pretrained weights, or it is damaged.
+        UserError: pretrained weights have no tokenizer, or it is damaged.
     """
     model = workload.model
     if model == TINY or drawn_example(workload):
@@ -262,13 +262,12 @@ def load_tokenizer(workload: Workload):
     with reading(f"the tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
-        ends = config.get("eos_token_id")
-        end = ends[0] if isinstance(ends, list) else ends
-        tokenizer.eos_token = {i: token for token, i in tokenizer.get_vocab().items()}.get(end)
-        how = "so the model does not learn to stop"
-        if tokenizer.eos_token is not None:
-            how = f"so each text or completion ends with {tokenizer.eos_token}, as config.json says"
-        print_once(f"Note: the tokenizer of {model} names no eos_token, {how}")
+        ids = config.get("eos_token_id")
+        first = (ids if isinstance(ids, list) else [ids])[:1]
+        end = next((token for token, i in tokenizer.get_vocab().items() if [i] == first), None)
+        tokenizer.eos_token = end
+        how = f"with {end}, as config.json says" if end else "in nothing: the model learns no end"
+        print_once(f"Note: {model}: its tokenizer names no eos_token, so texts end {how}")
     return tokenizer
 
 

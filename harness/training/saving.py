@@ -22,17 +22,12 @@ from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
 from harness.model.adapters import (
     adapter_weights,
+    counts,
     facts_of_base,
     merged_weights,
     peft_config,
-    trained_count,
 )
-from harness.model.architecture import (
-    TORCH_DTYPES,
-    computing_differences,
-    computing_fields,
-    parameter_count,
-)
+from harness.model.architecture import TORCH_DTYPES, computing_differences, computing_fields
 from harness.model.loading import original_weights
 from harness.steps.parallel import whole_weights
 
@@ -76,7 +71,7 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
 def refuse_what_cannot_be_saved(folder: str, model: torch.nn.Module, workload: Workload) -> None:
     """Refuse, before training, what would fail after it: the disk is full, or a file is wrong."""
     alone, config = saves_adapters(workload), model.config
-    n = trained_count(config, workload) if alone else parameter_count(config)
+    n = counts(config, workload)["trained_parameters" if alone else "parameters"]
     n_bytes, free = n * TORCH_DTYPES[workload.dtype].itemsize, room_in(folder)
     if n_bytes > free:
         given = f"--save {folder} has {free / 1e9:,.3g} GB of room"

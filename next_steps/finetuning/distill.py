@@ -139,6 +139,10 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     student = load_model(workload)
     student.model.layers = student.model.layers[:n_layers]
     keep_layers(student.config, n_layers)
+    weights, theirs = student.state_dict(), teacher.state_dict()
+    if weights.keys() == theirs.keys() and all(torch.equal(weights[n], theirs[n]) for n in weights):
+        given = f"{workload.model} has the weights of its teacher {taught.model}"
+        raise UserError(f"{given}, so there is nothing to learn; --student-layers N takes fewer")
     for model in (teacher, student):
         apply_kernels(model, in_models)
     learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels)
