@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import TINY
-from harness.cli.processes import is_first
 from harness.cli.workload import Workload, draws_weights, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
@@ -191,12 +190,7 @@ def load_data(
 
 
 def look_at_data(workload: Workload, day: str | None = None) -> None:
-    """Refuse what `load_data` refuses of a file or a tokenizer, before the weights are loaded.
-
-    Of several processes the first looks.
-    """
-    if not is_first():
-        return
+    """Refuse what `load_data` refuses of a file or a tokenizer, before the weights are loaded."""
     config = load_config(workload)
     if workload.data == "stdlib":
         load_tokenizer(workload)
@@ -242,13 +236,9 @@ def load_samples(
 
 
 def load_tokenizer(workload: Workload):
-    """Return the model's tokenizer; None if UTF-8 bytes are the tokens.
+    """Return the model's tokenizer, with config.json's eos_token if it has none of its own.
 
-    Without a tokenizer they are for random weights and for a vocabulary of bytes alone.  A
-    tokenizer without eos_token gets config.json's.
-
-    Raises:
-        UserError: pretrained weights have no tokenizer, or it is damaged.
+    None: UTF-8 bytes are the tokens, for random weights and for a vocabulary of bytes alone.
     """
     model = workload.model
     if model == TINY or drawn_example(workload):

@@ -20,13 +20,7 @@ from harness.cli.output_files import UNFINISHED, room_in
 from harness.cli.processes import is_first
 from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
-from harness.model.adapters import (
-    adapter_weights,
-    counts,
-    facts_of_base,
-    merged_weights,
-    peft_config,
-)
+from harness.model.adapters import adapter_weights, facts_of_base, merged_weights, peft_config
 from harness.model.architecture import TORCH_DTYPES, computing_differences, computing_fields
 from harness.model.loading import original_weights
 from harness.steps.parallel import whole_weights
@@ -68,10 +62,12 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
         raise UserError(f"{given}; expected this model or none: name another folder")
 
 
-def refuse_what_cannot_be_saved(folder: str, model: torch.nn.Module, workload: Workload) -> None:
-    """Refuse, before training, what would fail after it: the disk is full, or a file is wrong."""
-    alone, config = saves_adapters(workload), model.config
-    n = counts(config, workload)["trained_parameters" if alone else "parameters"]
+def refuse_what_cannot_be_saved(
+    folder: str, model: torch.nn.Module, workload: Workload, counts: dict
+) -> None:
+    """Refuse, before training, what would fail after it; `counts` are those of adapters.py."""
+    alone = saves_adapters(workload)
+    n = counts["trained_parameters" if alone else "parameters"]
     n_bytes, free = n * TORCH_DTYPES[workload.dtype].itemsize, room_in(folder)
     if n_bytes > free:
         given = f"--save {folder} has {free / 1e9:,.3g} GB of room"
@@ -81,8 +77,9 @@ def refuse_what_cannot_be_saved(folder: str, model: torch.nn.Module, workload: W
     refuse_another_model(folder, model, workload)
     with tempfile.TemporaryDirectory() as empty:
         try:
-            for part in filter(None, (config, model.generation_config, load_tokenizer(workload))):
-                part.save_pretrained(empty)
+            for part in (model.config, model.generation_config, load_tokenizer(workload)):
+                if part is not None:
+                    part.save_pretrained(empty)
         except ValueError as error:  # transformers finds values that contradict each other
             given = f"transformers would not save this model again: {' '.join(str(error).split())}"
             raise UserError(f"{given} Mend that in {workload.model}") from error

@@ -86,7 +86,7 @@ class Run:
         self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
         self.busy_ms = None
         if save_to:
-            refuse_what_cannot_be_saved(save_to, model, workload)
+            refuse_what_cannot_be_saved(save_to, model, workload, self.described)
         if not HAS_GPU:
             print(NO_GPU_NOTE + "\n")
         print(environment_line(self.environment))

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.output_files import UNFINISHED
-from harness.cli.workload import PATHS
 from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
@@ -326,11 +325,9 @@ class Keeper(contextlib.AbstractContextManager):
 
     def facts(self) -> dict:
         """Return what is written beside the tensors; see harness/training/resuming.py."""
-        given = ((name, getattr(self.run.workload, name)) for name in PATHS)
         return {
             "step": len(self.run.losses),
-            # a run may be resumed from another folder, where relative paths lead elsewhere
-            "paths": {name: os.path.realpath(path) for name, path in given if path},
+            "begun_in": os.getcwd(),
             "data_digest": self.digest,
             "config": computing_fields(self.run.model.config),
             **self.frozen,
