@@ -52,6 +52,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.data.loader import Loader
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
+    from harness.model.config_file import load_config
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
@@ -61,12 +62,12 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
     memory_estimate.try_kernels(workload)
+    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
+    data = load_data(workload, load_config(workload), n_steps + profiler.NEEDED)
     model = patched_model.load_patched(workload)
     called = parallel.wrap(model, workload)
     expected = communication.expected(model, workload) if workload.parallel else None
     sizes = costs.sizes_of(model.config, workload)
-    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, model.config, n_steps + profiler.NEEDED)
     optimizer = apply_kernels.make_optimizer(
         model, 1e-5, kernels, moments=workload.moments, capturable=graph
     )

@@ -74,6 +74,9 @@ def takes_steps(args: argparse.Namespace, workload: Workload, name: str) -> bool
             from next_steps.memory.memory_estimate import try_kernels
 
             try_kernels(workload)
+        from harness.data.dataset import look_at_data
+
+        look_at_data(workload)
         return False
     from next_steps.finetuning import kernel_training
 

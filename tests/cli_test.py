@@ -27,12 +27,14 @@ import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
+from harness.data import dataset
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
 from tests.conftest import Outcome, assert_refused
 from tests.files_test import contents
-from tests.small_workloads import change_json
+from tests.small_workloads import change_json, tiny_workload
+from tests.token_cache_test import tokenizer_of
 
 HERE = Path(__file__).parents[1]  # the project's folder
 TINY = ["--model", "tiny", "--seq-len", "16", "--steps", "3"]
@@ -265,6 +267,45 @@ def test_a_damaged_file_of_a_model_is_refused(cli, checkpoint, name, contents, s
         assert_refused(cli(*TINY, "--model", str(checkpoint)), said.format(checkpoint))
 
 
+@pytest.mark.parametrize("script", [finetune_baseline, profile_baseline])
+def test_an_adapter_beside_the_model_is_refused_before_the_weights_are_loaded(
+    cli, monkeypatch, checkpoint, script
+):
+    (checkpoint / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError))
+    flags = TINY[:4] if script is profile_baseline else TINY
+    outcome = cli(*flags, "--model", str(checkpoint), script=script)
+    assert_refused(outcome, f"{checkpoint} holds an adapter beside the model", "--adapter")
+
+
+def test_bytes_are_no_tokens_for_pretrained_weights(cli, checkpoint):
+    """But they are for random ones, and where the vocabulary is theirs: `checkpoint` itself."""
+    change_config(checkpoint, vocab_size=300)
+    outcome = cli(*TINY, "--model", str(checkpoint))
+    assert_refused(outcome, f"{checkpoint} has pretrained weights and no tokenizer")
+    assert cli(*TINY, "--model", str(checkpoint), "--random-init").code == 0
+
+
+ENDS = {  # eos_token_id in config.json: the token that ends a text
+    "one": (2, "b"),
+    "several": ([3, 1], "c"),
+    "empty": ([], None),
+    "unknown": (200, None),
+    "none": (None, None),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_the_texts_of_a_tokenizer_that_does_not_say_it(checkpoint, capsys, case):
+    given, token = ENDS[case]
+    change_config(checkpoint, eos_token_id=given)
+    tokenizer_of("a b c").save_pretrained(checkpoint)
+    tokenizer = dataset.load_tokenizer(tiny_workload("--model", str(checkpoint)))
+    assert tokenizer.eos_token == token
+    said = f"texts end with {token}, as config.json says" if token else "end in nothing"
+    assert said in capsys.readouterr().out
+
+
 def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
     words = Tokenizer(
         models.WordLevel({"import": 5, "[unknown]": architecture.BYTE_VOCABULARY}, "[unknown]")
@@ -278,11 +319,28 @@ def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
 # ---------------------------------------------------------------- the data
 
 
-def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *a, **k: pytest.fail("loaded"))
-    monkeypatch.setattr(config_file, "parameter_count", lambda config: 0)
-    outcome = cli(*TINY, "--data", "nowhere.jsonl")
+WAYS_TO_LOAD = {
+    "page": (finetune_baseline, ["--data"]),
+    "kernels": (finetune_baseline, ["--lora-rank", "2", "--data"]),
+    "opponent": (finetune_optimized, ["--opponent", "fused-adamw", "--data"]),
+    "student": (finetune_optimized, ["--teacher", "tiny", "--data"]),
+    "profile": (profile_baseline, ["--data"]),
+    "memory": (profile_baseline, ["--memory", "--data"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_LOAD)
+def test_unusable_data_are_refused_before_the_model_is_loaded(cli, monkeypatch, checkpoint, way):
+    script, flags = WAYS_TO_LOAD[way]
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError))
+    tiny = TINY[:4] if script is profile_baseline else TINY
+    given = [*tiny, "--model", str(checkpoint), *flags]
+    outcome = cli(*given, "nowhere.jsonl", script=script)
     assert_refused(outcome, "cannot read nowhere.jsonl", "No such file")
+    file = checkpoint / "keys.jsonl"
+    file.write_text(f'{GOOD_LINE}\n{{"instruction": "a", "output": "b"}}')
+    outcome = cli(*given, str(file), script=script)
+    assert_refused(outcome, f"{file}, line 2", 'strings "prompt" and "completion"')
 
 
 @pytest.mark.parametrize(
@@ -295,16 +353,16 @@ def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypa
         ("a.txt", b"too short", ["too short for one sequence of --seq-len 16"]),
         ("a.jsonl", b"", ["a.jsonl is empty"]),
         ("a.jsonl", b"\x80", ["a.jsonl is not UTF-8 text"]),
-        ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example", "at least 2"]),
+        ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl has 1 of the 2 examples that are needed"]),
         (
             "a.jsonl",
             f"\n{FULL_LINE}".encode(),
-            ["line 2", "no completion token is left", "--seq-len 16"],
+            ["has 0 of the 2", "1 skipped: no completion token within --seq-len 16"],
         ),
         (
             "a.jsonl",
             f"{FULL_LINE}\n{GOOD_LINE}".encode(),
-            ["holds 1 example within --seq-len 16 (1 skipped)", "at least 2"],
+            ["has 1 of the 2", "1 skipped: no completion token within --seq-len 16"],
         ),
     ],
 )

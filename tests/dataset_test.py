@@ -20,7 +20,7 @@ def load(n_steps: int, *flags: str) -> dataset.Data:
     return dataset.load_data(tiny_workload(*flags), architecture.tiny_config(), n_steps)
 
 
-def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, int]:
+def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, str]:
     examples = samples.tokenize_jsonl(str(path), read_file(str(path)), BYTES)
     return samples.of_examples(str(path), examples, seq_len)
 
@@ -94,19 +94,22 @@ def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
 
 def test_long_example_is_cut_at_its_end(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
-    examples, n_skipped = read_jsonl(path, seq_len=4)
+    examples, note = read_jsonl(path, seq_len=4)
     (ids, labels), _ = examples
-    assert n_skipped == 0
+    assert note == ""
     assert ids.tolist() == list(b"abcd")
     assert labels.tolist() == [IGNORE, IGNORE, *b"cd"]
 
 
-@pytest.mark.parametrize("example", [("abcdefgh", "completion cut away"), ("", "")])
-def test_example_with_nothing_to_train_on_is_skipped(tmp_path, example):
-    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), example, ("c", "d"))
-    examples, n_skipped = read_jsonl(path, seq_len=8)
+def test_examples_with_nothing_to_train_on_are_skipped_for_a_reason(tmp_path):
+    empty, cut = ("", ""), ("abcdefgh", "completion cut away")
+    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), empty, cut, empty, ("c", "d"))
+    examples, note = read_jsonl(path, seq_len=8)
     assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
-    assert n_skipped == 1
+    assert note == (
+        ", 2 skipped: no completion token: it is empty, or the chat template marks none"
+        ", 1 skipped: no completion token within --seq-len 8"
+    )
 
 
 def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_path):

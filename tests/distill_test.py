@@ -6,6 +6,7 @@ The loss and its gradients are held against F.kl_div, which no code here shares.
 import functools
 import json
 import os
+import shutil
 import types
 from collections import Counter
 
@@ -396,9 +397,16 @@ def test_an_unsuitable_teacher_is_refused_by_its_name(refused, tmp_path, field, 
 def test_another_tokenizer_with_as_many_tokens_is_refused(refused, tmp_path):
     teacher, student = (saved_config(tmp_path / name) for name in ("teacher", "student"))
     for folder, words in ((teacher, "a b c d"), (student, "a c b e")):
-        tokenizer_of(words).save_pretrained(folder)
+        tokenizer_of(words, eos_token="b").save_pretrained(folder)
     said = f"the tokenizers of {student} and the teacher {teacher} differ in 4 tokens"
     assert refused("--teacher", teacher, "--model", student) == f"{said}, 'b' among them; {SAME}"
+
+
+def test_a_tokenizer_in_one_of_two_models_is_refused(refused, tmp_path):
+    teacher = saved_config(tmp_path / "teacher")
+    tokenizer_of("a b", eos_token="b").save_pretrained(teacher)
+    said = f"of tiny and the teacher {teacher} only one has a tokenizer; {SAME}"
+    assert refused("--teacher", teacher, "--model", "tiny") == said
 
 
 def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
@@ -407,6 +415,14 @@ def test_tokenizers_may_differ_in_tokens_that_were_added_to_one(tmp_path):
     renumbered.add_tokens(["<other>", "<pad>"])
     assert distill.differing_tokens(plain, extended) == []
     assert distill.differing_tokens(extended, renumbered) == ["<pad>"]
+
+
+def test_a_copy_of_the_teacher_has_nothing_to_learn(run_script, checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    flags = [*SMALL, "--teacher", str(checkpoint), "--model", str(copy)]
+    outcome = run_script(finetune_optimized, *flags)
+    assert_refused(outcome, f"{copy} has the weights of its teacher {checkpoint}")
+    assert run_script(finetune_optimized, *flags, *EAGER, "--student-layers", "1").code == 0
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -22,11 +22,12 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import benchmark_kernels
 import compare_runs
 import finetune_baseline
+import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, output_files, tables
 from harness.cli.workload import Workload
@@ -752,6 +753,15 @@ def test_a_failed_save_leaves_the_old_model_and_nothing_beside(tmp_path):
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*"))
 
 
+def test_a_model_of_which_transformers_writes_no_weights_is_not_called_saved(tmp_path, capsys):
+    save(make_model(0), tmp_path)
+    before, new = contents(tmp_path), make_model(1)
+    new.save_pretrained = lambda folder, **options: new.config.save_pretrained(folder)
+    with pytest.raises(command_line.RunError, match=r"transformers wrote no model\.safetensors"):
+        save(new, tmp_path)
+    assert contents(tmp_path) == before and capsys.readouterr().out.count("saved to") == 1
+
+
 def test_what_an_earlier_crash_left_is_removed_and_files_of_others_are_not(tmp_path):
     (tmp_path / ".unfinished-model").mkdir()
     (tmp_path / ".unfinished-model" / "half.safetensors").write_text("half")
@@ -791,7 +801,46 @@ def test_saves_of_two_processes_leave_one_whole_model(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_that_cannot_be_saved_does_not_cost_the_record(run_script, small_disk, tmp_path):
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "32"]], ids=["model", "adapters"])
+def test_a_disk_without_room_for_the_model_is_refused_before_training(
+    run_script, monkeypatch, tmp_path, flags
+):
+    monkeypatch.setattr(saving, "room_in", lambda folder: 2**16)
+    folder = tmp_path / "new" / "model"
+    outcome = run_script(finetune_baseline, *TINY, *flags, "--save", str(folder))
+    assert_refused(outcome, f"--save {folder} has 6.55e-05 GB of room, expected 0.000")
+    assert "step 1" not in outcome.out and output_files.room_in(str(folder)) > 2**16
+
+
+def test_what_transformers_would_not_save_is_refused_before_training(
+    run_script, monkeypatch, checkpoint, tmp_path
+):
+    """As transformers 5.17 does with a temperature beside do_sample false."""
+
+    def strict(self, *args, **options):
+        raise ValueError("GenerationConfig is invalid:\n`temperature`")
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", strict)
+    flags = [*TINY, "--model", str(checkpoint), "--save", str(tmp_path / "new")]
+    outcome = run_script(finetune_baseline, *flags)
+    assert_refused(outcome, "would not save this model again: GenerationConfig is invalid", "Mend")
+    assert "step 1" not in outcome.out
+    assert run_script(finetune_baseline, *flags, "--steps", "1", "--lora-rank", "2").code == 0
+
+
+@pytest.mark.parametrize("flag", ["--model", "--teacher"])
+def test_a_model_that_is_read_is_not_replaced(run_script, checkpoint, tmp_path, flag):
+    link, before = tmp_path / "link", contents(checkpoint)
+    link.symlink_to(checkpoint)
+    outcome = run_script(finetune_optimized, *TINY, flag, str(checkpoint), "--save", str(link))
+    assert_refused(outcome, f"--save {link} would replace the model that {flag} {checkpoint} names")
+    assert contents(checkpoint) == before
+
+
+def test_a_model_that_cannot_be_saved_does_not_cost_the_record(
+    run_script, monkeypatch, small_disk, tmp_path
+):
+    monkeypatch.setattr(saving, "room_in", lambda folder: 2**40)  # others fill it meanwhile
     record = tmp_path / "run.json"
     flags = ["--steps", "1", "--save", str(small_disk / "model"), "--json", str(record)]
     outcome = run_script(finetune_baseline, *TINY, *flags)

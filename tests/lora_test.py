@@ -275,7 +275,7 @@ def test_an_adapter_is_trained_further(base, saved, recorded):
 @pytest.mark.parametrize(
     "targets, said", [([*ATTENTION], "attention"), (["v_proj", "q_proj"], "q_proj,v_proj")]
 )
-def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said):
+def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said, capsys):
     """Its file has the names that peft's own code gives."""
     config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, lora_dropout=0.1)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).to(DEVICE)
@@ -284,6 +284,10 @@ def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said):
     assert (workload.lora_rank, workload.lora_alpha) == (3, 5.0)
     assert workload.lora_targets == said
     torch.testing.assert_close(logits_of(patched_model.load(workload)), logits_of(theirs))
+    assert "Note" not in capsys.readouterr().out
+    change_json(tmp_path / "theirs" / CONFIG, of_a_newer_peft=True)
+    patched_model.load(workload)
+    assert "has of_a_newer_peft, which this version of peft does not" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- beside which weights

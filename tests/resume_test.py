@@ -403,6 +403,23 @@ def test_other_flags_that_change_the_result_are_refused(resumed, flags, said):
     assert outcome.out == ""
 
 
+def test_the_same_files_by_other_names_are_no_other_training(
+    run_script, ended_after, examples, checkpoint, monkeypatch, tmp_path
+):
+    """A run is begun with relative paths in one folder, and resumed in another."""
+    saved, here, there = tmp_path / "checkpoints", [], []
+    for flag, path in (("--model", checkpoint), ("--data", examples), ("--checkpoint", saved)):
+        here += [flag, os.path.relpath(path, tmp_path)]
+        there += [flag, os.path.relpath(path, checkpoint)]
+    monkeypatch.chdir(tmp_path)
+    ended_after(2)
+    assert run_script(finetune_baseline, *TINY, *SMALL, *here).code == 143
+    ended_after(None)
+    monkeypatch.chdir(checkpoint)
+    outcome = run_script(finetune_baseline, *TINY, *SMALL, *there, "--resume", str(saved))
+    assert outcome.code == 0, outcome.err
+
+
 def test_each_flag_that_the_page_calls_another_training_is_refused(resumed):
     page = (Path(__file__).parents[1] / "docs" / "resume.md").read_text()
     (row,) = [line for line in page.splitlines() if "| refused: that is another training" in line]

@@ -350,9 +350,9 @@ def test_saved_model_loads_and_goes_on_from_where_it_stopped(recorded, tmp_path)
     assert changed <= {"_name_or_path", "architectures", "dtype", "transformers_version"}
     AutoModelForCausalLM.from_pretrained(folder)
 
-    # over the file it was read from
-    again = ["--model", str(folder), "--steps", "2", "--save", str(folder)]
-    for _ in range(2):
+    for i in range(2):
+        again = ["--model", str(folder), "--steps", "2", "--save", str(tmp_path / f"saved{i}")]
+        folder = tmp_path / f"saved{i}"
         resumed = recorded(finetune_baseline, *TINY, *again)
         assert resumed["weights"] == "pretrained weights"
         expected = pytest.approx(trained["validation_loss_after"], rel=1e-5)

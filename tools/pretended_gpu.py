@@ -135,7 +135,10 @@ def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
     """Return a row for every different kernel that the cases launch on the named target."""
     rows, compiled = [], []
     triton.runtime.driver.set_active(stub_driver(target))
-    keep = lambda metadata, metadata_group, **rest: compiled.append((metadata, metadata_group))  # noqa: E731
+
+    def keep(metadata, metadata_group, **rest):
+        compiled.append((metadata, metadata_group))
+
     with pretend_gpu(), triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = keep  # called once a process for each kernel
         for case in (case for case in cases if target.startswith(case.targets)):

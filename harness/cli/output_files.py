@@ -8,6 +8,7 @@ import gzip
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import zlib
@@ -50,6 +51,11 @@ def check_outputs(args: argparse.Namespace) -> None:
         if name == "plot" and not path.endswith(".png"):
             raise UserError(f"--plot {path} must end in .png")
         require_writable(path, is_folder=name in OUTPUT_FOLDERS)
+    for name in ("model", "teacher"):
+        folder, save = getattr(args, name, None) or "", outputs.get("save", "")
+        if os.path.exists(folder) and os.path.exists(save) and os.path.samefile(folder, save):
+            given = f"--save {save} would replace the model that --{name} {folder} names"
+            raise UserError(f"{given}: name another folder")
     for name, path in outputs.items():
         if name in OUTPUT_FOLDERS or written_straight(path):
             continue
@@ -98,13 +104,23 @@ def require_writable(path: str, is_folder: bool = False) -> None:
             if straight:
                 return
             target = os.path.dirname(target)
-        while not os.path.exists(target):
-            target = os.path.dirname(target)
-        with tempfile.TemporaryFile(dir=target):  # it never has a name, and is gone again
+        with tempfile.TemporaryFile(dir=existing(target)):  # it never has a name, and is gone again
             pass
     except OSError as error:
         place = f"to {path}" if is_folder else path
         raise UserError(f"cannot write {place}: {error.strerror}") from error
+
+
+def existing(path: str) -> str:
+    """Return the path, or the nearest folder above it that is there."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def room_in(folder: str) -> int:
+    """Return the bytes that are free where a folder is or would be made."""
+    return shutil.disk_usage(existing(os.path.realpath(folder))).free
 
 
 def require_ours(flag: str, path: str, what: str, beginning: str) -> None:

@@ -12,13 +12,14 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
 from harness.cli.flags import TINY
-from harness.cli.workload import Workload, read_file
+from harness.cli.workload import Workload, draws_weights, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
-from harness.model.architecture import IGNORE_INDEX
-from harness.model.config_file import drawn_example, reading
+from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
+from harness.model.config_file import drawn_example, load_config, read_config_file, reading
 
 VALIDATION_BATCHES = 4  # each of the sequences of a whole step
+print_once = functools.cache(print)
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,15 @@ def load_data(
     return Data(train=batches, validation=validation, source=source, span=span)
 
 
+def look_at_data(workload: Workload, day: str | None = None) -> None:
+    """Refuse what `load_data` refuses of a file or a tokenizer, before the weights are loaded."""
+    config = load_config(workload)
+    if workload.data == "stdlib":
+        load_tokenizer(workload)
+    else:
+        load_data(workload, config, workload.steps, day)
+
+
 def load_samples(
     workload: Workload, config: PreTrainedConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
@@ -208,11 +218,9 @@ def load_samples(
         text = read_file(name)
         tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
         examples = token_cache.cached(name, [text], encode, tokenize)
-        examples, n_skipped = samples.of_examples(name, examples, seq_len)
+        examples, note = samples.of_examples(name, examples, seq_len)
         train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
         what = "examples"
-        if n_skipped:
-            note = f", {n_skipped:,} skipped: no completion token within --seq-len {seq_len}"
     else:
         to_train_on, held_out = samples.read_texts(name)
         texts = [*to_train_on, *held_out]
@@ -231,14 +239,29 @@ def load_samples(
 
 
 def load_tokenizer(workload: Workload):
-    """Return the model's tokenizer; None if it has none: then UTF-8 bytes are the tokens."""
+    """Return the model's tokenizer, with config.json's eos_token if it has none of its own.
+
+    None: UTF-8 bytes are the tokens, for random weights and for a vocabulary of bytes alone.
+    """
     model = workload.model
     if model == TINY or drawn_example(workload):
         return None
+    config = read_config_file(model)
     if Path(model).is_dir() and not any(Path(model).glob("token*")):
-        return None
+        if draws_weights(model, workload) or config.get("vocab_size") == BYTE_VOCABULARY:
+            return None
+        given = f"{model} has pretrained weights and no tokenizer"
+        raise UserError(f"{given}: bring its tokenizer.json and tokenizer_config.json there")
     with reading(f"the tokenizer of {model}"):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    if tokenizer.eos_token_id is None:
+        ids = config.get("eos_token_id")
+        first = (ids if isinstance(ids, list) else [ids])[:1]
+        end = next((token for token, i in tokenizer.get_vocab().items() if [i] == first), None)
+        tokenizer.eos_token = end
+        how = f"with {end}, as config.json says" if end else "in nothing: the model learns no end"
+        print_once(f"Note: {model}: its tokenizer names no eos_token, so texts end {how}")
+    return tokenizer
 
 
 def epochs(n_sequences: int, n_wanted: int, seed: int) -> Iterator[int]:

@@ -210,8 +210,8 @@ def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.
     return chat.of_parts(encode.with_begin(prompt), encode.whole(prompt + completion))
 
 
-def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int]:
-    """Return a jsonl file's examples of at most seq_len tokens, and how many were skipped.
+def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, str]:
+    """Return a jsonl file's examples of at most seq_len tokens, and how many were skipped and why.
 
     A longer example is cut at its end.  An example without a trained token before the cut is
     skipped.
@@ -219,18 +219,21 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
     Raises:
         UserError: fewer than two are left.
     """
-    samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     # the first token of a sequence is never predicted, so it alone teaches nothing
+    empty = samples.n_targets() == 0
+    samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     teaches = samples.n_targets() > 0
-    skipped, left = samples.lines[~teaches], samples.select(teaches)
-    if len(skipped) and not len(left):
-        given = f"{path}, line {skipped[0]}: no completion token is left to train on"
-        raise UserError(f"{given} within --seq-len {seq_len}, nor in any other line")
+    reasons = {
+        "no completion token: it is empty, or the chat template marks none": empty,
+        f"no completion token within --seq-len {seq_len}": ~empty & ~teaches,
+    }
+    counts = {reason: int(skipped.sum()) for reason, skipped in reasons.items()}
+    note = "".join(f", {n:,} skipped: {reason}" for reason, n in counts.items() if n)
+    left = samples.select(teaches)
     if len(left) < 2:
-        within = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if len(skipped) else ""
-        found = f"{path} holds {len(left)} example{within}"
-        raise UserError(f"{found}; at least 2 are needed (one is held out)")
-    return left, len(skipped)
+        needed = "2 examples that are needed (one is held out)"
+        raise UserError(f"{path} has {len(left)} of the {needed}{note}")
+    return left, note
 
 
 def of_text(samples: Samples, seq_len: int) -> Samples:

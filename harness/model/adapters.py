@@ -144,6 +144,9 @@ def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch
     """
     folder, model_name, base = workload.adapter, workload.model, said_of_base(workload.adapter)
     said = json.loads(Path(folder, CONFIG).read_text())
+    if unknown := said.keys() - vars(peft_config(workload)).keys():
+        given = f"{folder}/{CONFIG} has {', '.join(sorted(unknown))}"
+        print(f"Note: {given}, which this version of peft does not know: ignored, as peft does")
     named = said.get("base_model_name_or_path")
     named = f"{named}, revision {said['revision']}" if said.get("revision") else named
     if base.get("kept_as") == kept_as(workload) and not workload.is_unsloths:

@@ -2,10 +2,11 @@
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
 
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, require_interpreter, take_threads
-from harness.cli.workload import Workload, draws_weights, read_file
+from harness.cli.workload import Workload, draws_weights
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
 from harness.model.config_file import load_config, reading
 from harness.model.packed_attention import use_packed_attention
@@ -29,8 +30,10 @@ def begin(workload: Workload) -> PreTrainedConfig:
     config = load_config(workload)
     if workload.kernels:
         require_interpreter()
-    if workload.data not in ("stdlib", "synthetic"):
-        read_file(workload.data)
+    if not draws_weights(workload.model, workload) and find_adapter_config_file(workload.model):
+        given = f"{workload.model} holds an adapter beside the model (adapter_config.json)"
+        advice = "move the adapter's files out; --adapter takes them if they are not merged in"
+        raise UserError(f"{given}, and transformers would load the two as one: {advice}")
     torch.manual_seed(workload.seed)
     return config
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload, changes
+from harness.cli.workload import PATHS, Workload, changes, same_place
 from harness.training import checkpoint_files
 from harness.training.checkpoint_files import FACTS, newest
 
@@ -84,6 +84,10 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
         facts["data_digest"], facts["day"]
+        for name in PATHS:  # relative ones lead from the folder in which the run began
+            there, here = getattr(saved, name), getattr(workload, name)
+            if there and same_place(os.path.join(facts.get("begun_in", ""), there), here):
+                saved = replace(saved, **{name: here})
     except checkpoint_files.UNREADABLE as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,12 +16,12 @@ from safetensors.torch import save_file
 
 from harness.cli import adapter_config
 from harness.cli.command_line import RunError, UserError
-from harness.cli.output_files import UNFINISHED
+from harness.cli.output_files import UNFINISHED, room_in
 from harness.cli.processes import is_first
 from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
 from harness.model.adapters import adapter_weights, facts_of_base, merged_weights, peft_config
-from harness.model.architecture import computing_differences, computing_fields
+from harness.model.architecture import TORCH_DTYPES, computing_differences, computing_fields
 from harness.model.loading import original_weights
 from harness.steps.parallel import whole_weights
 
@@ -59,6 +60,29 @@ def refuse_another_model(folder: str, model: torch.nn.Module, workload: Workload
     if different:
         given = f"--save {folder} holds another model: {'; '.join(different)}"
         raise UserError(f"{given}; expected this model or none: name another folder")
+
+
+def refuse_what_cannot_be_saved(
+    folder: str, model: torch.nn.Module, workload: Workload, counts: dict
+) -> None:
+    """Refuse, before training, what would fail after it; `counts` are those of adapters.py."""
+    alone = saves_adapters(workload)
+    n = counts["trained_parameters" if alone else "parameters"]
+    n_bytes, free = n * TORCH_DTYPES[workload.dtype].itemsize, room_in(folder)
+    if n_bytes > free:
+        given = f"--save {folder} has {free / 1e9:,.3g} GB of room"
+        raise UserError(f"{given}, expected {n_bytes / 1e9:,.3g}: free some or name another folder")
+    if alone:
+        return
+    refuse_another_model(folder, model, workload)
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            for part in (model.config, model.generation_config, load_tokenizer(workload)):
+                if part is not None:
+                    part.save_pretrained(empty)
+        except ValueError as error:  # transformers finds values that contradict each other
+            given = f"transformers would not save this model again: {' '.join(str(error).split())}"
+            raise UserError(f"{given} Mend that in {workload.model}") from error
 
 
 def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
@@ -159,6 +183,8 @@ def put_model_in_place(folder: Path, target: Path) -> None:
     last: without it a folder holds no model.
     """
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    if missing := {CONFIG, WEIGHTS} - names:
+        raise ValueError(f"transformers wrote no {' and no '.join(sorted(missing))}")
     for name in sorted(names, key=lambda name: (name == CONFIG) - (name == WEIGHTS)):
         (target / name).parent.mkdir(exist_ok=True)
         (folder / name).replace(target / name)

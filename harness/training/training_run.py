@@ -28,7 +28,7 @@ from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.flags import WARMUP_STEPS
 from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, title
 from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words, teacher_line
-from harness.data.dataset import Batch, load_data, load_tokenizer
+from harness.data.dataset import Batch, load_data
 from harness.data.loader import Loader
 from harness.model.adapters import counts, flops_per_token
 from harness.model.architecture import TORCH_DTYPES
@@ -43,7 +43,7 @@ from harness.steps import parallel
 from harness.steps.power import PowerMeter, joules_per_token, power_in_words
 from harness.steps.timing import datasheet_tflops, peak_memory_bytes
 from harness.training.resuming import COLUMNS
-from harness.training.saving import refuse_another_model, save_model
+from harness.training.saving import refuse_what_cannot_be_saved, save_model
 
 NOT_SAVED = "nothing was saved. Try a lower --lr"
 
@@ -86,9 +86,7 @@ class Run:
         self.profiled_steps = int(HAS_GPU and left > WARMUP_STEPS + 1)
         self.busy_ms = None
         if save_to:
-            # what would fail at the end is said before training
-            load_tokenizer(workload)
-            refuse_another_model(save_to, model, workload)
+            refuse_what_cannot_be_saved(save_to, model, workload, self.described)
         if not HAS_GPU:
             print(NO_GPU_NOTE + "\n")
         print(environment_line(self.environment))

@@ -327,6 +327,7 @@ class Keeper(contextlib.AbstractContextManager):
         """Return what is written beside the tensors; see harness/training/resuming.py."""
         return {
             "step": len(self.run.losses),
+            "begun_in": os.getcwd(),
             "data_digest": self.digest,
             "config": computing_fields(self.run.model.config),
             **self.frozen,

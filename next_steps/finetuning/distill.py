@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
-from harness.data.dataset import load_tokenizer
+from harness.data.dataset import load_tokenizer, look_at_data
 from harness.model.architecture import flops_per_token, keep_layers
 from harness.model.config_file import load_config
 from harness.model.loading import load_model
@@ -64,8 +64,11 @@ def layers_to_keep(
 
 def refuse_other_tokenizer(workload: Workload, taught: Workload) -> None:
     """Refuse a teacher whose tokenizer differs from the student's."""
-    tokenizers = [load_tokenizer(each) for each in (workload, taught)]
-    if None not in tokenizers and (tokens := differing_tokens(*tokenizers)):
+    one, other = (load_tokenizer(each) for each in (workload, taught))
+    if (one is None) != (other is None):
+        given = f"of {workload.model} and the teacher {taught.model} only one has a tokenizer"
+        raise UserError(f"{given}; name two models with the same")
+    if one is not None and (tokens := differing_tokens(one, other)):
         raise UserError(
             f"the tokenizers of {workload.model} and the teacher {taught.model} differ in "
             f"{len(tokens):,} tokens, {tokens[0]!r} among them; name two models with the same"
@@ -127,6 +130,7 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     taught = replace(workload, model=workload.teacher, kernels=in_models)
     n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
     refuse_other_tokenizer(workload, taught)
+    look_at_data(workload)
     temperature = workload.temperature or 1.0
     workload = replace(workload, student_layers=n_layers, temperature=temperature, kernels=kernels)
     try_kernels(taught)
@@ -135,6 +139,10 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     student = load_model(workload)
     student.model.layers = student.model.layers[:n_layers]
     keep_layers(student.config, n_layers)
+    weights, theirs = student.state_dict(), teacher.state_dict()
+    if weights.keys() == theirs.keys() and all(torch.equal(weights[n], theirs[n]) for n in weights):
+        given = f"{workload.model} has the weights of its teacher {taught.model}"
+        raise UserError(f"{given}, so there is nothing to learn; --student-layers N takes fewer")
     for model in (teacher, student):
         apply_kernels(model, in_models)
     learn_from(student, teacher, temperature, fused=REVERSE_KL in kernels)

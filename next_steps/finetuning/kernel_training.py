@@ -14,6 +14,7 @@ import torch
 
 from harness.cli.flags import WARMUP_STEPS
 from harness.cli.workload import Workload
+from harness.data.dataset import look_at_data
 from harness.steps import parallel, stepping
 from harness.training import resuming
 from harness.training.resuming import Checkpoints
@@ -39,6 +40,7 @@ def train(
     with checkpoints.claimed():
         resumes = checkpoints.resume is not None
         path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
+        look_at_data(workload, before and before["day"])
         model, called, optimizer = prepare(workload)
         if checkpoints.is_asked:
             checkpoint.refuse_random_numbers(model)

@@ -18,7 +18,7 @@ from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU, free_memory
 from harness.cli.flags import OPPONENTS
 from harness.cli.workload import Workload, draws_weights
-from harness.data.dataset import load_tokenizer
+from harness.data.dataset import load_tokenizer, look_at_data
 from harness.model.adapters import read_adapters, use_saved
 from harness.model.architecture import TORCH_DTYPES, unpacked_sequences
 from harness.model.config_file import load_config, reading
@@ -200,6 +200,7 @@ def train(workload: Workload, record_to: str | None = None, save_to: str | None 
     """Fine-tune as the workload's opponent does it; return the record."""
     workload = replace(workload, kernels=())
     parallel.start(workload)
+    look_at_data(workload)
     model, called, optimizer = prepare(workload)
     run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)
     return take_steps(run, optimizer, called)

@@ -20,6 +20,7 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
 from harness.model.adapters import counts
+from harness.model.config_file import load_config
 from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
 from harness.steps import stepping
@@ -78,8 +79,8 @@ def report(
         print(tables.NO_GPU_NOTE + "\n")
     warmup = workload.warmup
     try_kernels(workload)
+    data = dataset.load_data(workload, load_config(workload), warmup + STEPS)
     model = load_patched(workload)
-    data = dataset.load_data(workload, model.config, warmup + STEPS)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
