@@ -304,7 +304,7 @@ def test_a_missing_data_file_is_refused_before_the_model_is_loaded(cli, monkeypa
         (
             "a.jsonl",
             f"{FULL_LINE}\n{GOOD_LINE}".encode(),
-            ["holds 1 example within --seq-len 16 (1 skipped)", "at least 2"],
+            ["holds 1 example, 1 skipped: ", "within --seq-len 16", "at least 2"],
         ),
     ],
 )

@@ -205,6 +205,8 @@ def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.
     except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
         expected = 'expected a JSON object with strings "prompt" and "completion", or "messages"'
         raise UserError(f"{where}: {expected}") from None
+    if example.get("images"):
+        raise UserError(f'{where}: "images" are given, and only text is trained on: leave them out')
     if is_chat:
         return chat.encode_messages(where, example, encode)
     return chat.of_parts(encode.with_begin(prompt), encode.whole(prompt + completion))
@@ -217,7 +219,7 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
     skipped.
 
     Raises:
-        UserError: fewer than two are left.
+        UserError: none is left.
     """
     samples = replace(samples, ends=np.minimum(samples.ends, samples.starts + seq_len))
     # the first token of a sequence is never predicted, so it alone teaches nothing
@@ -226,10 +228,6 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, int
     if len(skipped) and not len(left):
         given = f"{path}, line {skipped[0]}: no completion token is left to train on"
         raise UserError(f"{given} within --seq-len {seq_len}, nor in any other line")
-    if len(left) < 2:
-        within = f" within --seq-len {seq_len} ({len(skipped)} skipped)" if len(skipped) else ""
-        found = f"{path} holds {len(left)} example{within}"
-        raise UserError(f"{found}; at least 2 are needed (one is held out)")
     return left, len(skipped)
 
 
