@@ -50,6 +50,8 @@ def train(workload: Workload):
         def compute_loss(self, *args, **kwargs):
             return Trainer.compute_loss(self, *args, **kwargs)
 
+    tokenizer = load_tokenizer(workload)
+    examples = read_examples(workload, tokenizer)
     config = SFTConfig(
         bf16=False,  # the model has its dtype; under autocast no fused layer runs
         gradient_checkpointing=False,  # nor with this
@@ -67,8 +69,6 @@ def train(workload: Workload):
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",  # the log then has tokens and seconds
     )
-    tokenizer = load_tokenizer(workload)
-    examples = read_examples(workload, tokenizer)
     model = apply_kernels(load_model(workload), model_kernels(workload.kernels))
     if workload.lora_rank is not None:  # beside adapters in fp32, peft's default, it does not run
         from peft import get_peft_model
