@@ -6,6 +6,7 @@ replaced, so that the checker is proven on what learners write, and not on its o
 
 import ast
 import dataclasses
+import os
 import re
 
 import pytest
@@ -126,7 +127,11 @@ def test_code_that_does_not_compile_is_shown_with_its_line(launch_of):
     nodes = ast.walk(ast.parse(kernel))
     name = next(node for node in nodes if isinstance(node, ast.Name) and node.id == "rsqrt")
     error = CompilationError(kernel, name, "NameError('rsqrt is not defined')")
-    assert_shown_with_its_line(stopped(error, launch))
+    file = launch.__code__.co_filename
+    assert_shown_with_its_line(stopped(error, file))
+    # in a function of Triton's own, which the learner's kernel calls
+    error.__cause__ = CompilationError("def sum(x):\n    y\n", ast.parse("\ny").body[0], "no y")
+    assert "line" in stopped(error, file) and "with no y" in stopped(error, file)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -195,12 +200,82 @@ def test_a_file_of_ones_own_is_judged_and_not_written(run_script, tmp_path):
     assert outcome.code == 0 and file.read_text() == solved("rmsnorm_dx")
 
 
-def test_a_file_that_is_no_exercise_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def launch(:\n", "line 1 of .*mine.py is no Python"),
+        ("x = 1\n", "no function `launch`"),
+        ("launch = 1\n", "no function `launch`"),
+        ("class launch: pass\n", "no function `launch`"),
+        ("import functools\nlaunch = functools.partial(print)\n", "no function `launch`"),
+        ("\n1 / 0\n", "line 2 of mine.py with ZeroDivisionError: division by zero, before"),
+        ("import nosuch\n", "line 1 of mine.py with ModuleNotFoundError: No module named 'nosuch'"),
+        ("import sys\nsys.exit(0)\n", "line 2 of mine.py with SystemExit: 0, before"),
+    ],
+)
+def test_a_file_that_is_no_exercise_is_refused(text, words, tmp_path):
     file = tmp_path / "mine.py"
-    for text, words in (("def launch(:\n", "line 1 of"), ("x = 1\n", "no function `launch`")):
-        file.write_text(text)
-        with pytest.raises(answer.UserError, match=words):
-            answer.load(str(file))
+    file.write_text(text)
+    with pytest.raises(answer.UserError, match=words):
+        answer.load(str(file))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def launch(**_):\n    raise SystemExit(0)\n", "line 2 of mine.py with SystemExit: 0"),
+        (
+            "class Mute(Exception):\n    def __str__(self):\n        1 / 0\n"
+            "def launch(**_):\n    raise Mute\n",
+            "line 5 of mine.py with Mute: ",
+        ),
+        (
+            "import torch\n@torch.no_grad()\ndef launch(**_):\n    1 / 0\n",
+            "line 4 of mine.py with ZeroDivisionError",
+        ),
+    ],
+    ids=["exit", "mute", "decorated"],
+)
+def test_a_launch_that_stops_is_shown_with_its_line(text, words, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    right, said = answer.report("rmsnorm_forward", answer.load(str(file)))
+    assert not right and words in said
+
+
+def test_the_file_is_judged_as_it_is_now_and_nothing_lies_beside_it(tmp_path):
+    """Python takes a compiled form for the file's, if the file's size and time are the same."""
+    file = tmp_path / "mine.py"
+    for number in (1, 2):
+        file.write_text(f"def launch():\n    return {number}\n")
+        os.utime(file, (0, 0))
+        assert answer.load(str(file))() == number
+    assert os.listdir(tmp_path) == ["mine.py"]
+
+
+@pytest.mark.parametrize(
+    "judge, code",
+    [
+        ("os._exit(0)", 1),
+        ("os._exit(2)", 1),
+        ("os.write(int(sys.argv[3]), b'1'); os._exit(0)", 1),
+        ("os.write(int(sys.argv[3]), b'0'); os._exit(1)", 0),
+    ],
+)
+def test_right_is_what_the_judge_says_and_not_the_exit_code(judge, code, run_script, monkeypatch):
+    monkeypatch.setattr(check, "JUDGE", f"import os, sys; {judge}")
+    outcome = run_script(check, "adamw")
+    assert outcome.code == code
+    if "write" not in judge:
+        assert_refused(outcome, "adamw.py ended the run before it was judged", code=1)
+
+
+def test_the_judge_says_its_exit_code_at_its_end(monkeypatch, tmp_path):
+    for name, said in (("adamw", "1"), ("nosuch", "2")):
+        with open(tmp_path / "verdict", "w") as verdict:
+            arguments = "adamw", str(file_of(name)), str(verdict.fileno())
+            monkeypatch.setattr("sys.argv", ["-c", *arguments])
+            assert str(answer.main()) == said == (tmp_path / "verdict").read_text()
 
 
 # ---- The page

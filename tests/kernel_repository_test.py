@@ -21,6 +21,7 @@ from harness.cli.command_line import UserError
 from next_steps.hugging_face import kernel_layers, kernel_repository
 from next_steps.hugging_face.kernel_repository import make_repository, with_relative_imports
 from rmsnorm_kernel import rmsnorm_forward
+from tests.conftest import assert_refused
 from tests.small_workloads import in_float64, loss_and_gradients, tiny_batch, uneven_norms
 
 with contextlib.suppress(ImportError):
@@ -149,6 +150,28 @@ def test_a_folder_that_holds_something_is_refused(folder, tmp_path):
     for taken in (folder, tmp_path / "file"):
         with pytest.raises(UserError, match="is not empty: name a new folder"):
             make_repository(taken)
+
+
+@pytest.mark.parametrize("name", ["file/new", "loop", "n" * 300])
+def test_a_folder_that_cannot_be_made_is_refused(name, run_script, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    path = str(tmp_path / name)
+    assert_refused(run_script(kernel_repository, path), f"cannot write to {path}: ")
+
+
+def test_a_dangling_link_creates_what_it_points_at(run_script, tmp_path):
+    (tmp_path / "link").symlink_to("new")
+    assert run_script(kernel_repository, str(tmp_path / "link")).code == 0
+    assert (tmp_path / "new" / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--version", "0"), ("--version", "-1"), ("--license", "mit\na: b")]
+)
+def test_a_flag_that_the_card_cannot_hold_is_refused(flags, run_script, tmp_path):
+    assert_refused(run_script(kernel_repository, str(tmp_path / "new"), *flags), flags[0])
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_model_card_names_every_layer(folder):

@@ -2,23 +2,29 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from harness.cli.command_line import UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model.loading import load_model
 from next_steps.hugging_face import sft
 from next_steps.patches.apply_kernels import apply_kernels
 from tests.apply_kernels_test import launches  # noqa: F401
+from tests.chat_test import TALK, TURNS, WORDS
 from tests.conftest import assert_refused
 from tests.small_workloads import jsonl, tiny_workload
+from tests.token_cache_test import tokenizer_of
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="needs the package trl (pip install trl)"
 )
+pytestmark = pytest.mark.usefixtures("own_cache")
 LENGTH, STEPS = 12, 2
 # of different lengths, so that micro-batches weigh differently; one is cut
 EXAMPLES = (
@@ -30,11 +36,10 @@ FLAGS += ["--seq-len", str(LENGTH), "--steps", str(STEPS), "--batch-size", "2", 
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch, small_model) -> Iterator[str]:
-    """A file of examples, which `datasets` reads without progress bars and keeps in no cache."""
+def data(tmp_path, small_model) -> Iterator[str]:
+    """A file of examples, which `datasets` handles without progress bars."""
     import datasets
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     yield str(jsonl(tmp_path / "examples.jsonl", *EXAMPLES))
     datasets.enable_progress_bars()
@@ -134,18 +139,78 @@ def test_bytes_are_the_tokens_of_a_model_without_a_tokenizer():
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
 
 
+# ---- What is read
+
+
+def read(file: Path, tokenizer=None) -> list[list[int]]:
+    """Return the labels of each example, of a model with 257 tokens."""
+    workload = Workload(data=str(file), model="tiny", seq_len=LENGTH)
+    return list(sft.read_examples(workload, tokenizer)["labels"])
+
+
 @needs_trl
-def test_data_that_do_not_fit_are_refused(run_script, data, tmp_path):
-    file = tmp_path / "other.jsonl"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for content, said in (
-        ({"question": "a"}, "expected 'prompt' and 'completion', or 'messages'"),
-        ({"messages": messages}, "no chat template"),
-    ):
-        file.write_text(json.dumps(content) + "\n")
-        assert_refused(run_script(sft, *FLAGS, "--data", str(file)), str(file), said)
-    file.write_text("no JSON\n")
-    assert_refused(run_script(sft, *FLAGS, "--data", str(file)), str(file), "could not be loaded")
+def test_the_file_that_is_named_is_read_and_no_other(tmp_path):
+    """`datasets` takes a path for a pattern, and what it has made of a file for the file."""
+    (tmp_path / "a1.jsonl").write_text("this is another file")
+    file = tmp_path / "a[12].jsonl"
+    for completion in "bc":
+        jsonl(file, ("a", completion))
+        os.utime(file, (0, 0))
+        assert read(file) == [[-100, ord(completion), 256]]
+    for missing in (tmp_path / "*.jsonl", Path(f"file://{file}")):
+        with pytest.raises(UserError, match="cannot read"):
+            read(missing)
+
+
+@needs_trl
+def test_the_assistants_turns_are_trained_on(tmp_path):
+    file, tokenizer = tmp_path / "talk.jsonl", tokenizer_of(WORDS, chat_template=TURNS)
+    file.write_text(json.dumps({"messages": TALK[:2]}))
+    (labels,) = read(file, tokenizer)
+    trained = tokenizer.convert_ids_to_tokens([label for label in labels if label != -100])
+    assert trained == ["hello", "<end>"] and len(labels) == 7
+
+
+PAIR = "expected a JSON object with strings"
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("no JSON", PAIR),
+        ({"question": "a"}, PAIR),
+        ({"prompt": "a", "completion": None}, PAIR),
+        ({"prompt": "a", "completion": 1}, PAIR),
+        ({"input_ids": [1, 999_999]}, PAIR),
+        ({"messages": []}, "no answer of the assistant"),
+        ({"messages": None}, '"messages" is no list'),
+        ({"messages": "text"}, '"messages" is no list'),
+        ({"messages": [TALK[0], {"role": "assistant", "content": None}]}, "no text as"),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"chat_template": "a"}},
+            "refuses it .*chat_template",
+        ),
+        ({"messages": TALK, "images": ["a.png"]}, "images"),
+    ],
+    ids=str,
+)
+def test_an_example_that_cannot_be_used_is_refused_with_its_line(line, words, tmp_path):
+    file = tmp_path / "a.jsonl"
+    text = line if isinstance(line, str) else json.dumps(line)
+    file.write_text('{"prompt": "a", "completion": "b"}\n' + text)
+    with pytest.raises(UserError, match=f"a.jsonl, line 2: .*{words}"):
+        read(file, tokenizer_of(WORDS, chat_template=TURNS))
+
+
+@needs_trl
+def test_data_that_do_not_fit_the_model_are_refused(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": TALK}))
+    with pytest.raises(UserError, match="need a chat template"):
+        read(file)
+    with pytest.raises(UserError, match="outside the model's vocabulary"):
+        read(jsonl(file, ("w0 ", "w299")), tokenizer_of(" ".join(f"w{i}" for i in range(300))))
 
 
 def test_flags_that_do_not_fit_are_refused(run_script, monkeypatch):

@@ -46,10 +46,10 @@ MOST_FILES = 13  # of a room, with its __init__.py
 
 
 def tracked(pattern: str) -> list[Path]:
-    """Files that git knows, and new ones that it does not ignore."""
+    """Files that git knows, and new ones that it does not ignore; not a link to a folder."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
     listed = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
-    return sorted(HERE / name for name in set(listed.splitlines()) if (HERE / name).exists())
+    return sorted(HERE / name for name in set(listed.splitlines()) if (HERE / name).is_file())
 
 
 def name_of(file: Path) -> str:
@@ -89,6 +89,15 @@ def imports(module: str) -> set[str]:
             taken = inner & set(SOURCES)
             found |= taken or {node.module}
     return found & set(SOURCES)
+
+
+def test_a_link_to_a_folder_is_no_file(tmp_path, monkeypatch):
+    """As `.venv` may be one, which git then does not ignore as a folder."""
+    monkeypatch.setitem(tracked.__globals__, "HERE", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "file").write_text("")
+    (tmp_path / ".venv").symlink_to(tmp_path)
+    assert tracked("*") == [tmp_path / "file"]
 
 
 def test_arrows_only_go_down():

@@ -1,5 +1,6 @@
 """Run an exercise's `launch` on its cases, and say in words what is right and what is wrong."""
 
+import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ def wrong_in(exercise: Exercise, launch: Callable, case: Case, is_first: bool) -
     given, written = arguments(exercise, inputs, case.gaps)
     try:
         call(exercise, launch, given, written)
-    except Exception as error:  # whatever the learner's code raises
-        return [stopped(error, launch)]
+    except (Exception, SystemExit) as error:  # whatever the learner's code raises
+        return [stopped(error, inspect.unwrap(launch).__code__.co_filename)]
     if is_first and not any(memory.changed().any() for memory in written.values()):
         names = ", ".join(written)
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
@@ -103,21 +104,22 @@ def wrong_in(exercise: Exercise, launch: Callable, case: Case, is_first: bool) -
     return [*found, case.question]
 
 
-def stopped(error: Exception, launch: Callable) -> str:
+def stopped(error: BaseException, file: str) -> str:
     """Return where and why the learner's code stopped."""
-    file = launch.__code__.co_filename
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
     last, where = chain[-1], Path(file).name
     frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
     lines = [frame.lineno for frame in frames if frame.filename == file]
-    why = f"{type(last).__name__}: {last}"
+    # its words, also of an error that raises another one when asked for them
+    why = f"{type(last).__name__}: {traceback.TracebackException.from_exception(last)}"
     for each in chain:
         if isinstance(each, CompilationError) and each.node is not None:
             # of the kernel alone: its own lines, and not the file's, are counted
             line = each.src.splitlines()[each.node.lineno - 1]
-            lines = [1 + Path(file).read_text().splitlines().index(line)]
+            source = Path(file).read_text().splitlines()
+            lines = [1 + source.index(line)] if line in source else lines  # of Triton's own code
             why = each.error_message if each is last else why
     first, *_ = why.strip().splitlines()
     return f"The code stops in {f'line {lines[-1]} of ' if lines else ''}{where} with {first}"

@@ -96,8 +96,8 @@ def require_writable(path: str, is_folder: bool = False) -> None:
     """Refuse a file or a folder that could not be written, be it there or not."""
     target = os.path.realpath(path)
     try:
+        straight = written_straight(path)  # raises for a name that is too long
         if not is_folder:
-            straight = written_straight(path)
             if path.endswith(os.sep) or os.path.isdir(path):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             require_unprotected(path)

@@ -161,11 +161,7 @@ def load_data(
     n_validation = VALIDATION_BATCHES * workload.micro_batches * workload.sequences
     today = date.fromisoformat(day) if day else datetime.now(timezone.utc).date()
     train, validation, source = load_samples(workload, config, n_train, n_validation, today)
-    largest = max(int(part.tokens.max()) for part in (train, validation))
-    if largest >= config.vocab_size:
-        given = f"the data holds token id {largest}, outside the model's vocabulary of"
-        reason = "the tokenizer does not belong to this model"
-        raise UserError(f"{given} {config.vocab_size}; {reason}")
+    require_vocabulary(config, train, validation)
     packed_to = workload.seq_len if workload.pack else None
     if packed_to:
         # no sequence holds more samples than tokens
@@ -201,6 +197,24 @@ def look_at_data(workload: Workload, day: str | None = None) -> None:
         load_data(workload, config, workload.steps, day)
 
 
+def require_vocabulary(config: PreTrainedConfig, *parts: Samples) -> None:
+    """Refuse tokens that the model does not have."""
+    largest = max(int(part.tokens.max()) for part in parts)
+    if largest >= config.vocab_size:
+        given = f"the data holds token id {largest}, outside the model's vocabulary of"
+        reason = "the tokenizer does not belong to this model"
+        raise UserError(f"{given} {config.vocab_size}; {reason}")
+
+
+def load_examples(workload: Workload, encode: samples.Encoder) -> tuple[Samples, str]:
+    """Return a jsonl file's examples of at most seq_len tokens, and a note on skipped ones."""
+    name, seq_len = workload.data, workload.seq_len
+    text = read_file(name)
+    tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
+    examples = token_cache.cached(name, [text], encode, tokenize)
+    return samples.of_examples(name, examples, seq_len)
+
+
 def load_samples(
     workload: Workload, config: PreTrainedConfig, n_train: int, n_validation: int, today: date
 ) -> tuple[Samples, Samples, str]:
@@ -215,10 +229,11 @@ def load_samples(
         return train, validation, f"synthetic: uniform random tokens of {config.vocab_size:,}"
     encode, note = samples.Encoder.of(load_tokenizer(workload), config, today), ""
     if name.endswith(".jsonl"):
-        text = read_file(name)
-        tokenize = functools.partial(samples.tokenize_jsonl, name, text, encode)
-        examples = token_cache.cached(name, [text], encode, tokenize)
-        examples, note = samples.of_examples(name, examples, seq_len)
+        examples, note = load_examples(workload, encode)
+        if len(examples) < 2:
+            raise UserError(
+                f"{name} holds 1 example{note}; at least 2 are needed (one is held out)"
+            )
         train, validation = examples.split(len(examples) - max(1, len(examples) // 10))
         what = "examples"
     else:

@@ -205,6 +205,8 @@ def encode_line(where: str, line: str, encode: Encoder) -> tuple[np.ndarray, np.
     except (ValueError, KeyError, TypeError, RecursionError):  # the last: thousands of brackets
         expected = 'expected a JSON object with strings "prompt" and "completion", or "messages"'
         raise UserError(f"{where}: {expected}") from None
+    if example.get("images"):
+        raise UserError(f'{where}: "images" are given, and only text is trained on: leave them out')
     if is_chat:
         return chat.encode_messages(where, example, encode)
     return chat.of_parts(encode.with_begin(prompt), encode.whole(prompt + completion))
@@ -217,7 +219,7 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, str
     skipped.
 
     Raises:
-        UserError: fewer than two are left.
+        UserError: none is left.
     """
     # the first token of a sequence is never predicted, so it alone teaches nothing
     empty = samples.n_targets() == 0
@@ -229,10 +231,10 @@ def of_examples(path: str, samples: Samples, seq_len: int) -> tuple[Samples, str
     }
     counts = {reason: int(skipped.sum()) for reason, skipped in reasons.items()}
     note = "".join(f", {n:,} skipped: {reason}" for reason, n in counts.items() if n)
-    left = samples.select(teaches)
-    if len(left) < 2:
-        needed = "2 examples that are needed (one is held out)"
-        raise UserError(f"{path} has {len(left)} of the {needed}{note}")
+    skipped, left = samples.lines[~teaches], samples.select(teaches)
+    if len(skipped) and not len(left):
+        given = f"{path}, line {skipped[0]}: no completion token is left to train on"
+        raise UserError(f"{given}, nor is one in another line{note}")
     return left, note
 
 

@@ -22,6 +22,8 @@ import re
 from pathlib import Path
 
 from harness.cli import command_line
+from harness.cli.command_line import UserError, positive_int
+from harness.cli.output_files import require_writable
 
 HERE = Path(__file__).parents[2]  # the tutorial's folder
 NAME = "finetuning-kernels"
@@ -144,12 +146,14 @@ def make_repository(folder: Path, version: int = 1, license_id: str = "unknown")
     """Write the repository into an empty or new folder.
 
     Raises:
-        UserError: the folder holds something.
+        UserError: the folder holds something, or the license would be more than a field's value.
     """
+    if not re.fullmatch(r"[\w.+-]+", license_id):
+        raise UserError(f"--license {license_id!r} is no identifier, expected one as apache-2.0")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise command_line.UserError(f"{folder} is not empty: name a new folder")
+        raise UserError(f"{folder} is not empty: name a new folder")
     for backend in BACKENDS:
-        variant = folder / "build" / f"torch-{backend}"
+        variant = folder.resolve() / "build" / f"torch-{backend}"
         variant.mkdir(parents=True)
         for name, text in package_files(backend, version, license_id).items():
             (variant / name).write_text(text)
@@ -160,10 +164,12 @@ def make_repository(folder: Path, version: int = 1, license_id: str = "unknown")
 
 def main() -> None:
     parser = command_line.Parser(__doc__)
-    parser.add_argument("folder", type=Path, help="an empty or new folder")
-    parser.add_argument("--version", type=int, default=1, help="of what the layers promise")
-    parser.add_argument("--license", default="unknown", help="an identifier of Hugging Face's list")
+    add = parser.add_argument
+    add("folder", type=Path, help="an empty or new folder")
+    add("--version", type=positive_int, default=1, help="of what the layers promise")
+    add("--license", default="unknown", help="an identifier of Hugging Face's list")
     args = parser.parse_args()
+    require_writable(str(args.folder), is_folder=True)
     make_repository(args.folder, args.version, args.license)
     print(f"{args.folder}: {NAME}, version {args.version}, for {', '.join(BACKENDS)}")
 

@@ -10,6 +10,7 @@
 import importlib.util
 import statistics
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 
 from harness.cli import command_line
@@ -49,6 +50,8 @@ def train(workload: Workload):
         def compute_loss(self, *args, **kwargs):
             return Trainer.compute_loss(self, *args, **kwargs)
 
+    tokenizer = load_tokenizer(workload)
+    examples = read_examples(workload, tokenizer)
     config = SFTConfig(
         bf16=False,  # the model has its dtype; under autocast no fused layer runs
         gradient_checkpointing=False,  # nor with this
@@ -75,39 +78,37 @@ def train(workload: Workload):
     if "adamw" in workload.kernels:
         options = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
         optimizer = TritonAdamW(stepping.trained(model), **options)
-    tokenizer = load_tokenizer(workload) or byte_tokenizer()
     trainer_class = ModelLossTrainer if {*LOSS_KERNELS} & {*workload.kernels} else SFTTrainer
     trainer = trainer_class(
         model,
         config,
-        train_dataset=read_examples(workload.data, tokenizer),
-        processing_class=tokenizer,
+        train_dataset=examples,
+        processing_class=tokenizer or byte_tokenizer(),
         optimizers=(optimizer, None),
     )
     trainer.train()
     return trainer
 
 
-def read_examples(path: str, tokenizer):
-    """Return the examples of a jsonl file as a `datasets.Dataset`.
+def read_examples(workload: Workload, tokenizer):
+    """Return the examples of a jsonl file as a `datasets.Dataset` of input_ids and labels.
 
     Raises:
-        UserError: the file cannot be read, or its examples are not for this tokenizer.
+        UserError: the file cannot be read, or its examples are not for this tokenizer and model.
     """
-    from datasets import load_dataset
+    from datasets import Dataset
 
-    from harness.model.config_file import reading
+    from harness.data.dataset import load_examples, require_vocabulary
+    from harness.data.samples import Encoder
+    from harness.model.config_file import load_config
 
-    with reading(f"--data {path}"):
-        examples = load_dataset("json", data_files=path, split="train")
-    columns = {*examples.column_names}
-    if not ({"prompt", "completion"} <= columns or "messages" in columns):
-        given = f"--data {path} has {', '.join(map(repr, sorted(columns)))}"
-        raise UserError(f"{given}, expected 'prompt' and 'completion', or 'messages'")
-    if "messages" in columns and not tokenizer.chat_template:
-        given = f"--data {path} has 'messages', and this model's tokenizer no chat template"
-        raise UserError(f"{given}: take an instruct model, or give 'prompt' and 'completion'")
-    return examples
+    config = load_config(workload)
+    encode = Encoder.of(tokenizer, config, date.today())
+    examples, note = load_examples(workload, encode)
+    require_vocabulary(config, examples)
+    print(f"Data: {workload.data}: {len(examples):,} examples{note}, tokens: {encode.in_words()}")
+    ids, labels = zip(*examples)
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
 
 
 def byte_tokenizer():
