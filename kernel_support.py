@@ -225,19 +225,18 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
             memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
-    seen = []  # (owner of the memory, first element, number of elements) of each tensor so far
+    seen = []  # (owner of the memory, tensor) of each tensor so far
     for name, t in tensors.items():
         owner = t if compiling or t._base is None else t._base
         leaf = owner.is_leaf and owner.requires_grad
-        shared = any(
-            owner is its_owner and -t.numel() < t.storage_offset() - start < n_elements
-            for its_owner, start, n_elements in seen
-        )
+        others = (other for its_owner, other in seen if its_owner is owner)
+        starts = ((other, t.storage_offset() - other.storage_offset()) for other in others)
+        shared = any(-t.numel() < start < other.numel() for other, start in starts)
         if leaf or shared or not t.is_contiguous():
             given = f"{name} has strides {t.stride()}, is a leaf: {leaf}, shares memory: {shared}"
             expected = "expected a contiguous result of its own to overwrite"
             raise ValueError(f"{given}; {expected}: use inplace=False.")
-        seen.append((owner, t.storage_offset(), t.numel()))
+        seen.append((owner, t))
 
 
 def refuse_second_derivative(name: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kernel_support  # noqa: F401  decides how Triton runs, before any test imports it
-from harness.cli import command_line
+from harness.cli import command_line, device  # noqa: F401  makes the interpreter faster
 from tests.fixtures import (  # noqa: F401
     as_dtensor,
     checkpoint,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli import interpreter
 from kernel_support import tl, triton
 
 HERE = Path(__file__).parents[1]  # the project's folder
@@ -201,6 +202,20 @@ def test_multiply_add_at_the_edges(x, y, z, expected):
     assert same(out, torch.tensor([expected] * 2, device=DEVICE)).all()
 
 
+@pytest.mark.skipif(HAS_GPU, reason="only the interpreter makes types anew")
+@pytest.mark.parametrize("shape", [[4], [2, 8], [tl.constexpr(4)]])
+@pytest.mark.parametrize("element", [tl.float32, tl.int1, tl.pointer_type(tl.bfloat16)])
+def test_types_that_are_kept_are_tritons_own(element, shape):
+    kept = tl.core.tensor("handle", tl.block_type(element, shape))
+    own = object.__new__(tl.block_type), object.__new__(tl.core.tensor)
+    interpreter._block_type(own[0], element, shape)
+    interpreter._tensor(own[1], "handle", own[0])
+    assert repr(vars(kept.type)) == repr(vars(own[0]))
+    assert {name: str(value) for name, value in vars(kept).items()} == {
+        name: str(value) for name, value in vars(own[1]).items()
+    }
+
+
 # ---------------------------------------------------------------------------- where a user has it
 
 
@@ -220,8 +235,7 @@ COMPILES = "torch._inductor.runtime.triton_helpers"  # what torch.compile import
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "first",
-    ["kernel_support", "harness.cli.device", "rmsnorm_kernel", "triton", COMPILES]
-    + ["transformers.trainer", "transformers, triton", "peft", "accelerate"],
+    ["kernel_support", "harness.cli.device", "triton", COMPILES, "transformers, triton", "peft"],
 )
 def test_import_order_does_not_matter(first):
     code = f"""

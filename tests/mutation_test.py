@@ -125,7 +125,7 @@ def run_tests(kernel, source, tests, folder, one_case_each=False) -> Outcomes:
     paths = [f"{HERE / file.replace('.', '/')}.py::{name}" for file, name in files_and_names]
     # Two of these plugins collect garbage for half a second.  Two belong to the outer run.
     plugins = "unraisableexception", "threadexception", "faulthandler", "cacheprovider"
-    options = ["--noconftest", "-ptests.fixtures", "--capture=no", "--exitfirst"]
+    options = ["--noconftest", "-ptests.fixtures", "--capture=no", "--exitfirst", "--tb=no"]
     options += [f"-pno:{plugin}" for plugin in plugins]
     outcomes = Outcomes({name.partition("[")[0] for _, name in files_and_names}, one_case_each)
     with imported_instead(kernel, file):

@@ -93,17 +93,16 @@ def loaded(snippet: str, base: Path, folder: str) -> float:
 
 FULL, LORA, NF4 = COMMANDS
 WAYS = {
-    "all weights": (FULL, OF_A_MODEL, "tuned"),
-    "adapters": (LORA, OF_ADAPTERS, "adapter"),
-    "merged from 4 bits": (NF4, OF_A_MODEL, "merged"),
+    "all weights, messages": (FULL, TALKS, OF_A_MODEL, "tuned"),
+    "adapters, prompt": (LORA, PAIRS, OF_ADAPTERS, "adapter"),
+    "merged from 4 bits, messages": (NF4, TALKS, OF_A_MODEL, "merged"),
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lines", [PAIRS, TALKS], ids=["prompt", "messages"])
-def test_what_was_trained_is_what_plain_transformers_loads(trained, base, way, lines):
-    command, snippet, folder = WAYS[way]
+def test_what_was_trained_is_what_plain_transformers_loads(trained, base, way):
+    command, lines, snippet, folder = WAYS[way]
     record = trained(command, lines)
     before, after = record["validation_loss_before"], record["validation_loss_after"]
     assert after < before - 0.5

