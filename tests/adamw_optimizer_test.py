@@ -382,6 +382,15 @@ def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
     train_all(coded, wide, steps=1)
 
 
+def test_pytorchs_adamw_does_not_step_with_codes():
+    coded = TritonAdamW(make_params((7,)), moments_dtype=torch.uint8)
+    train(coded, random_grads(coded, 1))
+    torchs = torch.optim.AdamW(make_params((7,)))
+    torchs.load_state_dict(coded.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(torchs, random_grads(torchs, 1))
+
+
 @pytest.mark.parametrize("moments", [None, torch.uint8])
 def test_the_default_dtype_changes_no_step_and_nothing_that_is_loaded(moments):
     runs = [TritonAdamW(make_params(*SHAPES), moments_dtype=moments) for _ in range(4)]
@@ -401,10 +410,10 @@ def test_codes_of_another_size_or_type_are_refused():
         train(optimizer, random_grads(optimizer, 1))
         saved.append(copy.deepcopy(optimizer.state_dict()))
     before, codes = everything(optimizer), saved[1]["state"][0]
-    floats, scales = codes["exp_avg"].float(), saved[0]["state"][0]["scales"]
+    floats, scales = codes["exp_avg_codes"].float(), saved[0]["state"][0]["scales"]
     for error, wrong, sentence in (
         (ValueError, {"scales": scales}, r"scales of .* 0 has shape \(2, 2\), expected \(2, 1\)"),
-        (TypeError, {"exp_avg": floats}, r"exp_avg of .* is torch\.float32, expected torch\.int8"),
+        (TypeError, {"exp_avg_codes": floats}, r"is torch\.float32, expected torch\.int8"),
     ):
         with pytest.raises(error, match=sentence):
             optimizer.load_state_dict({**saved[1], "state": {0: {**codes, **wrong}}})

@@ -60,7 +60,10 @@ FAULTS = {
         ("scales not loaded", "expected_tensors |= zip(CODED_MOMENTS, codes)", "expected_tensors |= zip(PLAIN_MOMENTS, codes)"),
     ],
     "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
-        ("v loaded without its m", "(loaded[key].float() for key in PLAIN_MOMENTS)", "(loaded['exp_avg_sq'].float() for key in PLAIN_MOMENTS)"),
+        ("v loaded without its m", "(t.float() for t in moments)", "(moments[1].float() for t in moments)"),
+    ],
+    "test_pytorchs_adamw_does_not_step_with_codes": [
+        ("codes called moments", 'CODED_MOMENTS = "exp_avg_codes", "exp_avg_sq_codes",', "CODED_MOMENTS = *PLAIN_MOMENTS,"),
     ],
     "test_codes_of_another_size_or_type_are_refused": [
         ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
