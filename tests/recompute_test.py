@@ -3,12 +3,14 @@
 import peft
 import pytest
 import torch
+from transformers import DynamicCache
 
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Workload
 from harness.data.dataset import Batch
 from harness.model import architecture
+from harness.model.known_texts import CACHE
 from harness.model.loading import load_model
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from next_steps.memory import meta_step
@@ -142,6 +144,25 @@ def test_a_norm_with_adapters_runs_again_and_no_product_does():
     model = with_adapters(make_model(MODEL_KERNELS))
     products = {level: calls_of_a_step(set_recompute(model, level)).products for level in RECOMPUTE}
     assert products["norm"] == products["mlp"] == products["none"] < products["layer"]
+
+
+@pytest.mark.parametrize("attention_pays", [False, True])
+@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
+def test_a_cache_is_filled_once_by_layers_that_run_twice(kernels, attention_pays, monkeypatch):
+    """It got every token twice, in the forward and in the backward, and gradients or an error."""
+    monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
+    model, ids, found = make_model(kernels), few_tokens().input_ids, []
+    for level in ("none", "layer"):
+        set_recompute(model, level).zero_grad()
+        cache = DynamicCache()
+        for part in (slice(2), slice(2, None)):
+            loss = model(ids[:, part], labels=ids[:, part], use_cache=True, **{CACHE: cache}).loss
+        loss.backward()
+        filled = {f"keys of {i}": layer.keys.detach() for i, layer in enumerate(cache.layers)}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append({"loss": loss.detach(), **filled, **gradients})
+    assert found[0]["keys of 1"].shape[2] == ids.shape[1]
+    assert_close(found[1], found[0], ALLOWED["fp32"])
 
 
 def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):
