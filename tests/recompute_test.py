@@ -233,6 +233,14 @@ def test_no_product_runs_twice_but_a_layers(kernels):
     assert products["layer"] == products["none"] + LAYERS * (4 + in_mlp)
 
 
+def test_gradient_checkpointing_computes_what_the_level_layer_does():
+    model = make_model(MODEL_KERNELS)
+    expected = calls_of_a_step(set_recompute(model, "layer"))
+    set_recompute(model, None).gradient_checkpointing_enable({"use_reentrant": False})
+    found = calls_of_a_step(model)
+    assert (found.counts, found.products) == (expected.counts, expected.products)
+
+
 def test_a_norm_runs_twice_and_an_activation_in_mlp_alone():
     model = make_model([])
     counts = {level: calls_of_a_step(set_recompute(model, level)).counts for level in RECOMPUTE}
